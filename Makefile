@@ -1,0 +1,59 @@
+# `make demo` and `make test` are all that a newcomer needs; both set up everything from nothing.
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+
+.PHONY: demo test setup lint types contracts unit sim e2e campaign fuzz benchmark evidence clean
+
+setup: $(VENV)/.done
+$(VENV)/.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: setup
+	rm -rf demo-run
+	$(BIN)/potluck demo --out demo-run --json demo-run.json
+
+test: lint types contracts unit sim e2e
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+contracts: setup
+	$(BIN)/lint-imports
+
+unit: setup
+	$(BIN)/python -m pytest tests/unit tests/parity tests/fuzz
+
+sim: setup
+	$(BIN)/python -m pytest tests/sim
+
+e2e: setup
+	$(BIN)/python -m pytest tests/e2e tests/faults
+
+# Not part of `make test`: minutes to hours; results go to docs/results/.
+campaign: setup
+	$(BIN)/python -m pytest tests -m campaign
+	$(BIN)/python -m tests.sim.run --seeds 0:10000
+	$(BIN)/python -m tests.faults.soak --minutes 30
+
+fuzz: setup
+	nice $(BIN)/python -m tests.fuzz.campaign --inputs 10000000
+
+benchmark: setup
+	$(BIN)/python -m tests.benchmarks.swarm
+	$(BIN)/python -m tests.benchmarks.codec
+	$(BIN)/python -m tests.benchmarks.newcomer
+
+evidence: setup
+	$(BIN)/python -m tests.benchmarks.learning
+
+clean:
+	rm -rf $(VENV) demo-run demo-run.json build *.egg-info
