@@ -1,0 +1,35 @@
+"""Every error of Potluck has one root; its text is one line: `<thing>: <reason>; <remedy>`.
+
+Local errors are ours or the user's, Remote ones name the peer to blame. A command ends with `exit_code`.
+"""
+
+from __future__ import annotations
+
+
+def shown(text: object) -> str:
+    """What a stranger wrote, safe to show: the beginning, in printable ASCII on one line."""
+    return ascii(str(text)[:400])[1:-1]
+
+
+class PotluckError(Exception):
+    """Root of every error that Potluck raises on purpose."""
+
+    exit_code = 1
+
+
+class LocalError(PotluckError):
+    """Our own fault, or the machine's: a full disk, a daemon that died, a broken file."""
+
+
+class UsageError(LocalError):
+    """Bad usage or bad input; the user can mend it. Commands end with exit code 2."""
+
+    exit_code = 2
+
+
+class RemoteError(PotluckError):
+    """Another peer is to blame; `peer` is its id."""
+
+    def __init__(self, peer: str, message: str) -> None:
+        super().__init__(message)
+        self.peer = peer

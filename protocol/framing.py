@@ -1,0 +1,185 @@
+"""Frames and messages as bytes, without I/O.
+
+    frame    length: 4 bytes, big-endian | body: `length` bytes        length <= MAX_FRAME
+    end      ff ff ff ff                                               nothing follows on this side of the stream
+
+The end is explicit because a dead peer's stream ends just as quietly as a finished one. A message is one msgpack value
+made of nil, bool, int, float, text, bytes, lists and maps with text keys. What arrives is measured *before* it is decoded or
+kept: bytes, nesting, number of values, no extension types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+
+from protocol.errors import PotluckError
+
+PREFIX = 4
+MAX_FRAME = 16 * 1024 * 1024
+END = b"\xff\xff\xff\xff"
+MAX_MESSAGE = 4 * 1024 * 1024
+MAX_DEPTH = 16
+MAX_VALUES = 262_144
+
+
+class FrameError(PotluckError):
+    """Bytes that are no frame or no message."""
+
+
+def header(size: int) -> bytes:
+    """The prefix of a frame with a body of `size` bytes. Raises FrameError above MAX_FRAME."""
+    if size > MAX_FRAME:
+        raise FrameError(f"frame: {size} bytes; at most {MAX_FRAME} are allowed")
+    return size.to_bytes(PREFIX, "big")
+
+
+def pack(*parts: bytes | memoryview) -> bytes:
+    """One whole frame whose body is `parts`, one after the other."""
+    return header(sum(memoryview(part).nbytes for part in parts)) + b"".join(parts)
+
+
+class Ended(Exception):
+    """The sender's explicit end of the stream."""
+
+
+class FrameReader:
+    """Cuts a stream of bytes into frames. Feed it only after `next` returned None, and it never holds more than one
+    fed piece above the frame in progress."""
+
+    __slots__ = ("_buffer", "_ended")
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._ended = False
+
+    @property
+    def pending(self) -> int:
+        """Bytes fed that no frame was made of."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Takes what arrived."""
+        self._buffer += data
+
+    def next(self, limit: int = MAX_FRAME) -> bytes | None:
+        """The next frame's body, or None if more bytes are needed.
+
+        Raises FrameError as soon as a prefix announces more than `limit` bytes, and Ended at the end of the stream.
+        """
+        if self._ended:
+            raise Ended
+        if len(self._buffer) < PREFIX:
+            return None
+        if self._buffer[:PREFIX] == END:
+            self._ended = True
+            self._buffer.clear()
+            raise Ended
+        size = int.from_bytes(self._buffer[:PREFIX], "big")
+        if size > limit:
+            raise FrameError(f"frame: {size} bytes; at most {limit} are allowed")
+        if len(self._buffer) < PREFIX + size:
+            return None
+        with memoryview(self._buffer) as view:
+            body = bytes(view[PREFIX : PREFIX + size])
+        del self._buffer[: PREFIX + size]
+        return body
+
+
+def pack_message(value: Any) -> bytes:
+    """`value` as msgpack, maps in the order of their keys: equal values give equal bytes. Raises FrameError."""
+    try:
+        raw: bytes = msgpack.packb(_canonical(value, 1), use_bin_type=True)
+    except (ValueError, OverflowError, UnicodeEncodeError) as error:
+        raise FrameError(f"message: cannot be encoded ({error})") from None
+    if len(raw) > MAX_MESSAGE:
+        raise FrameError(f"message: {len(raw)} bytes; at most {MAX_MESSAGE} are allowed")
+    return raw
+
+
+def _canonical(value: Any, depth: int) -> Any:
+    if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
+        raise FrameError(f"message: nested deeper than {MAX_DEPTH}")
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise FrameError("message: a map's key is not text")
+        return {key: _canonical(value[key], depth + 1) for key in sorted(value)}
+    if isinstance(value, list | tuple):
+        return [_canonical(item, depth + 1) for item in value]
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return value
+    raise FrameError(f"message: cannot carry a {type(value).__name__}")
+
+
+def unpack_message(raw: bytes | memoryview, *, limit: int = MAX_MESSAGE, depth: int = MAX_DEPTH) -> Any:
+    """The value in `raw`. Raises FrameError for anything that `pack_message` could not have meant."""
+    data = bytes(raw)
+    if len(data) > limit:
+        raise FrameError(f"message: {len(data)} bytes; at most {limit} are allowed")
+    _measure(data, depth)
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, use_list=True)
+    except (ValueError, TypeError, msgpack.exceptions.UnpackException) as error:
+        raise FrameError(f"message: not valid msgpack ({type(error).__name__})") from None
+
+
+_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8}
+_FIXED |= {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+"""First byte -> how many bytes of value follow."""
+_SIZED = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+"""First byte of bytes and text -> how many bytes of length follow."""
+_CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+"""First byte of long lists and maps -> how many bytes of count follow, values per entry."""
+
+
+def _measure(data: bytes, max_depth: int) -> None:
+    """Walks over msgpack without decoding or recursion; refuses depth, number of values, extension types, keys that are not
+    text, and what is cut short or followed by more."""
+    position, values = 0, 0
+    missing = [1]  # how many values each open container still lacks; the first is the message itself
+    in_map = [False]  # whether each open container is a map: then every other value is a key
+    while missing:
+        if missing[-1] == 0:
+            missing.pop()
+            in_map.pop()
+            continue
+        missing[-1] -= 1
+        values += 1
+        if values > MAX_VALUES:
+            raise FrameError(f"message: more than {MAX_VALUES} values")
+        if position >= len(data):
+            raise FrameError("message: cut short")
+        first = data[position]
+        position += 1
+        if in_map[-1] and missing[-1] % 2 == 1 and not (0xA0 <= first <= 0xBF or 0xD9 <= first <= 0xDB):
+            raise FrameError("message: a map's key is not text")
+        inside: int | None = None  # how many values a container holds
+        if first <= 0x7F or first >= 0xE0:  # small integers
+            pass
+        elif first <= 0x8F:
+            inside = 2 * (first & 0x0F)
+        elif first <= 0x9F:
+            inside = first & 0x0F
+        elif first <= 0xBF:
+            position += first & 0x1F
+        elif first in _FIXED:
+            position += _FIXED[first]
+        elif first in _SIZED:
+            width = _SIZED[first]
+            position += width + int.from_bytes(data[position : position + width], "big")
+        elif first in _CONTAINERS:
+            width, each = _CONTAINERS[first]
+            inside = each * int.from_bytes(data[position : position + width], "big")
+            position += width
+        else:
+            raise FrameError("message: holds an extension type")
+        if position + (inside or 0) > len(data):  # every value takes at least a byte
+            raise FrameError("message: cut short")
+        if inside is not None:
+            if len(missing) > max_depth:
+                raise FrameError(f"message: nested deeper than {max_depth}")
+            missing.append(inside)
+            in_map.append(0x80 <= first <= 0x8F or first >= 0xDE)
+    if position != len(data):
+        raise FrameError("message: bytes follow after its end")

@@ -1,0 +1,318 @@
+"""A volunteer's side of a round: a state machine without I/O.
+
+    phase      event                                   next       effects
+    waiting    commit applied+1 is known               applying   Apply
+    waiting    the plan of applied+1 names us          training   Train
+    training   Trained                                 packing    Pack  (e = beta e + delta, encode, make durable)
+    training   Failed                                  packing    Tell(Withdraw), Fold  (e = beta e + delta, durable, nothing sent)
+    training   commit applied+1 is known (too late)    stopping   Stop
+    stopping   Trained or Failed                       packing    Fold
+    packing    Packed(offer)                           waiting    Tell(Offer)
+    packing    Packed(None)                            waiting
+    applying   Applied                                 waiting
+    waiting    our offer's round is applied and known  waiting    GiveBack if the commit does not include it
+    waiting    nothing newer is known                  arranging  Arrange  (hold the shards that the plan wants held)
+    arranging  Arranged                                waiting    Tell(Attest)
+    waiting    RunOver, the last round is applied      done       Finish
+
+Rules that carry the promises: commits are applied one after the other, each once, in the order of their rounds (P1, P2); an
+offer leaves only after its payload and the error feedback without it are durable, and what was not committed goes back into the
+feedback before anything else is added (P3). After a crash the machine starts with `applied` of the newest durable state and
+with the newest durable offer; both are resolved against the log again, so every step may be repeated (design, section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.manifest import Manifest
+from protocol.messages import Ask, Attest, Commit, Message, Offer, Plan, Record, Withdraw, is_decided
+from protocol.quorum import problem
+
+RESEND_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """A session with a bootstrap node is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A record arrived whose signatures are right."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """All inner steps of `round` are done."""
+
+    round: int
+    steps: int
+    tokens: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Training of `round` ended early, after `steps` complete steps."""
+
+    round: int
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The error feedback is durable, with the payloads of `offer` if there is one."""
+
+    round: int
+    offer: Offer | None
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """`round` is applied to every shard that is held."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """The shards of the plan after `round` are held; `digests` are theirs."""
+
+    round: int
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOver:
+    """The leader says that the run is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed."""
+
+    plan: Plan
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Effect: end the training of `round` at the next step; it answers as usual."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Effect: e = beta e + delta, payloads, e -= sent, all durable; answer with Packed(offer)."""
+
+    plan: Plan
+    replica: int
+    steps: int
+    tokens: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Effect: e = beta e + delta of a round that sends nothing, durable; answer with Packed(None)."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Effect, done at once and in order: e += what `offer` would have sent."""
+
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Effect: add the commit's payloads to the shards that are held, rebuild those in `rebuild` from the log instead;
+    answer with Applied."""
+
+    commit: Commit
+    rebuild: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrange:
+    """Effect: hold what the commit's plan wants held, at the state after the commit; answer with Arranged."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Effect: send to every bootstrap node with a session; what matters is sent again later."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Effect: the run is over; make the state durable and leave."""
+
+
+Event = Connected | Committed | Trained | Failed | Packed | Applied | Arranged | RunOver | Tick
+Effect = Train | Stop | Pack | Fold | GiveBack | Apply | Arrange | Tell | Finish
+
+
+class ForkError(Exception):
+    """A majority decided two different commits for one round: the run's history is broken and nothing more is applied."""
+
+
+class Member:
+    """See the table above. `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer."""
+
+    def __init__(self, manifest: Manifest, peer: str, applied: int = -1, offer: Offer | None = None) -> None:
+        self.manifest = manifest
+        self.peer = peer
+        self.applied = applied
+        self.phase = "waiting"
+        self.commits: dict[int, Commit] = {}
+        self._pending = offer
+        self._attempted = offer.round if offer else 0
+        self._attest: Attest | None = None
+        self._withdraw: Withdraw | None = None
+        self._finished = False
+        self._run_over = False
+        self._sent_at = float("-inf")
+        self._task: tuple[Plan, int] | None = None
+
+    @property
+    def head(self) -> int:
+        """The newest round up to which every commit is known, -1 for none."""
+        return max(self.commits, default=-1)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the round after `applied`."""
+        commit = self.commits.get(self.applied)
+        return commit.plan if commit else None
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """One step of the machine. Raises ForkError."""
+        effects: list[Effect] = []
+        match event:
+            case Connected():
+                effects += self._resend(now)
+            case Committed(record):
+                effects += self._learn(record)
+            case Trained(round, steps, tokens, loss):
+                effects += self._trained(round, steps, tokens, loss)
+            case Failed(round, steps, reason):
+                effects += self._failed(round, reason)
+            case Packed(round, offer):
+                self.phase = "waiting"
+                if offer is not None:
+                    self._pending = offer
+                    effects.append(Tell(offer))
+            case Applied(round):
+                self.applied, self.phase = round, "waiting"
+            case Arranged(round, digests):
+                self.phase = "waiting"
+                self._attest = Attest(round=round, digests=digests)
+                effects.append(Tell(self._attest))
+            case RunOver():
+                self._run_over = True
+            case Tick():
+                if now - self._sent_at >= RESEND_SECONDS:
+                    effects += self._resend(now)
+        return effects + self._advance()
+
+    def _learn(self, record: Record) -> list[Effect]:
+        """Only what a majority of the members voted for counts; the members are those that the commit before names."""
+        commit = record.commit
+        if commit.round > self.head + 1:
+            return [Tell(Ask(after=self.head))]
+        before = self.commits[commit.round - 1] if commit.round else None
+        if not is_decided(record, before.members if before else self.manifest.first_members):
+            return []
+        known = self.commits.get(commit.round)
+        if known is not None and known != commit:
+            raise ForkError(f"round {commit.round} has two decided commits")
+        if known is None:
+            reason = problem(self.manifest, before, record)
+            if reason is not None:
+                raise ForkError(f"the commit of round {commit.round} {reason}")
+            self.commits[commit.round] = commit
+        return []
+
+    def _trained(self, round: int, steps: int, tokens: int, loss: float | None) -> list[Effect]:
+        late = self.phase == "stopping"
+        if self._task is None or self._task[0].round != round:
+            return []
+        self.phase = "packing"
+        if late:
+            return [Fold(round)]
+        plan, replica = self._task
+        return [Pack(plan, replica, steps, tokens, loss)]
+
+    def _failed(self, round: int, reason: str) -> list[Effect]:
+        if self._task is None or self._task[0].round != round:
+            return []
+        if self.phase == "stopping":
+            self.phase = "packing"
+            return [Fold(round)]
+        self.phase = "packing"
+        self._withdraw = Withdraw(round=round, reason=reason)
+        return [Tell(self._withdraw), Fold(round)]
+
+    def _resend(self, now: float) -> list[Effect]:
+        self._sent_at = now
+        out: list[Effect] = [Tell(Ask(after=self.head))]
+        if self._attest is not None:
+            out.append(Tell(self._attest))
+        out += [Tell(m) for m in (self._pending, self._withdraw) if m is not None and m.round == self.applied + 1]
+        return out
+
+    def _advance(self) -> list[Effect]:
+        following = self.commits.get(self.applied + 1)
+        if self.phase == "training" and following is not None:
+            self.phase = "stopping"
+            return [Stop(following.round)]
+        if self.phase != "waiting":
+            return []
+        effects: list[Effect] = []
+        if self._pending is not None and self._pending.round <= self.applied:
+            commit = self.commits.get(self._pending.round)
+            if commit is None:
+                return []
+            if not commit.includes(self.peer, self._pending.parts):
+                effects.append(GiveBack(self._pending))
+            self._pending = None
+        if following is not None:
+            self.phase = "applying"
+            rebuild = tuple(d.shard for d in following.diverged if d.peer == self.peer)
+            return [*effects, Apply(following, rebuild)]
+        commit = self.commits.get(self.applied)
+        if commit is not None and (self._attest is None or self._attest.round < self.applied):
+            self.phase = "arranging"
+            return [*effects, Arrange(commit)]
+        return effects + self._begin()
+
+    def _begin(self) -> list[Effect]:
+        """At the head of the log, with the right shards: train, or wait."""
+        if self.applied >= self.manifest.rounds:
+            if self._run_over and not self._finished:
+                self._finished = True
+                self.phase = "done"
+                return [Finish()]
+            return []
+        plan = self.plan
+        replica = plan.replica_of(self.peer) if plan else None
+        if plan is None or replica is None or self._attempted >= plan.round:
+            return []
+        self.phase, self._attempted, self._task = "training", plan.round, (plan, replica)
+        return [Train(plan, replica)]

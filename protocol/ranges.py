@@ -1,0 +1,75 @@
+"""How a blob is named, and how a part of it is checked before the rest is there.
+
+A blob is cut into ranges of RANGE bytes, the last one shorter. Its name (64 hexadecimal digits) is
+
+    one range     sha256(bytes)
+    more          BLAKE2b-256, personalized `potluck/ranges/1`, of the size (u64, little-endian) and every range's sha256
+
+so a blob of one range needs nothing beside its bytes, whoever knows name and size can check the list of a larger blob's range
+digests (its *leaves*, 32 bytes each, 0.1 % of the blob) and then every range by itself, and no bytes can be read as
+both kinds. A shard's digest is the name of its tensors' bytes (fp32, little-endian, in canonical order): a commit that names a
+state names blobs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+Bytes = bytes | bytearray | memoryview
+RANGE = 32 * 1024
+"""Bytes. Small, so that what an interrupted or wrong transfer costs is small: a few ranges for each holder."""
+MAX_BLOB = 4 << 30
+"""Bytes; nothing larger is asked for, taken or served. Its leaves are 4 MiB."""
+LEAF = 32
+_PERSON = b"potluck/ranges/1"
+
+
+def is_name(text: object) -> bool:
+    """Whether `text` has the form of a name."""
+    return isinstance(text, str) and len(text) == 64 and all(c in "0123456789abcdef" for c in text)
+
+
+def count(size: int) -> int:
+    """How many ranges a blob of `size` bytes has; an empty one has one."""
+    return max(1, -(-size // RANGE))
+
+
+def span(size: int, index: int) -> tuple[int, int]:
+    """(start, end) of range `index` in a blob of `size` bytes."""
+    return index * RANGE, min(size, (index + 1) * RANGE)
+
+
+def is_leaf(leaves: bytes, index: int, data: Bytes) -> bool:
+    """Whether `data` is range `index` of the blob with these leaves."""
+    return hashlib.sha256(data).digest() == leaves[LEAF * index : LEAF * (index + 1)]
+
+
+def root(size: int, leaves: bytes) -> str:
+    """The name of a blob of `size` bytes whose ranges have these digests, one after the other."""
+    if len(leaves) == LEAF:
+        return leaves.hex()
+    state = hashlib.blake2b(digest_size=LEAF, person=_PERSON)
+    state.update(size.to_bytes(8, "little"))
+    state.update(leaves)
+    return state.hexdigest()
+
+
+def leaves_of(pieces: Iterable[Bytes]) -> tuple[int, bytes]:
+    """(size, leaves) of a blob that comes in pieces of any length."""
+    size, digests, state, room = 0, [], hashlib.sha256(), RANGE
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        size += len(view)
+        while len(view):
+            if not room:
+                digests.append(state.digest())
+                state, room = hashlib.sha256(), RANGE
+            state.update(view[:room])
+            view, room = view[room:], room - min(room, len(view))
+    return size, b"".join([*digests, state.digest()])
+
+
+def name_of(*pieces: Bytes) -> str:
+    """The name of the blob that these pieces make."""
+    return root(*leaves_of(pieces))

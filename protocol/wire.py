@@ -1,0 +1,32 @@
+"""Names on the wire: protocols of streams and calls, keys of the DHT."""
+
+from __future__ import annotations
+
+SESSION = "potluck/session/1"
+"""Stream, peer to bootstrap node: Hello first, then messages both ways, and records to the peer."""
+
+LOG = "potluck/log/1"
+"""Call: Ask -> msgpack list of records after that round, oldest first, as many as fit in LOG_REPLY bytes."""
+
+QUORUM = "potluck/quorum/1"
+"""Stream, one way, between operators' nodes: votes, signs of life, records."""
+
+BLOB = "potluck/blob/1"
+"""Stream: a blob's ranges, or what has a name; see peer/net/blobs/serving.py."""
+
+STATES = "potluck/states/1"
+"""Call: nothing -> msgpack list of [round, [shards]], the states that the called peer serves as blobs."""
+
+PIPE = "potluck/pipe/1"
+"""Stream between neighbouring stages of a chain, forward and backward."""
+
+LOG_REPLY = 1024 * 1024
+MANIFEST_NAME = "manifest"
+TOKENIZER_NAME = "tokenizer"
+"""What a bootstrap node serves by name: the run's manifest, and the file of the run's tokenizer."""
+MAX_TOKENIZER = 64 * 1024 * 1024
+
+
+def announcements_key(run: str) -> str:
+    """The DHT key of a run's announcements; one subkey per peer id, each a sealed Announcement."""
+    return f"potluck/1/{run}/peers"
