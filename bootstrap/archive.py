@@ -1,0 +1,188 @@
+"""A bootstrap node's disk: the log of rounds, its vote, and every payload.
+
+DIR/log is append-only: `length (4 bytes, big-endian) | crc32 (4 bytes) | record` for each round. A record counts when it is whole; what
+a crash left half-written at the end is cut off at the next start. A damaged record in the middle is refused by name, since a
+decided commit must not be forgotten; `records` is for whoever only reads, while a node writes or not. DIR/manifest.json is the run's manifest, so that the
+folder can be verified by itself. DIR/vote is the newest promise of
+the quorum's acceptor, `crc32 | promise`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from peer.net.blobs import BlobStore, disk_error, write_durably
+from protocol import framing, messages, quorum, wire
+from protocol.errors import UsageError
+from protocol.manifest import Manifest
+from protocol.messages import Commit, MessageError, Promise, Record
+
+_HEAD = struct.Struct(">II")
+HEAD_BYTES = _HEAD.size
+MANIFEST = "manifest.json"
+_BEGIN = b"\x83\xa1c"
+"""How every record begins: a map of three whose first key is "c"."""
+
+
+class Damaged(UsageError):
+    """A record before the end of a log, at byte `at`, cannot be read."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        super().__init__(f"log {path}: the record at byte {at} is damaged; restore the file from a copy")
+        self.at = at
+
+
+def records(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """(position, record) of every whole record of the log in `file`, which `path` names in errors.
+
+    Ends before a record that a crash, or a write under way, left half-written at the end of what is there when the reading
+    begins. Raises Damaged for any other that is not whole.
+    """
+    size = file.seek(0, os.SEEK_END)
+    at = 0
+    while at + _HEAD.size <= size:
+        file.seek(at)
+        length, crc = _HEAD.unpack(file.read(_HEAD.size))
+        end = at + _HEAD.size + length
+        raw = file.read(length) if end <= size else b""
+        if end > size or zlib.crc32(raw) != crc:
+            file.seek(at + 1)
+            if end < size or _holds_record(file.read(size - at - 1)):
+                raise Damaged(path, at)
+            return
+        yield at, raw
+        at = end
+
+
+def _holds_record(data: bytes) -> bool:
+    """Whether a whole record begins anywhere in `data`: then what is before it was whole once, too."""
+    start = data.find(_BEGIN)
+    while start >= 0:
+        if start >= _HEAD.size:
+            length, crc = _HEAD.unpack_from(data, start - _HEAD.size)
+            if start + length <= len(data) and zlib.crc32(data[start : start + length]) == crc:
+                return True
+        start = data.find(_BEGIN, start + 1)
+    return False
+
+
+class Archive:
+    """DIR/log, DIR/vote, DIR/tokenizer.json and DIR/blobs (which keeps everything) of one bootstrap node. One process at a time. Raises
+    UsageError."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(folder / "lock", "w")  # noqa: SIM115  (held until close)
+            self._file = open(folder / "log", "a+b")  # noqa: SIM115
+        except OSError as error:
+            raise disk_error(folder, error) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.close()
+            raise UsageError(
+                f"directory {folder}: another bootstrap node uses it; stop that one or choose another with --dir"
+            ) from None
+        if not (folder / MANIFEST).exists():
+            write_durably(folder / MANIFEST, manifest.to_bytes())
+        self.blobs = BlobStore(folder / "blobs")
+        self.records: list[bytes] = []
+        self.tokenizer = self._read_tokenizer()
+        self.commits: list[Commit] = []
+        self._read()
+        self.vote = self._read_vote()
+
+    def close(self) -> None:
+        """Lets another process use the folder."""
+        self._file.close()
+        self._lock.close()
+
+    def save_tokenizer(self, data: bytes) -> None:
+        """Keeps the file of the run's tokenizer, to serve it by name. Raises UsageError."""
+        write_durably(self.folder / "tokenizer.json", data)
+        self.tokenizer = data
+
+    def _read_tokenizer(self) -> bytes | None:
+        try:
+            return (self.folder / "tokenizer.json").read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def append(self, record: Record) -> None:
+        """Makes a decided commit durable. Raises UsageError; then the file is as before."""
+        raw = messages.encode_record(record)
+        size = self._file.seek(0, os.SEEK_END)
+        try:
+            self._file.write(_HEAD.pack(len(raw), zlib.crc32(raw)) + raw)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._file.truncate(size)
+            raise disk_error(self.folder, error) from None
+        self.records.append(raw)
+        self.commits.append(record.commit)
+
+    def save_vote(self, vote: Promise) -> None:
+        """Makes a vote durable. Raises UsageError."""
+        raw = messages.encode(vote)
+        write_durably(self.folder / "vote", zlib.crc32(raw).to_bytes(4, "big") + raw)
+        self.vote = vote
+
+    def after(self, round: int) -> bytes:
+        """The reply to a LOG call: records after `round`, as many as fit."""
+        out: list[bytes] = []
+        size = 0
+        for raw in self.records[max(round + 1, 0) :]:
+            size += len(raw) + 8
+            if out and size > wire.LOG_REPLY:
+                break
+            out.append(raw)
+        return framing.pack_message(out)
+
+    def _read(self) -> None:
+        end = 0
+        for at, raw in records(self._file, self.folder / "log"):
+            self._take(raw, at)
+            end = at + _HEAD.size + len(raw)
+        if end < self._file.seek(0, os.SEEK_END):
+            self._file.truncate(end)
+
+    def _take(self, raw: bytes, at: int) -> None:
+        head = self.commits[-1] if self.commits else None
+        try:
+            record = messages.decode_record(raw, "the log")
+            problem = quorum.problem(self.manifest, head, record)
+        except MessageError as error:
+            problem = str(error)
+        if problem is not None:
+            raise UsageError(
+                f"log {self.folder / 'log'}: the record at byte {at} {problem}; restore the file or choose another --dir"
+            )
+        self.records.append(raw)
+        self.commits.append(record.commit)
+
+    def _read_vote(self) -> Promise | None:
+        path = self.folder / "vote"
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        try:
+            vote = messages.decode(data[4:], "vote")
+        except MessageError:
+            vote = None
+        if not isinstance(vote, Promise) or zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
+            raise UsageError(
+                f"vote {path}: damaged; to vote again could fork the run: restore it, or remove it once the others have"
+                " decided the round after the log's last"
+            )
+        return vote
