@@ -1,0 +1,1 @@
+"""The peer: what a volunteer runs to train together with others."""

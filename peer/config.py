@@ -1,0 +1,21 @@
+"""What is local to a machine. Everything run-wide is in the manifest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinConfig:
+    """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
+    `up_limit_bps`: the most that serving payloads and states may take; `store_bytes`: disk for payloads. None: no limit."""
+
+    folder: Path
+    device: str = "cpu"
+    memory_bytes: int
+    up_bps: int
+    down_bps: int
+    up_limit_bps: int | None = None
+    store_bytes: int | None = None
+    threads: int = 1

@@ -1,0 +1,201 @@
+"""The transport: what every part of Potluck that talks to other peers is written against.
+
+One mechanism: streams of frames (protocol/framing.py) between two peers, under a protocol name. A call is one request and
+one reply over a fresh stream. `finish` says explicitly that nothing more comes; a stream that ends without it raises Closed
+at the other side, so a dead peer is never mistaken for a finished one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from protocol.errors import LocalError, RemoteError, UsageError
+from protocol.framing import MAX_FRAME
+
+log = logging.getLogger("potluck.net")
+
+MAX_RECORD = 4096
+"""Most bytes of one DHT value."""
+MAX_TTL = 600.0
+"""A DHT record may expire at most this many seconds ahead."""
+REQUEST_SECONDS = 30.0
+"""How long a called peer waits for the request of a call."""
+SEND_SECONDS = 60.0
+"""How long one send waits for a peer that does not read, unless told otherwise."""
+
+_OK, _FAILED = b"\x00", b"\x01"
+
+
+class Unreachable(RemoteError):
+    """No stream or connection to that peer could be opened."""
+
+
+class Closed(RemoteError):
+    """The stream is over although its sender did not say so: the peer, its link or our own side ended it."""
+
+
+class Ended(Closed):
+    """The sender said that nothing more comes, and all of it was read."""
+
+
+class Timeout(RemoteError):
+    """The peer took longer than the deadline."""
+
+
+class PortInUse(UsageError):
+    """The port that we are to listen on is taken."""
+
+
+class StartFailed(UsageError):
+    """The transport did not start."""
+
+
+class BadAddress(UsageError, ValueError):
+    """Not an address that Potluck can use."""
+
+
+class TransportLost(LocalError):
+    """Our own side of the network is gone; the transport must be built again."""
+
+
+class ClockWrong(LocalError):
+    """Our clock differs from the others' by more than the DHT tolerates."""
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes of frames, prefixes included, in total and per protocol name, since the start."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+
+    def count_sent(self, name: str, size: int) -> None:
+        self.bytes_sent += size
+        self.sent[name] += size
+
+    def count_received(self, name: str, size: int) -> None:
+        self.bytes_received += size
+        self.received[name] += size
+
+
+class Stream(Protocol):
+    """Frames both ways between us and `remote` (its authenticated peer id) under protocol `name`."""
+
+    remote: str
+    name: str
+
+    async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
+        """One frame whose body is the parts; returns when it is on its way, the parts may change then. Waits while the
+        other side does not read, at most `timeout` seconds. A send that fails or is cancelled within a frame closes the
+        stream. Raises Closed, Timeout, FrameError for a frame over MAX_FRAME."""
+
+    async def recv(self, limit: int = MAX_FRAME, *, timeout: float | None = None) -> bytes:
+        """The next frame's body. None waits as long as the stream lives. May be cancelled, and called again after a
+        Timeout, without losing anything. Raises Ended, Closed (also for a frame above `limit`), Timeout."""
+
+    async def finish(self) -> None:
+        """Says that we send nothing more; the other side reads on to here. Raises like send; a second one does nothing."""
+
+    async def close(self) -> None:
+        """Ends both directions; never raises. Without `finish` before it, what is under way may be lost and the other side
+        sees Closed; after it, the other side is given a few seconds to read and finish too."""
+
+
+Handler = Callable[[Stream], Awaitable[None]]
+"""Serves one stream. Returning finishes the stream, raising closes it."""
+CallHandler = Callable[[str, bytes], Awaitable[bytes]]
+"""(peer id, request) -> reply. The text of a RemoteError goes to the caller, nothing of other exceptions does."""
+Validate = Callable[[str, str, bytes], bool]
+"""(key, subkey, value) of a DHT record -> whether it may be stored and believed."""
+
+
+class Transport(Protocol):
+    """One peer's access to the network. `lost` is set when it has failed for good (its daemon died)."""
+
+    peer_id: str
+    addresses: tuple[str, ...]
+    traffic: Traffic
+    lost: asyncio.Event
+
+    async def serve(self, name: str, handler: Handler) -> None:
+        """Lets others open streams under `name`."""
+
+    async def open(self, peer: str, name: str, *, timeout: float) -> Stream:
+        """A stream to `peer`. Raises Unreachable, Timeout, TransportLost. Where `peer` does not serve `name`, that shows
+        here (Unreachable) or at the first `recv` (Closed)."""
+
+    async def connect(self, addresses: Sequence[str], *, timeout: float) -> None:
+        """Tries all addresses at once, joins the DHT there if we are not in it, and returns when one peer or more was
+        reached. Raises Unreachable when none was, ClockWrong, TransportLost."""
+
+    async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
+        """Stores a signed value for `ttl` seconds; False if it was refused. Raises UsageError over MAX_RECORD or MAX_TTL,
+        TransportLost."""
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """The valid values under `key` by subkey; what cannot be found is missing. Raises Timeout, TransportLost."""
+
+    async def aclose(self) -> None:
+        """Closes all streams and leaves; never raises."""
+
+
+def short(peer: str) -> str:
+    """How messages name a peer."""
+    return f"…{peer[-8:]}" if len(peer) > 8 else peer
+
+
+def check_record(value: bytes, ttl: float) -> None:
+    """Raises UsageError for a DHT record that everyone would refuse."""
+    if len(value) > MAX_RECORD:
+        raise UsageError(f"DHT record: {len(value)} bytes; at most {MAX_RECORD} are allowed")
+    if not 0 < ttl <= MAX_TTL:
+        raise UsageError(f"DHT record: would live {ttl:g} seconds; between 0 and {MAX_TTL:g} are allowed")
+
+
+async def call(
+    transport: Transport, peer: str, name: str, request: bytes, *, timeout: float, limit: int = MAX_FRAME - 1
+) -> bytes:
+    """One request, one reply of at most `limit` bytes, all within `timeout` seconds.
+
+    Raises Unreachable, Closed, Timeout, TransportLost, and RemoteError with the text that the peer answered instead.
+    """
+    try:
+        async with asyncio.timeout(timeout):
+            stream = await transport.open(peer, name, timeout=timeout)
+            try:
+                await stream.send(request, timeout=timeout)
+                await stream.finish()
+                reply = await stream.recv(limit + 1)
+            finally:
+                await stream.close()
+    except TimeoutError:
+        raise Timeout(peer, f"call {name} to {short(peer)}: no reply within {timeout:g} s; try again") from None
+    if reply[:1] == _OK:
+        return reply[1:]
+    text = reply[1:301].decode(errors="replace")
+    shown = "".join(c if c.isprintable() else " " for c in text)
+    raise RemoteError(peer, f"call {name} to {short(peer)}: refused ({shown}); see that peer's log")
+
+
+async def serve_calls(transport: Transport, name: str, handler: CallHandler, *, limit: int = MAX_FRAME) -> None:
+    """Answers calls of `name`, with requests of at most `limit` bytes."""
+
+    async def serve(stream: Stream) -> None:
+        request = await stream.recv(limit, timeout=REQUEST_SECONDS)
+        try:
+            parts = (_OK, await handler(stream.remote, request))
+        except RemoteError as error:
+            parts = (_FAILED, str(error).encode()[:300])
+        except Exception:
+            log.exception("call %s of %s failed", name, short(stream.remote))
+            parts = (_FAILED, b"internal error")
+        await stream.send(*parts)
+
+    await transport.serve(name, serve)

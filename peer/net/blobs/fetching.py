@@ -1,0 +1,418 @@
+"""Fetching blobs: by name, in ranges, from several holders at once, resumable, each range checked by itself.
+
+A large blob is asked of several holders, the fastest and nearest first by what was measured; each of them is kept busy with
+just as many ranges as its link holds and takes the next missing one, so a fast holder carries more. A range whose digest is
+wrong costs its holder our trust for a while, and that range is asked of another; so does a holder that is gone or silent.
+What came is on disk (peer/net/blobs/store.py): a fetch that was interrupted, by whatever, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from peer.net.base import Stream, Transport, short
+from peer.net.blobs.store import BlobStore, Part
+from protocol import framing, ranges, wire
+from protocol.errors import RemoteError
+
+PARALLEL = 4
+"""Holders that one blob is fetched from at once."""
+PARALLEL_BYTES = 1 << 20
+"""One holder more for every so many missing bytes."""
+JOBS = 64
+"""Blobs that are fetched at once; the others wait."""
+DEPTH = (2, 64)
+"""Least and most ranges that are asked of one holder ahead of time."""
+SHARE = 0.2
+"""Of a new measurement in the mean."""
+AVOID_SECONDS = 600.0
+"""How long a holder that sent wrong bytes is not asked."""
+OVERDUE_SECONDS = 2.0
+"""After so long, and four times what it would take itself, an idle holder is given another's range too."""
+MEASURED = 512
+"""Holders whose speed is remembered."""
+
+
+class Corrupt(RemoteError):
+    """A holder sent bytes that are not those of the blob."""
+
+
+@dataclass(slots=True)
+class _Speed:
+    """Of one holder: seconds until the first range that is asked for comes, seconds per byte; 0 where it is not known yet."""
+
+    latency: float = 0.0
+    pace: float = 0.0
+
+    def answered(self, seconds: float) -> None:
+        self.latency = _mean(self.latency, seconds)
+
+    def arrived(self, seconds: float, size: int) -> None:
+        self.pace = _mean(self.pace, seconds / max(size, 1))
+
+    def expected(self, size: int) -> float:
+        return self.latency + size * self.pace
+
+    @property
+    def depth(self) -> int:
+        """Enough ranges to fill the way there and back one and a half times."""
+        ahead = 1 + math.ceil(1.5 * self.latency / (self.pace * ranges.RANGE)) if self.pace else 0
+        return max(DEPTH[0], min(DEPTH[1], ahead))
+
+
+def _mean(old: float, new: float) -> float:
+    return (1 - SHARE) * old + SHARE * new if old else new
+
+
+@dataclass(slots=True)
+class _Job:
+    """One blob on its way. `todo`: ranges that nobody was asked for; `asked`: when the others were; `data`: a blob of one
+    range; `known`: the digests of all ranges are."""
+
+    name: str
+    size: int
+    part: Part | None
+    todo: deque[int]
+    asked: dict[int, float] = field(default_factory=dict)
+    data: bytes | None = None
+    known: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_missing(self, index: int) -> bool:
+        return self.data is None if self.part is None else index in self.part.missing
+
+    def give_back(self, indices: Sequence[int]) -> None:
+        """A holder that was asked for these does not send them."""
+        for index in indices:
+            if self.asked.pop(index, None) is not None and self.is_missing(index):
+                self.todo.appendleft(index)
+        self.wake()
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Fetcher:
+    """Fetches into `store`. `reach(peer)` is awaited before a holder is asked; `warn` hears of holders that cannot be
+    trusted. `timeout`: seconds of silence after which a holder counts as gone."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        store: BlobStore,
+        *,
+        reach: Callable[[str], Awaitable[None]] | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+        timeout: float = 20.0,
+    ) -> None:
+        self._transport = transport
+        self._store = store
+        self._reach = reach
+        self._warn = warn
+        self._timeout = timeout
+        self._gate = asyncio.Semaphore(JOBS)
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._begun: set[str] = set()
+        self._closing: set[asyncio.Task[list[str]]] = set()
+        self._speeds: OrderedDict[str, _Speed] = OrderedDict()
+        self._avoid: dict[str, float] = {}
+
+    def coming(self, name: str) -> asyncio.Task[None] | None:
+        """The fetch of this blob that is under way, unless it only waits for its turn."""
+        return self._running.get(name) if name in self._begun else None
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """The names of all blobs that are being fetched."""
+        return tuple(self._running)
+
+    async def fetch(
+        self,
+        name: str,
+        size: int,
+        holders: Sequence[str],
+        *,
+        round: int = 0,
+        check: Callable[[bytes], None] | None = None,
+    ) -> None:
+        """Returns when the blob of exactly `size` bytes is in the store, as one of `round`'s; `check` sees it before and may
+        refuse it by raising. Whoever asks for a blob that is on its way waits for that fetch, which goes on when they are
+        cancelled. Raises RemoteError naming the last holder to fail, UsageError where the disk refuses."""
+        if self._store.has(name):
+            return
+        if not 0 <= size <= ranges.MAX_BLOB:
+            raise RemoteError("nobody", f"blob {name[:12]}: {size} bytes; at most {ranges.MAX_BLOB} are fetched")
+        task = self._running.get(name)
+        if task is None:
+            self._running[name] = task = asyncio.create_task(self._fetch(name, size, holders, round, check))
+            task.add_done_callback(lambda task: self._ended(name, task))
+        await asyncio.shield(task)
+
+    async def aclose(self) -> None:
+        """Ends every fetch; what came so far stays on disk."""
+        tasks = [*self._running.values(), *self._closing]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._running[name]
+        self._begun.discard(name)
+        if not task.cancelled():
+            task.exception()  # it is told to those who wait, if there are any
+
+    # --- one blob
+
+    async def _fetch(
+        self, name: str, size: int, holders: Sequence[str], round: int, check: Callable[[bytes], None] | None
+    ) -> None:
+        async with self._gate:
+            self._begun.add(name)
+            part = await asyncio.to_thread(self._store.part, name, size) if size > ranges.RANGE else None
+            missing = sorted(part.missing) if part is not None else [0]
+            job = _Job(name, size, part, deque(missing))
+            if part is None or part.leaves is not None:
+                job.known.set()
+            if missing:
+                await self._gather(job, holders)
+            if part is not None:
+                await asyncio.to_thread(part.finish, round, check)
+            else:
+                assert job.data is not None
+                if check is not None:
+                    await asyncio.to_thread(check, job.data)
+                await asyncio.to_thread(self._store.put, job.data, round)
+
+    async def _gather(self, job: _Job, holders: Sequence[str]) -> None:
+        """Asks holders, and whomever they name, until nothing is missing."""
+        asked = {self._transport.peer_id}
+        insisted: set[str] = set()
+        waiting, busy = self._order(holders, job.size), deque[str]()
+        workers: dict[asyncio.Task[list[str]], tuple[str, deque[int]]] = {}
+        parallel = min(PARALLEL, 1 + len(job.todo) * ranges.RANGE // PARALLEL_BYTES)
+        last: RemoteError | None = None
+        done, known = asyncio.create_task(job.done.wait()), asyncio.create_task(job.known.wait())
+        late = 0
+        try:
+            while not job.done.is_set():
+                # one holder tells the digests of the ranges; another is asked when it takes its time
+                while len(workers) < (parallel if job.known.is_set() else 1 + late) and (
+                    waiting or (busy and not workers)
+                ):
+                    insist = not waiting
+                    peer = busy.popleft() if insist else waiting.popleft()
+                    if peer in (insisted if insist else asked) or self._is_avoided(peer):
+                        continue
+                    (insisted if insist else asked).add(peer)
+                    mine: deque[int] = deque()
+                    task = asyncio.create_task(self._work(job, peer, insist, mine))
+                    workers[task] = (peer, mine)
+                if not workers:
+                    raise last or RemoteError(
+                        "nobody", f"blob {job.name[:12]}: no holder that can be trusted is known; it is tried again"
+                    )
+                events, patience = {done, *workers}, None
+                if not job.known.is_set():
+                    events, patience = {known, *events}, OVERDUE_SECONDS
+                ended, _ = await asyncio.wait(events, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                late += not ended
+                for task in [t for t in workers if t in ended]:
+                    peer, _ = workers.pop(task)
+                    try:
+                        others = task.result()
+                    except RemoteError as error:
+                        last = error
+                        if isinstance(error, Corrupt):
+                            self._distrust(peer, str(error))
+                        continue
+                    if others:
+                        busy.append(peer)
+                        waiting.extend(self._order([p for p in others if p not in asked], job.size))
+        finally:
+            done.cancel()
+            known.cancel()
+            for worker, (_, mine) in workers.items():
+                if mine or not job.done.is_set():
+                    worker.cancel()
+                self._closing.add(worker)
+                worker.add_done_callback(self._closed)
+            await asyncio.gather(done, known, return_exceptions=True)
+
+    def _closed(self, task: asyncio.Task[list[str]]) -> None:
+        self._closing.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _work(self, job: _Job, peer: str, insist: bool, mine: deque[int]) -> list[str]:
+        """Takes ranges from one holder until none is missing; `mine`: those that it was asked for. Returns the peers that it
+        names instead. Raises RemoteError, UsageError."""
+        what = f"blob {job.name[:12]}: peer {short(peer)}"
+        stream: Stream | None = None
+        try:
+            if self._reach is not None:
+                await self._reach(peer)
+            stream = await self._transport.open(peer, wire.BLOB, timeout=self._timeout)
+            leaves = not job.known.is_set()
+            ask = {"blob": job.name, "size": job.size, "leaves": leaves, "insist": insist}
+            await stream.send(framing.pack_message(ask))
+            if job.part is None:  # one range: it comes with the answer
+                await self._ask(stream, job, mine, 0)
+            waited = False
+            while (reply := _reply(await stream.recv(4096, timeout=self._timeout), what)).get("state") == "wait":
+                waited = True
+            if reply.get("state") == "busy":
+                return [p for p in _names(reply.get("ask")) if p != self._transport.peer_id] or [peer]
+            if reply.get("state") != "here":
+                raise RemoteError(peer, f"{what} does not have it; another is asked")
+            speed = self._speed(peer)
+            if leaves:
+                assert job.part is not None
+                digests = await stream.recv(ranges.LEAF * ranges.count(job.size), timeout=self._timeout)
+                if not job.known.is_set():
+                    if not await asyncio.to_thread(job.part.learn, digests):
+                        raise Corrupt(peer, f"{what} sent digests that are not those of the blob")
+                    job.todo = deque(i for i in job.todo if i in job.part.missing)
+                    job.known.set()
+                    if not job.part.missing:
+                        job.done.set()
+            await self._take(stream, job, peer, mine, speed, what, waited)
+            await stream.finish()
+            return []
+        except framing.FrameError as error:
+            raise RemoteError(peer, f"{what}: {error}") from None
+        finally:
+            job.give_back(mine)
+            if stream is not None:
+                await stream.close()
+
+    async def _take(
+        self, stream: Stream, job: _Job, peer: str, mine: deque[int], speed: _Speed, what: str, waited: bool
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        arrived, measured = clock(), waited
+        while not job.done.is_set():
+            while len(mine) < speed.depth and (index := self._next(job, mine, speed)) is not None:
+                await self._ask(stream, job, mine, index)
+            if not mine:  # others may give ranges back, or be late
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(OVERDUE_SECONDS / 2):
+                        await job.changed.wait()
+                continue
+            index = mine[0]
+            begin, end = ranges.span(job.size, index)
+            data = await stream.recv(ranges.RANGE, timeout=self._timeout)
+            now = clock()
+            if not measured:
+                measured = True
+                speed.answered(now - job.asked.get(index, arrived))
+            speed.arrived(now - max(arrived, job.asked.get(index, arrived)), len(data))
+            arrived = now
+            if len(data) != end - begin or not await self._keep(job, index, data):
+                raise Corrupt(peer, f"{what} sent wrong bytes for range {index}")
+            mine.popleft()
+            job.asked.pop(index, None)
+            if job.part is None or not job.part.missing:
+                job.done.set()
+                job.wake()
+
+    def _next(self, job: _Job, mine: deque[int], speed: _Speed) -> int | None:
+        """A range to ask for: one that nobody was asked for, or one that is late."""
+        while job.todo:
+            index = job.todo.popleft()
+            if job.is_missing(index):
+                return index
+        if mine or not job.asked:
+            return None
+        index, since = min(job.asked.items(), key=lambda item: item[1])
+        late = asyncio.get_running_loop().time() - since - 4 * speed.expected(ranges.RANGE)
+        return index if late > OVERDUE_SECONDS else None
+
+    async def _ask(self, stream: Stream, job: _Job, mine: deque[int], index: int) -> None:
+        job.asked[index] = asyncio.get_running_loop().time()
+        with contextlib.suppress(ValueError):
+            job.todo.remove(index)
+        mine.append(index)
+        await stream.send(framing.pack_message({"range": index}))
+
+    async def _keep(self, job: _Job, index: int, data: bytes) -> bool:
+        """Stores a range; whether it is right."""
+        if not job.is_missing(index):
+            return True  # it came from another meanwhile
+        if job.part is not None:
+            return await asyncio.to_thread(job.part.write, index, data)
+        if ranges.name_of(data) == job.name:
+            job.data = data
+            return True
+        return False
+
+    # --- holders
+
+    def _order(self, holders: Sequence[str], size: int) -> deque[str]:
+        """The likely fastest first; who was not measured yet is taken to be as fast as the middle of the others."""
+        known = sorted(s.expected(size) for p in holders if (s := self._speeds.get(p)) is not None)
+        middle = known[len(known) // 2] if known else 0.0
+
+        def expected(peer: str) -> float:
+            speed = self._speeds.get(peer)
+            return middle if speed is None else speed.expected(size)
+
+        return deque(sorted(dict.fromkeys(holders), key=expected))
+
+    def _speed(self, peer: str) -> _Speed:
+        self._speeds[peer] = speed = self._speeds.pop(peer, None) or _Speed()
+        if len(self._speeds) > MEASURED:
+            self._speeds.popitem(last=False)
+        return speed
+
+    def _is_avoided(self, peer: str) -> bool:
+        return self._avoid.get(peer, float("-inf")) > asyncio.get_running_loop().time()
+
+    def _distrust(self, peer: str, why: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._avoid = {p: until for p, until in self._avoid.items() if until > now}
+        self._avoid[peer] = now + AVOID_SECONDS
+        self._warn(f"{why}; it is not asked again for {AVOID_SECONDS / 60:g} minutes")
+
+
+def _reply(raw: bytes, what: str) -> dict[str, object]:
+    reply = framing.unpack_message(raw)
+    if not isinstance(reply, dict):
+        raise framing.FrameError(f"{what} sent no answer")
+    return reply
+
+
+def _names(peers: object) -> list[str]:
+    return [p for p in peers if isinstance(p, str)][:16] if isinstance(peers, list) else []
+
+
+async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int, timeout: float = 20.0) -> bytes:
+    """What `peer` serves under a name such as the manifest's, at most `limit` bytes; the caller checks it. Raises
+    RemoteError."""
+    what = f"{name} from {short(peer)}"
+    stream = await transport.open(peer, wire.BLOB, timeout=timeout)
+    try:
+        await stream.send(framing.pack_message({"named": name}))
+        size = _reply(await stream.recv(1024, timeout=timeout), what).get("size")
+        if not isinstance(size, int) or size < 0:
+            raise RemoteError(peer, f"{what}: it does not have it; ask another node")
+        if size > limit:
+            raise RemoteError(peer, f"{what}: {size} bytes; at most {limit} are taken")
+        data = bytearray()
+        while len(data) < size:
+            piece = await stream.recv(ranges.RANGE, timeout=timeout)
+            if not piece or len(data) + len(piece) > size:
+                raise RemoteError(peer, f"{what}: it sent another number of bytes than it said")
+            data += piece
+        await stream.finish()
+        return bytes(data)
+    except framing.FrameError as error:
+        raise RemoteError(peer, f"{what}: {error}") from None
+    finally:
+        await stream.close()

@@ -1,0 +1,282 @@
+"""Serving blobs: who is served, by whom else, and how fast.
+
+    -> {"blob": name, "size": bytes, "leaves": bool, "insist": bool}
+    <- {"state": "wait"}, now and then, while the blob is still on its way here
+    <- {"state": "here"}, then one frame with the leaves if they were asked for and there is more than one range
+       {"state": "busy", "ask": [peers]}: enough copies were sent, these peers have it or are getting it; then the end
+       {"state": "absent"}; then the end
+    -> {"range": i}, as many as wanted, before the answer too
+    <- one frame with range i for each, in order
+
+and for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
+
+*Spreading.* A stored blob is sent about COPIES times; whoever asks then is told who got it, and asks there, so that copies
+multiply like the leaves of a tree and a home uplink sends its own payload about twice, however many peers there are. A
+peer that is still getting a blob lets others wait for it. Who finds nobody else may insist.
+
+*Fairness.* With an upload limit, ranges are sent in turn, one for each requesting peer, as a token bucket allows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from peer.net.base import REQUEST_SECONDS, Ended, Stream, Transport, short
+from peer.net.blobs.store import Blob, BlobStore
+from protocol import framing, ranges, wire
+from protocol.errors import RemoteError
+
+COPIES = 2
+SPREAD_SECONDS = 300.0
+"""How long after the last request for a blob we remember who got it."""
+SPREAD_BLOBS = 4096
+NAMED_AT_ONCE = 8
+"""Peers that one answer names."""
+WAIT_SECONDS = 30.0
+"""How long a peer may wait for a blob that is on its way here."""
+SIGN_SECONDS = 5.0
+"""How often it is told that it waits."""
+IDLE_SECONDS = 60.0
+STREAMS_PER_PEER = 128
+"""At once; a payload or shard takes one."""
+CACHED_LEAVES = 1024
+"""Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
+
+
+class Uplink:
+    """A token bucket over everything that is sent, one requesting peer's piece after the other's. `bps`: bits per second;
+    None for no limit."""
+
+    BURST_SECONDS = 0.1
+
+    def __init__(self, bps: int | None = None) -> None:
+        self._bps = bps
+        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+        self._free_at = float("-inf")
+        self._pump: asyncio.Task[None] | None = None
+
+    async def turn(self, peer: str, size: int) -> None:
+        """Returns when `size` bytes may be sent to `peer`."""
+        if self._bps is None:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(peer, deque()).append((size, future))
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run(self._bps))
+        await future
+
+    async def _run(self, bps: int) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            if self._free_at > loop.time():
+                await asyncio.sleep(self._free_at - loop.time())
+            peer, queue = self._waiting.popitem(last=False)
+            size, future = queue.popleft()
+            if queue:
+                self._waiting[peer] = queue  # at the end
+            if not future.cancelled():
+                self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + 8 * size / bps
+                future.set_result(None)
+
+    def close(self) -> None:
+        """Nobody gets a turn any more."""
+        if self._pump is not None:
+            self._pump.cancel()
+
+
+@dataclass(slots=True)
+class _Spread:
+    """One blob: bytes sent, bytes promised to open streams, and who got some."""
+
+    asked_at: float
+    sent: int = 0
+    promised: int = 0
+    receivers: dict[str, None] = field(default_factory=dict)
+    turns: int = 0
+
+
+class Spreading:
+    """Who got which blob from us, of late."""
+
+    def __init__(self) -> None:
+        self._blobs: OrderedDict[str, _Spread] = OrderedDict()
+
+    def admit(self, name: str, size: int, peer: str, insist: bool, now: float) -> list[str] | None:
+        """None where `peer` is to be served, else the peers to ask instead."""
+        spread = self._blobs.pop(name, None)
+        if spread is None or (now - spread.asked_at > SPREAD_SECONDS and not spread.promised):
+            spread = _Spread(now)
+        spread.asked_at = now
+        self._blobs[name] = spread
+        if len(self._blobs) > SPREAD_BLOBS:
+            self._blobs.popitem(last=False)
+        others = [p for p in spread.receivers if p != peer]
+        if others and not insist and spread.sent + spread.promised + size > COPIES * size:
+            spread.turns += 1
+            start = spread.turns % len(others)
+            return (others[start:] + others[:start])[:NAMED_AT_ONCE]
+        spread.promised += size
+        spread.receivers[peer] = None
+        return None
+
+    def done(self, name: str, size: int, peer: str, sent: int) -> None:
+        """An admitted peer's stream is over, after `sent` bytes."""
+        spread = self._blobs.get(name)
+        if spread is not None:
+            spread.promised -= size
+            spread.sent += sent
+            if not sent:
+                spread.receivers.pop(peer, None)
+
+
+class BlobServer:
+    """Serves a store's blobs, and those that `others` find (which are not spread: their holders are known)."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        *,
+        others: Callable[[str], Blob | None] = lambda name: None,
+        coming: Callable[[str], asyncio.Future[None] | None] = lambda name: None,
+        named: Mapping[str, bytes] | None = None,
+        uplink: Uplink | None = None,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.uplink = uplink or Uplink()
+        self._store = store
+        self._others = others
+        self._coming = coming
+        self._named = named or {}
+        self._warn = warn
+        self._spreading = Spreading()
+        self._leaves: OrderedDict[str, bytes] = OrderedDict()
+        self._damaged: set[str] = set()
+        self._streams: dict[str, int] = {}
+
+    async def serve(self, transport: Transport) -> None:
+        """Lets others ask."""
+        await transport.serve(wire.BLOB, self._handle)
+
+    async def _handle(self, stream: Stream) -> None:
+        peer = stream.remote
+        if self._streams.get(peer, 0) >= STREAMS_PER_PEER:
+            raise RemoteError(peer, f"blobs for {short(peer)}: {STREAMS_PER_PEER} streams at once; it was closed")
+        self._streams[peer] = self._streams.get(peer, 0) + 1
+        try:
+            request = framing.unpack_message(await stream.recv(1024, timeout=REQUEST_SECONDS))
+            if isinstance(request, dict) and isinstance(request.get("named"), str):
+                await self._send_named(stream, self._named.get(request["named"]))
+            elif isinstance(request, dict) and ranges.is_name(request.get("blob")):
+                await self._answer(stream, request["blob"], request)
+        except framing.FrameError as error:
+            raise RemoteError(peer, f"blobs for {short(peer)}: {error}; it was closed") from None
+        finally:
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
+
+    async def _send_named(self, stream: Stream, data: bytes | None) -> None:
+        await stream.send(framing.pack_message({"size": -1 if data is None else len(data)}))
+        view = memoryview(data or b"")
+        for start in range(0, len(view), ranges.RANGE):
+            await self.uplink.turn(stream.remote, ranges.RANGE)
+            await stream.send(view[start : start + ranges.RANGE])
+
+    async def _answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
+        size, peer = request.get("size"), stream.remote
+        if not isinstance(size, int) or not 0 <= size <= ranges.MAX_BLOB:
+            return await _say(stream, "absent")
+        blob = self._store.find(name)
+        coming = self._coming(name) if blob is None else None
+        if coming is not None or (blob is not None and blob.size == size):
+            now = asyncio.get_running_loop().time()
+            ask = self._spreading.admit(name, size, peer, request.get("insist") is True, now)
+            if ask is not None:
+                return await _say(stream, "busy", ask=ask)
+            sent = [0]
+            try:
+                if coming is None or await _arrives(stream, coming):
+                    await self._send(stream, name, size, self._store.find(name), request, sent)
+                else:
+                    await _say(stream, "absent")
+            finally:
+                self._spreading.done(name, size, peer, sent[0])
+        else:
+            await self._send(stream, name, size, self._others(name), request, [0])
+
+    async def _send(
+        self, stream: Stream, name: str, size: int, blob: Blob | None, request: Mapping[str, object], sent: list[int]
+    ) -> None:
+        """The blob's ranges as they are asked for; `sent[0]` counts their bytes."""
+        leaves = None if blob is None or blob.size != size else await self._leaves_of(name, blob)
+        if blob is None or leaves is None:
+            return await _say(stream, "absent")
+        await _say(stream, "here")
+        if request.get("leaves") is True and len(leaves) > ranges.LEAF:
+            await self.uplink.turn(stream.remote, len(leaves))
+            await stream.send(leaves)
+        while True:
+            try:
+                wanted = framing.unpack_message(await stream.recv(64, timeout=IDLE_SECONDS))
+            except Ended:
+                return
+            index = wanted.get("range") if isinstance(wanted, dict) else None
+            if not isinstance(index, int) or not 0 <= index < ranges.count(size):
+                raise RemoteError(stream.remote, f"blobs for {short(stream.remote)}: asks for no range; it was closed")
+            data = await asyncio.to_thread(self._read, name, blob, leaves, index)
+            await self.uplink.turn(stream.remote, len(data))
+            await stream.send(data)
+            sent[0] += len(data)
+
+    async def _leaves_of(self, name: str, blob: Blob) -> bytes | None:
+        """The blob's range digests, or None where its bytes on disk are not those of its name."""
+        leaves = self._leaves.get(name)
+        if leaves is None:
+            with contextlib.suppress(OSError):
+                found = await asyncio.to_thread(blob.leaves)
+                if ranges.root(blob.size, found) == name:
+                    leaves = found
+                elif name not in self._damaged:
+                    self._damage(name, blob)
+        if leaves is not None:
+            self._leaves[name] = leaves
+            self._leaves.move_to_end(name)
+            if len(self._leaves) > CACHED_LEAVES:
+                self._leaves.popitem(last=False)
+        return leaves
+
+    def _read(self, name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
+        """A range that is right: an honest peer's disk must not get it blamed."""
+        try:
+            data = blob.read(index)
+        except OSError:
+            raise RemoteError("", f"blob {name[:12]}: it was removed meanwhile; another is asked") from None
+        if not ranges.is_leaf(leaves, index, data):
+            self._leaves.pop(name, None)
+            self._damage(name, blob)
+            raise RemoteError("", f"blob {name[:12]}: damaged on our disk; another is asked")
+        return data
+
+    def _damage(self, name: str, blob: Blob) -> None:
+        self._damaged.add(name)
+        self._store.remove(name)
+        self._warn(f"file {blob.path}: its bytes changed on disk; it is not served any more, check the disk")
+
+
+async def _say(stream: Stream, state: str, ask: Sequence[str] = ()) -> None:
+    await stream.send(framing.pack_message({"state": state, "ask": list(ask)}))
+
+
+async def _arrives(stream: Stream, coming: asyncio.Future[None]) -> bool:
+    """Waits for a blob that is on its way here, and says so now and then; whether it came."""
+    end = asyncio.get_running_loop().time() + WAIT_SECONDS
+    while asyncio.get_running_loop().time() < end:
+        done, _ = await asyncio.wait({coming}, timeout=SIGN_SECONDS)
+        if done:
+            return not coming.cancelled() and coming.exception() is None
+        await _say(stream, "wait")
+    return False

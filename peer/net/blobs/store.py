@@ -1,0 +1,296 @@
+"""Blobs on disk.
+
+    FOLDER/<name>             a whole blob; the round that it belongs to is the file's modification time, in seconds
+    FOLDER/parts/<name>       ranges of a blob that is being fetched, each at its place
+    FOLDER/parts/<name>.leaves   the digests of its ranges
+
+A blob becomes visible only when it is whole, checked and durable (write, fsync, rename, fsync of the folder). A part file says
+by itself which ranges are there: those whose digest is right. So whatever a kill leaves behind can be gone on with.
+
+Retention: a store with a limit removes what is not protected when room is needed, oldest rounds first. What is protected is
+kept even above the limit: it is up to the owner to need less.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol import ranges
+from protocol.errors import LocalError, UsageError
+
+NO_ROUND = 2**31 - 1
+"""In place of a round: a blob that belongs to none stays until it is removed, and does not count against the limit."""
+PIECE = 1 << 20
+"""Bytes read at once where a whole file is read."""
+
+
+def disk_error(path: Path, error: OSError) -> LocalError:
+    """One line for a failed write under `path`; exit code 2, since only the user can mend it."""
+    return UsageError(
+        f"directory {path}: {error.strerror or error}; free space or choose another with --dir, then start again"
+        " (nothing half-written is kept)"
+    )
+
+
+def write_durably(path: Path, data: bytes, *, seconds: int | None = None) -> None:
+    """Writes a file so that a crash leaves the old one or the new one; `seconds`: its modification time. Raises UsageError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if seconds is not None:
+            os.utime(temporary, (seconds, seconds))
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise disk_error(path.parent, error) from None
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Where a blob's bytes are: `size` bytes of the file `path`, from byte `start` on."""
+
+    path: Path
+    start: int
+    size: int
+
+    def leaves(self) -> bytes:
+        """The digests of its ranges. Raises OSError."""
+        return ranges.leaves_of(self._pieces())[1]
+
+    def read(self, index: int) -> bytes:
+        """Range `index`. Raises OSError."""
+        begin, end = ranges.span(self.size, index)
+        with open(self.path, "rb") as file:
+            return os.pread(file.fileno(), end - begin, self.start + begin)
+
+    def _pieces(self) -> Iterator[bytes]:
+        left = self.size
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            while left and (piece := file.read(min(left, PIECE))):
+                left -= len(piece)
+                yield piece
+
+
+@dataclass(slots=True)
+class _Known:
+    round: int
+    size: int
+
+
+class BlobStore:
+    """A folder with one file per blob. `limit`: bytes, None for no limit. Safe to use from several threads."""
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        self.folder = folder
+        self.limit = limit
+        self.used = 0
+        """Bytes of whole blobs that belong to a round."""
+        self.protected: set[str] = set()
+        """Names that are never evicted."""
+        self._parts = folder / "parts"
+        self._lock = threading.RLock()
+        self._known: dict[str, _Known] = {}
+        self._loose: set[str] = set()
+        try:
+            self._parts.mkdir(parents=True, exist_ok=True)
+            for entry in os.scandir(folder):
+                if entry.name.startswith("."):
+                    os.unlink(entry.path)
+                elif ranges.is_name(entry.name):
+                    stat = entry.stat()
+                    self._add(entry.name, int(stat.st_mtime), stat.st_size)
+        except OSError as error:
+            raise disk_error(folder, error) from None
+
+    # --- what is there
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._known))
+
+    def has(self, name: str) -> bool:
+        return name in self._known
+
+    def newer(self, round: int) -> set[str]:
+        """The blobs of later rounds."""
+        return {name for name, known in list(self._known.items()) if round < known.round < NO_ROUND}
+
+    def find(self, name: str) -> Blob | None:
+        """Where a blob lies, or None where it is not here."""
+        known = self._known.get(name)
+        return None if known is None else Blob(self.folder / name, 0, known.size)
+
+    def get(self, name: str) -> bytes | None:
+        """The blob, or None where it is not here; a file that no longer matches its name is removed."""
+        if name not in self._known:
+            return None
+        try:
+            data = (self.folder / name).read_bytes()
+        except FileNotFoundError:
+            data = b""
+        if ranges.name_of(data) != name:
+            self.remove(name)
+            return None
+        return data
+
+    # --- what comes and goes
+
+    def put(self, data: bytes, round: int = 0, *, protect: bool = False) -> str:
+        """Stores `data` durably as one of `round`'s; its name. Raises UsageError."""
+        name = ranges.name_of(data)
+        if protect:
+            self.protected.add(name)
+        if name not in self._known:
+            if round != NO_ROUND:
+                self.make_room(len(data))
+            write_durably(self.folder / name, data, seconds=round)
+            self._add(name, round, len(data))
+        return name
+
+    def make_room(self, size: int) -> bool:
+        """Removes what is not protected, oldest rounds first, until `size` more bytes fit; whether they do."""
+        if self.limit is None:
+            return True
+        with self._lock:
+            free = [
+                (known.round, name)
+                for name, known in self._known.items()
+                if known.round != NO_ROUND and name not in self.protected
+            ]
+            for _, name in sorted(free):
+                if self.used + size <= self.limit:
+                    break
+                self.remove(name)
+            return self.used + size <= self.limit
+
+    def remove(self, name: str) -> None:
+        """Forgets a blob."""
+        with self._lock:
+            known = self._known.pop(name, None)
+            if known is not None:
+                self.used -= known.size if known.round != NO_ROUND else 0
+                (self.folder / name).unlink(missing_ok=True)
+
+    def settle(self, round: int, committed: Collection[str]) -> None:
+        """`round` is decided: what was stored for it and is not committed goes, as soon as it is not protected."""
+        with self._lock:
+            self._loose |= {n for n, k in self._known.items() if k.round == round and n not in committed}
+            for name in self._loose - self.protected:
+                self._loose.discard(name)
+                self.remove(name)
+
+    def part(self, name: str, size: int) -> Part:
+        """The ranges of a blob that are here already. One user at a time."""
+        return Part(self, name, size)
+
+    def drop_parts(self, keep: Collection[str]) -> None:
+        """Removes the begun blobs that are not among `keep`."""
+        for path in self._parts.iterdir():
+            if path.name.removesuffix(".leaves") not in keep:
+                path.unlink(missing_ok=True)
+
+    def _add(self, name: str, round: int, size: int) -> None:
+        with self._lock:
+            self._known[name] = _Known(round, size)
+            self.used += size if round != NO_ROUND else 0
+
+
+class Part:
+    """A blob of more than one range on its way to being whole. `missing`: its ranges that are not here yet; all of them until
+    the leaves are known."""
+
+    def __init__(self, store: BlobStore, name: str, size: int) -> None:
+        self.name = name
+        self.size = size
+        self.leaves: bytes | None = None
+        self.missing = set(range(ranges.count(size)))
+        self._store = store
+        self._path = store._parts / name
+        self._leaves = store._parts / f"{name}.leaves"
+        with contextlib.suppress(FileNotFoundError):
+            self._learn(self._leaves.read_bytes())
+
+    def learn(self, leaves: bytes) -> bool:
+        """Takes the digests of the ranges, if they make the blob's name. Raises UsageError."""
+        if not self._learn(leaves):
+            return False
+        write_durably(self._leaves, leaves)
+        return True
+
+    def _learn(self, leaves: bytes) -> bool:
+        if len(leaves) != ranges.LEAF * ranges.count(self.size) or ranges.root(self.size, leaves) != self.name:
+            return False
+        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+            for index in sorted(self.missing):
+                begin, end = ranges.span(self.size, index)
+                data = os.pread(file.fileno(), end - begin, begin)
+                if not data:
+                    break  # the file ends here
+                if ranges.is_leaf(leaves, index, data):
+                    self.missing.discard(index)
+        self.leaves = leaves
+        return True
+
+    def write(self, index: int, data: bytes) -> bool:
+        """Keeps a range if its digest is right. Raises UsageError; then nothing of the blob is kept."""
+        if self.leaves is None or not ranges.is_leaf(self.leaves, index, data):
+            return False
+        try:
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                at, view = index * ranges.RANGE, memoryview(data)
+                while len(view):
+                    written = os.pwrite(descriptor, view, at)
+                    at, view = at + written, view[written:]
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            self._discard()
+            raise disk_error(self._store.folder, error) from None
+        self.missing.discard(index)
+        return True
+
+    def finish(self, round: int, check: Callable[[bytes], None] | None = None) -> None:
+        """Makes the whole blob visible and durable, unless `check` raises. Raises UsageError."""
+        assert not self.missing
+        if check is not None:
+            try:
+                check(self._path.read_bytes())
+            except BaseException:
+                self._discard()
+                raise
+        if round != NO_ROUND:
+            self._store.make_room(self.size)
+        try:
+            with open(self._path, "rb+") as file:
+                os.fsync(file.fileno())
+            os.utime(self._path, (round, round))
+            os.replace(self._path, self._store.folder / self.name)
+            sync_folder(self._store.folder)
+        except OSError as error:
+            raise disk_error(self._store.folder, error) from None
+        self._leaves.unlink(missing_ok=True)
+        self._store._add(self.name, round, self.size)
+
+    def _discard(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._leaves.unlink(missing_ok=True)

@@ -1,0 +1,236 @@
+"""Streams of frames over a pair of byte streams, and what every transport does with them.
+
+The bytes may come from a socket or from memory; both are read through asyncio's StreamReader, so that framing, deadlines,
+back-pressure, counting and ending are one and the same code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Protocol
+
+from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, short
+from protocol import framing
+from protocol.errors import RemoteError
+from protocol.framing import MAX_FRAME, FrameError, FrameReader
+
+CHUNK = 256 * 1024
+"""Bytes written or read at once."""
+LINGER_SECONDS = 5.0
+"""How long a closing side that has finished waits for the other to read everything and to finish."""
+
+
+class ByteWriter(Protocol):
+    """The part of asyncio.StreamWriter that is used."""
+
+    def write(self, data: bytes, /) -> None: ...
+    async def drain(self) -> None: ...
+    def close(self) -> None: ...
+    async def wait_closed(self) -> None: ...
+
+
+class FrameStream:
+    """See peer.net.base.Stream. `abort` closes the writer at once, dropping what is unsent; it may be called again."""
+
+    def __init__(
+        self,
+        remote: str,
+        name: str,
+        reader: asyncio.StreamReader,
+        writer: ByteWriter,
+        abort: Callable[[], None],
+        traffic: Traffic,
+    ) -> None:
+        self.remote = remote
+        self.name = name
+        self._reader = reader
+        self._writer = writer
+        self._abort = abort
+        self._traffic = traffic
+        self._frames = FrameReader()
+        self._sending = asyncio.Lock()
+        self._receiving = False
+        self._finished = False
+        self._ended = False
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"FrameStream({self.name}, {short(self.remote)})"
+
+    async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
+        size = sum(memoryview(part).nbytes for part in parts)
+        await self._write(framing.header(size), parts, timeout)
+
+    async def finish(self) -> None:
+        if not self._finished:
+            await self._write(framing.END, (), SEND_SECONDS, last=True)
+
+    async def _write(
+        self, head: bytes, parts: tuple[bytes | memoryview, ...], timeout: float, last: bool = False
+    ) -> None:
+        try:
+            async with asyncio.timeout(timeout), self._sending:
+                if self._closed or self._finished:
+                    raise self._over("it was closed or finished on this side")
+                done = False
+                try:
+                    await self._write_chunks(head, parts)
+                    done, self._finished = True, last
+                finally:
+                    if not done:
+                        self.abort()  # half a frame is out: nothing sensible can follow
+        except TimeoutError:
+            raise Timeout(
+                self.remote, f"stream {self.name} to {short(self.remote)}: it read nothing for {timeout:g} s; try again"
+            ) from None
+        except (OSError, EOFError):
+            raise self._over("the peer or its link is gone") from None
+
+    async def _write_chunks(self, head: bytes, parts: tuple[bytes | memoryview, ...]) -> None:
+        pending = [head]
+        waiting = len(head)
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for start in range(0, len(view), CHUNK):
+                piece = bytes(view[start : start + CHUNK])  # a copy: the caller may change its buffer after send
+                pending.append(piece)
+                waiting += len(piece)
+                if waiting >= CHUNK:
+                    await self._write_now(pending, waiting)
+                    pending, waiting = [], 0
+        if pending:
+            await self._write_now(pending, waiting)
+
+    async def _write_now(self, pending: list[bytes], size: int) -> None:
+        self._writer.write(b"".join(pending))
+        self._traffic.count_sent(self.name, size)
+        await self._writer.drain()
+
+    async def recv(self, limit: int = MAX_FRAME, *, timeout: float | None = None) -> bytes:
+        self._receiving = True
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._next(limit)
+        except TimeoutError:
+            raise Timeout(
+                self.remote, f"stream {self.name} from {short(self.remote)}: nothing came for {timeout:g} s; try again"
+            ) from None
+        except FrameError as error:
+            self.abort()
+            raise self._over(f"it sent a {error}") from None
+        except (OSError, EOFError):
+            self.abort()
+            raise self._over("the peer or its link is gone") from None
+        finally:
+            self._receiving = False
+
+    async def _next(self, limit: int) -> bytes:
+        while True:
+            if self._closed:
+                raise self._over("it was closed on this side")
+            try:
+                frame = self._frames.next(limit)
+            except framing.Ended:
+                if not self._ended:
+                    self._ended = True
+                    self._traffic.count_received(self.name, framing.PREFIX)
+                raise Ended(self.remote, f"stream {self.name} from {short(self.remote)}: has ended") from None
+            if frame is not None:
+                self._traffic.count_received(self.name, framing.PREFIX + len(frame))
+                return frame
+            data = await self._reader.read(CHUNK)
+            if not data:
+                raise EOFError
+            self._frames.feed(data)
+
+    def _over(self, reason: str) -> Closed:
+        return Closed(self.remote, f"stream {self.name} with {short(self.remote)}: {reason}; open it again")
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        try:
+            if self._finished and not self._ended and not self._receiving:
+                with contextlib.suppress(RemoteError):
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        while True:
+                            await self.recv()
+        except TimeoutError:
+            pass
+        finally:
+            if self._finished and self._ended and not self._closed:
+                self._closed = True
+                self._writer.close()
+                try:
+                    async with asyncio.timeout(LINGER_SECONDS):
+                        await self._writer.wait_closed()
+                except (OSError, TimeoutError):
+                    pass
+                finally:
+                    self._abort()
+            else:
+                self.abort()
+
+    def abort(self) -> None:
+        """Ends both directions at once."""
+        self._closed = True
+        self._abort()
+
+
+class Endpoint:
+    """A transport's streams and the handlers that serve them; all of them end with it."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._streams: set[FrameStream] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    def stream(
+        self, remote: str, name: str, reader: asyncio.StreamReader, writer: ByteWriter, abort: Callable[[], None]
+    ) -> FrameStream:
+        """A stream that `abort_all` ends too."""
+
+        def gone() -> None:
+            self._streams.discard(stream)
+            abort()
+
+        stream = FrameStream(remote, name, reader, writer, gone, self.traffic)
+        self._streams.add(stream)
+        return stream
+
+    async def run(self, handler: Handler, stream: FrameStream) -> None:
+        """Serves one stream in the current task."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await handler(stream)
+            await stream.finish()
+        except RemoteError as error:
+            log.debug("serving %s: %s", stream.name, error)
+        except Exception:
+            log.exception("serving %s to %s failed", stream.name, short(stream.remote))
+            stream.abort()
+        finally:
+            await stream.close()
+            self._tasks.discard(task)
+
+    def own(self, task: asyncio.Task[object]) -> None:
+        """Makes `task` end with this endpoint."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def abort_all(self) -> None:
+        """Ends every stream at once."""
+        for stream in list(self._streams):
+            stream.abort()
+
+    async def shut(self) -> None:
+        """Ends every stream and task."""
+        self.abort_all()
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,111 @@
+"""The outer step of SparseLoCo: the one module that writes θ and the error feedback at a round boundary.
+
+For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth Pre-Training):
+
+    e    = β e + δ              δ = θ_global - θ_local after H inner steps      accumulate
+    sent = Q(TopK(e));  e -= sent        the dequantized value                  encode
+    e   += sent                          the contribution was not committed     give_back
+    θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
+
+All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same
+everywhere. Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32
+rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol import layout, sparse
+from protocol.errors import LocalError
+from protocol.layout import ModelSpec
+from protocol.sparse import Codec, Sparse
+from protocol.tiles import Map
+
+Array = npt.NDArray[np.float32]
+
+
+class Outer:
+    """`theta`: the shards held; `feedback`: error buffers e (fp32, as theta's arrays), which may outlive the
+    holding.
+
+    `apply` replaces the list in `theta`, so that whoever reads the old one sees a whole state. `threads`: how many
+    encode and apply at a time; the bits do not depend on it.
+    """
+
+    def __init__(self, spec: ModelSpec, codec: Codec, beta: float, eta: float, threads: int = 1) -> None:
+        self.threads = threads
+        self.spec = spec
+        self.codec = codec
+        self.beta = np.float32(beta)
+        self.eta = np.float32(eta)
+        self.theta: dict[str, list[Array]] = {}
+        self.feedback: dict[str, list[Array]] = {}
+
+    def accumulate(self, shard: str, delta: Sequence[Array]) -> None:
+        """e = β e + δ. Raises LocalError, and leaves e as it was, if δ is not finite; ValueError for wrong
+        shapes."""
+        if tuple(d.shape for d in delta) != layout.shapes(self.spec, shard):
+            raise ValueError(f"{shard}: the pseudo-gradient's shapes are not those of the shard")
+        if not all(np.isfinite(d).all() for d in delta):
+            raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
+        for e, d in zip(self._feedback(shard), delta, strict=True):
+            np.multiply(e, self.beta, out=e)
+            np.add(e, d, out=e)
+
+    def encode(self, shard: str) -> bytes:
+        """The payload to offer; e loses what it says. Raises PayloadError if e is not finite."""
+        buffers = self._feedback(shard)
+        with self._pool() as run:
+            payload = sparse.encode(self.codec, buffers, run)
+        for e, sent in zip(buffers, self._decode(shard, payload), strict=True):
+            e.reshape(-1)[sent.index] -= sent.values
+        return payload
+
+    def norm(self, shard: str, payload: bytes | memoryview) -> float:
+        """L2 norm of what `payload` sends. Raises PayloadError."""
+        return math.sqrt(
+            sum(float(np.sum(np.square(x.values, dtype=np.float64))) for x in self._decode(shard, payload))
+        )
+
+    def give_back(self, shard: str, payload: bytes | memoryview) -> None:
+        """e gets back what `payload`, made by `encode`, took from it: it was not committed. Raises
+        PayloadError."""
+        returned = self._decode(shard, payload)
+        for e, sent in zip(self._feedback(shard), returned, strict=True):
+            e.reshape(-1)[sent.index] += sent.values
+
+    def apply(self, shard: str, contributions: Sequence[tuple[float, bytes | memoryview]]) -> None:
+        """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a
+        weight that is not finite) before anything is changed, KeyError for a shard that is not held."""
+        held = self.theta[shard]
+        if not all(math.isfinite(weight) for weight, _ in contributions):
+            raise ValueError(f"{shard}: a contribution's weight is not finite")
+        with self._pool() as run:
+            self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, run)
+
+    def digest(self, shard: str) -> str:
+        """The shard's digest (protocol/layout.py)."""
+        return layout.shard_digest(self.theta[shard])
+
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator[Map]:
+        if self.threads == 1:
+            yield map
+        else:
+            with ThreadPoolExecutor(self.threads, "codec") as pool:
+                yield pool.map
+
+    def _decode(self, shard: str, payload: bytes | memoryview) -> list[Sparse]:
+        return sparse.decode(self.codec, layout.shapes(self.spec, shard), payload)
+
+    def _feedback(self, shard: str) -> list[Array]:
+        if shard not in self.feedback:
+            self.feedback[shard] = [np.zeros(s, dtype=np.float32) for s in layout.shapes(self.spec, shard)]
+        return self.feedback[shard]

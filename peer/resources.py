@@ -1,0 +1,129 @@
+"""What this machine has: a device, memory, disk. All amounts in bytes, rates in bits per second.
+
+Units follow SI: K, M, G, T are powers of 1000; KiB, MiB, GiB, TiB are powers of 1024. torch is imported only when a
+device is asked for.
+"""
+
+from __future__ import annotations
+
+import re
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+
+from protocol.errors import UsageError
+
+DEVICES = ("auto", "cuda", "mps", "cpu")
+CPU_SHARE = 0.75
+"""The share of the available memory that Potluck may use on a CPU (or on Apple's unified memory)."""
+
+GPU_SHARE = 0.9
+"""The share of a GPU's free memory; the rest is for the allocator's fragments and the kernels' workspaces."""
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:b|bps|bit|bit/s|bits/s)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as `8GB`, `512MiB`, `1.5G` or `1000000`. Raises UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    size = 0
+    if match and not (match[3] and not match[2]):
+        size = int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2].lower()])
+    if size < 1:
+        raise UsageError(f'size "{text}": not a size in bytes; write it like 8GB or 512MiB')
+    return size
+
+
+def parse_rate(text: str) -> int:
+    """Bits per second in a rate such as `20Mbps`, `100M` or `1.5Gbit/s`. Raises UsageError."""
+    match = _RATE.fullmatch(text.strip())
+    in_bytes = re.search(r"B(/s|ps)?$", text.strip())
+    rate = int(float(match[1]) * 1000 ** _POWERS[match[2].lower()]) if match and not in_bytes else 0
+    if rate < 1:
+        raise UsageError(f'rate "{text}": not a rate in bits per second; write it like 20Mbps (one byte is 8 bits)')
+    return rate
+
+
+def choose_device(wanted: str = "auto") -> str:
+    """`cuda`, `mps` or `cpu`; `auto` takes the first of them that works here. Raises UsageError."""
+    if wanted not in DEVICES:
+        raise UsageError(f'device "{wanted}": not known; choose one of {", ".join(DEVICES)}')
+    if wanted == "cpu":
+        return wanted
+    import torch
+
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if wanted == "auto":
+        return next(name for name in DEVICES[1:] if there[name])
+    if not there[wanted]:
+        raise UsageError(f"device {wanted}: PyTorch finds none on this machine; use --device auto or cpu")
+    return wanted
+
+
+def memory_budget(device: str) -> int:
+    """Bytes that Potluck may use on `device` (`cuda`, `mps`, `cpu`), counted from now on."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0] * GPU_SHARE)
+    return int(min(int(psutil.virtual_memory().available), cgroup_available()) * CPU_SHARE)
+
+
+def cgroup_available(root: Path = Path("/")) -> int:
+    """Bytes that Linux control groups (a container's limit) still allow; more than any machine has if there is none.
+
+    Version 2, then version 1; the tightest of the process's groups counts. Pages of the file cache can be dropped.
+    """
+    free = 1 << 62
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        here = base / group.lstrip("/")
+        for folder in (here, *here.parents):
+            free = min(free, _group_available(folder, *names))
+            if folder == base:
+                break
+    return free
+
+
+def _group_available(folder: Path, limit: str, usage: str, reclaimable: str) -> int:
+    top, used = _read(folder / limit), _read(folder / usage)
+    if not (top.isdecimal() and used.isdecimal()):
+        return 1 << 62
+    stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    cache = stat.get(reclaimable, "0")
+    return max(0, int(top) - int(used) + (int(cache) if cache.isdecimal() else 0))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def free_disk(folder: Path) -> int:
+    """Free bytes on the disk of `folder`, which need not exist yet. Raises UsageError."""
+    there = next((p for p in (folder.absolute(), *folder.absolute().parents) if p.exists()), Path("/"))
+    try:
+        return shutil.disk_usage(there).free
+    except OSError as error:
+        raise UsageError(f"folder {folder}: {error.strerror}; choose another folder") from None
+
+
+def peak_rss() -> int:
+    """The most memory, in bytes, that this process has had resident so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,371 @@
+"""Carries out what the member machine decides: one loop that owns a peer's state at the round boundaries.
+
+Events come in through `put`, in any order, from training, session and timers; effects that change state (Pack, Fold, GiveBack,
+Apply, Arrange) are done one after the other in this loop, so nothing else ever sees them half done. Training runs beside it
+and only reads θ. The way into any state is one: peer/recovery.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.events import Emitter
+from peer.exchange import Exchange
+from peer.net.base import Transport
+from peer.outer import Outer
+from peer.recovery import Recovery
+from peer.storage import Checkpoint, Shards, Storage
+from protocol import layout, member, planner, sparse
+from protocol.errors import LocalError
+from protocol.manifest import Manifest
+from protocol.member import Member
+from protocol.messages import Commit, Message, Offer, Offered, Part, Plan
+
+TICK_SECONDS = 1.0
+LOOK_SECONDS = 60.0
+"""How often a peer that is behind asks whether others have a later state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What an engine did of a round; `error` is None if all steps were done."""
+
+    steps: int
+    tokens: int
+    loss: float | None
+    error: str | None
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    boundary_tokens: int = 0
+
+
+class Engine(Protocol):
+    """The part of a peer that computes; see peer/daemon.py for the real one."""
+
+    async def train(
+        self,
+        plan: Plan,
+        replica: int,
+        theta: Shards,
+        stop: asyncio.Event,
+        progress: Callable[[int, float | None], None],
+    ) -> Result:
+        """Inner steps of one round; ends early, with an error, when `stop` is set."""
+        ...
+
+    def delta(self, shard: str) -> list[NDArray[np.float32]]:
+        """θ(r-1) - θ local of a shard that was just trained."""
+        ...
+
+    def optimizer(self) -> dict[str, NDArray[np.generic]]:
+        """The inner optimizer's state, for a checkpoint."""
+        ...
+
+
+class Rounds:
+    """See the module's docstring. `tell` sends to the leader, `threads` work at a round boundary."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        peer: str,
+        transport: Transport,
+        storage: Storage,
+        engine: Engine,
+        emit: Emitter,
+        *,
+        exchange: Exchange,
+        tell: Callable[[Message], None],
+        restored: Checkpoint | None,
+        threads: int,
+    ) -> None:
+        self.manifest = manifest
+        self.peer = peer
+        self.outer = Outer(
+            manifest.model,
+            manifest.outer.codec,
+            manifest.outer.beta,
+            manifest.outer.eta,
+            threads,
+        )
+        self.phase_seconds: dict[str, float] = {}
+        self._transport = transport
+        self._storage = storage
+        self._engine = engine
+        self._emit = emit
+        self._exchange = exchange
+        self._tell = tell
+        self._events: asyncio.Queue[member.Event] = asyncio.Queue()
+        self._stop = asyncio.Event()
+        self._training: asyncio.Task[None] | None = None
+        self._looked_at = float("-inf")
+        self._result: Result | None = None
+        applied, offer = -1, None
+        if restored is not None:
+            applied = restored.round
+            self.outer.theta = dict(restored.theta)
+        feedback = storage.load_feedback()
+        if feedback is not None:
+            self.outer.feedback = feedback.feedback
+            offer = feedback.offer
+        self._offer = offer  # the newest durable one: after a restart it may have to be given back
+        storage.blobs.protected = set(storage.blobs)  # until the log says what is needed
+        self.member = Member(manifest, peer, applied, offer)
+        self._checkpointed = applied
+        self._recovery = Recovery(manifest, self.outer, storage, exchange, self.member.commits, emit)
+
+    def put(self, event: member.Event) -> None:
+        """Hands an event to the machine."""
+        self._events.put_nowait(event)
+
+    def prefetch(self, offered: Offered) -> None:
+        """Begins to fetch what was offered for the round under way, if it is of a shard that we hold."""
+        if self.member.applied < offered.round <= self.member.applied + 2 and offered.part.shard in self.outer.theta:
+            limit = sparse.max_payload_size(self.outer.codec, layout.shapes(self.manifest.model, offered.part.shard))
+            if offered.part.size <= limit:
+                self._exchange.prefetch(offered)
+
+    async def run(self) -> None:
+        """Until the run is over. Raises ForkError and LocalError."""
+        ticker = asyncio.create_task(self._tick())
+        try:
+            while True:
+                event = await self._events.get()
+                for effect in self.member.handle(event, time.monotonic()):
+                    if isinstance(effect, member.Finish):
+                        return
+                    await self._do(effect)
+        finally:
+            ticker.cancel()
+            self._stop.set()
+            if self._training is not None:
+                await asyncio.gather(self._training, return_exceptions=True)
+            await asyncio.to_thread(self._last_checkpoint)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.put(member.Tick())
+
+    async def _do(self, effect: member.Effect) -> None:
+        match effect:
+            case member.Tell(message):
+                self._tell(message)
+            case member.Train(plan, replica):
+                self._begin_training(plan, replica)
+            case member.Stop():
+                self._stop.set()
+            case member.Pack(plan, replica, steps, tokens, loss):
+                offer = await self._timed("pack", asyncio.to_thread(self._pack, plan, replica, steps, tokens, loss))
+                self._emit("offered", round=plan.round, bytes=sum(p.size for p in offer.parts))
+                self.put(member.Packed(plan.round, offer))
+            case member.Fold(round):
+                await asyncio.to_thread(self._fold, round)
+                self.put(member.Packed(round, None))
+            case member.GiveBack(offer):
+                await asyncio.to_thread(self._give_back, offer)
+            case member.Apply(commit, rebuild):
+                await self._apply(commit, rebuild)
+                self.put(member.Applied(commit.round))
+            case member.Arrange(commit):
+                digests = await self._timed("arrange", self._arrange(commit))
+                self.put(member.Arranged(commit.round, digests))
+            case member.Finish():
+                raise AssertionError("Finish ends the loop")
+
+    async def _timed(self, phase: str, work):  # type: ignore[no-untyped-def]
+        began = time.monotonic()
+        try:
+            return await work
+        finally:
+            self.phase_seconds[phase] = self.phase_seconds.get(phase, 0.0) + time.monotonic() - began
+
+    # --- training
+
+    def _begin_training(self, plan: Plan, replica: int) -> None:
+        spec = plan.replicas[replica]
+        stage = next(s for s in spec.stages if s.peer == self.peer)
+        role = "full" if len(spec.stages) == 1 else "stage"
+        self._emit(
+            "role",
+            round=plan.round,
+            role=role,
+            replica=replica,
+            first=stage.first,
+            last=stage.last,
+            k=spec.k,
+            position=spec.stages.index(stage),
+            stages=len(spec.stages),
+        )
+        self._stop = asyncio.Event()
+        self._training = asyncio.create_task(self._train(plan, replica, self._stop))
+
+    async def _train(self, plan: Plan, replica: int, stop: asyncio.Event) -> None:
+        began = last = time.monotonic()
+        step_tokens = self.manifest.train.step_tokens
+
+        def progress(step: int, loss: float | None) -> None:
+            nonlocal last
+            now = time.monotonic()
+            self._emit("step", round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last)
+            last = now
+
+        theta = {shard: self.outer.theta[shard] for shard in self._held(plan)}
+        result = await self._engine.train(plan, replica, theta, stop, progress)
+        self._result = result
+        self.phase_seconds["train"] = time.monotonic() - began
+        if result.error is None:
+            self.put(member.Trained(plan.round, result.steps, result.tokens, result.loss))
+        else:
+            self._emit("withdrew", round=plan.round, reason=result.error)
+            self.put(member.Failed(plan.round, result.steps, result.error))
+
+    def _stage(self, plan: Plan | None) -> tuple[int, int] | None:
+        for replica in plan.replicas if plan else ():
+            for stage in replica.stages:
+                if stage.peer == self.peer:
+                    return stage.first, stage.last
+        return None
+
+    def _held(self, plan: Plan) -> tuple[str, ...]:
+        stage = self._stage(plan)
+        return () if stage is None else planner.held_shards(self.manifest, *stage)
+
+    # --- what we send
+
+    def _pack(self, plan: Plan, replica: int, steps: int, tokens: int, loss: float | None) -> Offer:
+        stage = self._stage(plan)
+        assert stage is not None
+        parts = []
+        for shard in planner.stage_shards(self.manifest, *stage):
+            self.outer.accumulate(shard, self._engine.delta(shard))
+            payload = self.outer.encode(shard)
+            norm = self.outer.norm(shard, payload)
+            parts.append(
+                Part(
+                    shard=shard,
+                    digest=self._storage.blobs.put(payload, plan.round, protect=True),
+                    size=len(payload),
+                    norm=norm,
+                )
+            )
+        self._offer = offer = Offer(
+            round=plan.round, replica=replica, parts=tuple(parts), tokens=tokens, steps=steps, loss=loss
+        )
+        self._storage.save_feedback(plan.round, self.outer.feedback, offer)
+        return offer
+
+    def _fold(self, round: int) -> None:
+        plan = self.member.plan
+        stage = self._stage(plan)
+        if stage is not None and plan is not None and plan.round == round and self._result and self._result.steps:
+            for shard in planner.stage_shards(self.manifest, *stage):
+                self.outer.accumulate(shard, self._engine.delta(shard))
+            self._storage.save_feedback(round, self.outer.feedback, None)
+            self._offer = None
+
+    def _give_back(self, offer: Offer) -> None:
+        for part in offer.parts:
+            payload = self._storage.blobs.get(part.digest)
+            if payload is None:
+                raise LocalError(
+                    f"payload {part.digest[:12]} of round {offer.round}: its file in {self._storage.blobs.folder} is"
+                    " gone or damaged; that much of this machine's work is lost, restart to go on"
+                )
+            self.outer.give_back(part.shard, payload)
+
+    # --- what was decided
+
+    async def _apply(self, commit: Commit, rebuild: Sequence[str]) -> None:
+        began = time.monotonic()
+        await self._leap(commit)
+        held = [s for s in self.outer.theta if s not in rebuild]
+        payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
+
+        def work() -> None:
+            for shard in held:
+                self.outer.apply(shard, [(w, payloads[p.digest]) for w, p, _ in commit.payloads(shard)])
+
+        await self._timed("apply", asyncio.to_thread(work))
+        if rebuild:
+            again = [s for s in rebuild if s in self.outer.theta]
+            for shard in again:
+                del self.outer.theta[shard]
+            await self._recovery.build(again, commit.round)
+            self._emit("repaired", round=commit.round, shards=again)
+        await asyncio.to_thread(self._settle, commit)
+        self.phase_seconds["boundary"] = time.monotonic() - began
+        result = self._result or Result(0, 0, None, None)
+        self._emit(
+            "round",
+            round=commit.round,
+            seconds={k: round(v, 4) for k, v in self.phase_seconds.items()},
+            bytes_sent=self._transport.traffic.bytes_sent,
+            bytes_received=self._transport.traffic.bytes_received,
+            boundary_forward_bytes=result.forward_bytes,
+            boundary_backward_bytes=result.backward_bytes,
+            boundary_tokens=result.boundary_tokens,
+        )
+        self.phase_seconds = {}
+        self._result = None
+
+    async def _arrange(self, commit: Commit) -> dict[str, str]:
+        wanted = set(self._held(commit.plan)) if commit.plan else set()
+        if wanted:
+            for shard in [s for s in self.outer.theta if s not in wanted]:
+                del self.outer.theta[shard]
+        missing = [s for s in layout.shard_names(self.manifest.model) if s in wanted - set(self.outer.theta)]
+        await self._recovery.build(missing, commit.round)
+        self._storage.blobs.protected = self._needed(commit.round)
+
+        def work() -> dict[str, str]:
+            digests = self._digests()
+            due = commit.round % self.manifest.checkpoint_rounds == 0 or self._checkpointed < 0
+            if due and commit.round > 0 and digests and commit.round != self._checkpointed:
+                self._checkpoint(commit.round, digests)
+            return digests
+
+        return await asyncio.to_thread(work)
+
+    def _settle(self, commit: Commit) -> None:
+        """After `commit` is applied: says which payloads are still needed here (see peer/exchange.py)."""
+        self._exchange.settle(commit, self._needed(commit.round))
+
+    def _needed(self, round: int) -> set[str]:
+        """The payloads that a restart would need, as far as the log is known, and until there is a checkpoint those of
+        `round`."""
+        base = round - 1 if self._checkpointed < 0 else self._checkpointed
+        needed = self._storage.blobs.newer(self.member.head)
+        needed |= {p.digest for p in self._offer.parts} if self._offer else set()
+        for following in (c for r, c in self.member.commits.items() if r > base):
+            needed |= {p.digest for shard in self.outer.theta for _, p, _ in following.payloads(shard)}
+        return needed
+
+    async def _leap(self, commit: Commit) -> None:
+        """Far behind, forgets the state that we have if a later one costs less; `_arrange` builds it."""
+        held, before, head = tuple(self.outer.theta), commit.round - 1, self.member.head
+        if not self._recovery.is_long(held, before, head) or time.monotonic() - self._looked_at < LOOK_SECONDS:
+            return
+        self._looked_at = time.monotonic()
+        if await self._recovery.is_shorter(held, before, head):
+            self.outer.theta.clear()
+
+    def _digests(self) -> dict[str, str]:
+        return {s: self.outer.digest(s) for s in layout.shard_names(self.manifest.model) if s in self.outer.theta}
+
+    def _checkpoint(self, round: int, digests: Mapping[str, str]) -> None:
+        self._storage.save_checkpoint(Checkpoint(round, self.outer.theta, self._engine.optimizer()), digests)
+        self._checkpointed = round
+        self._exchange.drop_states(self.member.commits)
+
+    def _last_checkpoint(self) -> None:
+        round = self.member.applied
+        if round >= 1 and round != self._checkpointed and self.member.phase != "applying" and self.outer.theta:
+            self._checkpoint(round, self._digests())
