@@ -1,0 +1,367 @@
+"""What it costs to join late, to come back, and to be interrupted: bytes and seconds over real daemons and disks.
+
+    python -m tests.benchmarks.newcomer [FOLDER]
+
+A run of 120 rounds of 8 replicas, a model of 49 million parameters. The newest checkpoint, of round 100, is served by three peers, the
+log and the payloads by a bootstrap node. Nothing is trained: the state and the payloads of rounds 101 to 120 are noise that
+went through the codec; those of the rounds before are only named, since nobody needs them. FOLDER (default: a temporary one) keeps
+what was prepared. Exits with 1 if a bound is not kept.
+
+Every case is a process of its own that joins with the daemon that users run (only its engine does nothing), until its first
+inner step could begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bootstrap.archive import Archive
+from peer import commands, daemon, resources
+from peer.config import JoinConfig
+from peer.events import Emitter, Event
+from peer.exchange import Exchange
+from peer.net import keyfile, p2p
+from peer.net.base import Transport
+from peer.net.blobs import Blob
+from peer.outer import Outer
+from peer.storage import Checkpoint, Storage
+from protocol import layout, messages, seeded, sparse, wire
+from protocol.identity import Identity
+from protocol.layout import ModelSpec
+from protocol.manifest import Manifest, TimingSpec, TokenizerSpec
+from protocol.messages import Announcement, Commit, Contribution, Part, Plan, ReplicaSpec, Share, StageSpec
+from protocol.sparse import Codec
+from tests import tiny
+from tests.volunteers import TOKENIZER, Engine
+
+MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)
+REPLICAS, ROUNDS, CHECKPOINT, STOPPED = 8, 120, 100, 115
+HOLDERS = 3
+KILLS = 10
+KILLED_BPS = 60_000_000
+"""Of each holder while the newcomer is killed: its download takes about nine seconds."""
+JOINERS = ("newcomer", "returning", "killed", "cheated")
+DEADLINE = 3000.0
+
+
+def identity(name: str) -> Identity:
+    return Identity(hashlib.sha256(name.encode()).digest())
+
+
+def manifest() -> Manifest:
+    """Nobody is taken for gone and no deadline passes while this runs."""
+    return tiny.manifest(
+        model=MODEL,
+        rounds=1000,
+        checkpoint_rounds=CHECKPOINT,
+        tokenizer=TokenizerSpec(digest=hashlib.sha256(TOKENIZER).hexdigest()),
+        timing=TimingSpec(round_deadline=1e6, heartbeat=2.0, gone_after=1e5),
+    )
+
+
+# --- what is there before anybody joins
+
+
+def payload(codec: Codec, replica: int, round: int, shard: str) -> bytes:
+    """A replica's noise, after the codec."""
+    seed = hashlib.sha256(f"{replica} {round} {shard}".encode()).digest()
+    rng = np.random.default_rng(int.from_bytes(seed[:8], "little"))
+    return sparse.encode(codec, [rng.standard_normal(s, dtype=np.float32) * 1e-3 for s in layout.shapes(MODEL, shard)])
+
+
+def prepare(folder: Path) -> None:
+    """The bootstrap node's folder, a holder's, and that of a peer that stopped after round 115."""
+    run, shards = manifest(), layout.shard_names(MODEL)
+    codec = run.outer.codec
+    outer = Outer(MODEL, codec, run.outer.beta, run.outer.eta)
+    for shard in shards:
+        outer.theta[shard] = seeded.initial_shard(MODEL, b"round 100", shard)
+    holder, returning = Storage(folder / "holder"), Storage(folder / "returning")
+    archive = Archive(folder / "bootstrap", run)
+    archive.save_tokenizer(TOKENIZER)
+    parent, sizes = run.run_id, dict.fromkeys(shards, 0)
+    for round in range(ROUNDS + 1):
+        contributions, digests = [], {}
+        if round == CHECKPOINT + 1:
+            digests = {s: outer.digest(s) for s in shards}
+            holder.save_checkpoint(Checkpoint(CHECKPOINT, outer.theta, {}), digests)
+        for replica in range(REPLICAS if round else 0):
+            parts = []
+            for shard in shards:
+                if round <= CHECKPOINT:
+                    name, size = hashlib.sha256(f"{round} {replica} {shard}".encode()).hexdigest(), sizes[shard]
+                    size = size or len(payload(codec, replica, round, shard))
+                    sizes[shard] = size
+                else:
+                    data = payload(codec, replica, round, shard)
+                    name, size = archive.blobs.put(data, round), len(data)
+                    if CHECKPOINT < round <= STOPPED:
+                        returning.blobs.put(data, round)
+                parts.append(Part(shard=shard, digest=name, size=size, norm=1.0))
+            share = Share(peer=identity(f"replica {replica}").peer_id, parts=tuple(parts))
+            contributions.append(Contribution(replica=replica, tokens=64, steps=4, loss=1.0, shares=(share,)))
+        stages = [(StageSpec(peer=identity(n).peer_id, first=0, last=MODEL.n_layers),) for n in JOINERS]
+        plan = Plan(round=round + 1, slot=0, replicas=tuple(ReplicaSpec(k=0, stages=s) for s in stages))
+        commit = Commit(
+            run=run.run_id, round=round, parent=parent, time=0.0, contributions=tuple(contributions), left_out=(),
+            diverged=(), digests=digests, plan=plan if round == ROUNDS else None, leader=tiny.OPERATOR.peer_id, members=run.operators,
+        )  # fmt: skip
+        archive.append(tiny.record(commit))
+        parent = commit.digest
+        if round > CHECKPOINT:
+            for shard in shards:
+                items = [(w, archive.blobs.get(p.digest) or b"") for w, p, _ in commit.payloads(shard)]
+                outer.apply(shard, items)
+        if round == STOPPED:
+            returning.save_checkpoint(Checkpoint(STOPPED, outer.theta, {}), {s: outer.digest(s) for s in shards})
+        print(f"\rprepared round {round} of {ROUNDS}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    final = {s: outer.digest(s) for s in shards}
+    (folder / "final.json").write_text(json.dumps(layout.state_digest(MODEL, final)))
+    for closing in (holder, returning, archive):
+        closing.close()
+
+
+# --- who is there
+
+
+class Holder:
+    """A peer that serves the checkpoint of round 100, and says so."""
+
+    def __init__(self, folder: Path, transport: Transport, limit: int | None) -> None:
+        self.transport = transport
+        self.storage = Storage(folder)
+
+        async def nobody() -> list[str]:
+            return []
+
+        async def reach(peer: str) -> None: ...
+
+        self.exchange = Exchange(
+            manifest(), transport, self.storage.blobs, Emitter("holder", lambda event: None), reach=reach, peers=nobody,
+            find=self.storage.find, states=self.storage.states, up_limit_bps=limit,
+        )  # fmt: skip
+
+    def cheat(self) -> None:
+        """Serves every range with a wrong bit."""
+        honest = self.exchange._server._read
+
+        def read(name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
+            data = honest(name, blob, leaves, index)
+            return bytes([data[0] ^ 1]) + data[1:]
+
+        self.exchange._server._read = read  # type: ignore[method-assign]
+
+    async def announce(self, who: Identity) -> None:
+        run = manifest().run_id
+        said = Announcement(
+            run=run, peer=who.peer_id, addresses=self.transport.addresses, serial=int(time.time() * 1000)
+        )
+        while not await self.transport.store(
+            wire.announcements_key(run), who.peer_id, messages.seal(who, said), ttl=600
+        ):
+            await asyncio.sleep(0.5)
+
+
+@contextlib.asynccontextmanager
+async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> AsyncIterator[tuple[str, list[Any]]]:
+    """A bootstrap node and the holders; its address and everybody's transport."""
+    run, key = manifest(), folder / "operator.key"
+    key.write_bytes(tiny.OPERATOR.libp2p_bytes())
+    archive = Archive(folder / "bootstrap", run)
+    boot = await p2p.start(key, host="127.0.0.1", validate=commands.valid_record(manifest().run_id))
+    node = asyncio.create_task(
+        commands.serve_bootstrap(run, tiny.OPERATOR, boot, archive, Emitter("bootstrap", lambda event: None))
+    )
+    holders = []
+    try:
+        for index in range(HOLDERS):
+            path = folder / f"holder-{index}"
+            if not path.exists():
+                shutil.copytree(folder / "holder", path)
+            own = keyfile.load_or_create(path / "identity.key")
+            transport = await p2p.start(
+                path / "identity.key",
+                host="127.0.0.1",
+                bootstrap=boot.addresses,
+                validate=commands.valid_record(manifest().run_id),
+            )
+            holders.append(Holder(path, transport, limit))
+            if index < cheats:
+                holders[-1].cheat()
+            await holders[-1].exchange.serve()
+            await holders[-1].announce(own)
+        yield boot.addresses[0], [boot, *(h.transport for h in holders)]
+    finally:
+        for holder in holders:
+            await holder.exchange.aclose()
+            await holder.transport.aclose()
+            holder.storage.close()
+        node.cancel()
+        await asyncio.gather(node, return_exceptions=True)
+        await boot.aclose()
+        archive.close()
+
+
+# --- who joins
+
+
+async def join(name: str, folder: Path, address: str) -> None:
+    """In a process of its own: `potluck join` with an engine that does nothing; ends when the state is there."""
+    run, ready = manifest(), asyncio.Event()
+    warnings: list[str] = []
+    began = time.monotonic()
+
+    class Idle(Engine):
+        async def train(self, *args: Any) -> Any:
+            ready.set()
+            await asyncio.Event().wait()
+
+    def hear(event: Event) -> None:
+        if event.kind == "warning":
+            warnings.append(event.fields["text"])
+
+    daemon.Engine = Idle  # type: ignore[misc,assignment]
+    daemon.data.prepare = lambda *_: None  # type: ignore[attr-defined,assignment,return-value]
+    daemon.data.load_tokenizer = lambda *_: None  # type: ignore[attr-defined,assignment]
+    rounds: list[Any] = []
+    made = daemon.Rounds
+    daemon.Rounds = lambda *a, **k: rounds.append(made(*a, **k)) or rounds[-1]  # type: ignore[misc,assignment]
+    path = folder / name
+    path.mkdir(exist_ok=True)
+    (path / "identity.key").write_bytes(identity(name).libp2p_bytes())
+    storage = Storage(path, 4 << 30)
+    transport = await p2p.start(
+        path / "identity.key", host="127.0.0.1", bootstrap=[address], validate=commands.valid_record(manifest().run_id)
+    )
+    config = JoinConfig(folder=path, device="cpu", memory_bytes=1 << 40, up_bps=10**9, down_bps=10**9)
+    emit = Emitter(name, hear)
+    work = asyncio.create_task(daemon.join(run, identity(name), transport, storage, config, [address], emit))
+    done = asyncio.create_task(ready.wait())
+    await asyncio.wait({work, done}, return_when=asyncio.FIRST_COMPLETED)
+    if work.done():
+        work.result()
+    outer = rounds[0].outer
+    digests = {shard: outer.digest(shard) for shard in layout.shard_names(MODEL)}
+    result = {
+        "received": transport.traffic.received[wire.BLOB],
+        "seconds": time.monotonic() - began,
+        "right": layout.state_digest(MODEL, digests) == json.loads((folder / "final.json").read_text()),
+        "peak_rss": resources.peak_rss(),
+        "warnings": warnings,
+    }
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # no last checkpoint: the next case may use the folder
+
+
+def begin(name: str, folder: Path, address: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.benchmarks.newcomer", "join", name, str(folder), address]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+
+async def result_of(process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    output, _ = await asyncio.to_thread(process.communicate)
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+async def case(folder: Path, name: str, cheats: int = 0) -> dict[str, Any]:
+    """One peer that joins undisturbed."""
+    async with network(folder, None, cheats) as (address, serving):
+        process = await asyncio.to_thread(begin, name, folder, address)
+        return {**await result_of(process), "sent": sum(t.traffic.sent[wire.BLOB] for t in serving)}
+
+
+async def killed(folder: Path, expected: int) -> dict[str, Any]:
+    """A newcomer that is killed ten times, at equal steps of its `expected` bytes."""
+    async with network(folder, KILLED_BPS) as (address, serving):
+
+        def sent() -> int:
+            return sum(t.traffic.sent[wire.BLOB] for t in serving)
+
+        for kill in range(KILLS):
+            process = await asyncio.to_thread(begin, "killed", folder, address)
+            while sent() < expected * (kill + 1) / (KILLS + 1):
+                assert process.poll() is None, "it was to be killed before its end"
+                await asyncio.sleep(0.002)
+            os.kill(process.pid, signal.SIGKILL)
+            await asyncio.to_thread(process.communicate)
+        process = await asyncio.to_thread(begin, "killed", folder, address)
+        return {**await result_of(process), "sent": sent()}
+
+
+async def measure(folder: Path) -> int:
+    whole = 4 * layout.total_parameters(MODEL)
+    for name in JOINERS:
+        if name != "returning":
+            shutil.rmtree(folder / name, ignore_errors=True)
+    print(f"a checkpoint: {whole:,} bytes; a round of {REPLICAS} replicas: {round_bytes(folder) / whole:.2%} of it")
+    wrong = 0
+
+    def told(what: str, found: dict[str, Any], share: float, bound: float) -> None:
+        nonlocal wrong
+        kept = share <= bound and found["right"]
+        wrong += not kept
+        print(
+            f"{what}: {share:.2%} of the bound's base, at most {bound:.0%}: {'kept' if kept else 'NOT KEPT'};"
+            f" {found['received']:,} bytes received, {found['sent']:,} sent, {found['seconds']:.1f} s,"
+            f" peak RSS {found['peak_rss'] / 1e6:.0f} MB, state {'right' if found['right'] else 'WRONG'}",
+            flush=True,
+        )
+
+    new = await case(folder, "newcomer")
+    told("joins late, newest checkpoint 20 rounds old (of a checkpoint)", new, new["received"] / whole, 1.5)
+    back = await case(folder, "returning")
+    told("comes back after 5 rounds (of a checkpoint)", back, back["received"] / whole, 0.12)
+    cut = await killed(folder, new["sent"])
+    told("killed ten times (bytes sent again)", cut, cut["sent"] / new["sent"] - 1, 0.02)
+    cheated = await case(folder, "cheated", cheats=1)
+    told("one of three holders is corrupt (of a checkpoint)", cheated, cheated["received"] / whole, 1.55)
+    named = [w for w in cheated["warnings"] if "not asked again" in w]
+    print("  named:", named[:1])
+    return 1 if wrong or not named else 0
+
+
+def round_bytes(folder: Path) -> int:
+    """Payload bytes of the last round."""
+    archive = Archive(folder / "bootstrap", manifest())
+    try:
+        return sum(p.size for c in archive.commits[-1].contributions for s in c.shares for p in s.parts)
+    finally:
+        archive.close()
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    if len(sys.argv) > 1:
+        yield Path(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory(prefix="potluck-newcomer-") as name:
+            yield Path(name)
+
+
+def main() -> int:
+    with workplace() as folder:
+        if not (folder / "final.json").exists():
+            prepare(folder)
+        return asyncio.run(asyncio.wait_for(measure(folder), DEADLINE))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["join"]:
+        asyncio.run(join(sys.argv[2], Path(sys.argv[3]), sys.argv[4]))
+    raise SystemExit(main())

@@ -1,0 +1,77 @@
+"""What a swarm costs, per role: memory, bytes and seconds, beside what the formulas say.
+
+    python -m tests.benchmarks.swarm [RESULT.json]
+
+Runs the demo with processes over hivemind (or reads the result of one that ran), and prints the tables of docs/results/. Exits
+with 1 if boundary bytes are more than 3 % from their formula, stated framing included, or payloads more than 5 % above the entropy
+of their index sets and their values' bits (with `fixed` indices: not exactly their size).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peer import demo
+from protocol import layout, planner, sparse
+from tests.e2e.swarms import options
+
+TOLERANCE = 0.03
+PAYLOAD_TOLERANCE = 0.05
+FRAME_BYTES = 26
+"""Of one micro-batch at a boundary: the pipeline's header (22) and the frame's length (4, not counted by the pipeline)."""
+
+
+def run() -> dict[str, Any]:
+    """A demo of five rounds."""
+    with tempfile.TemporaryDirectory(prefix="potluck-benchmark-") as name:
+        out = Path(name) / "run"
+        arguments = ["demo", "--no-screen", "--rounds", "5", "--out", str(out), "--json", str(out) + ".json"]
+        subprocess.run([sys.executable, "-m", "peer.cli", *arguments], check=True)
+        return dict(json.loads(Path(str(out) + ".json").read_text()))
+
+
+def main() -> int:
+    result = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else run()
+    chosen = options(Path("unused"), full=2, chains=1, stages=3, k=(16,))
+    manifest = demo.make_manifest(chosen)
+    wrong = 0
+
+    print("role         peak RSS above idle   announced   bytes sent a round   seconds a round by phase")
+    announced = {p.name: p.memory_bytes for p in demo.make_peers(manifest, chosen)}
+    for name, peak in result["peak_rss_above_idle_bytes"].items():
+        phases = " ".join(f"{k} {v:.2f}" for k, v in result["phase_seconds"][name].items())
+        sent = result["bytes_sent_per_peer_per_round"][name]
+        print(f"{name:12} {peak / 1e6:14.1f} MB {announced[name] / 1e6:11.1f} MB {sent:16,.0f} B   {phases}")
+
+    spec, codec = manifest.model, manifest.outer.codec
+    shapes = [layout.shapes(spec, shard) for shard in layout.shard_names(spec)]
+    payload = result["payload_bytes_per_replica_per_round"]
+    most = sum(sparse.max_payload_size(codec, of_shard) for of_shard in shapes)
+    entropy = sum(sparse.entropy_size(codec, of_shard) for of_shard in shapes)
+    print(f"payload of a replica and round, bytes: {payload:,.0f}; at most {most:,}; entropy {entropy:,.0f}", end="")
+    print(f"; {100 * (payload / entropy - 1):+.2f} %")
+    wrong += payload != most if codec.indices == "fixed" else payload > min(most, (1 + PAYLOAD_TOLERANCE) * entropy)
+
+    train, k = manifest.train, manifest.chains.k[0]
+    ids = 2 * (train.sequence + 1) / train.sequence
+    framing = FRAME_BYTES / (train.rows * train.sequence)
+    wrong += report("boundary forward, bytes a token", result["boundary_bytes_per_token"], 2 * k + ids, framing)
+    wrong += report("boundary backward, bytes a token", result["boundary_backward_bytes_per_token"], 2 * k, framing)
+    print(f"largest stage: {max(planner.stage_memory(manifest, i, i + 1) for i in range(spec.n_layers)) / 1e6:.1f} MB")
+    return 1 if wrong else 0
+
+
+def report(what: str, measured: float, formula: float, framing: float) -> bool:
+    """Prints a line; whether the figure is out of tolerance."""
+    off = measured / (formula + framing) - 1
+    print(f"{what}: {measured:,.2f}; formula {formula:,.2f} + framing {framing:,.2f}; off by {100 * off:+.2f} %")
+    return abs(off) > TOLERANCE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

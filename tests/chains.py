@@ -1,0 +1,188 @@
+"""Helpers of the model tests: small specs, random states, chains over in-memory streams."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from peer.net.base import Stream
+from peer.net.memory import MemoryNetwork
+from peer.pipeline import StepReport, run_steps
+from peer.trainer import StageTrainer, make_worker
+from protocol import layout
+from protocol.layout import ModelSpec
+from protocol.manifest import TrainSpec
+from protocol.subspace import basis
+
+torch.set_num_threads(1)
+
+SPEC = ModelSpec(vocab_size=97, d_model=64, n_layers=4, n_heads=4, d_ff=96, context=16)
+TRAIN = TrainSpec(
+    inner_steps=3, micro_batches=3, rows=2, sequence=12, lr=1e-3, warmup_steps=2, total_steps=20, clip=0.5
+)
+BASIS = basis(b"test", SPEC.d_model, SPEC.d_model // 8)
+CUTS = [(), (3,), (1,), (5,), (2, 4), (1, 2), (2, 3, 4), (1, 2, 5)]
+DEADLINE_S = 60.0
+
+
+class Lagged:
+    """A stream whose frames arrive a random number of loop turns late."""
+
+    def __init__(self, stream: Stream, lag: random.Random) -> None:
+        self.stream, self.lag, self.remote, self.name = stream, lag, stream.remote, stream.name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    async def recv(self, limit: int = 1 << 24, *, timeout: float | None = None) -> bytes:
+        frame = await self.stream.recv(limit, timeout=timeout)
+        for _ in range(self.lag.randrange(200)):
+            await asyncio.sleep(0)
+        return frame
+
+
+class Wired:
+    """Peers P0 .. Pn-1 of a memory network and the streams between neighbours; use as `async with`."""
+
+    def __init__(self, n: int, lag: random.Random | None = None) -> None:
+        self.n, self.lag = n, lag
+
+    async def __aenter__(self) -> Wired:
+        network = MemoryNetwork()
+        self.peers = [network.transport(f"P{i}") for i in range(self.n)]
+        self.previous: list[Any] = [None] * self.n
+        self.following: list[Any] = [None] * self.n
+        for i in range(self.n - 1):
+            arrived: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+            async def keep(stream: Any, arrived: asyncio.Future[Any] = arrived) -> None:
+                arrived.set_result(stream)
+                await asyncio.Event().wait()
+
+            await self.peers[i + 1].serve("pipe", keep)
+            self.following[i] = self._late(await self.peers[i].open(f"P{i + 1}", "pipe", timeout=DEADLINE_S))
+            self.previous[i + 1] = self._late(await arrived)
+        return self
+
+    def _late(self, stream: Any) -> Any:
+        return stream if self.lag is None else Lagged(stream, self.lag)
+
+    async def __aexit__(self, *_: object) -> None:
+        for peer in self.peers:
+            await peer.aclose()
+
+
+def random_theta(spec: ModelSpec = SPEC, seed: int = 1, std: float = 0.08) -> dict[str, list[np.ndarray]]:
+    rng = np.random.default_rng(seed)
+    return {
+        shard: [
+            (rng.standard_normal(shape) * std + (len(shape) == 1)).astype(np.float32)
+            for shape in layout.shapes(spec, shard)
+        ]
+        for shard in layout.shard_names(spec)
+    }
+
+
+def windows_of(spec: ModelSpec = SPEC, train: TrainSpec = TRAIN):
+    def windows(step: int) -> np.ndarray:
+        rng = np.random.default_rng(step)
+        return rng.integers(0, spec.vocab_size, (train.step_rows, train.sequence + 1))
+
+    return windows
+
+
+class Recording(StageTrainer):
+    """Keeps the gradients, before the clip, and the norm of every step."""
+
+    def step(self, step: int, total_norm: float) -> None:
+        self.gradients = getattr(self, "gradients", [])
+        self.norms = getattr(self, "norms", [])
+        named = self.stage.named_parameters()
+        self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+        self.norms.append(total_norm)
+        super().step(step, total_norm)
+
+
+def split_shards(cuts: Sequence[int], spec: ModelSpec = SPEC) -> list[tuple[str, ...]]:
+    """Stages of the chain that is cut before each of these shard positions."""
+    names, edges = layout.shard_names(spec), [0, *cuts, None]
+    return [names[a:b] for a, b in itertools.pairwise(edges)]
+
+
+def make_chain(cuts: Sequence[int], k: int, train: TrainSpec = TRAIN, theta=None) -> list[Recording]:
+    trainers = [Recording(SPEC, train, shards, k=k, basis=BASIS if k else None) for shards in split_shards(cuts)]
+    for trainer in trainers:
+        trainer.begin_round(theta if theta is not None else random_theta())
+    return trainers
+
+
+@functools.cache
+def worker(position: int) -> ThreadPoolExecutor:
+    """The tensor thread of the stage at this position; threads cost more than these tests' arithmetic."""
+    return make_worker()
+
+
+async def run_chain(
+    trainers: Sequence[StageTrainer],
+    *,
+    steps: int = 1,
+    first_step: int = 1,
+    wire: str = "fp32",
+    lag: random.Random | None = None,
+    window: int = 2,
+    stops: dict[int, asyncio.Event] | None = None,
+    windows=None,
+) -> list[tuple[StepReport, ...]]:
+    """Runs all stages (peers P0, P1, ...) of one chain in this loop; each position has its own worker thread."""
+    train, spec = trainers[0].train, trainers[0].spec
+    async with asyncio.timeout(DEADLINE_S), Wired(len(trainers), lag) as wired, asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(
+                run_steps(
+                    trainer,
+                    worker(i),
+                    first_step=first_step,
+                    steps=steps,
+                    wire=wire,
+                    timeout=DEADLINE_S,
+                    previous=wired.previous[i],
+                    following=wired.following[i],
+                    windows=None if i else (windows or windows_of(spec, train)),
+                    window=window,
+                    stop=(stops or {}).get(i),
+                )
+            )
+            for i, trainer in enumerate(trainers)
+        ]
+    return [task.result() for task in tasks]
+
+
+def project_at(trainer: StageTrainer, cuts: Sequence[int], boundary=None) -> None:
+    """Makes the whole-model `trainer` the oracle of a chain: the projector is inserted at every cut."""
+    stage, names = trainer.stage, layout.shard_names(SPEC)
+
+    def forward(ids_BL: torch.Tensor, x_BLD: torch.Tensor | None = None) -> torch.Tensor:
+        x_BLD = stage.embed(ids_BL) if x_BLD is None else x_BLD
+        projector = boundary or stage.boundary
+        for position, shard in enumerate(names[1:], start=1):
+            if position in cuts and projector is not None:
+                x_BLD = projector.project(x_BLD, ids_BL)
+            if shard != "head":
+                x_BLD = stage.block(layout.block_index(shard), x_BLD)
+        return x_BLD
+
+    stage.forward = forward
+
+
+def relative(a: torch.Tensor | np.ndarray, b: torch.Tensor | np.ndarray) -> float:
+    """|a - b| / |b| in float64."""
+    a64, b64 = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    return float(np.linalg.norm(a64 - b64) / np.linalg.norm(b64))

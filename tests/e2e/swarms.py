@@ -1,0 +1,127 @@
+"""Whole swarms for tests: the demo with a model so small that the machine's speed hardly matters, and what it wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer import demo
+from peer.events import Event, from_json
+from protocol.layout import ModelSpec
+
+DEADLINE = 600.0
+"""Seconds for anything to happen; far more than it takes, since test machines are shared."""
+MODEL = ModelSpec(vocab_size=4096, d_model=32, n_layers=4, n_heads=2, d_ff=48, context=128)
+
+
+@pytest.fixture
+def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo trains MODEL. Its processes learn that from the manifest, as always."""
+    monkeypatch.setattr(demo, "MODEL", MODEL)
+
+
+def options(out: Path, **changes: Any) -> demo.DemoOptions:
+    """Three full replicas, three rounds of one step, in memory, unless changed."""
+    values: dict[str, Any] = {
+        "rounds": 3,
+        "full": 3,
+        "chains": 0,
+        "stages": 2,
+        "spares": 0,
+        "k": (0,),
+        "inner_steps": 1,
+        "seed": 0,
+        "device": "cpu",
+        "out": out,
+        "json": result_file(out),
+        "screen": False,
+        "in_memory": True,
+    }
+    return demo.DemoOptions(**{**values, **changes})
+
+
+def result_file(out: Path) -> Path:
+    return out.with_name(out.name + ".json")
+
+
+def run(chosen: demo.DemoOptions) -> dict[str, Any]:
+    """The result of a demo that must end well."""
+    asyncio.run(asyncio.wait_for(demo.run(chosen), DEADLINE))
+    return read_result(chosen.out)
+
+
+def read_result(out: Path) -> dict[str, Any]:
+    return dict(json.loads(result_file(out).read_text()))
+
+
+class Background:
+    """A demo that runs while the test does things to its processes; they end with the `with` block."""
+
+    def __init__(self, chosen: demo.DemoOptions) -> None:
+        self.out = chosen.out
+        self._result: dict[str, Any] | None = None
+        self._error: BaseException | None = None
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(asyncio.wait_for(demo.run(chosen), DEADLINE))
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._task)
+            self._result = read_result(self.out)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._loop.close()
+
+    def __enter__(self) -> Background:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with contextlib.suppress(RuntimeError):  # it ended by itself
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(DEADLINE)
+
+    def result(self) -> dict[str, Any]:
+        """What the demo says in the end; it must end well."""
+        self._thread.join(DEADLINE)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None, "the demo did not end"
+        return self._result
+
+    def event(self, name: str, wanted: Callable[[Event], bool], what: str) -> Event:
+        """The first event of process `name` that is `wanted`, as soon as it is in its file."""
+        path = self.out / name / "events.jsonl"
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end and (self._thread.is_alive() or self._result is not None):
+            if path.exists():
+                for line in path.read_text().splitlines():
+                    event = from_json(line)
+                    if event is not None and wanted(event):
+                        return event
+            if self._result is not None:
+                break
+            self._thread.join(0.05)
+        raise AssertionError(f"{name}: {what} did not happen: {self._error}")
+
+
+def potluck(*arguments: object) -> subprocess.Popen[str]:
+    """`potluck ARGUMENTS`, as a person starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "peer.cli", *map(str, arguments)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

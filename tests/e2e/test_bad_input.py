@@ -1,0 +1,312 @@
+"""Bad input of every kind: one line that names the thing, the reason and the remedy; exit code 2; nothing half-written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bootstrap.archive import Archive
+from peer import cli, demo
+from peer.net import keyfile
+from peer.storage import Checkpoint, Storage
+from protocol import layout, ranges
+from protocol import manifest as manifests
+from protocol.errors import UsageError
+from protocol.messages import Commit, LeftOut, Record
+from tests import tiny
+from tests.e2e.swarms import options
+
+
+def potluck(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+    """The one line that a refused command prints."""
+    monkeypatch.setattr("sys.argv", ["potluck", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == 2, lines
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("potluck: "), lines
+    assert ";" in lines[0], f"no remedy: {lines[0]}"
+    return lines[0]
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A demo's manifest whose operator is the key in tmp_path/boot."""
+    key = keyfile.load_or_create(tmp_path / "boot" / "identity.key")
+    text = manifests.to_toml(demo.make_manifest(options(tmp_path / "unused")))
+    old = next(line for line in text.splitlines() if line.startswith("operators"))
+    path = tmp_path / "run.toml"
+    path.write_text(text.replace(old, f'operators = ["{key.peer_id}"]'))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        ("rounds = 3", "rounds = 3\ncolour = 1", "colour: unknown field"),
+        ("rounds = 3", "", "rounds: missing field"),
+        ("rounds = 3", 'rounds = "3"', "rounds: must be int, not str"),
+        ("lr = ", "lr = true #", "train.lr: must be float, not bool"),
+        ("rounds = 3", "rounds = ", "not TOML"),
+        ("[model]", "[model]\nwidth = 3", "model.width: unknown field"),
+    ],
+)
+def test_manifest(
+    run_file: Path,
+    old: str,
+    new: str,
+    named: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_file.write_text(run_file.read_text().replace(old, new, 1))
+    boot = run_file.parent / "boot"
+    before = sorted(boot.iterdir())
+    line = potluck(capsys, monkeypatch, "bootstrap", run_file, "--dir", boot)
+    assert str(run_file) in line
+    assert named in line
+    assert sorted(boot.iterdir()) == before, "nothing was written"
+
+
+def test_manifest_is_missing_or_not_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "No such file" in potluck(capsys, monkeypatch, "bootstrap", tmp_path / "none.toml")
+    (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
+    assert "not UTF-8 at byte 11" in potluck(capsys, monkeypatch, "join", tmp_path / "latin.toml")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--up-limit", "fast"), ("--store-limit", "-1GB"), ("--up-limit", "0Mbps")]
+)
+def test_limits(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
+    line = potluck(capsys, monkeypatch, "join", address, "--dir", tmp_path / "peer", option, value)
+    assert value in line
+    assert not (tmp_path / "peer").exists()
+
+
+def test_tokenizer_with_another_digest(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_file.parent / demo.TOKENIZER).write_text("{}")
+    line = potluck(capsys, monkeypatch, "bootstrap", run_file, "--dir", run_file.parent / "boot")
+    assert demo.TOKENIZER in line
+    assert "sha256" in line
+
+
+def test_operator_with_another_key(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = potluck(capsys, monkeypatch, "bootstrap", run_file, "--dir", tmp_path / "other")
+    assert "operators" in line
+
+
+def test_port_in_use(run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = potluck(
+            capsys, monkeypatch, "bootstrap", run_file, "--dir", run_file.parent / "boot",
+            "--host", "127.0.0.1", "--port", port,
+        )  # fmt: skip
+    assert str(port) in line
+    assert "--port" in line
+
+
+def test_unreachable_bootstrap_address(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    peer = keyfile.load_or_create(tmp_path / "nobody.key").peer_id
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}#{'0' * 64}"
+    line = potluck(capsys, monkeypatch, "join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
+    assert str(port) in line
+
+
+@pytest.mark.parametrize(
+    "text", ["no-such-file.toml", "/ip4/127.0.0.1/tcp/1/p2p/nobody#" + "0" * 64, "/ip4/127.0.0.1/tcp/1/p2p/x#12"]
+)
+def test_run_is_neither_file_nor_address(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    potluck(capsys, monkeypatch, "join", text, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--k", "x"), ("--k", "1,2,3"), ("--stages", 9), ("--full", 0, "--chains", 0), ("--k", 4000)]
+)
+def test_demo_options(
+    arguments: tuple[object, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    potluck(capsys, monkeypatch, "demo", "--out", tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_at_a_checkpoint(small_disk: Path) -> None:
+    storage = Storage(small_disk / "peer")
+    small = Checkpoint(1, {"block.0": [np.zeros(8, np.float32)]}, {})
+    large = Checkpoint(2, {"block.0": [np.zeros(1 << 20, np.float32)]}, {})
+    digests = {"block.0": layout.shard_digest(small.theta["block.0"])}
+    storage.save_checkpoint(small, digests)
+    before = sorted(p.name for p in storage.folder.rglob("*"))
+    with pytest.raises(UsageError, match=r"directory .*: No space left on device; free space or .*") as refused:
+        storage.save_checkpoint(large, digests)
+    assert refused.value.exit_code == 2
+    assert "\n" not in str(refused.value)
+    assert sorted(p.name for p in storage.folder.rglob("*")) == before, "nothing half-written is left"
+    restored = storage.load_checkpoint()
+    assert restored is not None
+    assert restored.round == 1
+    storage.close()
+
+
+def test_full_disk_at_a_payload(small_disk: Path) -> None:
+    storage = Storage(small_disk / "peer")
+    name = storage.blobs.put(bytes(300_000), 1)
+    with pytest.raises(UsageError, match=r"^directory .*: No space left on device; free space or .*$"):
+        storage.blobs.put(bytes(1_000_000), 2)
+    assert [p.name for p in storage.blobs.folder.iterdir() if p.is_file()] == [name]
+    part = storage.blobs.part(ranges.name_of(bytes(2_000_000)), 2_000_000)
+    with pytest.raises(UsageError, match=r"^directory .*: No space left on device; free space or .*$"):  # noqa: PT012
+        part.learn(ranges.leaves_of([bytes(2_000_000)])[1])
+        for index in range(ranges.count(2_000_000)):
+            part.write(index, bytes(2_000_000)[slice(*ranges.span(2_000_000, index))])
+    assert [p for p in storage.blobs.folder.rglob("*") if p.is_file()] == [storage.blobs.folder / name]
+    storage.blobs.put(bytes(400_000), 2)
+    assert storage.blobs.get(name) == bytes(300_000)
+    storage.close()
+
+
+def test_full_disk_at_an_offer(small_disk: Path) -> None:
+    storage = Storage(small_disk / "peer")
+    storage.save_feedback(1, {"block.0": [np.ones(9, np.float32)]}, None)
+    with pytest.raises(UsageError, match="No space left on device"):
+        storage.save_feedback(2, {"block.0": [np.ones(1 << 20, np.float32)]}, None)
+    found = storage.load_feedback()
+    assert found is not None
+    assert found.round == 1
+    storage.close()
+
+
+def test_full_disk_at_a_commit(small_disk: Path) -> None:
+    """The log ends with the last whole commit, and goes on once there is room."""
+    archive = Archive(small_disk / "boot", RUN)
+    commits = log_of(3)
+    archive.append(commits[0])
+    filler = small_disk / "filler"
+    filler.write_bytes(bytes(900_000))
+    with contextlib.suppress(OSError), open(filler, "ab") as file:
+        while True:
+            file.write(bytes(1000))
+            file.flush()
+    before = (archive.folder / "log").read_bytes()
+    large = dataclasses.replace(commits[1].commit, left_out=(LeftOut(replica=0, reason="x" * 200_000),))
+    with pytest.raises(UsageError, match="No space left on device"):
+        archive.append(tiny.record(large))
+    assert (archive.folder / "log").read_bytes() == before
+    filler.unlink()
+    for record in commits[1:]:
+        archive.append(record)
+    archive.close()
+    again = Archive(small_disk / "boot", RUN)
+    assert again.commits == [record.commit for record in commits]
+    again.close()
+
+
+@pytest.fixture
+def read_only(small_disk: Path) -> Path:
+    """A folder that nobody, root included, can write to; it held a peer and a bootstrap node."""
+    Storage(small_disk / "peer").close()
+    Archive(small_disk / "boot", RUN).close()
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    return small_disk
+
+
+def test_a_read_only_folder(
+    read_only: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("peer", "new"):
+        with pytest.raises(UsageError, match=r"^directory .*: Read-only file system; .*--dir.*$"):
+            Storage(read_only / folder)
+    with pytest.raises(UsageError, match=r"^directory .*: Read-only file system; .*--dir.*$"):
+        Archive(read_only / "boot", RUN)
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
+    line = potluck(capsys, monkeypatch, "join", address, "--dir", read_only / "new", "--host", "127.0.0.1")
+    assert "Read-only file system" in line
+
+
+# --- the log
+
+RUN = tiny.manifest()
+
+
+def log_of(rounds: int) -> list[Record]:
+    """Commits 0 to rounds - 1 of RUN."""
+    found: list[Record] = []
+    for round in range(rounds):
+        parent = found[-1].commit.digest if found else RUN.run_id
+        commit = Commit(
+            run=RUN.run_id, round=round, parent=parent, time=1.0, contributions=(), left_out=(), diverged=(), digests={},
+            plan=None, leader=tiny.OPERATOR.peer_id, members=RUN.operators,
+        )  # fmt: skip
+        found.append(tiny.record(commit))
+    return found
+
+
+def test_a_truncated_log_keeps_what_is_whole(tmp_path: Path) -> None:
+    """Cut at any byte, it is the commits before; a damaged one in the middle is refused by name, with nothing changed."""
+    archive = Archive(tmp_path / "boot", RUN)
+    commits = log_of(3)
+    ends = [0]
+    for record in commits:
+        archive.append(record)
+        ends.append((tmp_path / "boot" / "log").stat().st_size)
+    archive.close()
+    path = tmp_path / "boot" / "log"
+    whole = path.read_bytes()
+    for cut in (*ends, *(end + 3 for end in ends[:-1]), *(end - 1 for end in ends[1:])):
+        path.write_bytes(whole[:cut])
+        again = Archive(tmp_path / "boot", RUN)
+        kept = sum(end <= cut for end in ends) - 1
+        assert [c.round for c in again.commits] == list(range(kept))
+        again.append(commits[kept]) if kept < 3 else None
+        again.close()
+        assert path.read_bytes() == whole[: ends[min(kept + 1, 3)]]
+    damaged = bytearray(whole)
+    damaged[ends[1] + 50] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(UsageError, match=rf"^log .*: the record at byte {ends[1]} is damaged; restore .*$"):
+        Archive(tmp_path / "boot", RUN)
+    assert path.read_bytes() == damaged

@@ -1,0 +1,67 @@
+"""The swarm as a whole: over hivemind and in memory, and what a wrong bit does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from peer import demo
+from peer.rounds import Rounds
+from protocol.errors import LocalError
+from protocol.messages import Commit
+from tests.e2e import swarms
+
+REQUIRED = [
+    "rounds",
+    "val_loss_first",
+    "val_loss_last",
+    "same_bits",
+    "state_digest",
+    "bytes_sent_per_peer_per_round",
+    "dense_fp32_bytes",
+    "boundary_bytes_per_token",
+    "boundary_dense_bf16_bytes_per_token",
+    "seconds",
+    "tokens",
+]
+pytestmark = pytest.mark.usefixtures("small_model")
+small_model = swarms.small_model
+
+
+def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
+    """P1 with a full replica and two chains of different k; and the oracle between transports."""
+    mixed = {"full": 1, "chains": 2, "k": (8, 4), "inner_steps": 2}
+    near = swarms.run(swarms.options(tmp_path / "memory", **mixed))
+    far = swarms.run(swarms.options(tmp_path / "hivemind", **mixed, in_memory=False))
+    assert set(REQUIRED) <= set(far)
+    assert far["same_bits"] is near["same_bits"] is True
+    assert far["rounds"] == near["rounds"] == 3
+    assert far["left_out"] == []
+    assert far["state_digest"] == near["state_digest"]
+    assert far["val_loss"] == near["val_loss"]
+    assert set(far["bytes_sent_per_peer_per_round"]) == {"full-0", "chain-0-0", "chain-0-1", "chain-1-0", "chain-1-1"}
+
+
+def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = swarms.options(tmp_path / "run")
+    victim = next(p for p in demo.make_peers(demo.make_manifest(chosen), chosen) if p.name == "full-1")
+    honest = Rounds._apply
+
+    async def apply(self: Rounds, commit: Commit, rebuild: tuple[str, ...]) -> None:
+        await honest(self, commit, rebuild)
+        if self.peer == victim.identity.peer_id and commit.round == 1:
+            array = self.outer.theta["block.2"][0].copy()
+            array.view(np.uint32)[5] ^= 1
+            self.outer.theta["block.2"] = [array, *self.outer.theta["block.2"][1:]]
+
+    monkeypatch.setattr(Rounds, "_apply", apply)
+    with pytest.raises(LocalError, match=r"same_bits: full-1 had other bits in block\.2 after round 1"):
+        asyncio.run(asyncio.wait_for(demo.run(chosen), swarms.DEADLINE))
+    result = json.loads(swarms.result_file(chosen.out).read_text())
+    assert result["same_bits"] is False
+    assert result["diverged"] == [{"peer": "full-1", "round": 1, "shard": "block.2"}]
+    assert [x["round"] for x in result["left_out"]] == [2], "its work on the wrong base is left out, later work is not"

@@ -1,0 +1,388 @@
+"""`potluck log`: a run that went well verifies, and every kind of damage is named by round and shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootstrap import archive
+from bootstrap.archive import Archive
+from peer import cli, demo
+from peer.net import keyfile
+from protocol import manifest as manifests
+from protocol import messages
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+from protocol.messages import Commit
+from tests import tiny
+from tests.e2e import swarms
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A demo that went well: `folder` is its bootstrap node's."""
+
+    out: Path
+    folder: Path
+    manifest: Manifest
+    result: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
+    """Two full replicas and a chain of two, three rounds."""
+    out = tmp_path_factory.mktemp("log") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo, "MODEL", swarms.MODEL)
+        chosen = swarms.options(out, full=2, chains=1, k=(8,))
+        result = swarms.run(chosen)
+        yield Done(out, out / "bootstrap", demo.make_manifest(chosen), result)
+
+
+@pytest.fixture
+def copy(done: Done, tmp_path: Path) -> Done:
+    """The same, to be damaged."""
+    shutil.copytree(done.folder, tmp_path / "bootstrap")
+    return dataclasses.replace(done, folder=tmp_path / "bootstrap")
+
+
+class Potluck:
+    """Runs `potluck log …` in this process."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._capsys, self._monkeypatch = capsys, monkeypatch
+
+    def __call__(self, *arguments: object, code: int = 0) -> tuple[list[str], list[str]]:
+        """(lines of output, lines of errors) of a command that must end with `code`."""
+        self._monkeypatch.setattr("sys.argv", ["potluck", "log", *map(str, arguments)])
+        self._capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = self._capsys.readouterr()
+        assert (end.value.code or 0) == code, said
+        return said.out.splitlines(), said.err.splitlines()
+
+
+@pytest.fixture
+def potluck(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Potluck:
+    return Potluck(capsys, monkeypatch)
+
+
+def commits(folder: Path) -> list[tuple[int, bytes, Commit]]:
+    """(position, bytes, commit) of every record."""
+    with open(folder / "log", "rb") as file:
+        found = []
+        for at, raw in archive.records(file, folder / "log"):
+            found.append((at, raw, messages.decode_record(raw, "the log").commit))
+        return found
+
+
+def framed(raw: bytes) -> bytes:
+    """A record as it stands in the file."""
+    return struct.pack(">II", len(raw), zlib.crc32(raw)) + raw
+
+
+def rewrite(folder: Path, change: Callable[[int, Commit], Commit], key: Identity) -> None:
+    """Writes the log again with changed commits, signed by `key`, whose parents and CRCs are right."""
+    parent, out = None, b""
+    for _, _, commit in commits(folder):
+        commit = change(commit.round, dataclasses.replace(commit, parent=parent or commit.parent))
+        parent = commit.digest
+        out += framed(messages.encode_record(tiny.record(commit, key)))
+    (folder / "log").write_bytes(out)
+
+
+def a_payload(folder: Path, round: int, shard: str) -> Path:
+    _, part, _ = commits(folder)[round][2].payloads(shard)[0]
+    return folder / "blobs" / part.digest
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+# --- show
+
+
+def test_show_tells_who_did_what(done: Done, potluck: Potluck) -> None:
+    lines, errors = potluck("show", done.folder)
+    assert errors == []
+    assert lines[0] == f"run {done.manifest.run_id[:12]} demo: log {done.folder / 'log'}"
+    text = "\n".join(lines)
+    assert re.search(r"^round 0  \d{4}-\d\d-\d\d [\d:]{8}\n  plan +2 full, 1 chain of 2, 0 spares$", text, re.M)
+    assert len(re.findall(r"^round \d .* 3 of 3 replicas  loss \d\.\d{3}  [\d.]+ kB$", text, re.M)) == 3
+    full = re.findall(r"^  \d full +weight 0\.333  loss +\d\.\d{3}  steps 1 +[\d.]+ kB  norm \S+ +…\w{8}$", text, re.M)
+    chain = re.findall(r"^  \d chain k 8 +weight 0\.333 .* …\w{8} > …\w{8}$", text, re.M)
+    assert (len(full), len(chain)) == (6, 3)
+
+
+def test_show_as_json_has_one_object_per_round(done: Done, potluck: Potluck) -> None:
+    lines, _ = potluck("show", done.folder, "--json")
+    rounds = [json.loads(line) for line in lines]
+    assert [r["round"] for r in rounds] == [0, 1, 2, 3]
+    assert rounds[0]["parent"] == done.manifest.run_id
+    assert [r["parent"] for r in rounds[1:]] == [r["digest"] for r in rounds[:-1]]
+    for r in rounds[1:]:
+        assert sum(c["weight"] for c in r["contributions"]) == pytest.approx(1)
+        assert [c["kind"] for c in r["contributions"]].count("chain") == 1
+        assert all(c["norm"] > 0 and c["bytes"] > 0 and c["peers"] for c in r["contributions"])
+
+
+def test_who_was_left_out_and_who_diverged_is_shown(copy: Done, potluck: Potluck) -> None:
+    key = keyfile.load_or_create(copy.folder / "identity.key")
+
+    def change(round: int, commit: Commit) -> Commit:
+        if round != 2:
+            return commit
+        first, *rest = commit.contributions
+        return dataclasses.replace(
+            commit,
+            contributions=tuple(rest),
+            left_out=(messages.LeftOut(replica=first.replica, reason="peer\x1b[2J: gone"),),
+            diverged=(messages.Diverged(peer=first.shares[0].peer, shard="block.1"),),
+        )
+
+    rewrite(copy.folder, change, key)
+    text = "\n".join(potluck("show", copy.folder)[0])
+    assert re.search(r"^  0 \w+ .*left out: peer \[2J: gone  …\w{8}", text, re.M)
+    assert re.search(r"^  diverged +…\w{8} in block\.1 after round 1$", text, re.M)
+    assert "\x1b" not in text
+    left = json.loads(potluck("show", copy.folder, "--json")[0][2])["left_out"]
+    assert left[0]["kind"] in ("full", "chain")
+    assert left[0]["peers"]
+
+
+# --- verify
+
+
+def test_a_good_log_verifies_and_nothing_is_touched(done: Done, potluck: Potluck) -> None:
+    before = snapshot(done.folder)
+    node = Archive(done.folder, done.manifest)  # a node that runs
+    try:
+        lines, errors = potluck("verify", done.folder)
+    finally:
+        node.close()
+    assert errors == []
+    assert "4 commits, 9 contributions; replayed" in lines[0]
+    assert lines[1] == "18 of 18 attested digests of shards are what the replay gives"
+    assert lines[2] == f"state after round 3: {done.result['state_digest']}"
+    assert {k: v for k, v in snapshot(done.folder).items() if "lock" not in k} == {
+        k: v for k, v in before.items() if "lock" not in k
+    }
+
+
+def test_the_replay_can_begin_at_a_checkpoint(done: Done, potluck: Potluck, tmp_path: Path) -> None:
+    import numpy as np
+
+    from peer import audit
+    from peer.storage import Checkpoint, Storage
+
+    node = Archive(done.folder, done.manifest)
+    states = list(audit.replay(done.manifest, node.commits, node.blobs.get))
+    node.close()
+    storage = Storage(tmp_path / "peer")
+    for state, bit in ((states[1], 0), (states[3], 0), (states[2], 1)):
+        theta = {s: [a.copy() for a in arrays] for s, arrays in state.theta.items()}
+        theta["block.3"][0].view(np.uint32)[0] ^= bit
+        storage.save_checkpoint(Checkpoint(state.round, theta, {}), dict.fromkeys(theta, "d"))
+        if state.round == 1:
+            lines, _ = potluck("verify", done.folder, "--checkpoint", tmp_path / "peer" / "checkpoint-00000001")
+            assert "from round 1 on" in lines[0]
+            assert lines[2] == f"state after round 3: {done.result['state_digest']}"
+        elif state.round == 2:
+            lines, _ = potluck("verify", done.folder, "--checkpoint", tmp_path / "peer" / "checkpoint-00000002", code=1)
+            assert lines[0].startswith("round 2, block.3: the replay gives state ")
+    storage.close()
+    late = tmp_path / "peer" / "checkpoint-00000003"
+    assert "the log ends at round 3" in potluck("verify", done.folder, "--checkpoint", late, code=2)[1][0]
+    assert "cannot be read" in potluck("verify", done.folder, "--checkpoint", tmp_path, code=2)[1][0]
+
+
+def test_a_flipped_byte_in_the_middle_of_the_log(copy: Done, potluck: Potluck) -> None:
+    at, record, _ = commits(copy.folder)[1]
+    raw = bytearray((copy.folder / "log").read_bytes())
+    raw[at + archive.HEAD_BYTES + len(record) // 2] ^= 1
+    (copy.folder / "log").write_bytes(raw)
+    lines, _ = potluck("verify", copy.folder, code=1)
+    assert lines[0] == f"round 1: the commit cannot be read: its record at byte {at} is damaged"
+    assert "1 commit," in lines[1]
+    shown, errors = potluck("show", copy.folder, code=1)
+    assert [line.split("  ")[0] for line in shown if line.startswith("round")] == ["round 0"]
+    assert f"round 1: the commit cannot be read: its record at byte {at} is damaged" in errors[0]
+
+
+def test_a_flipped_bit_in_a_payload(copy: Done, potluck: Potluck) -> None:
+    path = a_payload(copy.folder, 2, "block.1")
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+    lines, errors = potluck("verify", copy.folder, code=1)
+    assert re.fullmatch(
+        rf"round 2, block\.1: payload {path.name[:12]} of \w{{8}}: its bytes are not those that were committed",
+        lines[0],
+    )
+    assert [line for line in lines if line.startswith("round")] == lines[:1]
+    assert "1 problem" in errors[0]
+    assert path.read_bytes() == bytes(raw), "a verification removes nothing"
+
+
+def test_a_payload_that_is_gone(copy: Done, potluck: Potluck) -> None:
+    a_payload(copy.folder, 1, "head").unlink()
+    a_payload(copy.folder, 3, "embed").unlink()
+    lines, _ = potluck("verify", copy.folder, code=1)
+    assert [line.split(":")[0] for line in lines[:2]] == ["round 1, head", "round 3, embed"]
+
+
+def test_a_forged_commit(copy: Done, potluck: Potluck) -> None:
+    found = commits(copy.folder)
+    forged = messages.encode_record(tiny.record(dataclasses.replace(found[2][2], time=0.0), Identity(b"f" * 32)))
+    out = b"".join(framed(forged if round == 2 else raw) for round, (_, raw, _) in enumerate(found))
+    (copy.folder / "log").write_bytes(out)
+    lines, _ = potluck("verify", copy.folder, code=1)
+    assert lines[0].startswith("round 2: the commit lacks the votes of a majority")
+    assert "2 commits" in lines[1]
+    shown, errors = potluck("show", copy.folder, code=1)
+    assert sum(line.startswith("round") for line in shown) == 2
+    assert "round 2: the commit lacks the votes of a majority" in errors[0]
+
+
+def _weight(commit: Commit) -> Commit:
+    first, *rest = commit.contributions
+    return dataclasses.replace(commit, contributions=(dataclasses.replace(first, tokens=first.tokens * 2), *rest))
+
+
+def _norm(commit: Commit) -> Commit:
+    first, *rest = commit.contributions
+    share, *shares = first.shares
+    parts = (dataclasses.replace(share.parts[0], norm=share.parts[0].norm * 1.01), *share.parts[1:])
+    first = dataclasses.replace(first, shares=(dataclasses.replace(share, parts=parts), *shares))
+    return dataclasses.replace(commit, contributions=(first, *rest))
+
+
+def _elsewhere(commit: Commit) -> Commit:
+    first, *rest = commit.contributions
+    share, *shares = first.shares
+    parts = (dataclasses.replace(share.parts[0], digest="../../../../../../dev/zero"), *share.parts[1:])
+    first = dataclasses.replace(first, shares=(dataclasses.replace(share, parts=parts), *shares))
+    return dataclasses.replace(commit, contributions=(first, *rest))
+
+
+def _other_peer(commit: Commit) -> Commit:
+    first, *rest = commit.contributions
+    share = dataclasses.replace(first.shares[0], peer=Identity(b"x" * 32).peer_id)
+    return dataclasses.replace(
+        commit, contributions=(dataclasses.replace(first, shares=(share, *first.shares[1:])), *rest)
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (_weight, "round 2: replica 0: its weight is wrong"),
+        (_norm, r"round 2, embed: payload \w{12} of \w{8}: its norm is"),
+        (_elsewhere, r"round 2, embed: payload \.\./\.\./\.\./\.\./ of \w{8}: not in "),
+        (_other_peer, "round 2: replica 0 has other peers than its plan"),
+        (
+            lambda c: dataclasses.replace(c, contributions=c.contributions[:2]),
+            r"round 2: decides about replicas \[0, 1\]",
+        ),
+        (lambda c: dataclasses.replace(c, run="0" * 64), "round 2: the commit is of another run"),
+        (lambda c: dataclasses.replace(c, round=5), "round 2: the commit is not the one of round 2"),
+        (lambda c: dataclasses.replace(c, parent="0" * 64), "round 2: the commit does not follow"),
+        (
+            lambda c: dataclasses.replace(c, digests={**c.digests, "block.0": "0" * 64}),
+            r"round 1, block\.0: the replay gives state \w{12}, the peers say 000000000000",
+        ),
+    ],
+)
+def test_what_a_dishonest_operator_signs(
+    change: Callable[[Commit], Commit], named: str, copy: Done, potluck: Potluck
+) -> None:
+    key = keyfile.load_or_create(copy.folder / "identity.key")
+    rewrite(copy.folder, lambda round, commit: change(commit) if round == 2 else commit, key)
+    lines, errors = potluck("verify", copy.folder, code=1)
+    assert re.match(named, lines[0])
+    assert re.match(r"potluck: log .*: \d+ problems?; ", errors[-1])
+
+
+@pytest.mark.parametrize("cut", [1, 100, -3])
+def test_a_torn_tail_is_a_note(copy: Done, potluck: Potluck, cut: int) -> None:
+    at = commits(copy.folder)[-1][0]
+    whole = (copy.folder / "log").read_bytes()
+    torn = whole[: at + cut] if cut > 0 else whole[:cut]
+    (copy.folder / "log").write_bytes(torn)
+    for command in ("show", "verify"):
+        _, errors = potluck(command, copy.folder)
+        assert errors == [
+            f"potluck: note: after byte {at} there is a record that is not whole: a crash cut it off, or it is being written"
+        ]
+    assert (copy.folder / "log").read_bytes() == torn
+
+
+# --- bad input
+
+
+def test_bad_input_is_refused(done: Done, copy: Done, potluck: Potluck, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "log").write_bytes(b"")
+    (copy.folder / "manifest.json").unlink()
+    for command in ("show", "verify"):
+        assert "has no log" in potluck(command, tmp_path / "empty", code=2)[1][0]
+        assert "No such file" in potluck(command, tmp_path / "none", code=2)[1][0]
+        assert "not a run id" in potluck(command, "/ip4/127.0.0.1/tcp/1/p2p/x#12", code=2)[1][0]
+        assert "is not the manifest of run" in potluck(command, copy.folder, code=2)[1][0]
+        assert "no rounds yet" in potluck(command, tmp_path / "new")[1][0]
+        for arguments in ((), ("--help",)):
+            lines = potluck(command, *arguments, code=0 if arguments else 2)[0]
+            assert not arguments or f"Example: potluck log {command} " in " ".join(lines)
+
+
+# --- over the network
+
+
+def test_over_hivemind_from_a_node_that_runs_again(done: Done, tmp_path: Path) -> None:
+    folder = tmp_path / "bootstrap"
+    shutil.copytree(done.folder, folder)
+    (tmp_path / "run.toml").write_text(manifests.to_toml(done.manifest))
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "peer.cli"]
+    node = subprocess.Popen(
+        [*command, "bootstrap", tmp_path / "run.toml", "--dir", folder, "--host", "127.0.0.1", "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+    def potluck(*arguments: str, code: int = 0) -> list[str]:
+        ended = subprocess.run([*command, "log", *arguments], capture_output=True, text=True, timeout=swarms.DEADLINE)
+        assert ended.returncode == code, ended.stderr
+        return ended.stdout.splitlines()
+
+    try:
+        assert node.stdout is not None
+        event = json.loads(node.stdout.readline())
+        assert event["event"] == "listening"
+        address = event["address"]
+        shown = [json.loads(line) for line in potluck("show", address, "--json")]
+        assert [r["round"] for r in shown] == [0, 1, 2, 3]
+        assert potluck("verify", address)[-1] == f"state after round 3: {done.result['state_digest']}"
+        path = a_payload(folder, 2, "block.1")
+        path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+        lines = potluck("verify", address, code=1)
+        assert lines[0].startswith(f"round 2, block.1: payload {path.name[:12]} of ")
+    finally:
+        node.terminate()
+        node.wait(swarms.DEADLINE)

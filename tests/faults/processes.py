@@ -1,0 +1,164 @@
+"""A swarm of real processes, each started as a person starts it, that can be killed and started again by name."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bootstrap.archive import Archive
+from peer import audit
+from peer.events import Event, from_json
+from protocol import manifest as manifests
+from protocol import planner
+from protocol.identity import Identity
+from protocol.manifest import Manifest
+
+DEADLINE = 300.0
+"""Seconds for anything to happen."""
+
+
+class Swarm:
+    """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full replica;
+    `places`: the address of a process and what its command begins with, if not on this machine's loopback."""
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        keys: tuple[Identity, ...],
+        memory: dict[str, int] | None = None,
+        places: dict[str, tuple[str, list[str]]] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.memory = memory or {}
+        self.places = places or {}
+        self.manifest = manifest
+        self.file = folder / "run.toml"
+        folder.mkdir(parents=True)
+        self.file.write_text(manifests.to_toml(manifest))
+        self.nodes = [f"node-{i}" for i in range(len(manifest.operators))]
+        self.ids = dict(zip(self.nodes, manifest.operators, strict=True))
+        for name, key in zip(self.nodes, keys, strict=True):
+            (folder / name).mkdir()
+            (folder / name / "identity.key").write_bytes(key.libp2p_bytes())
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.addresses: list[str] = []
+        self.ports: dict[str, int] = {}
+
+    def __enter__(self) -> Swarm:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+
+    def start(self, name: str) -> None:
+        """Starts a process, or starts it again; events go on in the same file."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        host, prefix = self.places.get(name, ("127.0.0.1", []))
+        common = ["--dir", folder, "--host", host, "--port", self.ports.get(name, 0), "--json"]
+        if name in self.nodes:
+            known = [x for address in self.addresses for x in ("--initial-peer", address)]
+            arguments = ["bootstrap", self.file, *common, *known]
+        else:
+            whole = planner.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
+            offer = ["--device", "cpu", "--memory", self.memory.get(name, whole), "--threads", 1]
+            arguments = ["join", self.addresses[0], *common, *offer]
+        with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
+            self.running[name] = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "peer.cli", *map(str, arguments)], stdout=out, stderr=errors
+            )
+
+    def start_node(self, name: str) -> None:
+        """Starts a bootstrap node for the first time and waits for its address, which it keeps."""
+        self.start(name)
+        self.addresses.append(self.wait(name, lambda e: e.kind == "listening", "its address").fields["address"])
+        self.ports[name] = int(self.addresses[-1].split("/")[4])
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        process = self.running.pop(name)
+        if process.poll():
+            errors = (self.folder / name / "stderr.txt").read_text()[-2000:]
+            raise AssertionError(f"{name} had ended with {process.returncode}: {errors}")
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+    def ended(self, name: str) -> int:
+        """The exit code of a process that ends by itself."""
+        return self.running.pop(name).wait(DEADLINE)
+
+    def events(self, name: str) -> list[Event]:
+        path = self.folder / name / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for line in lines if (event := from_json(line)) is not None]
+
+    def wait(self, name: str, wanted: Callable[[Event], bool], what: str, after: int = 0) -> Event:
+        """The first event of `name` that is `wanted`, those before `after` not counted."""
+        end = time.monotonic() + DEADLINE
+        while time.monotonic() < end:
+            for event in self.events(name)[after:]:
+                if wanted(event):
+                    return event
+            for other, process in self.running.items():
+                if process.poll():
+                    errors = (self.folder / other / "stderr.txt").read_text()[-2000:]
+                    raise AssertionError(f"{other} ended with {process.returncode} before {what} of {name}: {errors}")
+            time.sleep(0.05)  # the file has no other sign of news
+        raise AssertionError(f"{name}: {what} did not happen")
+
+    def leader(self) -> str:
+        """Which node leads, by what the nodes said last."""
+        said = {}
+        for name in self.nodes:
+            for event in self.events(name):
+                if event.kind == "leads" and name in self.running:
+                    said[name] = (event.fields["leads"], event.time)
+        return max((at, name) for name, (leads, at) in said.items() if leads)[1]
+
+    # --- afterwards, when everybody has ended
+
+    def logs(self) -> Iterator[tuple[str, Archive]]:
+        """Every node's log, read from its beginning with all its checks."""
+        for name in self.nodes:
+            archive = Archive(self.folder / name, self.manifest)
+            try:
+                yield name, archive
+            finally:
+                archive.close()
+
+    def check(self) -> int:
+        """All logs tell one history, the longest's payloads replay it, and everybody attested and ended with just those bits.
+        The last round."""
+        digests: dict[int, dict[str, str]] = {}
+        longest: list[str] = []
+        for name, archive in self.logs():
+            history = [commit.digest for commit in archive.commits]
+            common = min(len(history), len(longest))
+            assert history[:common] == longest[:common], f"{name} has another history"
+            if len(history) > len(longest):
+                longest = history
+                for state in audit.replay(self.manifest, archive.commits, archive.blobs.get):
+                    digests[state.round] = state.digests
+        attested = 0
+        for name in self.nodes:
+            for event in self.events(name):
+                assert event.kind != "diverged", event
+                if event.kind == "attest":
+                    attested += 1
+                    for shard, digest in event.fields["digests"].items():
+                        assert digest == digests[event.fields["round"]][shard], event
+        rounds = len(longest) - 1
+        assert attested >= rounds
+        for path in self.folder.glob("*/events.jsonl"):
+            for event in self.events(path.parent.name):
+                if event.kind == "finished" and path.parent.name not in self.nodes:
+                    assert event.fields["round"] == rounds
+                    assert event.fields["digests"].items() <= digests[rounds].items()
+        return rounds

@@ -1,0 +1,552 @@
+"""Every decoder of what strangers send, as functions of bytes, with inputs that they accept and the errors that they may raise.
+
+A target does what its caller in the package does with the bytes, checks what it accepted, and lets errors through. New
+message types (protocol/messages.py) and value formats of payloads (protocol/sparse.py) are picked up by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import math
+import shutil
+import struct
+import tempfile
+import types
+import typing
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from bootstrap import archive
+from peer import commands, demo, pipeline, tensors
+from peer.net import address, p2p
+from peer.net.base import Closed, Ended, Handler
+from peer.net.blobs import BlobServer, BlobStore, Fetcher
+from protocol import framing, history, identity, layout, messages, ranges, sparse, wire
+from protocol import manifest as manifests
+from protocol.errors import PotluckError, RemoteError, UsageError
+from protocol.framing import FrameError, FrameReader
+from protocol.identity import Identity
+from protocol.messages import Announcement, MessageError
+from protocol.schema import plain
+from protocol.sparse import Codec, PayloadError
+from tests import tiny
+from tests.e2e import swarms
+from tests.fuzz.mutate import Mutator, change_bytes, change_msgpack, change_text
+
+KEY = Identity(b"fuzz" * 8)
+MANIFEST = tiny.manifest()
+RUN = MANIFEST.run_id
+ONE_NODE = dataclasses.replace(MANIFEST, operators=(KEY.peer_id,))
+
+
+@dataclass(frozen=True)
+class Target:
+    """`share`: how many inputs it gets relative to others; `refuses`: what it may raise."""
+
+    name: str
+    run: Callable[[bytes], object]
+    refuses: tuple[type[Exception], ...]
+    seeds: Sequence[bytes]
+    change: Mutator
+    share: int
+
+
+def check(holds: bool, what: str) -> None:
+    """Raises AssertionError, also where Python leaves assertions out."""
+    if not holds:
+        raise AssertionError(what)
+
+
+# --- frames and messages
+
+
+def unpack(raw: bytes) -> object:
+    value = framing.unpack_message(raw)
+    check(_depth(value) <= framing.MAX_DEPTH, "nested deeper than allowed")
+    try:
+        again = framing.pack_message(value)
+    except FrameError as error:  # short floats become long ones
+        check("at most" in str(error), f"what was read cannot be written: {error}")
+        return type(value)
+    check(repr(framing.unpack_message(again)) == repr(_in_order(value)), "what was read is not what is written")
+    return type(value)
+
+
+def _depth(value: object) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
+
+
+def _in_order(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _in_order(value[key]) for key in sorted(value)}
+    return [_in_order(item) for item in value] if isinstance(value, list) else value
+
+
+def frames(raw: bytes) -> object:
+    """Two bytes say how the rest is cut."""
+    reader, at, limit, total = FrameReader(), 2, 1 << 12, 0
+    step = 1 + int.from_bytes(raw[:2], "big") % 300
+    while True:
+        frame = reader.next(limit)
+        if frame is not None:
+            total += framing.PREFIX + len(frame)
+            check(len(frame) <= limit and total <= len(raw) - 2, "more came out than went in")
+        elif at >= len(raw):
+            return reader.pending > 0
+        else:
+            check(reader.pending <= limit + framing.PREFIX, "more is kept than one frame")
+            reader.feed(raw[at : at + step])
+            at += step
+
+
+def decode(raw: bytes) -> object:
+    message = messages.decode(raw, KEY.peer_id)
+    check(messages.decode(messages.encode(message), KEY.peer_id) == message, "is not what it says when it is sent on")
+    return type(message)
+
+
+def unseal(raw: bytes) -> object:
+    """An envelope; or, behind a first byte of zero, what the sender signed with its own key: strangers can do that."""
+    if raw[:1] == b"\0":
+        raw = framing.pack_message({"p": KEY.peer_id, "b": raw[1:], "s": KEY.sign(messages.DOMAIN + raw[1:])})
+    signer, message = messages.unseal(raw)
+    check(signer == KEY.peer_id, "somebody else's name")
+    return type(message)
+
+
+def announcement(raw: bytes) -> object:
+    if raw[:1] == b"\0":
+        raw = framing.pack_message({"p": KEY.peer_id, "b": raw[1:], "s": KEY.sign(messages.DOMAIN + raw[1:])})
+    found = messages.unseal_announcement(raw, KEY.peer_id, RUN)
+    check(found is None or found.run == RUN, "another run's")
+    return found is None
+
+
+def from_node(raw: bytes) -> object:
+    """What a bootstrap node sends; or, behind a first byte of zero, a commit for which a member votes, whatever it says."""
+    if raw[:1] == b"\0":
+        raw = _voted(raw[1:])
+    found = messages.decode_any(raw, KEY.peer_id)
+    if isinstance(found, messages.Record):
+        with _allowed(history.BadCommit):
+            history.follow(ONE_NODE, None, raw)
+        for shard in layout.shard_names(MANIFEST.model):
+            weights = [weight for weight, _, _ in found.commit.payloads(shard)]
+            check(all(0 < w <= 1 for w in weights), "a weight is not in (0, 1]")
+        for plan in (None, example(messages.Plan)):
+            for text in history.problems(MANIFEST, plan, found.commit):
+                check("\n" not in text, "a problem of several lines")
+    return type(found)
+
+
+def _voted(body: bytes) -> bytes:
+    """A record with `body` as its commit and the vote of KEY, if it is a commit; else with a vote that is none."""
+    signature = b""
+    with _allowed(MessageError):
+        commit = messages.decode_record(b"\x83\xa1c" + body + b"\xa1n\x00\xa1v\x80", KEY.peer_id).commit
+        signature = KEY.sign(messages.vote_body(commit.run, commit.round, 0, commit.digest))
+    return b"\x83\xa1c" + body + b"\xa1n\x00\xa1v" + framing.pack_message({KEY.peer_id: signature})
+
+
+class _allowed:
+    """Lets code go on after errors that it may raise."""
+
+    def __init__(self, *kinds: type[Exception]) -> None:
+        self._kinds = kinds
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, where: object) -> bool:
+        return kind is not None and issubclass(kind, self._kinds)
+
+
+def example(hint: Any, name: str = "") -> Any:
+    """A value of a message's field."""
+    origin = typing.get_origin(hint)
+    if origin in (types.UnionType, typing.Union):
+        return example(typing.get_args(hint)[0], name)
+    if origin is tuple:
+        return (example(typing.get_args(hint)[0], name),) * 2
+    if origin is dict:
+        return {"embed": example(typing.get_args(hint)[1], name), "block.0": example(typing.get_args(hint)[1], name)}
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        return hint(**{f.name: example(hints[f.name], f.name) for f in dataclasses.fields(hint)})  # type: ignore[operator]
+    if hint is str:
+        known = {"run": RUN, "parent": RUN, "peer": KEY.peer_id, "digest": "0" * 64, "shard": "embed"}
+        return known.get(name, "text")
+    return {int: 7, float: 1.5, bool: True, bytes: b"bytes"}[hint]
+
+
+EXAMPLES = [example(kind) for kind in messages._TYPES.values()]
+ENCODED = [messages.encode(message) for message in EXAMPLES]
+SEALED = [messages.seal(KEY, message) for message in EXAMPLES]
+COMMIT = framing.pack_message(plain(example(messages.Commit)))
+RECORDS = [_voted(COMMIT)]
+ANNOUNCED = messages.encode(example(Announcement))
+
+
+def change_sealed(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
+    """Changes the signed body behind the zero, or the envelope."""
+    if raw[:1] == b"\0":
+        return b"\0" + change_msgpack(rng, raw[1:], ENCODED)
+    return change_msgpack(rng, raw, others)
+
+
+# --- payloads
+
+SHAPES: tuple[tuple[tuple[int, ...], ...], ...] = (((10, 50),), ((64, 128), (7,)), ((5,), (3, 4)))
+
+
+def _formats(default: str) -> list[str]:
+    """The names of all formats among which `default` is."""
+    return next(list(names) for names in vars(sparse).values() if isinstance(names, dict) and default in names)
+
+
+FORMATS = {f.name: _formats(f.default) for f in dataclasses.fields(Codec) if isinstance(f.default, str)}
+CODECS = [
+    Codec(k, **dict(zip(FORMATS, chosen, strict=True)))
+    for chosen in itertools.product(*FORMATS.values())
+    for k in (1, 32, 4096)
+]
+
+
+def payload(raw: bytes) -> object:
+    """The first byte chooses codec and shapes."""
+    chosen = (raw or b"\0")[0] % (len(CODECS) * len(SHAPES))
+    codec, shapes = CODECS[chosen % len(CODECS)], SHAPES[chosen // len(CODECS)]
+    for shape, got in zip(shapes, sparse.decode(codec, shapes, raw[1:]), strict=True):
+        check(bool(np.isfinite(got.values).all()), "a value is not finite")
+        check(len(np.unique(got.index)) == len(got.index) == len(got.values), "an entry comes twice")
+        check(got.index.min() >= 0 and got.index.max() < math.prod(shape), "an entry is outside")
+    return chosen
+
+
+def _payloads() -> list[bytes]:
+    rng = np.random.default_rng(0)
+    seeds = []
+    for chosen in range(len(CODECS) * len(SHAPES)):
+        codec, shapes = CODECS[chosen % len(CODECS)], SHAPES[chosen // len(CODECS)]
+        arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+        seeds.append(bytes([chosen]) + sparse.encode(codec, arrays))
+    return seeds
+
+
+# --- chains
+
+CHAIN_TRAIN = demo.TrainSpec(inner_steps=1, micro_batches=1, rows=2, sequence=3, lr=1e-3, warmup_steps=0, total_steps=9)
+HEAD = pipeline._Head(pipeline.FORWARD, 0, 1, 0, 2, 3, 4)
+IDS, VALUES, VOCABULARY = (2, 4), (2, 3, 4), 16
+IDS_BYTES = math.prod(IDS) * tensors.id_bytes(VOCABULARY)
+CPU = torch.device("cpu")
+
+
+class FakeStream:
+    """A stream from which the given frames come, and then the end."""
+
+    def __init__(self, frames: Sequence[bytes], name: str = "fuzz") -> None:
+        self.remote = KEY.peer_id
+        self.name = name
+        self.sent = 0
+        self._frames = list(frames)
+
+    async def send(self, *parts: bytes | memoryview, timeout: float = 1.0) -> None:
+        self.sent += sum(memoryview(part).nbytes for part in parts)
+
+    async def recv(self, limit: int = framing.MAX_FRAME, *, timeout: float | None = None) -> bytes:
+        if not self._frames:
+            raise Ended(self.remote, "stream: has ended")
+        frame = self._frames.pop(0)
+        if len(frame) > limit:
+            raise Closed(self.remote, "stream: it sent a frame over the limit; open it again")
+        return frame
+
+    async def finish(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+def pipe(raw: bytes) -> object:
+    """What a stage does with a frame of its neighbour: header, then ids and activations."""
+    link = pipeline._Link(FakeStream([raw]), None, 1.0)  # type: ignore[arg-type]
+    work = link.receive(HEAD, IDS_BYTES + tensors.size(VALUES, "bf16"))
+    try:
+        work.send(None)
+    except StopIteration as done:
+        body = done.value
+    else:
+        raise AssertionError("it waits for more")
+    ids = tensors.decode_ids(body[:IDS_BYTES], IDS, VOCABULARY, CPU)
+    check(int(ids.min()) >= 0 and int(ids.max()) < VOCABULARY, "a token is outside the vocabulary")
+    check(bool(torch.isfinite(tensors.decode(body[IDS_BYTES:], VALUES, "bf16", CPU)).all()), "a value is not finite")
+    return "taken"
+
+
+PIPE = [
+    pipeline._HEAD.pack(*HEAD) + bytes(IDS_BYTES + tensors.size(VALUES, "bf16")),
+    pipeline._HEAD.pack(pipeline.ABORT, 0, 0, 0, 0, 0, 0) + KEY.peer_id.encode(),
+]
+
+# --- blobs
+
+LOOP = asyncio.new_event_loop()
+BLOB = bytes(range(256)) * 4
+BLOB_NAME = ranges.name_of(BLOB)
+
+
+class _FakeTransport:
+    """Opens streams that say `frames`; serves nothing."""
+
+    peer_id = "us"
+
+    def __init__(self, frames: Sequence[bytes] = ()) -> None:
+        self._frames = frames
+        self.handler: Handler | None = None
+
+    async def open(self, peer: str, name: str, *, timeout: float) -> FakeStream:
+        return FakeStream(self._frames)
+
+    async def serve(self, name: str, handler: Handler) -> None:
+        self.handler = handler
+
+
+@functools.cache
+def _store(folder: str) -> BlobStore:
+    """A store for this process, under the system's folder for temporary files."""
+    path = Path(tempfile.mkdtemp(prefix="potluck-fuzz-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return BlobStore(path / folder)
+
+
+@functools.cache
+def _handler() -> Handler:
+    store, transport = _store("served"), _FakeTransport()
+    store.put(BLOB)
+    LOOP.run_until_complete(BlobServer(store, named={"manifest": b"m"}).serve(transport))  # type: ignore[arg-type]
+    assert transport.handler is not None
+    return transport.handler
+
+
+def blob_request(raw: bytes) -> object:
+    """What another peer asks of us: a request, then ranges."""
+    first = raw[:1] + b"\0"
+    stream = FakeStream([raw[1 : 1 + first[0]], raw[1 + first[0] :]], wire.BLOB)
+    with contextlib.suppress(Ended):
+        LOOP.run_until_complete(_handler()(stream))
+    check(stream.sent <= len(BLOB) + 1000, "more is sent than there is")
+    return stream.sent
+
+
+def blob_reply(raw: bytes) -> object:
+    """What another peer answers: frames of at most 700 bytes, the first as long as the first byte says."""
+    first = raw[:1] + b"\0"
+    frames = [raw[1 : 1 + first[0]], *(raw[i : i + 1024] for i in range(1 + first[0], len(raw), 1024))]
+    store = _store("fetched")
+
+    async def fetch() -> None:
+        fetcher = Fetcher(_FakeTransport(frames), store)  # type: ignore[arg-type]
+        try:
+            await fetcher.fetch(BLOB_NAME, len(BLOB), [KEY.peer_id])
+        finally:
+            await fetcher.aclose()
+
+    LOOP.run_until_complete(fetch())
+    check(store.get(BLOB_NAME) == BLOB, "other bytes than were asked for")
+    store.remove(BLOB_NAME)
+    return "fetched"
+
+
+_ASK = framing.pack_message({"blob": BLOB_NAME, "size": len(BLOB), "leaves": True, "insist": False})
+_NAMED = framing.pack_message({"named": "manifest"})
+BLOB_REQUESTS = [
+    bytes([len(_ASK)]) + _ASK + framing.pack_message({"range": 0}),
+    bytes([len(_NAMED)]) + _NAMED,
+]
+_HERE = framing.pack_message({"state": "here", "ask": []})
+_BUSY = framing.pack_message({"state": "busy", "ask": [KEY.peer_id]})
+BLOB_REPLIES = [bytes([len(_HERE)]) + _HERE + BLOB, bytes([len(_BUSY)]) + _BUSY]
+
+
+def change_blob_reply(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
+    """Changes the first frame as a message, or the bytes."""
+    if rng.random() < 0.5:
+        return change_bytes(rng, raw, others)
+    first = change_msgpack(rng, raw[1 : 1 + raw[0]] if raw else b"", BLOB_REQUESTS)[:255]
+    return bytes([len(first)]) + first + BLOB
+
+
+# --- calls
+
+
+def call_request(raw: bytes) -> object:
+    """The request of a LOG call, as bootstrap/node.py reads it."""
+    return messages.expect(messages.Ask, messages.decode(raw, KEY.peer_id), KEY.peer_id).after
+
+
+def log_reply(raw: bytes) -> object:
+    """The reply of a LOG call, as `potluck log` and `potluck monitor` read it."""
+    from peer import runlog
+
+    async def read() -> list[bytes]:
+        log = runlog.Remote(_FakeTransport([b"\0" + raw]), [KEY.peer_id], _store("log"))  # type: ignore[arg-type]
+        return await log._page(-1)
+
+    return len(LOOP.run_until_complete(read()))
+
+
+# --- files and text
+
+
+def _records(found: Sequence[bytes]) -> bytes:
+    return b"".join(struct.pack(">II", len(raw), zlib.crc32(raw)) + raw for raw in found)
+
+
+def log_file(raw: bytes) -> object:
+    total = 0
+    for at, record in archive.records(io.BytesIO(raw), Path("DIR/log")):
+        total += archive.HEAD_BYTES + len(record)
+        check(at < total <= len(raw), "more comes out than is there")
+        with _allowed(history.BadCommit):
+            history.follow(ONE_NODE, None, record)
+    return total
+
+
+def change_log(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
+    """Bytes; or a record changed, whose length and CRC are right again."""
+    if rng.random() < 0.6:
+        return change_bytes(rng, raw, others)
+    record = change_msgpack(rng, rng.choice(RECORDS), RECORDS)
+    return rng.choice((raw, b"")) + _records([record])
+
+
+def addresses(raw: bytes) -> object:
+    text = raw.decode("utf-8", "surrogateescape")
+    found = address.parse(text)
+    check(text.startswith(found.dial) and text.endswith(found.peer), "another address than was given")
+    check(text.isascii() and text.isprintable(), "an address that is not plain")
+    identity.public_key(found.peer)
+    p2p.dial_bytes(found)
+    return found.dial.split("/")[1]
+
+
+def manifest(raw: bytes) -> object:
+    """The travelling form, and what a joining peer computes first of it."""
+    return _use(manifests.from_bytes(raw, "from a stranger"))
+
+
+def manifest_file(raw: bytes) -> object:
+    return _use(manifests.from_toml(raw, "run.toml"))
+
+
+def _use(found: manifests.Manifest) -> object:
+    check(manifests.from_bytes(found.to_bytes(), "again").run_id == found.run_id, "another run when it is sent on")
+    check(len(layout.shard_names(found.model)) < 1 << 20 and manifests.parameters(found) > 0, "sizes without bounds")
+    return "read"
+
+
+MANIFESTS = [MANIFEST, demo.make_manifest(swarms.options(Path("unused"), chains=1, k=(8,)))]
+
+# --- the DHT
+
+
+def dht_value(raw: bytes) -> object:
+    """hivemind decodes values and subkeys with this before any validator runs."""
+    return type(p2p.safe_loads(raw))
+
+
+def dht_record(raw: bytes) -> object:
+    """[subkey, value] of a record, as a validator gets them; two lists of bytes."""
+    outer = framing.unpack_message(raw)
+    match outer:
+        case [bytes(subkey), bytes(value), float(expires)]:
+            record = p2p.DHTRecord(DHT_KEY, subkey, value, expires)
+            return VALIDATOR.validate(record)
+    raise FrameError("not a record")
+
+
+DHT_KEY = p2p.DHTID.generate(wire.announcements_key(RUN)).to_bytes()
+VALIDATOR = p2p._Validator(commands.valid_record(RUN))
+
+
+def _dictionary() -> bytes:
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.utils import MSGPackSerializer
+
+    value = DictionaryDHTValue()
+    with value.freeze():
+        value.store("a", b"value", 4e9)
+        value.store("b", b"other", 4.1e9)
+    return bytes(MSGPackSerializer.dumps(value))
+
+
+def change_dht(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
+    """The tree inside the dictionary's extension type, or bytes."""
+    if raw[:1] in (b"\xc7", b"\xc8", b"\xc9") and rng.random() < 0.7:
+        head = {0xC7: 3, 0xC8: 4, 0xC9: 6}[raw[0]]
+        inner = change_msgpack(rng, raw[head:], [])
+        return bytes(msgpack.packb(msgpack.ExtType(0x50, inner)))
+    return change_msgpack(rng, raw, others)
+
+
+def change_record(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
+    """Changes the record around, or the signed announcement in it."""
+    if rng.random() < 0.5:
+        return change_msgpack(rng, raw, others)
+    return _record(messages.DOMAIN, change_msgpack(rng, ANNOUNCED, ENCODED))
+
+
+def _record(domain: bytes, body: bytes) -> bytes:
+    sealed = framing.pack_message({"p": KEY.peer_id, "b": body, "s": KEY.sign(domain + body)})
+    value = framing.pack_message([wire.announcements_key(RUN), sealed])
+    return framing.pack_message([framing.pack_message(KEY.peer_id), value, 1.0])
+
+
+TARGETS = [
+    Target("unpack_message", unpack, (FrameError,), [*ENCODED, *SEALED], change_msgpack, 20),
+    Target("frames", frames, (FrameError, framing.Ended), [b"\0\5" + framing.pack(b"a" * 30) + framing.pack(b"") + framing.END], change_bytes, 20),
+    Target("messages.decode", decode, (MessageError,), ENCODED, change_msgpack, 20),
+    Target("messages.unseal", unseal, (MessageError,), [*SEALED, *(b"\0" + x for x in ENCODED)], change_sealed, 3),
+    Target("messages.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
+    Target("messages.decode_any", from_node, (MessageError,), [*ENCODED, *RECORDS, b"\0" + COMMIT], change_sealed, 3),
+    Target("sparse.decode", payload, (PayloadError,), _payloads(), change_bytes, 12),
+    Target("pipeline frames", pipe, (pipeline.ChainBroken, tensors.BadTensor), PIPE, change_bytes, 8),
+    Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
+    Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
+    Target("log requests", call_request, (MessageError,), [messages.encode(messages.Ask(after=3))], change_msgpack, 4),
+    Target("log replies", log_reply, (RemoteError,), [framing.pack_message(RECORDS * 2), framing.pack_message([])], change_msgpack, 2),
+    Target("log file", log_file, (archive.Damaged,), [_records(RECORDS * 3), b""], change_log, 6),
+    Target("addresses", addresses, (address.BadAddress,), [
+        f"/ip4/203.0.113.5/tcp/4001/p2p/{KEY.peer_id}".encode(),
+        f"/ip6/2001:db8::1/tcp/1/p2p/{KEY.peer_id}".encode(),
+        f"/dns4/node.example.org/tcp/65535/p2p/{KEY.peer_id}".encode(),
+        f"/ip4/203.0.113.5/tcp/4001/p2p/{KEY.peer_id}/p2p-circuit/p2p/{tiny.OPERATOR.peer_id}".encode(),
+    ], change_text, 12),
+    Target("manifest from_bytes", manifest, (UsageError,), [m.to_bytes() for m in MANIFESTS], change_text, 4),
+    Target("manifest from_toml", manifest_file, (UsageError,), [manifests.to_toml(m).encode() for m in MANIFESTS], change_text, 2),
+    Target("DHT values", dht_value, (FrameError,), [_dictionary(), msgpack.packb(["key", b"value"]), b"\xc0"], change_dht, 10),
+    Target("DHT records", dht_record, (FrameError,), [_record(messages.DOMAIN, ANNOUNCED)], change_record, 3),
+]  # fmt: skip
+"""Errors that are not PotluckErrors, or several lines long, fail everywhere."""
+
+
+def one_line(error: Exception) -> bool:
+    """Whether an error can be shown: one printable line."""
+    text = str(error)
+    return not isinstance(error, PotluckError) or (text.isprintable() and len(text) < 2000)

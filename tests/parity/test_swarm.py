@@ -1,0 +1,58 @@
+"""The oracle: a whole swarm, daemons and bootstrap node and all, against the equations written out in reference.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bootstrap.archive import Archive
+from peer import commands, data, demo
+from protocol import assign, layout, seeded, subspace
+from tests.e2e import swarms
+from tests.parity import reference
+
+pytestmark = pytest.mark.usefixtures("small_model")
+small_model = swarms.small_model
+
+
+def test_the_swarm_computes_what_the_equations_say(tmp_path: Path) -> None:
+    chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, k=(8,), inner_steps=3)
+    swarms.run(chosen)
+    manifest = demo.make_manifest(chosen)
+    archive = Archive(chosen.out / "bootstrap", manifest)
+    commits = archive.commits
+    archive.close()
+    plan = commits[0].plan
+    assert plan is not None
+    assert [len(r.stages) for r in plan.replicas] == [1, 3]
+    tokenizer = data.load_tokenizer((commands.ASSETS / demo.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    train, model = manifest.train, manifest.model
+    corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
+
+    def windows(r: int, replica: int, step: int) -> np.ndarray:
+        of_round = commits[r].plan
+        assert of_round is not None
+        at = assign.slots(of_round.slot, replica, step, train.inner_steps, train.step_rows)
+        return corpus.train_windows(assign.windows(manifest.seed_bytes, corpus.n_windows, at))
+
+    config = {
+        "model": {name: getattr(model, name) for name in model.__slots__},
+        "replicas": [{"stages": [(s.first, s.last) for s in r.stages], "k": r.k} for r in plan.replicas],
+        "outer": {name: getattr(manifest.outer, name) for name in manifest.outer.__slots__},
+        "rounds": manifest.rounds,
+        "wire": manifest.chains.wire,
+        **{name: getattr(train, name) for name in train.__slots__},
+    }
+    theta0 = {
+        name: array
+        for shard in layout.shard_names(model)
+        for (name, _), array in zip(
+            layout.tensors(model, shard), seeded.initial_shard(model, manifest.seed_bytes, shard), strict=True
+        )
+    }
+    basis = subspace.basis(manifest.seed_bytes, model.d_model, 8)
+    expected, _ = reference.run(config, theta0, basis, windows)
+    found = [[c.loss for c in commit.contributions] for commit in commits[1:]]
+    np.testing.assert_allclose(np.array(found, dtype=float), expected, rtol=1e-4)

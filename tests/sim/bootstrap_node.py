@@ -1,0 +1,238 @@
+"""A simulated bootstrap node: the production Leader and Quorum around a log, a vote and a payload store on disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protocol import leader, quorum
+from protocol.leader import Leader
+from protocol.messages import Ask, Attest, Beat, Commit, Finished, Message, Offer, Part, Promise, Record, Withdraw
+from protocol.quorum import Quorum
+from tests.sim.ledger import Vector
+from tests.sim.world import Node
+
+if TYPE_CHECKING:
+    from tests.sim.swarm import Swarm
+
+
+class BootstrapNode(Node):
+    """Disk: `log`, `vote`, `payloads`. Memory: the machines, the sessions, when each peer was last heard."""
+
+    def __init__(self, swarm: Swarm, name: str) -> None:
+        super().__init__(swarm.world, name)
+        self.swarm = swarm
+        self.log: list[Record] = []
+        self.vote: Promise | None = None
+        self.payloads: dict[str, Vector] = {}
+        self.reports: set[tuple[int, str, str]] = set()
+        self.lost()
+
+    def lost(self) -> None:
+        for peer, session in getattr(self, "sessions", {}).items():
+            node = self.swarm.peers[peer]
+            node.post(self.world.rng.uniform(0.0, 2.0), node.closed, self.name, session)
+        self.sessions: dict[str, int] = {}
+        self.heard: dict[str, float] = {}
+        self.fetching: set[str] = set()
+        self.done = False
+
+    @property
+    def commits(self) -> list[Commit]:
+        return [record.commit for record in self.log]
+
+    def started(self) -> None:
+        commits, held = self.commits, tuple(self.payloads)
+        head = commits[-1] if commits else None
+        self.leader = Leader(self.swarm.manifest, commits, held, self.world.now)
+        self.quorum = Quorum(
+            self.swarm.manifest,
+            self.name,
+            head,
+            self.vote,
+            held,
+            lambda body: b"vote of " + self.name.encode(),
+            lambda peer, body, signature: signature == b"vote of " + peer.encode(),
+            self.world.now,
+        )
+        self.tick()
+        for commit in commits:
+            self.complete(commit)
+
+    def tick(self) -> None:
+        weather = self.world.weather
+        if self.world.chance(weather.kill):
+            self.trace("KILLED")
+            self.die()
+            return
+        gone_after = self.swarm.manifest.timing.gone_after
+        for peer, heard in list(self.heard.items()):
+            if self.world.now - heard >= gone_after:
+                del self.heard[peer]
+                self.trace(f"{peer} is gone")
+                session = self.sessions.pop(peer, None)
+                if session is not None:
+                    self.swarm.peers[peer].post(0.1, self.swarm.peers[peer].closed, self.name, session)
+                self.tell_leader(leader.Gone(peer))
+        self.tell_leader(leader.Tick())
+        self.tell_quorum(quorum.Tick())
+        self.later(1.0, self.tick)
+
+    # --- sessions
+
+    def opened(self, peer: str, session: int) -> None:
+        self.sessions[peer] = session
+        self.heard[peer] = self.world.now
+        self.tell_leader(leader.Ready(self.swarm.peers[peer].candidate))
+
+    def closed(self, peer: str, session: int) -> None:
+        if self.sessions.get(peer) == session:
+            del self.sessions[peer]
+
+    def receive(self, peer: str, message: Message) -> None:
+        if peer in self.heard:
+            self.heard[peer] = self.world.now
+        match message:
+            case Ask(after=after):
+                for record in self.log[after + 1 :]:
+                    self.tell(peer, record)
+                if self.done:
+                    self.tell(peer, Finished(round=self.log[-1].commit.round))
+            case Offer() | Attest() | Withdraw():
+                self.tell_leader(leader.Received(peer, message))
+            case _:
+                pass
+
+    def tell(self, peer: str, message: Message | Record) -> None:
+        if peer in self.sessions:
+            node = self.swarm.peers[peer]
+            self.world.send(self.name, peer, message, lambda m: node.post(0.0, node.receive, m))
+
+    # --- the other nodes
+
+    def tell_node(self, name: str, message: Message | Record) -> None:
+        node = self.swarm.nodes[name]
+        self.world.send(self.name, name, message, lambda m: node.post(0.0, node.hear, self.name, m))
+
+    def hear(self, name: str, message: Message | Record) -> None:
+        match message:
+            case Record():
+                self.tell_quorum(quorum.Learned(name, message))
+            case Ask(after=after):
+                self.send_log(name, after)
+            case _:
+                self.tell_quorum(quorum.Heard(name, message))  # type: ignore[arg-type]
+
+    def send_log(self, name: str, after: int) -> None:
+        for record in self.log[after + 1 :]:
+            self.tell_node(name, record)
+
+    # --- the machines
+
+    def tell_leader(self, event: leader.Event) -> None:
+        for effect in self.leader.handle(event, self.world.now):
+            match effect:
+                case leader.Fetch(peer, part):
+                    self.boundary("before Fetch")
+                    self.fetch([peer], part)
+                case leader.Propose(commit):
+                    self.boundary("before Propose")
+                    self.tell_quorum(quorum.Proposed(commit))
+                case leader.Report(round, peer, shard):
+                    self.trace(f"reports: {peer} diverged on {shard} after round {round}")
+                    self.reports.add((round, peer, shard))
+                case leader.Done(round):
+                    self.boundary("before Done")
+                    self.done = True
+                    self.trace(f"the run is over after round {round}")
+                    for peer in list(self.sessions):
+                        self.tell(peer, Finished(round=round))
+                        self.boundary("half broadcast")
+
+    def tell_quorum(self, event: quorum.Event) -> None:
+        for effect in self.quorum.handle(event, self.world.now):
+            match effect:
+                case quorum.Save(vote):
+                    self.save(vote)
+                case quorum.Send(peer, message):
+                    if not isinstance(message, Beat):
+                        self.boundary("before Send")
+                        self.trace(f"-> {peer}: {type(message).__name__} {getattr(message, 'ballot', '')}")
+                    self.tell_node(peer, message)
+                    if not isinstance(message, Beat):
+                        self.boundary("after Send")
+                case quorum.SendLog(peer, after):
+                    self.send_log(peer, after)
+                case quorum.Fetch(holders, part):
+                    self.fetch(list(holders), part)
+                case quorum.Append(record):
+                    self.append(record)
+                case quorum.Decided(record):
+                    self.decided(record)
+                case quorum.Leads(leads):
+                    self.trace(f"leads: {leads}")
+                    self.world.stats["leads"] += leads
+                    self.tell_leader(leader.Lead(leads))
+                case quorum.Stalled(missing):
+                    self.world.stats["stalls"] += bool(missing)
+
+    def save(self, vote: Promise) -> None:
+        self.boundary("before Save")
+        self.vote = vote
+        self.boundary("vote durable")
+
+    def append(self, record: Record) -> None:
+        self.boundary("before Append")
+        self.write(record)
+        self.boundary("log durable")
+        self.tell_quorum(quorum.Appended(record))
+
+    def write(self, record: Record) -> None:
+        commit = record.commit
+        self.swarm.ledger.saw(commit, f"the log of {self.name}")
+        self.log.append(record)
+        if commit.leader == self.name:
+            self.world.stats["commits"] += 1
+            self.world.stats["contributions"] += len(commit.contributions)
+            self.world.stats["left out"] += len(commit.left_out)
+        self.world.stats["higher ballots"] += record.ballot > 0
+        self.trace(
+            f"writes round {commit.round} of {commit.leader}: {[c.replica for c in commit.contributions]}, "
+            f"left out {[(x.replica, x.reason) for x in commit.left_out]}, "
+            f"plan {[r.peers for r in commit.plan.replicas] if commit.plan else None}"
+        )
+
+    def decided(self, record: Record) -> None:
+        self.boundary("before broadcast")
+        self.tell_leader(leader.Decided(record.commit))
+        for peer in list(self.sessions):
+            self.tell(peer, record)
+            self.boundary("half broadcast")
+        self.complete(record.commit)
+
+    # --- payloads
+
+    def complete(self, commit: Commit) -> None:
+        """Fetches what the commit names and is not here, until it is."""
+        shares = [s for c in commit.contributions for s in c.shares]
+        missing = [(s.peer, p) for s in shares for p in s.parts if p.digest not in self.payloads]
+        for peer, part in missing:
+            self.fetch([peer, *self.swarm.nodes], part)
+        if missing:
+            self.later(5.0, self.complete, commit)
+
+    def fetch(self, holders: list[str], part: Part) -> None:
+        if part.digest in self.fetching:
+            return
+        self.fetching.add(part.digest)
+        self.later(self.world.rng.uniform(0.05, 2.0), self.fetched, holders, part)
+
+    def fetched(self, holders: list[str], part: Part) -> None:
+        self.fetching.discard(part.digest)
+        for holder in dict.fromkeys([*holders, *self.swarm.nodes]):
+            payload = self.swarm.serve(part.digest, holder, self.name) if holder != self.name else None
+            if payload is not None:
+                self.payloads[part.digest] = payload
+                self.boundary("payload held")
+                self.tell_leader(leader.Held(part.digest))
+                self.tell_quorum(quorum.Held(part.digest))
+                return

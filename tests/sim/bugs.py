@@ -1,0 +1,93 @@
+"""Mistakes on purpose: each must be found by the simulation, by the promise that it breaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.member import Effect, Event, GiveBack, Member
+from protocol.messages import Offer, Record
+from protocol.quorum import Appended
+from tests.sim.bootstrap_node import BootstrapNode
+from tests.sim.ledger import Vector
+from tests.sim.peer_node import Checkpoint, PeerNode
+
+
+class TornCheckpoint(PeerNode):
+    """Writes theta and its round in two steps: killed in between, it applies a commit twice."""
+
+    def write_checkpoint(self) -> None:
+        old = self.checkpoint.round if self.checkpoint else -1
+        self.checkpoint = Checkpoint(old, dict(self.theta))
+        self.boundary("checkpoint written")
+        self.checkpoint = Checkpoint(self.round, dict(self.theta))
+
+
+class RepeatingMember(Member):
+    """Applies a commit again when it hears of it again."""
+
+    def _learn(self, record: Record) -> list[Effect]:
+        commit = record.commit
+        again = commit.round in self.commits and commit.round == self.applied and self.phase == "waiting"
+        effects = super()._learn(record)
+        if again:
+            self.applied -= 1
+        return effects
+
+
+class RepeatingPeer(PeerNode):
+    member_class = RepeatingMember
+
+
+class HastyPeer(PeerNode):
+    """Tells its offer, and serves the payloads, before the record is durable."""
+
+    def persist(
+        self, round: int, feedback: dict[str, Vector], offer: Offer | None, payloads: dict[str, Vector]
+    ) -> None:
+        self.volatile.update(payloads)
+        self.feedback = feedback
+        delta = self.delta
+        write = super().persist
+
+        def later() -> None:
+            self.delta = delta
+            write(round, feedback, offer, payloads)
+
+        self.later(self.world.rng.uniform(1.0, 4.0) if offer else 0.0, later)
+
+
+class ForgetfulMember(Member):
+    """Does not give back what was not committed."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        return [e for e in super().handle(event, now) if not isinstance(e, GiveBack)]
+
+
+class ForgetfulPeer(PeerNode):
+    member_class = ForgetfulMember
+
+
+class HastyBootstrap(BootstrapNode):
+    """Tells its decision before the log record is durable."""
+
+    def append(self, record: Record) -> None:
+        self.tell_quorum(Appended(record))
+        self.later(self.world.rng.uniform(0.0, 1.0), self.write, record)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What replaces the right classes, and the promise by which it is found."""
+
+    classes: dict[str, Any]
+    promise: str
+
+
+BUGS = {
+    "a commit is applied twice after a torn checkpoint": Bug({"peer_class": TornCheckpoint}, "P1"),
+    "a commit is applied twice when it is heard twice": Bug({"peer_class": RepeatingPeer}, "P2"),
+    "an offer is told before it is durable": Bug({"peer_class": HastyPeer}, "P3"),
+    "what was not committed is not given back": Bug({"peer_class": ForgetfulPeer}, "P3"),
+    "a decision is told before the log is durable": Bug({"bootstrap_class": HastyBootstrap}, "P2"),
+}

@@ -1,0 +1,387 @@
+"""The simulated volunteer: the production Member around a disk, a memory and a slow, unreliable trainer.
+
+Disk: `checkpoint` (round and theta, written at arbitrary moments), `record` (the newest offer or None, with the error feedback
+after it; one atomic write), `payloads`. Memory: theta, the feedback, the pseudo-gradient of the training that just ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from protocol import planner
+from protocol.member import (
+    Applied,
+    Apply,
+    Arrange,
+    Arranged,
+    Committed,
+    Connected,
+    Effect,
+    Event,
+    Failed,
+    Finish,
+    Fold,
+    ForkError,
+    GiveBack,
+    Member,
+    Pack,
+    Packed,
+    RunOver,
+    Stop,
+    Tell,
+    Tick,
+    Train,
+    Trained,
+)
+from protocol.messages import Ask, Attest, Beat, Commit, Finished, Message, Offer, Part, Plan, Record
+from protocol.planner import Candidate
+from tests.sim import ledger
+from tests.sim.ledger import SIZE, ZERO, Entry, Vector, Violation
+from tests.sim.world import Node
+
+if TYPE_CHECKING:
+    from tests.sim.bootstrap_node import BootstrapNode
+    from tests.sim.swarm import Swarm
+
+TICK_SECONDS = 2.0
+"""Also the time between two signs of life."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What Pack and Fold make durable in one write."""
+
+    offer: Offer | None
+    feedback: dict[str, Vector]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A state: `theta` after `round`."""
+
+    round: int
+    theta: dict[str, Vector]
+
+
+class PeerNode(Node):
+    """See the module's text."""
+
+    member_class: type[Member] = Member
+
+    def __init__(self, swarm: Swarm, candidate: Candidate, speed: float) -> None:
+        super().__init__(swarm.world, candidate.peer)
+        self.swarm = swarm
+        self.candidate = candidate
+        self.speed = speed
+        self.checkpoint: Checkpoint | None = None
+        self.record: Written | None = None
+        self.payloads: dict[str, Vector] = {}
+        self.corrupted: set[str] = set()
+        self.finished = False
+        self.lost()
+
+    def lost(self) -> None:
+        for name, session in getattr(self, "sessions", {}).items():
+            node = self.swarm.nodes[name]
+            node.post(self.world.rng.uniform(0.0, 2.0), node.closed, self.name, session)
+        self.sessions: dict[str, int] = {}
+        self.turn = 0
+        self.round = -1
+        self.theta: dict[str, Vector] = {}
+        self.feedback: dict[str, Vector] = {}
+        self.delta: dict[str, Vector] = {}
+        self.volatile: dict[str, Vector] = {}
+        self.job: tuple[Plan, int] | None = None
+        self.steps = 0
+        self.swarm.left(self.name)
+
+    def started(self) -> None:
+        if self.checkpoint:
+            self.round, self.theta = self.checkpoint.round, dict(self.checkpoint.theta)
+        if self.record:
+            self.feedback = dict(self.record.feedback)
+        offer = self.record.offer if self.record else None
+        self.member = self.member_class(self.swarm.manifest, self.name, self.round, offer)
+        for name in self.swarm.nodes:
+            self.later(self.world.rng.uniform(0.1, 2.0), self.connect, name)
+        self.later(self.world.rng.uniform(0.0, TICK_SECONDS), self.tick)
+
+    # --- the sessions
+
+    def connect(self, name: str) -> None:
+        node = self.swarm.nodes[name]
+        if name in self.sessions:
+            return
+        if not node.alive or self.world.parted(self.name, name):
+            self.later(self.world.rng.uniform(0.5, 3.0), self.connect, name)
+            return
+        self.sessions[name] = self.swarm.new_session()
+        node.guarded(node.opened, self.name, self.sessions[name])
+        self.feed(Connected())
+
+    def closed(self, name: str, session: int) -> None:
+        if self.sessions.get(name) == session:
+            del self.sessions[name]
+            self.later(self.world.rng.expovariate(1 / 5.0), self.connect, name)
+
+    def tick(self) -> None:
+        weather = self.world.weather
+        if self.world.chance(weather.kill):
+            self.trace("KILLED")
+            self.die()
+            return
+        for name, session in list(self.sessions.items()):
+            if self.world.chance(weather.disconnect):
+                self.trace(f"disconnects from {name}")
+                node = self.swarm.nodes[name]
+                node.post(self.world.rng.uniform(0.0, 5.0), node.closed, self.name, session)
+                self.closed(name, session)
+        early = self.round < self.swarm.manifest.rounds
+        if early and self.theta and not self.corrupted and self.world.chance(weather.corrupt):
+            shard = self.world.rng.choice(sorted(self.theta))
+            self.trace(f"memory error in {shard}")
+            self.theta[shard] = ledger.add(
+                self.theta[shard], (Fraction(self.world.rng.randint(1, 10**9)), Fraction(0), Fraction(0))
+            )
+            self.corrupted.add(shard)
+        self.tell(Beat(phase=self.member.phase, round=self.round))
+        self.feed(Tick())
+        self.later(TICK_SECONDS, self.tick)
+
+    def tell(self, message: Message) -> None:
+        names = list(self.sessions)
+        if isinstance(message, Ask) and names:
+            self.turn += 1
+            names = [names[self.turn % len(names)]]
+        for name in names:
+            self.tell_node(self.swarm.nodes[name], message)
+
+    def tell_node(self, node: BootstrapNode, message: Message) -> None:
+        self.world.send(self.name, node.name, message, lambda m: node.post(0.0, node.receive, self.name, m))
+
+    def receive(self, message: Message | Record) -> None:
+        match message:
+            case Record():
+                self.swarm.ledger.saw(message.commit, self.name)
+                self.feed(Committed(message))
+            case Finished():
+                self.feed(RunOver())
+            case _:
+                pass
+
+    # --- the machine
+
+    def feed(self, event: Event) -> None:
+        try:
+            effects = self.member.handle(event, self.world.now)
+        except ForkError as error:
+            raise Violation("P2", f"{self.name}: {error}") from None
+        for effect in effects:
+            self.carry_out(effect)
+
+    def carry_out(self, effect: Effect) -> None:
+        rng = self.world.rng
+        match effect:
+            case Train(plan, replica):
+                self.boundary("before Train")
+                self.train(plan, replica)
+                self.boundary("after Train")
+            case Stop():
+                self.later(rng.uniform(0.0, 1.0), self.answer, rng.choice((0, 1, 2)), "stopped")
+            case Pack(plan, replica, steps, tokens, loss):
+                self.boundary("before Pack")
+                self.later(rng.uniform(0.0, 1.0), self.pack, plan, replica, steps, tokens, loss)
+            case Fold(round):
+                self.boundary("before Fold")
+                self.later(rng.uniform(0.0, 1.0), self.fold, round)
+            case GiveBack(offer):
+                self.boundary("before GiveBack")
+                self.give_back(offer)
+                self.boundary("after GiveBack")
+            case Apply(commit, rebuild):
+                self.boundary("before Apply")
+                self.apply(commit, rebuild)
+            case Arrange(commit):
+                self.boundary("before Arrange")
+                self.arrange(commit)
+            case Tell(Ask() as message):
+                self.tell(message)
+            case Tell(message):
+                self.boundary("before Tell")
+                self.tell(message)
+                self.boundary("after Tell")
+                if isinstance(message, Attest):
+                    self.attested(message)
+            case Finish():
+                self.boundary("before Finish")
+                self.write_checkpoint()
+                self.trace("finishes")
+                self.finished, self.alive = True, False
+
+    # --- training
+
+    def train(self, plan: Plan, replica: int) -> None:
+        self.trace(f"trains round {plan.round} in replica {replica}")
+        self.job, self.steps = (plan, replica), 0
+        self.swarm.joins(self, plan, replica)
+
+    def answer(self, steps: int, reason: str) -> None:
+        """Training is over after `steps` steps; with a `reason` it was cut short."""
+        if self.job is None:
+            return
+        (plan, replica), self.job = self.job, None
+        rng = self.world.rng
+        loud = 1000 if rng.random() < 0.02 else 1
+        self.delta = {
+            shard: tuple(Fraction(rng.randint(-9, 9) * loud) for _ in range(SIZE)) if steps else ZERO
+            for shard in self.trained_shards(plan, replica)
+        }
+        if reason and not (reason == "stopped" and steps):
+            self.feed(Failed(plan.round, steps, reason))
+        else:
+            tokens = steps * self.swarm.manifest.train.step_tokens
+            self.feed(Trained(plan.round, steps, tokens, rng.random()))
+
+    def trained_shards(self, plan: Plan, replica: int) -> tuple[str, ...]:
+        stage = next(s for s in plan.replicas[replica].stages if s.peer == self.name)
+        return planner.stage_shards(self.swarm.manifest, stage.first, stage.last)
+
+    # --- the feedback: pack, fold, give back
+
+    def accumulate(self) -> dict[str, Vector]:
+        """The feedback with this round's work: e = beta e + delta."""
+        out = dict(self.feedback)
+        for shard, delta in self.delta.items():
+            before = self.feedback.get(shard, ZERO)
+            self.swarm.ledger.check_feedback(self.name, shard, before)
+            out[shard] = ledger.add(ledger.scale(before, self.swarm.ledger.beta), delta)
+        return out
+
+    def take(self, feedback: dict[str, Vector], shard: str) -> tuple[Part, Vector]:
+        """Takes a payload out of the feedback: any part of it, rounded in any way."""
+        e = feedback[shard]
+        rounded = [Fraction(round(x)) for x in e]
+        sent = tuple(self.world.rng.choice((Fraction(0), r, x)) for r, x in zip(rounded, e, strict=True))
+        feedback[shard] = ledger.add(e, sent, -1)
+        digest = ledger.digest(shard, sent)
+        self.swarm.ledger.payloads[digest] = sent
+        norm = math.sqrt(sum(float(x) ** 2 for x in sent))
+        return Part(shard=shard, digest=digest, size=SIZE, norm=norm), sent
+
+    def pack(self, plan: Plan, replica: int, steps: int, tokens: int, loss: float | None) -> None:
+        feedback = self.accumulate()
+        taken = [self.take(feedback, shard) for shard in self.delta]
+        parts = tuple(part for part, _ in taken)
+        offer = Offer(round=plan.round, replica=replica, parts=parts, tokens=tokens, steps=steps, loss=loss)
+        self.persist(plan.round, feedback, offer, {part.digest: sent for part, sent in taken})
+        self.later(self.world.rng.uniform(0.0, 1.0), self.packed, plan.round, offer)
+
+    def fold(self, round: int) -> None:
+        self.world.stats["folds"] += 1
+        self.persist(round, self.accumulate(), None, {})
+        self.later(self.world.rng.uniform(0.0, 1.0), self.packed, round, None)
+
+    def persist(
+        self, round: int, feedback: dict[str, Vector], offer: Offer | None, payloads: dict[str, Vector]
+    ) -> None:
+        """Payloads, then the record; only then does the work count."""
+        self.payloads.update(payloads)
+        self.boundary("payload durable")
+        self.record = Written(offer, dict(feedback))
+        parts = {part.shard: part for part in offer.parts} if offer else {}
+        for shard, delta in self.delta.items():
+            self.swarm.ledger.durable(self.name, shard, Entry(round, delta, parts.get(shard)))
+        self.feedback = feedback
+        self.boundary("record durable")
+
+    def packed(self, round: int, offer: Offer | None) -> None:
+        self.boundary("before Packed")
+        self.feed(Packed(round, offer))
+
+    def give_back(self, offer: Offer) -> None:
+        self.world.stats["give-backs"] += 1
+        for part in offer.parts:
+            self.feedback[part.shard] = ledger.add(self.feedback[part.shard], self.payloads[part.digest])
+
+    # --- the state: apply, arrange, attest, checkpoint
+
+    def apply(self, commit: Commit, rebuild: tuple[str, ...]) -> None:
+        kept = [shard for shard in self.theta if shard not in rebuild]
+        digests = {part.digest for shard in kept for _, part in ledger.weighted(commit, shard)}
+        for shard in set(rebuild) & set(self.theta):
+            digests |= self.history(shard, commit)
+        self.gather(digests, lambda: self.applied(commit, rebuild))
+
+    def applied(self, commit: Commit, rebuild: tuple[str, ...]) -> None:
+        if commit.round != self.round + 1:
+            raise Violation("P2", f"{self.name} applies round {commit.round} to the state after round {self.round}")
+        eta = self.swarm.ledger.eta
+        for shard, old in self.theta.items():
+            if shard in rebuild:
+                self.world.stats["rebuilt"] += 1
+                self.theta[shard] = self.rebuilt(shard, commit)
+            else:
+                self.theta[shard] = ledger.outer_step(old, commit, shard, self.payloads, eta)
+        self.round = commit.round
+        self.trace(f"applied round {commit.round}")
+        self.boundary("theta changed")
+        self.later(self.world.rng.uniform(0.0, 0.5), self.feed, Applied(commit.round))
+        if self.world.rng.random() < 0.7:
+            self.later(self.world.rng.expovariate(1 / 5.0), self.write_checkpoint)
+        self.boundary("after Apply")
+
+    def arrange(self, commit: Commit) -> None:
+        wanted = tuple(self.theta)
+        for replica in commit.plan.replicas if commit.plan else ():
+            for stage in replica.stages:
+                if stage.peer == self.name:
+                    wanted = planner.held_shards(self.swarm.manifest, stage.first, stage.last)
+        missing = [shard for shard in wanted if shard not in self.theta]
+        digests: set[str] = set().union(*(self.history(shard, commit) for shard in missing))
+        self.gather(digests, lambda: self.arranged(commit, wanted))
+
+    def arranged(self, commit: Commit, wanted: tuple[str, ...]) -> None:
+        self.theta = {s: self.theta[s] if s in self.theta else self.rebuilt(s, commit) for s in wanted}
+        self.boundary("after Arrange")
+        digests = {shard: ledger.digest(shard, x) for shard, x in self.theta.items()}
+        self.later(self.world.rng.uniform(0.0, 0.5), self.feed, Arranged(commit.round, digests))
+
+    def attested(self, attest: Attest) -> None:
+        for shard, digest in attest.digests.items():
+            if shard not in self.corrupted:
+                if digest != self.swarm.ledger.theta_digest(shard, attest.round):
+                    raise Violation("P1", f"{self.name}: {shard} after round {attest.round} is not what the log gives")
+                self.world.stats["states compared"] += 1
+
+    def history(self, shard: str, commit: Commit) -> set[str]:
+        """The payloads that lead from theta(0) of a shard to the state after `commit`."""
+        commits = (self.member.commits[r] for r in range(1, commit.round + 1))
+        return {part.digest for c in commits for _, part in ledger.weighted(c, shard)}
+
+    def rebuilt(self, shard: str, commit: Commit) -> Vector:
+        theta = ledger.initial(shard)
+        for round in range(1, commit.round + 1):
+            theta = ledger.outer_step(theta, self.member.commits[round], shard, self.payloads, self.swarm.ledger.eta)
+        return theta
+
+    def gather(self, digests: Iterable[str], then: Callable[[], None]) -> None:
+        """Fetches payloads from whoever has them, again and again until all are here."""
+        missing = sorted(d for d in digests if d not in self.payloads)
+        for digest in missing:
+            payload = self.swarm.serve(digest, self.swarm.holder(digest, self.name), self.name)
+            if payload is not None:
+                self.payloads[digest] = payload
+        again = any(d not in self.payloads for d in missing)
+        delay = self.world.rng.uniform(0.1, 2.0) if missing else 0.0
+        if again:
+            self.later(delay, self.gather, missing, then)
+        else:
+            self.later(delay, then)
+
+    def write_checkpoint(self) -> None:
+        self.checkpoint = Checkpoint(self.round, dict(self.theta))
+        self.boundary("checkpoint written")

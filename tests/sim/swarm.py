@@ -1,0 +1,158 @@
+"""One simulated run: who takes part, what connects them, when it is over, and what must hold at the end."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+from protocol.messages import Plan
+from protocol.planner import Candidate
+from tests import tiny
+from tests.sim.bootstrap_node import BootstrapNode
+from tests.sim.ledger import Ledger, Vector, Violation
+from tests.sim.peer_node import PeerNode
+from tests.sim.world import Weather, World
+
+PEERS = (6, 6, 6, 9, 12)
+QUORUMS = ((1, 1), (3, 3), (3, 3), (3, 4), (5, 5), (5, 6))
+"""Sizes of the quorum, and operators' nodes."""
+CHAIN_PATIENCE = 20.0
+LATEST = 150.0
+"""By then everybody has started."""
+
+
+class Swarm:
+    """Everything that one seed decides; `run` raises Violation if a promise is broken."""
+
+    def __init__(
+        self,
+        seed: int,
+        bootstrap_class: type[BootstrapNode] = BootstrapNode,
+        peer_class: type[PeerNode] = PeerNode,
+        verbose: bool = False,
+    ) -> None:
+        rng = random.Random(seed)
+        rounds = rng.randint(3, 8)
+        count = rng.choice(PEERS)
+        size, nodes = rng.choice(QUORUMS)
+        names = tuple(o.peer_id for o in tiny.OPERATORS[:nodes])
+        self.manifest = tiny.manifest(rounds=rounds, start_peers=rng.randint(1, count), operators=names, quorum=size)
+        self.world = World(rng, Weather.draw(rng), wire=seed % 10 == 0, verbose=verbose)
+        self.ledger = Ledger(
+            rng.choice((Fraction(1), Fraction(1, 2), Fraction(19, 20))), Fraction(1), self.manifest.run_id
+        )
+        self._sessions = 0
+        self._chains: dict[tuple[int, int], dict[str, int]] = {}
+        self.peers: dict[str, PeerNode] = {}
+        self.nodes = {name: bootstrap_class(self, name) for name in names}
+        whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
+        full = rng.choice((0, 1, 2, 2, 2, 3))
+        for i in range(count):
+            memory = whole if i < full else third
+            candidate = Candidate(peer=f"peer-{i}", memory_bytes=memory, up_bps=rng.choice((10**6, 10**7)))
+            self.peers[candidate.peer] = peer_class(self, candidate, rng.uniform(2.0, 25.0))
+        for node in self.nodes.values():
+            self.world.at(rng.uniform(0.0, 5.0), node.start)
+        self.world.weathers([*self.nodes, *self.peers], list(names))
+        for peer in self.peers.values():
+            late = rng.random() < 0.15
+            self.world.at(rng.uniform(30.0, LATEST) if late else rng.uniform(0.0, 10.0), peer.start)
+        self.world.trace("world", f"{self.world.weather}")
+
+    def run(self) -> None:
+        """Lives through the run and checks what must hold at its end."""
+        world, timing = self.world, self.manifest.timing
+        world.run(max(world.weather.calm_at, LATEST), lambda: False)
+        left = self.manifest.rounds - min(len(n.log) for n in self.nodes.values()) + 1
+        deadlines = left + 1
+        over = world.run(
+            world.now + deadlines * timing.round_deadline, lambda: all(p.finished for p in self.peers.values())
+        )
+        if not over:
+            states = {p.name: (p.member.phase, p.round) for p in self.peers.values() if p.alive}
+            raise Violation(
+                "P4",
+                f"not over {deadlines} deadlines after the faults ended: "
+                f"logs {[len(n.log) - 1 for n in self.nodes.values()]}, {states}",
+            )
+        for peer in self.peers.values():
+            self._check_end(peer)
+
+    def _check_end(self, peer: PeerNode) -> None:
+        rounds = self.manifest.rounds
+        if peer.round != rounds:
+            raise Violation("P4", f"{peer.name} finished after round {peer.round} of {rounds}")
+        for shard, theta in peer.theta.items():
+            if shard not in peer.corrupted:
+                self.ledger.check_theta(peer.name, shard, rounds, theta)
+            elif theta != self.ledger.theta(shard, rounds):
+                holders = [p for p in self.peers.values() if shard in p.theta]
+                if len(holders) > 2 and not any(
+                    (rounds, peer.name, shard) in node.reports for node in self.nodes.values()
+                ):
+                    raise Violation("P1", f"{peer.name}: the memory error in {shard} was neither mended nor reported")
+        for (who, shard), _ in self.ledger.entries.items():
+            if who == peer.name:
+                self.ledger.check_feedback(who, shard, peer.feedback[shard])
+
+    def new_session(self) -> int:
+        self._sessions += 1
+        return self._sessions
+
+    # --- payloads
+
+    def holder(self, digest: str, asker: str) -> str | None:
+        """Somebody who is up and has a payload."""
+        nodes: list[BootstrapNode | PeerNode] = [*self.nodes.values(), *self.peers.values()]
+        names = [n.name for n in nodes if n.alive and n.name != asker and digest in n.payloads]
+        return self.world.rng.choice(names) if names else None
+
+    def serve(self, digest: str, source: str | None, asker: str) -> Vector | None:
+        """The payload, from `source`; None if that fails."""
+        if source is None or self.world.parted(source, asker) or self.world.chance(self.world.weather.fetch_failure):
+            return None
+        node: BootstrapNode | PeerNode = self.nodes[source] if source in self.nodes else self.peers[source]
+        if not node.alive:
+            return None
+        volatile = node.volatile if isinstance(node, PeerNode) else {}
+        return node.payloads.get(digest, volatile.get(digest))
+
+    # --- chains: all members train together or not at all
+
+    def joins(self, peer: PeerNode, plan: Plan, replica: int) -> None:
+        """A peer is ready to train; once all members of its replica are, they train."""
+        rng, key, members = self.world.rng, (plan.round, replica), plan.replicas[replica].peers
+        together = self._chains.setdefault(key, {})
+        together[peer.name] = peer.life
+        if set(together) == set(members):
+            speed = max(self.peers[p].speed for p in members)
+            steps = rng.randint(1, self.manifest.train.inner_steps)
+            fails = self.world.chance(0.03)
+            after = speed * (rng.random() if fails else 1.0)
+            for name in members:
+                node, delay = self.peers[name], after + rng.uniform(0.0, 1.0)
+                node.later(delay, self._ends, node, key, steps - fails, "out of memory" if fails else "")
+        elif len(members) > 1:
+            peer.later(CHAIN_PATIENCE, self._gives_up, peer, key)
+
+    def _ends(self, peer: PeerNode, key: tuple[int, int], steps: int, reason: str) -> None:
+        if self._trains(peer, key):
+            if reason:
+                self._chains[key].pop(peer.name, None)
+            peer.answer(steps, reason)
+
+    def _gives_up(self, peer: PeerNode, key: tuple[int, int]) -> None:
+        members = self._chains[key]
+        if self._trains(peer, key) and peer.job and set(members) != set(peer.job[0].replicas[key[1]].peers):
+            self._ends(peer, key, 0, "a member of the chain did not come")
+
+    def _trains(self, peer: PeerNode, key: tuple[int, int]) -> bool:
+        return peer.job is not None and (peer.job[0].round, peer.job[1]) == key
+
+    def left(self, name: str) -> None:
+        """A process died: whoever trained with it notices."""
+        for key, members in self._chains.items():
+            if members.pop(name, None) is not None:
+                for other in members:
+                    node = self.peers[other]
+                    node.later(self.world.rng.uniform(0.1, 3.0), self._ends, node, key, 1, f"lost {name}")

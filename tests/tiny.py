@@ -1,0 +1,58 @@
+"""A run so small that its numbers fit on a page, for tests of the pure core."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from protocol import messages, planner
+from protocol.identity import Identity
+from protocol.layout import ModelSpec
+from protocol.manifest import Manifest, TimingSpec, TokenizerSpec, TrainSpec
+from protocol.messages import Commit, Record
+
+OPERATORS = tuple(Identity(bytes([0, i] * 16)) for i in range(7))
+OPERATOR = OPERATORS[0]
+LAYERS = 4
+
+
+def manifest(**changes: Any) -> Manifest:
+    """Four layers of width 8; deadlines of a minute. `changes` replace top-level fields."""
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "seed": 1,
+        "rounds": 5,
+        "start_peers": 2,
+        "operators": (OPERATOR.peer_id,),
+        "model": ModelSpec(vocab_size=16, d_model=8, n_layers=LAYERS, n_heads=2, d_ff=16, context=8),
+        "tokenizer": TokenizerSpec(digest="0" * 64),
+        "train": TrainSpec(
+            inner_steps=4, micro_batches=2, rows=1, sequence=8, lr=1e-3, warmup_steps=0, total_steps=100
+        ),
+        "timing": TimingSpec(round_deadline=60.0, heartbeat=3.0, gone_after=12.0),
+    }
+    return Manifest(**{**values, **changes})
+
+
+def record(commit: Commit, *voters: Identity, ballot: int = 0) -> Record:
+    """A record with the votes of `voters` (default: OPERATOR's)."""
+    body = messages.vote_body(commit.run, commit.round, ballot, commit.digest)
+    votes = {voter.peer_id: voter.sign(body) for voter in voters or (OPERATOR,)}
+    return Record(commit=commit, ballot=ballot, votes=votes)
+
+
+def full_memory(m: Manifest) -> int:
+    """Bytes that a full replica needs."""
+    return planner.stage_memory(m, 0, m.model.n_layers)
+
+
+def third_memory(m: Manifest) -> int:
+    """The least memory of which three peers make a chain; two of them do not."""
+    low, high = 0, full_memory(m)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if planner.split(m, [middle] * 3) is None:
+            low = middle
+        else:
+            high = middle
+    assert planner.split(m, [high] * 2) is None
+    return high

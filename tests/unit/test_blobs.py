@@ -1,0 +1,620 @@
+"""Blobs: kept within a limit, fetched in ranges from several holders, spread, and served no faster than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import selectors
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.net import p2p
+from peer.net.base import Closed, Stream, Transport, Unreachable
+from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, Uplink, fetch_named
+from peer.net.blobs import serving as serving_module
+from peer.net.memory import MemoryNetwork
+from protocol import framing, ranges, wire
+from protocol.errors import RemoteError, UsageError
+from protocol.identity import Identity
+from protocol.ranges import RANGE
+
+DEADLINE = 200.0
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, DEADLINE))
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+# --- the store
+
+
+def test_a_store_keeps_blobs_by_name(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    data = noise(3 * RANGE)
+    name = store.put(data, 4)
+    assert (store.has(name), store.get(name), list(store), store.used) == (True, data, [name], len(data))
+    assert store.put(data, 9) == name
+    assert store.find(name) == Blob(tmp_path / name, 0, len(data))
+    (tmp_path / ".half-written").write_bytes(b"x")
+    again = BlobStore(tmp_path)
+    assert (again.get(name), again.used) == (data, len(data))
+    assert not (tmp_path / ".half-written").exists()
+    assert again.get("0" * 64) is None
+
+
+@pytest.mark.parametrize("size", [RANGE, 5 * RANGE])
+def test_a_flipped_bit_on_disk_is_not_believed(tmp_path: Path, size: int) -> None:
+    store = BlobStore(tmp_path)
+    name = store.put(noise(size))
+    raw = bytearray((tmp_path / name).read_bytes())
+    raw[size // 2] ^= 4
+    (tmp_path / name).write_bytes(raw)
+    assert store.get(name) is None
+    assert not store.has(name)
+    assert not (tmp_path / name).exists()
+
+
+def test_over_its_limit_a_store_forgets_the_oldest_rounds_first(tmp_path: Path) -> None:
+    names = {round: BlobStore(tmp_path).put(noise(1000, round), round) for round in (3, 1, 2)}
+    store = BlobStore(tmp_path, limit=3500)  # the rounds are known after a restart
+    store.put(noise(1000, 4), 4)
+    assert set(store) == {names[2], names[3], ranges.name_of(noise(1000, 4))}
+    store.protected = {names[2]}
+    store.put(noise(1000, 5), 5)
+    assert names[2] in set(store)
+    assert names[3] not in set(store)
+    assert store.used == 3000
+
+
+def test_what_is_protected_stays_above_the_limit(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, limit=2500)
+    names = [store.put(noise(1000, i), i) for i in range(2)]
+    store.protected = set(names)
+    assert not store.make_room(1000)
+    names.append(store.put(noise(1000, 2), 2))
+    assert set(store) == set(names)
+    store.protected = set(names[1:])
+    assert store.make_room(0)
+    assert set(store) == set(names[1:])
+
+
+def test_what_a_round_did_not_commit_goes(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    committed, dropped, ours, other = (store.put(noise(9, i), 7 - (i == 3)) for i in range(4))
+    store.protected = {ours}
+    store.settle(7, {committed})
+    assert set(store) == {committed, ours, other}
+    assert not store.has(dropped)
+
+
+def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
+    data = noise(10 * RANGE + 5)
+    size, leaves = ranges.leaves_of([data])
+    name = ranges.root(size, leaves)
+    part = BlobStore(tmp_path).part(name, size)
+    assert not part.learn(bytes(len(leaves)))
+    assert not part.learn(leaves[:-32])
+    assert part.learn(leaves)
+    for index in (7, 2, 10):
+        assert part.write(index, data[slice(*ranges.span(size, index))])
+    assert not part.write(3, data[:RANGE])
+    path = tmp_path / "parts" / name
+    with open(path, "r+b") as file:  # one range is damaged meanwhile
+        os.pwrite(file.fileno(), b"?", 2 * RANGE + 9)
+    store = BlobStore(tmp_path)
+    again = store.part(name, size)
+    assert again.missing == set(range(11)) - {7, 10}
+    for index in sorted(again.missing):
+        assert again.write(index, data[slice(*ranges.span(size, index))])
+    assert not store.has(name)
+    again.finish(3)
+    assert store.get(name) == data
+    assert list((tmp_path / "parts").iterdir()) == []
+
+
+def test_what_is_refused_in_the_end_is_not_kept(tmp_path: Path) -> None:
+    data = noise(2 * RANGE)
+    store = BlobStore(tmp_path)
+    part = store.part(ranges.name_of(data), len(data))
+    assert part.learn(ranges.leaves_of([data])[1])
+    for index in range(2):
+        part.write(index, data[slice(*ranges.span(len(data), index))])
+
+    def refuse(found: bytes) -> None:
+        assert found == data
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        part.finish(1, refuse)
+    assert list(store) == []
+    assert list((tmp_path / "parts").iterdir()) == []
+
+
+# --- the uplink, on a virtual clock
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Waits for nothing: its clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        outer = self
+
+        class Selector(selectors.DefaultSelector):
+            def select(self, timeout: float | None = None) -> Any:
+                if timeout:
+                    outer.now += timeout
+                return super().select(0)
+
+        super().__init__(Selector())
+
+    def time(self) -> float:
+        return self.now
+
+
+def virtually(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(work)
+
+
+def test_an_uplink_keeps_its_rate() -> None:
+    async def work() -> None:
+        uplink, loop = Uplink(8_000_000), asyncio.get_running_loop()
+        for _ in range(100):
+            await uplink.turn("a", 100_000)
+        assert 9.7 < loop.time() <= 10.0  # 10 MB at 1 MB/s, less the first burst
+        await asyncio.sleep(5)
+        began = loop.time()
+        for _ in range(10):
+            await uplink.turn("a", 100_000)
+        assert 0.7 < loop.time() - began <= 1.0, "idle time is not saved up"
+
+    virtually(work())
+
+
+def test_an_uplink_serves_peers_in_turn() -> None:
+    async def work() -> None:
+        uplink = Uplink(8_000_000)
+        order: list[str] = []
+
+        async def ask(peer: str) -> None:
+            await uplink.turn(peer, 100_000)
+            order.append(peer)
+
+        asked = [asyncio.create_task(ask("greedy")) for _ in range(20)]
+        await asyncio.sleep(0.35)
+        asked += [asyncio.create_task(ask(peer)) for peer in ("b", "c", "b", "c")]
+        gone = asyncio.create_task(ask("gone"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        await asyncio.gather(*asked)
+        after = order[order.index("b") - 1 :]
+        assert after[:6] in (["greedy", "b", "c"] * 2, ["greedy", "c", "b"] * 2)
+        assert order.count("greedy") == 20
+        assert "gone" not in order
+
+    virtually(work())
+
+
+def test_without_a_limit_nobody_waits() -> None:
+    async def work() -> None:
+        await Uplink().turn("a", 1 << 40)
+        assert asyncio.get_running_loop().time() == 0.0
+
+    virtually(work())
+
+
+# --- between peers
+
+
+class Peer:
+    """A store that is served and fetched into. `corrupt`: ranges that it serves wrong. `asked`: how many it served."""
+
+    def __init__(self, transport: Transport, folder: Path, uplink: Uplink | None = None) -> None:
+        self.transport = transport
+        self.warnings: list[str] = []
+        self.store = BlobStore(folder)
+        self.fetcher = Fetcher(transport, self.store, warn=self.warnings.append, timeout=10.0)
+        self.server = BlobServer(
+            self.store, coming=self.fetcher.coming, uplink=uplink, named={"hello": b"world"}, warn=self.warnings.append
+        )
+        self.asked = 0
+        self.corrupt: Callable[[int], bool] = lambda index: False
+        read = self.server._read
+
+        def reading(name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
+            self.asked += 1
+            data = read(name, blob, leaves, index)
+            return data[:-1] + bytes([data[-1] ^ 1]) if self.corrupt(index) else data
+
+        self.server._read = reading  # type: ignore[method-assign]
+
+    @property
+    def id(self) -> str:
+        return self.transport.peer_id
+
+    @property
+    def sent(self) -> int:
+        return self.transport.traffic.sent[wire.BLOB]
+
+    @property
+    def received(self) -> int:
+        return self.transport.traffic.received[wire.BLOB]
+
+
+@contextlib.asynccontextmanager
+async def swarm(kind: str, folder: Path, count: int) -> AsyncIterator[list[Peer]]:
+    """`count` peers that serve; each reaches all others."""
+    peers: list[Peer] = []
+    network = MemoryNetwork()
+    try:
+        for index in range(count):
+            transport: Transport
+            if kind == "memory":
+                transport = network.transport(Identity(bytes([index]) * 32).peer_id)
+            else:
+                transport = await p2p.start(
+                    folder / f"key-{index}",
+                    host="127.0.0.1",
+                    bootstrap=peers[0].transport.addresses if peers else (),
+                    validate=lambda key, subkey, value: True,
+                )
+            peers.append(Peer(transport, folder / f"store-{index}"))
+            await peers[-1].server.serve(transport)
+        if kind == "p2p":
+            for a, b in itertools.combinations(peers, 2):
+                await b.transport.connect(a.transport.addresses, timeout=DEADLINE)
+        yield peers
+    finally:
+        for peer in reversed(peers):
+            await peer.fetcher.aclose()
+            peer.server.uplink.close()
+            await peer.transport.aclose()
+
+
+@pytest.fixture(params=["memory", "p2p"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("size", [0, 1, RANGE, RANGE + 1, 40 * RANGE + 17])
+def test_a_blob_from_one_holder(kind: str, tmp_path: Path, size: int) -> None:
+    data = noise(size)
+
+    async def work() -> None:
+        async with swarm(kind, tmp_path, 2) as (a, b):
+            name = a.store.put(data)
+            await b.fetcher.fetch(name, size, [a.id], round=6)
+            assert b.store.get(name) == data
+            assert int((b.store.folder / name).stat().st_mtime) == 6
+            if size <= RANGE:  # the answer, the bytes, the end: nothing for the check
+                assert a.sent <= size + 60
+            await b.fetcher.fetch(name, size, [])
+            with pytest.raises(RemoteError, match="does not have it"):
+                await b.fetcher.fetch("0" * 64, 5, [a.id])
+            with pytest.raises(RemoteError, match="does not have it"):
+                await b.fetcher.fetch(ranges.name_of(b"x"), 5, [a.id])
+
+    run(work())
+
+
+def test_what_has_a_name(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 2) as (a, b):
+            assert await fetch_named(b.transport, a.id, "hello", limit=5) == b"world"
+            with pytest.raises(RemoteError, match="5 bytes; at most 4"):
+                await fetch_named(b.transport, a.id, "hello", limit=4)
+            with pytest.raises(RemoteError, match="does not have it"):
+                await fetch_named(b.transport, a.id, "else", limit=4)
+
+    run(work())
+
+
+def test_a_blob_from_several_holders_at_once(kind: str, tmp_path: Path) -> None:
+    data = noise(300 * RANGE)
+
+    async def work() -> None:
+        async with swarm(kind, tmp_path, 4) as (*holders, d):
+            for holder in holders:
+                name = holder.store.put(data)
+            await d.fetcher.fetch(name, len(data), [h.id for h in holders])
+            assert d.store.get(name) == data
+            assert sum(h.asked for h in holders) == 300, "no range was sent twice"
+            assert all(h.asked > 10 for h in holders)
+
+    run(work())
+
+
+def test_a_fast_holder_carries_more(tmp_path: Path) -> None:
+    data = noise(100 * RANGE)
+
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 3) as (slow, fast, c):
+            slow.server.uplink = Uplink(8 * 5 * RANGE)  # five ranges a second
+            fast.server.uplink = Uplink(8 * 100 * RANGE)
+            for holder in (slow, fast):
+                name = holder.store.put(data)
+            await c.fetcher.fetch(name, len(data), [slow.id, fast.id])
+            assert slow.asked < fast.asked / 5
+            other = fast.store.put(noise(RANGE, 1))
+            slow.store.put(noise(RANGE, 1))
+            asked = slow.asked
+            await c.fetcher.fetch(other, RANGE, [slow.id, fast.id])
+            assert slow.asked == asked, "the faster one is asked first"
+
+    run(work())
+
+
+def test_a_corrupt_holder_is_named_at_once_and_avoided(kind: str, tmp_path: Path) -> None:
+    data = noise(120 * RANGE)
+
+    async def work() -> None:
+        async with swarm(kind, tmp_path, 4) as (a, bad, c, d):
+            bad.corrupt = lambda index: True
+            for holder in (a, bad, c):
+                name = holder.store.put(data)
+                small = holder.store.put(b"small")
+            await d.fetcher.fetch(name, len(data), [a.id, bad.id, c.id])
+            assert d.store.get(name) == data
+            assert [w for w in d.warnings if bad.id[-8:] in w and "wrong bytes for range" in w]
+            assert len(d.warnings) == 1
+            assert bad.asked <= 40, "the first wrong range is the last"
+            assert a.asked + c.asked == 120, "nothing that was right is fetched again"
+            asked = bad.asked
+            with pytest.raises(RemoteError, match="no holder that can be trusted"):
+                await d.fetcher.fetch(small, 5, [bad.id])
+            await d.fetcher.fetch(small, 5, [bad.id, a.id])
+            assert bad.asked == asked
+
+    run(work())
+
+
+def test_wrong_digests_of_the_ranges_are_noticed(tmp_path: Path) -> None:
+    data = noise(3 * RANGE)
+
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 3) as (a, liar, c):
+            name = a.store.put(data)
+
+            async def lies(stream: Stream) -> None:
+                await stream.recv()
+                await stream.send(framing.pack_message({"state": "here"}))
+                await stream.send(bytes(96))
+
+            await liar.transport.serve(wire.BLOB, lies)
+            await c.fetcher.fetch(name, len(data), [liar.id, a.id])
+            assert c.store.get(name) == data
+            assert ["digests" in w and liar.id[-8:] in w for w in c.warnings] == [True]
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"\xc1", b"\x01", {"state": 5}, {"state": "busy", "ask": 7}, {"state": "busy", "ask": ["x", 4]}, {}],
+)
+def test_nonsense_from_a_holder_is_survived(tmp_path: Path, answer: Any) -> None:
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 3) as (a, liar, c):
+            name = a.store.put(b"data")
+
+            async def lies(stream: Stream) -> None:
+                await stream.recv()
+                await stream.send(answer if isinstance(answer, bytes) else framing.pack_message(answer))
+
+            await liar.transport.serve(wire.BLOB, lies)
+            await c.fetcher.fetch(name, 4, [liar.id, a.id])
+            with pytest.raises(RemoteError):
+                await c.fetcher.fetch("0" * 64, 4, [liar.id])
+
+    run(work())
+
+
+def test_nonsense_from_a_fetcher_is_survived(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 2) as (a, b):
+            name = a.store.put(noise(2 * RANGE))
+            for first, then in (
+                (b"\xc1", None),
+                (framing.pack_message([1]), None),
+                (framing.pack_message({"blob": "../../etc/passwd"}), None),
+                (framing.pack_message({"blob": name, "size": -1}), None),
+                (framing.pack_message({"blob": name, "size": 1 << 60}), None),
+                (framing.pack_message({"blob": name, "size": 2 * RANGE}), framing.pack_message({"range": 2})),
+                (framing.pack_message({"blob": name, "size": 2 * RANGE}), framing.pack_message({"range": -1})),
+            ):
+                stream = await b.transport.open(a.id, wire.BLOB, timeout=DEADLINE)
+                await stream.send(first)
+                if then is not None:
+                    assert framing.unpack_message(await stream.recv())["state"] == "here"
+                    await stream.send(then)
+                answers = []
+                with contextlib.suppress(Closed):
+                    while True:
+                        answers.append(framing.unpack_message(await stream.recv(timeout=DEADLINE))["state"])
+                assert answers in ([], ["absent"])
+                await stream.close()
+            assert not a.server._streams
+            with pytest.raises(RemoteError, match="at most"):
+                await b.fetcher.fetch(name, ranges.MAX_BLOB + 1, [a.id])
+
+    run(work())
+
+
+def test_a_holder_that_is_gone_is_replaced(tmp_path: Path) -> None:
+    data = noise(100 * RANGE)
+
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 3) as (a, dying, c):
+            nobody = Identity(b"nobody" + bytes(26)).peer_id
+            for holder in (a, dying):
+                name = holder.store.put(data)
+                holder.server.uplink = Uplink(8 * 200 * RANGE)
+            fetching = asyncio.create_task(c.fetcher.fetch(name, len(data), [nobody, dying.id, a.id]))
+            while dying.asked < 5:
+                await asyncio.sleep(0)
+            await dying.transport.aclose()
+            await fetching
+            assert c.store.get(name) == data
+            assert a.asked + dying.asked <= 100 + 40
+            with pytest.raises(Unreachable):
+                await c.fetcher.fetch("0" * 64, 4, [nobody])
+
+    run(work())
+
+
+def test_an_interrupted_fetch_goes_on_in_another_process(tmp_path: Path) -> None:
+    """Here: another store and fetcher on the same folder; tests/faults kills real processes."""
+    data = noise(200 * RANGE)
+
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 2) as (a, b):
+            name = a.store.put(data)
+            for stop in range(20, 200, 20):
+                fetcher = Fetcher(b.transport, BlobStore(b.store.folder), timeout=10.0)
+                fetching = asyncio.create_task(fetcher.fetch(name, len(data), [a.id]))
+                while a.asked < stop:
+                    await asyncio.sleep(0)
+                await fetcher.aclose()
+                await asyncio.gather(fetching, return_exceptions=True)
+            store = BlobStore(b.store.folder)
+            await Fetcher(b.transport, store, timeout=10.0).fetch(name, len(data), [a.id])
+            assert store.get(name) == data
+            assert a.asked <= 200 + 9 * 4
+
+    run(work())
+
+
+def test_a_full_disk_ends_a_fetch_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = noise(20 * RANGE)
+
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 2) as (a, b):
+            name = a.store.put(data)
+
+            def full(*_: object) -> int:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(os, "pwrite", full)
+            with pytest.raises(UsageError, match=r"^directory .*: No space left on device; free space.*$"):
+                await b.fetcher.fetch(name, len(data), [a.id])
+            assert list((b.store.folder / "parts").iterdir()) == []
+            monkeypatch.undo()
+            await b.fetcher.fetch(name, len(data), [a.id])
+            assert b.store.get(name) == data
+
+    run(work())
+
+
+def test_our_own_damaged_file_is_not_served(tmp_path: Path) -> None:
+    data = noise(40 * RANGE)
+
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 3) as (damaged, good, c):
+            for holder in (damaged, good):
+                name = holder.store.put(data)
+            path = damaged.store.folder / name
+            raw = bytearray(data)
+            raw[5 * RANGE] ^= 1
+            path.write_bytes(raw)
+            await c.fetcher.fetch(name, len(data), [damaged.id, good.id])
+            assert c.warnings == [], "an honest peer is not blamed"
+            assert [str(path) in w for w in damaged.warnings] == [True]
+            assert not damaged.store.has(name)
+
+    run(work())
+
+
+# --- spreading
+
+
+async def spread(peers: list[Peer], size: int) -> list[int]:
+    """Every peer but the archive (the first) offers a payload, as in a round; bytes that each sent of its own."""
+    archive, *others = peers
+    own = [0] * len(others)
+    payloads = [noise(size, 100 + i) for i in range(len(others))]
+
+    for index, sender in enumerate(others):
+        answer = sender.server._send
+
+        async def counted(stream, name, length, blob, request, sent, *, answer=answer, index=index):  # type: ignore[no-untyped-def]
+            try:
+                await answer(stream, name, length, blob, request, sent)
+            finally:
+                own[index] += sent[0] if name == ranges.name_of(payloads[index]) else 0
+
+        sender.server._send = counted  # type: ignore[method-assign]
+        sender.store.put(payloads[index])
+    names = [ranges.name_of(p) for p in payloads]
+
+    async def offer(index: int) -> None:
+        sender, name = others[index], names[index]
+        await archive.fetcher.fetch(name, size, [sender.id])
+        for number, peer in enumerate(others):  # the leader tells everybody at once
+            holders = [sender.id, archive.id] if (number + index) % 2 else [archive.id, sender.id]
+            waiting.append(asyncio.create_task(peer.fetcher.fetch(name, size, holders)))
+
+    waiting: list[asyncio.Task[None]] = []
+    await asyncio.gather(*(offer(index) for index in range(len(others))))
+    await asyncio.gather(*waiting)
+    for peer in peers:
+        assert all(peer.store.get(name) == payload for name, payload in zip(names, payloads, strict=True))
+        assert not peer.warnings
+    for peer in peers:  # the last servers close their streams
+        while peer.server._streams:
+            await asyncio.sleep(0.01)
+    return own
+
+
+@pytest.mark.parametrize(("count", "size"), [(9, RANGE), (9, 5 * RANGE), (17, 3 * RANGE), (9, 40 * RANGE)])
+def test_a_home_uplink_sends_its_payload_about_twice(tmp_path: Path, count: int, size: int) -> None:
+    async def work() -> None:
+        async with swarm("memory", tmp_path, count) as peers:
+            own = await spread(peers, size)
+            assert max(own) <= 2.2 * size, own
+            sent = [peer.sent / size for peer in peers]
+            assert sum(sent) <= 1.1 * (count - 1) ** 2, "everybody gets everything once"
+            assert sent[0] <= 2.2 * (count - 1), "the archive, too, sends each payload about twice"
+
+    run(work())
+
+
+def test_spreading_over_real_daemons(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with swarm("p2p", tmp_path, 6) as peers:
+            size = 30 * RANGE
+            own = await spread(peers, size)
+            assert max(own) <= 2.2 * size, own
+            assert peers[0].sent <= 2.2 * size * 5
+
+    run(work())
+
+
+def test_who_finds_nobody_else_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who got it are gone, or forgot it: the holder serves again."""
+
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 5) as (a, b, c, d, e):
+            name = a.store.put(noise(100))
+            for peer in (b, c):
+                await peer.fetcher.fetch(name, 100, [a.id])
+            await b.transport.aclose()
+            c.store.remove(name)
+            await d.fetcher.fetch(name, 100, [a.id])
+            assert d.store.has(name)
+            assert a.asked == 3
+            monkeypatch.setattr(serving_module, "SPREAD_SECONDS", -1.0)
+            await e.fetcher.fetch(name, 100, [a.id])
+            assert a.asked == 4
+
+    run(work())

@@ -1,0 +1,125 @@
+"""P5: a chain computes what one process with the projector inserted computes; without compression, the plain model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from peer.model.subspace import Boundary, split
+from peer.trainer import COORDINATES
+from protocol import layout
+from tests.chains import (
+    BASIS,
+    CUTS,
+    SPEC,
+    TRAIN,
+    Recording,
+    make_chain,
+    project_at,
+    random_theta,
+    relative,
+    run_chain,
+)
+
+EMBED = "model.embed_tokens.weight"
+D = SPEC.d_model
+
+
+def _oracle(cuts: tuple[int, ...], k: int) -> Recording:
+    """The plain whole model, TE its parameter, with the projector at the cuts; one step taken."""
+    trainer = Recording(SPEC, TRAIN, layout.shard_names(SPEC))
+    theta = random_theta()
+    trainer.begin_round(theta)
+    if k:
+        u_DK = torch.tensor(BASIS[:, :k].copy())
+        project_at(trainer, cuts, Boundary(u_DK, split(torch.tensor(theta["embed"][0]), u_DK)[1]))
+    asyncio.run(run_chain([trainer]))
+    return trainer
+
+
+@pytest.mark.parametrize("k", [0, D // 8, D // 32])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_gradients_equal_the_oracle(cuts: tuple[int, ...], k: int) -> None:
+    chain, oracle = make_chain(cuts, k), _oracle(cuts, k)
+    reports = asyncio.run(run_chain(chain))
+    expected = dict(oracle.gradients[0])
+    if k:
+        expected[COORDINATES] = expected.pop(EMBED) @ torch.tensor(BASIS[:, :k].copy())
+    found = {name: g for trainer in chain for name, g in trainer.gradients[0].items()}
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        assert relative(gradient, expected[name]) < 1e-5, name
+    square = sum(float(g.double().square().sum()) for g in found.values())
+    for trainer, report in zip(chain, reports, strict=True):
+        assert trainer.norms[0] == report[0].norm == pytest.approx(square**0.5, rel=1e-6)
+        assert report[0].loss == reports[0][0].loss
+    assert len(chain) == len(cuts) + 1
+
+
+@pytest.mark.parametrize("cuts", [(3,), (2, 4), (1, 2, 5)])
+def test_uncompressed_chain_has_the_bits_of_the_plain_model(cuts: tuple[int, ...]) -> None:
+    chain, plain = make_chain(cuts, 0), make_chain((), 0)
+    reports, expected = asyncio.run(run_chain(chain, steps=3)), asyncio.run(run_chain(plain, steps=3))
+    assert [(r.loss, r.norm) for r in reports[0]] == [(r.loss, r.norm) for r in expected[0]]
+    for trainer in chain:
+        for shard in trainer.shards:
+            for a, b in zip(trainer.delta(shard), plain[0].delta(shard), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("cuts", [(3,), (2, 4), (1, 2, 5)])
+@pytest.mark.parametrize("k", [D // 8, D // 32])
+def test_training_equals_the_oracle(cuts: tuple[int, ...], k: int) -> None:
+    chain, oracle = make_chain(cuts, k), make_chain((), k)
+    project_at(oracle[0], cuts)
+    reports, expected = asyncio.run(run_chain(chain, steps=4)), asyncio.run(run_chain(oracle, steps=4))
+    assert [r.loss for r in reports[0]] == pytest.approx([r.loss for r in expected[0]], rel=1e-5)
+    assert [r.norm for r in reports[0]] == pytest.approx([r.norm for r in expected[0]], rel=1e-5)
+    theta = random_theta()
+    for trainer in chain:
+        for shard in trainer.shards:
+            for a, b, base in zip(trainer.delta(shard), oracle[0].delta(shard), theta[shard], strict=True):
+                assert relative(base - a, base - b) < 1e-5
+                assert relative(a, b) < 1e-2, "AdamW magnifies rounding where gradients nearly vanish"
+
+
+def test_boundary_gradients_are_those_of_autograd() -> None:
+    rng = torch.Generator().manual_seed(0)
+    u_DK = torch.linalg.qr(torch.randn(12, 3, generator=rng, dtype=torch.float64))[0]
+    t_perp_VD = split(torch.randn(7, 12, generator=rng, dtype=torch.float64), u_DK)[1]
+    boundary = Boundary(u_DK, t_perp_VD)
+    ids_BL = torch.randint(0, 7, (2, 5), generator=rng)
+    x_BLD = torch.randn(2, 5, 12, generator=rng, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: boundary.project(x, ids_BL), (x_BLD,))
+    g_BLD = torch.randn(2, 5, 12, generator=rng, dtype=torch.float64)
+    (automatic,) = torch.autograd.grad(boundary.project(x_BLD, ids_BL), x_BLD, g_BLD)
+    torch.testing.assert_close(automatic, boundary.expand_grad(boundary.compress_grad(g_BLD)))
+
+
+def test_static_embedding_stays_in_the_subspace() -> None:
+    theta, k = random_theta(), D // 8
+    chain = make_chain((3,), k, theta=theta)
+    asyncio.run(run_chain(chain, steps=5))
+    u_DK = BASIS[:, :k].astype(np.float64)
+    te_VD = theta["embed"][0].astype(np.float64)
+    t_perp_VD = te_VD - te_VD @ u_DK @ u_DK.T
+    moved_VD = te_VD - chain[0].delta("embed")[0]
+    t_s_VD = moved_VD - t_perp_VD
+    assert np.abs(t_s_VD - t_s_VD @ u_DK @ u_DK.T).max() < 1e-6 * np.abs(te_VD).max()
+    assert np.abs(chain[0].delta("embed")[0]).max() > 1e-4, "it did move"
+
+
+@pytest.mark.parametrize("k", [0, D // 8])
+def test_same_bits_whatever_arrives_when(k: int) -> None:
+    results = []
+    for lag in (None, None, random.Random(1), random.Random(2)):
+        chain = make_chain((2, 4), k)
+        asyncio.run(run_chain(chain, steps=2, lag=lag, window=1 if lag is None else 3, wire="bf16"))
+        results.append([array for t in chain for shard in t.shards for array in t.delta(shard)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)

@@ -1,0 +1,96 @@
+"""Payloads between whole peers: fetched when they are offered, kept as long as they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol import wire
+from tests.volunteers import Engine, Swarm, manifest
+
+DEADLINE = 200.0
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, DEADLINE))
+
+
+def payloads(swarm: Swarm, round: int, *without: str) -> set[str]:
+    """The digests that a round committed, but for those of some peers."""
+    commit = swarm.archive.commits[round]
+    shares = (s for c in commit.contributions for s in c.shares if s.peer not in without)
+    return {p.digest for s in shares for p in s.parts}
+
+
+def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=2), monkeypatch) as swarm:
+            release = asyncio.Event()
+            slow = swarm.start("slow")
+
+            async def hold(peer: str, round: int) -> None:
+                if peer == slow.id:
+                    await release.wait()
+
+            Engine.hold = hold
+            fast = [swarm.start(name) for name in ("a", "b")]
+            await swarm.until(lambda: all(p.rounds and p.rounds._offer for p in fast))
+            offered = [{x.digest for x in p.rounds._offer.parts} for p in fast]
+            here = offered[0] | offered[1]
+            await swarm.until(lambda: all(here <= set(p.storage.blobs) for p in (*fast, slow)))
+            assert swarm.head == 0, "nothing is committed yet"
+            release.set()
+            await swarm.round(2)
+            for peer in fast:
+                assert max(e.fields["seconds"]["fetch"] for e in peer.events if e.kind == "round") < 5.0
+            for peer in (slow, *fast):
+                size = sum(p.size for p in swarm.archive.commits[1].contributions[0].shares[0].parts)
+                assert peer.transport.traffic.sent[wire.BLOB] < 2 * 2 * 2.5 * size, "it sent each payload twice at most"
+
+    run(work())
+
+
+def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round 3 is decided without `late`, whose offer the others have fetched; `tight` may keep next to nothing."""
+
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=5), monkeypatch) as swarm:
+            free, release = asyncio.Event(), asyncio.Event()
+            tight, roomy, late = swarm.start("tight", limit=1), swarm.start("roomy"), swarm.start("late")
+
+            async def hold(peer: str, round: int) -> None:
+                if round == 3 and peer != late.id:
+                    await free.wait()
+                if round == 4 and peer == roomy.id:
+                    await release.wait()
+
+            Engine.hold = hold
+            await swarm.until(lambda: late.rounds is not None and late.rounds.member.applied == 2)
+            assert payloads(swarm, 1) | payloads(swarm, 2) <= set(roomy.storage.blobs)
+            await swarm.until(lambda: tight.rounds.member.applied == 2)
+            assert payloads(swarm, 2) <= set(tight.storage.blobs)
+            assert not payloads(swarm, 1, tight.id) & set(tight.storage.blobs), "oldest first"
+            warned = [t for t in tight.texts() if "--store-limit" in t]
+            assert len(warned) == 1
+            await swarm.until(lambda: late.rounds._offer is not None and late.rounds._offer.round == 3)
+            own = {p.digest for p in late.rounds._offer.parts}
+            await swarm.until(lambda: own <= set(roomy.storage.blobs))
+            assert not own & set(tight.storage.blobs), "nothing is fetched ahead of time where there is no room"
+            swarm.leader._failures[late.id] = "the test says so"
+            free.set()
+            await swarm.until(lambda: roomy.rounds.member.applied == 3 and late.rounds.member.applied == 3)
+            assert not own & payloads(swarm, 3)
+            assert not own & set(roomy.storage.blobs)
+            assert own <= set(late.storage.blobs), "a restart would have to give it back"
+            await swarm.until(lambda: late.rounds._offer.round == 4)
+            release.set()
+            await swarm.round(4)
+            assert not own & set(late.storage.blobs)
+
+    run(work())

@@ -1,0 +1,455 @@
+"""The leader: every row of its table, and what keeps it from waiting for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from protocol import planner
+from protocol.leader import (
+    Decided,
+    Done,
+    Effect,
+    Event,
+    Fetch,
+    Gone,
+    Held,
+    Lead,
+    Leader,
+    Propose,
+    Ready,
+    Received,
+    Report,
+    Tick,
+)
+from protocol.manifest import Manifest
+from protocol.messages import Attest, Commit, Offer, Part, Withdraw
+from protocol.planner import Candidate
+from tests import tiny
+
+M = tiny.manifest(rounds=3)
+FULL, THIRD = tiny.full_memory(M), tiny.third_memory(M)
+GONE, DEADLINE = M.timing.gone_after, M.timing.round_deadline
+FULLS = {"a": FULL, "b": FULL}
+CHAIN = {"c": THIRD, "d": THIRD, "e": THIRD}
+
+
+def _part(peer: str, shard: str, norm: float, size: int = 8) -> Part:
+    return Part(shard=shard, digest=f"{peer}/{shard}", size=size, norm=norm)
+
+
+class Driver:
+    """A leader, and peers that do what a test tells them to; time is `now`."""
+
+    def __init__(self, memory: dict[str, int], manifest: Manifest = M, commits: tuple[Commit, ...] = ()) -> None:
+        self.manifest = manifest
+        self.memory = memory
+        self.now = 0.0
+        self.commits = list(commits)
+        self.leader = Leader(manifest, self.commits, (), self.now)
+        self.leader.handle(Lead(True), self.now)
+
+    def do(self, *events: Event) -> list[Effect]:
+        return [effect for event in events for effect in self.leader.handle(event, self.now)]
+
+    def at(self, now: float) -> list[Effect]:
+        self.now = now
+        return self.do(Tick())
+
+    def ready(self, *peers: str) -> list[Effect]:
+        return self.do(*(Ready(Candidate(peer=p, memory_bytes=self.memory[p], up_bps=10**7)) for p in peers))
+
+    def attest(self, *peers: str, round: int | None = None, digest: str = "same") -> list[Effect]:
+        at = self.leader.round - 1 if round is None else round
+        return self.do(*(Received(p, Attest(round=at, digests={"embed": digest})) for p in peers))
+
+    def offer(self, peer: str, *, norm: float = 1.0, size: int = 8, **changes: Any) -> Offer:
+        plan = self.leader.plan
+        assert plan is not None
+        replica = plan.replica_of(peer)
+        assert replica is not None
+        stage = next(s for s in plan.replicas[replica].stages if s.peer == peer)
+        shards = planner.stage_shards(self.manifest, stage.first, stage.last)
+        steps, train = 4, self.manifest.train
+        offer = Offer(
+            round=plan.round,
+            replica=replica,
+            parts=tuple(_part(peer, s, norm, size) for s in shards),
+            tokens=steps * train.step_tokens,
+            steps=steps,
+            loss=2.0,
+        )
+        return dataclasses.replace(offer, **changes)
+
+    def offered(self, *peers: str, norm: float = 1.0) -> list[Effect]:
+        """Peers offer, and their payloads arrive."""
+        effects: list[Effect] = []
+        for peer in peers:
+            for effect in self.do(Received(peer, self.offer(peer, norm=norm))):
+                effects += self.do(Held(effect.part.digest)) if isinstance(effect, Fetch) else [effect]
+        return effects
+
+    def decide(self, effects: list[Effect]) -> Commit:
+        """The one proposal among the effects becomes the decision."""
+        (commit,) = [e.commit for e in effects if isinstance(e, Propose)]
+        self.commits.append(commit)
+        assert self.do(Decided(commit)) == []
+        return commit
+
+
+def opened(memory: dict[str, int], **changes: Any) -> Driver:
+    """A run whose first round is open, everybody at the same state."""
+    driver = Driver(memory, tiny.manifest(rounds=3, start_peers=len(memory), **changes))
+    driver.decide(driver.ready(*memory))
+    assert driver.attest(*memory) == []
+    return driver
+
+
+def replicas(commit: Commit) -> list[int]:
+    return [c.replica for c in commit.contributions]
+
+
+def left_out(commit: Commit) -> list[tuple[int, str]]:
+    return [(x.replica, x.reason) for x in commit.left_out]
+
+
+# --- gathering
+
+
+def test_the_first_plan_is_proposed_when_enough_peers_are_ready() -> None:
+    driver = Driver(FULLS)
+    assert driver.ready("a") == []
+    (effect,) = driver.ready("b")
+    assert isinstance(effect, Propose)
+    commit = effect.commit
+    assert (commit.round, commit.parent, commit.contributions) == (0, M.run_id, ())
+    assert commit.plan is not None
+    assert (commit.plan.round, commit.plan.slot) == (1, 0)
+    assert [r.peers for r in commit.plan.replicas] == [("a",), ("b",)]
+
+
+def test_peers_that_make_no_replica_are_waited_upon() -> None:
+    driver = Driver({**CHAIN, "small": 1})
+    assert driver.ready("c", "d", "small") == []
+    assert driver.at(10 * DEADLINE) == []
+    assert len(driver.ready("e")) == 1
+
+
+def test_nothing_is_proposed_twice() -> None:
+    driver = Driver(FULLS)
+    driver.ready("a", "b")
+    assert driver.ready("a", "b") == []
+    assert driver.at(10 * DEADLINE) == []
+
+
+# --- open: offers
+
+
+def test_an_offer_makes_the_leader_fetch_what_it_does_not_hold() -> None:
+    driver = opened(FULLS)
+    offer = driver.offer("a")
+    assert driver.do(Received("a", offer)) == [Fetch("a", part) for part in offer.parts]
+    driver.do(Held(offer.parts[0].digest))
+    assert driver.do(Received("a", offer)) == [Fetch("a", part) for part in offer.parts[1:]]
+
+
+def test_the_commit_comes_when_all_are_complete_in_the_order_of_the_plan() -> None:
+    driver = opened({**FULLS, **CHAIN})
+    assert driver.offered("e", "d", "b", "a") == []
+    effects = driver.offered("c")
+    commit = driver.decide(effects)
+    assert replicas(commit) == [0, 1, 2]
+    assert [s.peer for s in commit.contributions[2].shares] == ["c", "d", "e"]
+    assert commit.contributions[2].tokens == 4 * M.train.step_tokens
+    assert commit.digests == {"embed": "same"}
+    assert commit.parent == driver.commits[0].digest
+    assert commit.plan is not None
+    assert commit.plan.slot == 3 * M.train.inner_steps * M.train.step_rows
+    assert left_out(commit) == []
+
+
+def test_a_chain_counts_the_steps_of_its_slowest_stage() -> None:
+    driver = opened(CHAIN)
+    driver.offered("c", "d")
+    short = driver.offer("e", steps=2, tokens=2 * M.train.step_tokens)
+    driver.do(Received("e", short), *(Held(p.digest) for p in short.parts[:-1]))
+    contribution = driver.decide(driver.do(Held(short.parts[-1].digest))).contributions[0]
+    assert (contribution.steps, contribution.tokens) == (2, 2 * M.train.step_tokens)
+
+
+def test_a_replica_is_not_complete_before_its_base_is_attested() -> None:
+    driver = Driver(FULLS)
+    driver.decide(driver.ready("a", "b"))
+    assert driver.offered("a", "b") == []
+    assert driver.attest("a") == []
+    assert replicas(driver.decide(driver.attest("b"))) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"replica": 1}, "it does not cover the planned shards"),
+        ({"parts": ()}, "it does not cover the planned shards"),
+        ({"steps": 0, "tokens": 0}, "steps and tokens do not agree with the manifest"),
+        ({"steps": 5, "tokens": 5 * M.train.step_tokens}, "steps and tokens do not agree with the manifest"),
+        ({"tokens": 10**9}, "steps and tokens do not agree with the manifest"),
+        ({"norm": -1.0}, "a norm or size is not a number in range"),
+        ({"norm": float("inf")}, "a norm or size is not a number in range"),
+        ({"norm": float("nan")}, "a norm or size is not a number in range"),
+        ({"size": 0}, "a norm or size is not a number in range"),
+        ({"size": 1 << 20}, "a norm or size is not a number in range"),
+    ],
+)
+def test_a_bad_offer_is_left_out_with_the_reason(changes: dict[str, Any], reason: str) -> None:
+    driver = opened(FULLS)
+    assert driver.do(Received("a", driver.offer("a", **changes))) == []
+    commit = driver.decide(driver.offered("b"))
+    assert replicas(commit) == [1]
+    assert left_out(commit) == [(0, f"peer a: offer refused: {reason}")]
+
+
+def test_offers_of_strangers_and_of_other_rounds_are_ignored() -> None:
+    driver = opened(FULLS)
+    offer = driver.offer("a")
+    assert driver.do(Received("x", offer)) == []
+    assert driver.do(Received("a", dataclasses.replace(offer, round=0))) == []
+    assert driver.do(Received("a", dataclasses.replace(offer, round=2))) == []
+    assert replicas(driver.decide(driver.offered("a", "b"))) == [0, 1]
+
+
+def test_a_contribution_far_over_the_median_norm_is_left_out() -> None:
+    driver = opened({**FULLS, "c": FULL})
+    driver.offered("a", "b", norm=1.0)
+    commit = driver.decide(driver.offered("c", norm=10.1))
+    assert replicas(commit) == [0, 1]
+    assert left_out(commit)[0][1].endswith("is over 10 times the median")
+
+
+def test_two_contributions_have_no_median() -> None:
+    driver = opened(FULLS)
+    driver.offered("a", norm=1.0)
+    assert replicas(driver.decide(driver.offered("b", norm=1000.0))) == [0, 1]
+
+
+# --- open: failures and the deadline
+
+
+def test_at_the_deadline_the_complete_ones_are_committed() -> None:
+    driver = opened(FULLS)
+    driver.offered("a")
+    assert driver.at(DEADLINE - 0.1) == []
+    commit = driver.decide(driver.at(DEADLINE))
+    assert replicas(commit) == [0]
+    assert left_out(commit) == [(1, "no offer before the deadline")]
+
+
+def test_a_withdrawal_is_not_waited_upon() -> None:
+    driver = opened({**FULLS, **CHAIN})
+    driver.offered("a", "b", "c", "d")
+    commit = driver.decide(driver.do(Received("e", Withdraw(round=1, reason="out of memory"))))
+    assert replicas(commit) == [0, 1]
+    assert left_out(commit) == [(2, "peer e: out of memory")]
+
+
+def test_withdrawals_of_strangers_and_of_other_rounds_are_ignored() -> None:
+    driver = opened(FULLS)
+    driver.do(Received("x", Withdraw(round=1, reason="?")), Received("a", Withdraw(round=2, reason="?")))
+    assert replicas(driver.decide(driver.offered("a", "b"))) == [0, 1]
+
+
+def test_who_is_gone_without_an_offer_is_not_waited_upon() -> None:
+    driver = opened(FULLS)
+    driver.offered("a")
+    driver.now = GONE + 1
+    commit = driver.decide(driver.do(Gone("b")))
+    assert left_out(commit) == [(1, "peer b: gone")]
+    assert commit.plan is not None
+    assert [r.peers for r in commit.plan.replicas] == [("a",)]
+
+
+def test_who_is_gone_after_its_offer_is_committed() -> None:
+    driver = opened(FULLS)
+    driver.offered("a")
+    driver.now = GONE + 1
+    assert driver.do(Gone("a")) == []
+    commit = driver.decide(driver.offered("b"))
+    assert replicas(commit) == [0, 1]
+    assert commit.plan is not None
+    assert [r.peers for r in commit.plan.replicas] == [("b",)]
+
+
+def test_who_comes_back_within_the_round_is_waited_upon_again() -> None:
+    driver = opened(FULLS)
+    driver.now = GONE / 2
+    driver.do(Gone("b"))
+    driver.ready("b")
+    driver.offered("a")
+    assert driver.at(GONE + 1) == []
+    assert replicas(driver.decide(driver.offered("b"))) == [0, 1]
+
+
+def test_a_round_in_which_all_failed_commits_a_new_plan_after_a_while() -> None:
+    driver = opened(FULLS)
+    for peer in FULLS:
+        assert driver.do(Received(peer, Withdraw(round=1, reason="no"))) == []
+    assert driver.at(GONE - 0.1) == []
+    commit = driver.decide(driver.at(GONE))
+    assert (replicas(commit), [i for i, _ in left_out(commit)]) == ([], [0, 1])
+    assert commit.plan is not None
+    assert len(commit.plan.replicas) == 2
+
+
+def test_with_nobody_left_the_leader_waits_and_goes_on_when_somebody_is_back() -> None:
+    driver = opened(FULLS)
+    driver.do(Gone("a"), Gone("b"))
+    assert driver.at(5 * DEADLINE) == []
+    assert [type(e) for e in driver.ready("a")] == [Propose]
+
+
+def test_when_all_left_after_offering_the_work_is_committed_and_a_plan_follows_later() -> None:
+    driver = opened(FULLS)
+    driver.offered("a")
+    driver.do(Gone("a"), Gone("b"))
+    first = driver.decide(driver.at(GONE))
+    assert (replicas(first), first.plan) == ([0], None)
+    driver.ready("a")
+    assert driver.attest("a") == []
+    second = driver.decide(driver.at(driver.now + GONE))
+    assert second.plan is not None
+    assert second.plan.slot == planner.following(M, driver.commits[0].plan)  # type: ignore[arg-type]
+
+
+def test_only_peers_that_attested_the_newest_state_are_planned() -> None:
+    driver = opened({**FULLS, "c": FULL})
+    driver.decide(driver.offered("a", "b", "c"))
+    driver.attest("a", "b")
+    driver.offered("a", "b")
+    commit = driver.decide(driver.at(DEADLINE))
+    assert left_out(commit) == [(2, "no offer before the deadline")]
+    assert commit.plan is not None
+    assert [r.peers for r in commit.plan.replicas] == [("a",), ("b",)]
+
+
+def test_a_newcomer_joins_the_plan_after_its_first_attestation() -> None:
+    driver = opened({**FULLS})
+    driver.memory["c"] = FULL
+    driver.ready("c")
+    driver.attest("c")
+    commit = driver.decide(driver.offered("a", "b"))
+    assert commit.plan is not None
+    assert [r.peers for r in commit.plan.replicas] == [("a",), ("b",), ("c",)]
+
+
+# --- a leader that restarts
+
+
+def test_a_restarted_leader_waits_for_everybody_before_it_takes_them_for_gone() -> None:
+    before = opened(FULLS)
+    driver = Driver(FULLS, before.manifest, tuple(before.commits))
+    assert driver.ready("a") == []
+    assert driver.attest("a") == []
+    assert driver.offered("a") == []
+    driver.ready("b")
+    driver.attest("b")
+    assert replicas(driver.decide(driver.offered("b"))) == [0, 1]
+
+
+def test_a_restarted_leader_gives_up_on_who_does_not_come_back() -> None:
+    before = opened(FULLS)
+    driver = Driver(FULLS, before.manifest, tuple(before.commits))
+    driver.ready("a")
+    driver.attest("a")
+    driver.offered("a")
+    assert driver.at(GONE - 0.1) == []
+    assert left_out(driver.decide(driver.at(GONE))) == [(1, "peer b: gone")]
+
+
+# --- comparing states
+
+
+def test_who_differs_from_the_majority_is_reported_once_and_left_out() -> None:
+    driver = Driver({**FULLS, "c": FULL}, tiny.manifest(rounds=3, start_peers=3))
+    driver.decide(driver.ready("a", "b", "c"))
+    driver.attest("a", "b")
+    assert driver.attest("c", digest="other") == [Report(0, "c", "embed")]
+    assert driver.attest("c", digest="other") == []
+    driver.offered("a", "c")
+    commit = driver.decide(driver.offered("b"))
+    assert replicas(commit) == [0, 1]
+    assert left_out(commit) == [(2, "peer c: its state differs from the majority's")]
+    assert [(d.peer, d.shard) for d in commit.diverged] == [("c", "embed")]
+    assert commit.digests == {"embed": "same"}
+
+
+def test_in_a_tie_nobody_is_right() -> None:
+    driver = Driver(FULLS)
+    driver.decide(driver.ready("a", "b"))
+    driver.attest("a")
+    assert driver.attest("b", digest="other") == []
+    driver.offered("a", "b")
+    commit = driver.decide(driver.at(GONE))
+    assert replicas(commit) == []
+    assert [(d.peer, d.shard) for d in commit.diverged] == [("a", "embed"), ("b", "embed")]
+    assert commit.digests == {}
+
+
+def test_attestations_of_other_rounds_are_ignored() -> None:
+    driver = opened(FULLS)
+    driver.attest("a", round=1, digest="future")
+    driver.attest("a", round=-1, digest="past")
+    assert set(driver.leader.attests) == {0}
+
+
+# --- the end
+
+
+def _last_round(driver: Driver) -> None:
+    for _ in range(driver.manifest.rounds):
+        commit = driver.decide(driver.offered("a", "b"))
+        if commit.round < driver.manifest.rounds:
+            driver.attest("a", "b")
+    assert commit.plan is None
+
+
+def test_the_run_is_over_when_every_member_attested_the_final_state() -> None:
+    driver = opened(FULLS)
+    _last_round(driver)
+    assert driver.attest("a") == []
+    assert driver.attest("b") == [Done(3)]
+    assert driver.at(driver.now + DEADLINE) == []
+
+
+def test_at_the_end_who_is_gone_gets_gone_after_and_who_is_slow_the_deadline() -> None:
+    driver = opened(FULLS)
+    _last_round(driver)
+    driver.attest("a")
+    assert driver.at(driver.now + GONE) == []
+    assert driver.do(Gone("b")) == [Done(3)]
+
+    driver = opened(FULLS)
+    _last_round(driver)
+    driver.attest("a")
+    assert driver.at(driver.now + DEADLINE - 1) == []
+    assert driver.at(driver.now + 1) == [Done(3)]
+
+
+def test_a_leader_that_restarts_at_the_end_does_not_end_the_run_before_its_members_are_back() -> None:
+    before = opened(FULLS)
+    _last_round(before)
+    driver = Driver(FULLS, before.manifest, tuple(before.commits))
+    assert driver.do(Tick()) == []
+    driver.ready("a", "b")
+    driver.attest("a")
+    assert driver.attest("b") == [Done(3)]
+
+
+def test_a_difference_after_the_last_round_is_reported() -> None:
+    driver = opened({**FULLS, "c": FULL})
+    for _ in range(3):
+        driver.decide(driver.offered("a", "b", "c"))
+        if driver.leader.round <= 3:
+            driver.attest("a", "b", "c")
+    driver.attest("a", "b")
+    assert driver.attest("c", digest="other") == [Report(3, "c", "embed"), Done(3)]

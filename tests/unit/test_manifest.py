@@ -1,0 +1,148 @@
+"""Manifests: refused by field, digest stable, hints outside of the digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import UsageError
+from protocol.manifest import HintSpec, Manifest, from_bytes, from_toml, parameters, to_toml
+from protocol.schema import plain
+from tests import tiny
+
+
+def _toml(field: str = "", value: str | None = None) -> bytes:
+    """A good manifest file in which a field (`table.field`) has another value, or is missing."""
+    lines = to_toml(tiny.manifest()).splitlines()
+    if field:
+        table, _, name = field.rpartition(".")
+        start = lines.index(f"[{table}]") if table else 0
+        at = next(i for i in range(start, len(lines)) if lines[i].startswith(f"{name} ="))
+        lines[at : at + 1] = [] if value is None else [f"{name} = {value}"]
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _refusal(raw: bytes) -> str:
+    with pytest.raises(UsageError) as caught:
+        from_toml(raw, "run.toml")
+    text = str(caught.value)
+    assert text.startswith("manifest run.toml: ")
+    assert "\n" not in text
+    return text
+
+
+def test_toml_round_trip() -> None:
+    manifest = tiny.manifest(hints=HintSpec(bootstrap=("/ip4/127.0.0.1/tcp/1/p2p/x",)))
+    assert from_toml(to_toml(manifest).encode(), "t") == manifest
+
+
+@given(name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=64).filter(str.isprintable))
+def test_any_printable_name_survives_both_forms(name: str) -> None:
+    manifest = tiny.manifest(name=name)
+    assert from_toml(to_toml(manifest).encode(), "t").name == name
+    assert from_bytes(manifest.to_bytes(), "b").name == name
+
+
+def test_the_travelling_form_has_no_hints_and_the_same_run() -> None:
+    manifest = tiny.manifest(hints=HintSpec(bootstrap=("/dns/x/tcp/1/p2p/y",)))
+    back = from_bytes(manifest.to_bytes(), "b")
+    assert back == dataclasses.replace(manifest, hints=HintSpec())
+    assert back.run_id == manifest.run_id
+
+
+def test_the_run_id_is_frozen() -> None:
+    """A change of this digest is a change of the format."""
+    assert tiny.manifest().run_id == FROZEN
+
+
+def test_every_field_but_the_hints_is_in_the_run_id() -> None:
+    base = tiny.manifest()
+    changed = {
+        "name": "other", "seed": 2, "checkpoint_rounds": 3, "rounds": 6, "start_peers": 3,
+        "model": dataclasses.replace(base.model, d_ff=32), "outer": dataclasses.replace(base.outer, beta=0.9),
+        "train": dataclasses.replace(base.train, lr=2e-3), "timing": dataclasses.replace(base.timing, gone_after=13.0),
+        "chains": dataclasses.replace(base.chains, k=(4,)), "data": dataclasses.replace(base.data, digest="0" * 64),
+        "tokenizer": dataclasses.replace(base.tokenizer, digest="1" * 64),
+    }  # fmt: skip
+    ids = {tiny.manifest(**{field: value}).run_id for field, value in changed.items()}
+    assert len(ids | {base.run_id}) == len(changed) + 1
+    assert {*changed, "hints", "operators", "quorum", "format"} == {f.name for f in dataclasses.fields(Manifest)}
+    assert tiny.manifest(hints=HintSpec(bootstrap=("x",))).run_id == base.run_id
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("rounds", None, "rounds: missing field"),
+        ("rounds", '"5"', "rounds: must be int, not str"),
+        ("rounds", "0", "rounds, start_peers and checkpoint_rounds must be at least 1"),
+        ("name", '""', "name must have 1 to 64 printable characters"),
+        ("name", r'"a\nb"', "name must have 1 to 64 printable characters"),
+        ("train.lr", "nan", "train.lr: must be a finite number"),
+        ("train.lr", "-1.0", "train: lr and clip must be positive"),
+        ("model.d_model", "9", "model: d_model / n_heads must be an even whole number"),
+        ("chains.k", "[0, 99]", "chains.k must be at most model.d_model"),
+        ("tokenizer.digest", '"xyz"', "must be a sha256 in 64 hexadecimal digits"),
+        ("operators", '["me"]', "not an Ed25519 peer id"),
+        ("operators", "[]", "operators must name at least quorum (1, 3 or 5)"),
+        ("quorum", "3", "operators must name at least quorum (1, 3 or 5)"),
+        ("quorum", "2", "operators must name at least quorum (1, 3 or 5)"),
+        ("train.sequence", "9", "train.sequence must be at most model.context"),
+        ("timing.gone_after", "61.0", "timing: 0 < heartbeat < gone_after < round_deadline must hold"),
+        ("format", "2", "format 2 is not known to this version (knows 1)"),
+        ("data.source", '"web"', 'data: source must be "sotu" or "files", not "web"'),
+        ("data.source", '"files"', 'files must be given if, and only if, source = "files"'),
+        ("train.beta1", "1.0", "train: beta1 and beta2 must be in [0, 1)"),
+        ("train.warmup_steps", "100", "train: warmup_steps must be at least 0 and less than total_steps"),
+        ("outer.values", '"int8"', 'outer: values must be "sym2", "ref2" or "fp32", not "int8"'),
+        ("outer.indices", '"raw"', 'outer: indices must be "rice" or "fixed", not "raw"'),
+        ("rounds", "9" * 5000, "for integer string conversion"),
+        ("train.lr", "9" * 400, "train.lr: must fit in 64 bits"),
+        ("model.n_layers", "4097", "model: n_layers must be at most 4096"),
+        ("model.d_ff", "16777217", "model: d_ff must be in 1..16777216"),
+        ("data.files", "[" * 5000, "manifest"),
+        ("chains.wire", '"fp16"', 'chains: wire must be "bf16" or "fp32", not "fp16"'),
+    ],
+)
+def test_a_bad_field_is_refused_by_name(field: str, value: str | None, text: str) -> None:
+    assert text in _refusal(_toml(field, value))
+
+
+def test_unknown_fields_are_refused_at_every_level() -> None:
+    assert "colour: unknown field; known here: name, seed" in _refusal(b"colour = 1\n" + _toml())
+    assert "model.colour: unknown field" in _refusal(_toml().replace(b"[model]", b"[model]\ncolour = 1"))
+
+
+def test_what_a_stranger_wrote_is_shown_on_one_printable_line() -> None:
+    for key in ("a\nb", "\x1b[2J", "\u202e", "k" * 60_000):
+        with pytest.raises(UsageError) as caught:
+            from_bytes(json.dumps({key: 1}).encode(), "m")
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("raw", [b"\xff\xfe", b"a = [", b"", b"x" * 100_000, b"[model]\n" * 2])
+def test_what_is_no_manifest_is_refused(raw: bytes) -> None:
+    _refusal(raw)
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"{", b"3", b"\xff", b"[" * 60_000, b"{}" + b" " * 70_000])
+def test_what_is_no_travelling_form_is_refused(raw: bytes) -> None:
+    with pytest.raises(UsageError, match="manifest m: "):
+        from_bytes(raw, "m")
+
+
+def test_the_number_of_parameters() -> None:
+    V, d, F, L = 16, 8, 16, 4
+    assert parameters(tiny.manifest()) == 2 * V * d + d + L * (4 * d * d + 3 * d * F + 2 * d)
+
+
+def test_plain_data_is_what_toml_can_say() -> None:
+    assert isinstance(plain(tiny.manifest())["model"], dict)
+
+
+FROZEN = "76c53d67c28d2a18ca0506ad303350b2c071411c518003c8f94b7563ec8cd77c"

@@ -1,0 +1,350 @@
+"""The volunteer: every row of its table, and every place at which it may restart."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from protocol.member import (
+    RESEND_SECONDS,
+    Applied,
+    Apply,
+    Arrange,
+    Arranged,
+    Committed,
+    Connected,
+    Effect,
+    Event,
+    Failed,
+    Finish,
+    Fold,
+    ForkError,
+    GiveBack,
+    Member,
+    Pack,
+    Packed,
+    RunOver,
+    Stop,
+    Tell,
+    Tick,
+    Train,
+    Trained,
+)
+from protocol.messages import (
+    Ask,
+    Attest,
+    Commit,
+    Contribution,
+    Diverged,
+    Message,
+    Offer,
+    Part,
+    Plan,
+    ReplicaSpec,
+    Share,
+    StageSpec,
+    Withdraw,
+)
+from tests import tiny
+
+ME = "me"
+M = tiny.manifest(rounds=3)
+TOKENS = 4 * M.train.step_tokens
+DIGESTS = {"embed": "x"}
+
+
+def plan(round: int, *peers: str) -> Plan:
+    replicas = tuple(ReplicaSpec(k=0, stages=(StageSpec(peer=p, first=0, last=4),)) for p in peers)
+    return Plan(round=round, slot=0, replicas=replicas)
+
+
+def offer(round: int) -> Offer:
+    parts = (Part(shard="embed", digest=f"payload {round}", size=8, norm=1.0),)
+    return Offer(round=round, replica=0, parts=parts, tokens=TOKENS, steps=4, loss=2.0)
+
+
+def contribution(of: Offer) -> Contribution:
+    share = Share(peer=ME, parts=of.parts)
+    return Contribution(replica=0, tokens=of.tokens, steps=of.steps, loss=of.loss, shares=(share,))
+
+
+def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True) -> list[Commit]:
+    """Commits 0 ... `rounds`; those in `mine` contain this peer's offer."""
+    commits: list[Commit] = []
+    for round in range(rounds + 1):
+        last = round == M.rounds
+        commit = Commit(
+            run=M.run_id,
+            round=round,
+            parent=commits[-1].digest if commits else M.run_id,
+            time=float(round),
+            contributions=(contribution(offer(round)),) if round in mine else (),
+            left_out=(),
+            diverged=(),
+            digests={},
+            plan=None if last else plan(round + 1, *((ME,) if planned else ("other",))),
+            leader=tiny.OPERATOR.peer_id,
+            members=(tiny.OPERATOR.peer_id,),
+        )
+        commits.append(commit)
+    return commits
+
+
+class Driver:
+    """A member whose effects are collected; `settle` answers Apply and Arrange as a good machine does."""
+
+    def __init__(self, applied: int = -1, offer: Offer | None = None) -> None:
+        self.member = Member(M, ME, applied, offer)
+        self.now = 0.0
+
+    def do(self, *events: Event) -> list[Effect]:
+        return [effect for event in events for effect in self.member.handle(event, self.now)]
+
+    def learn(self, *commits: Commit) -> list[Effect]:
+        return self.do(*(Committed(tiny.record(commit)) for commit in commits))
+
+    def settle(self, effects: list[Effect]) -> list[Effect]:
+        """All effects, those that follow from answering included."""
+        done: list[Effect] = []
+        while effects:
+            effect, *effects = effects
+            done.append(effect)
+            if isinstance(effect, Apply):
+                effects = self.do(Applied(effect.commit.round)) + effects
+            elif isinstance(effect, Arrange):
+                effects = self.do(Arranged(effect.commit.round, DIGESTS)) + effects
+        return done
+
+
+def told(effects: list[Effect]) -> list[Message]:
+    return [e.message for e in effects if isinstance(e, Tell)]
+
+
+def training(round: int = 1) -> tuple[Driver, list[Commit]]:
+    """A member in the middle of `round`, and the log that says so."""
+    driver, commits = Driver(), log(round - 1)
+    effects = driver.settle(driver.learn(*commits))
+    assert effects[-1] == Train(plan(round, ME), 0)
+    return driver, commits
+
+
+def waiting_with_offer() -> Driver:
+    driver, _ = training(1)
+    driver.do(Trained(1, 4, TOKENS, 2.0), Packed(1, offer(1)))
+    assert driver.member.phase == "waiting"
+    return driver
+
+
+# --- rows of the table
+
+
+def test_the_first_commit_is_applied_arranged_attested_and_then_trained_upon() -> None:
+    driver, (first, *_) = Driver(), log(0)
+    assert driver.learn(first) == [Apply(first, ())]
+    assert driver.member.phase == "applying"
+    assert driver.do(Applied(0)) == [Arrange(first)]
+    assert driver.member.phase == "arranging"
+    assert driver.do(Arranged(0, DIGESTS)) == [
+        Tell(Attest(round=0, digests=DIGESTS)),
+        Train(plan(1, ME), 0),
+    ]
+    assert driver.member.phase == "training"
+
+
+def test_commits_are_applied_one_by_one_and_only_the_newest_is_arranged() -> None:
+    driver, commits = Driver(), log(2)
+    assert driver.learn(*commits) == [Apply(commits[0], ())]
+    assert driver.do(Applied(0)) == [Apply(commits[1], ())]
+    assert driver.do(Applied(1)) == [Apply(commits[2], ())]
+    assert driver.do(Applied(2)) == [Arrange(commits[2])]
+
+
+def test_who_is_not_in_the_plan_waits() -> None:
+    driver = Driver()
+    effects = driver.settle(driver.learn(*log(0, planned=False)))
+    assert [type(e) for e in effects] == [Apply, Arrange, Tell]
+    assert driver.member.phase == "waiting"
+
+
+def test_training_is_packed_and_the_offer_told_only_when_it_is_durable() -> None:
+    driver, _ = training(1)
+    assert driver.do(Trained(1, 4, TOKENS, 2.0)) == [Pack(plan(1, ME), 0, 4, TOKENS, 2.0)]
+    assert driver.member.phase == "packing"
+    assert driver.do(Packed(1, offer(1))) == [Tell(offer(1))]
+    assert driver.member.phase == "waiting"
+
+
+def test_failed_training_withdraws_and_keeps_its_work() -> None:
+    driver, _ = training(1)
+    withdraw = Withdraw(round=1, reason="chain broken")
+    assert driver.do(Failed(1, 2, "chain broken")) == [Tell(withdraw), Fold(1)]
+    assert driver.do(Packed(1, None)) == []
+    assert driver.member.phase == "waiting"
+    assert withdraw in told(driver.do(Connected()))
+
+
+@pytest.mark.parametrize("end", [Trained(1, 2, 2, 2.0), Failed(1, 0, "stopped")])
+def test_too_late_the_training_stops_and_its_work_is_folded_before_the_commit_is_applied(end: Event) -> None:
+    driver, _ = training(1)
+    commit = log(1)[1]
+    assert driver.learn(commit) == [Stop(1)]
+    assert driver.member.phase == "stopping"
+    assert driver.do(Tick())[1:] == [Tell(Attest(round=0, digests=DIGESTS))]
+    assert driver.do(end) == [Fold(1)]
+    assert driver.do(Packed(1, None)) == [Apply(commit, ())]
+
+
+def test_a_commit_during_packing_is_applied_after_it_and_the_offer_given_back() -> None:
+    driver, _ = training(1)
+    driver.do(Trained(1, 4, TOKENS, 2.0))
+    commit = log(1)[1]
+    assert driver.learn(commit) == []
+    assert driver.do(Packed(1, offer(1))) == [Tell(offer(1)), Apply(commit, ())]
+    assert driver.do(Applied(1)) == [GiveBack(offer(1)), Arrange(commit)]
+
+
+def test_a_committed_offer_is_not_given_back() -> None:
+    driver = waiting_with_offer()
+    commit = log(1, mine=(1,))[1]
+    effects = driver.settle(driver.learn(commit))
+    assert [type(e) for e in effects] == [Apply, Arrange, Tell, Train]
+
+
+def test_an_offer_with_other_parts_is_not_the_committed_one() -> None:
+    driver = waiting_with_offer()
+    other = dataclasses.replace(offer(1), parts=(dataclasses.replace(offer(1).parts[0], digest="other"),))
+    commit = dataclasses.replace(log(1)[1], contributions=(contribution(other),))
+    assert GiveBack(offer(1)) in driver.settle(driver.learn(commit))
+
+
+def test_give_back_comes_before_anything_is_added() -> None:
+    driver = waiting_with_offer()
+    effects = driver.settle(driver.learn(log(1)[1]))
+    assert [type(e) for e in effects] == [Apply, GiveBack, Arrange, Tell, Train]
+
+
+def test_a_diverged_shard_is_rebuilt() -> None:
+    driver = waiting_with_offer()
+    wrong = (Diverged(peer=ME, shard="embed"), Diverged(peer="other", shard="head"))
+    commit = dataclasses.replace(log(1)[1], diverged=wrong)
+    assert driver.learn(commit) == [Apply(commit, ("embed",))]
+
+
+def test_the_end() -> None:
+    driver = Driver()
+    effects = driver.settle(driver.learn(*log(3, planned=False)))
+    assert told(effects) == [Attest(round=3, digests=DIGESTS)]
+    assert driver.do(RunOver()) == [Finish()]
+    assert driver.member.phase == "done"
+    assert driver.do(RunOver(), Tick())[0] == Tell(Ask(after=3))
+    assert not any(isinstance(e, Finish) for e in driver.do(RunOver()))
+
+
+def test_run_over_waits_for_the_last_round() -> None:
+    driver = Driver()
+    assert driver.do(RunOver()) == []
+    assert driver.settle(driver.learn(*log(3, planned=False)))[-1] == Finish()
+
+
+# --- what is lost is sent again
+
+
+def test_every_connection_and_every_few_seconds_what_matters_is_sent_again() -> None:
+    driver = waiting_with_offer()
+    everything = [Ask(after=0), Attest(round=0, digests=DIGESTS), offer(1)]
+    assert told(driver.do(Connected())) == everything
+    driver.now = RESEND_SECONDS - 0.1
+    assert driver.do(Tick()) == []
+    driver.now = RESEND_SECONDS
+    assert told(driver.do(Tick())) == everything
+
+
+def test_an_old_offer_is_not_sent_again() -> None:
+    driver = Driver(applied=0, offer=offer(2))
+    assert told(driver.do(Connected())) == [Ask(after=-1)]
+
+
+def test_a_gap_in_the_log_is_asked_for() -> None:
+    driver, commits = Driver(), log(2)
+    assert told(driver.learn(commits[2])) == [Ask(after=-1)]
+    assert driver.member.head == -1
+
+
+def test_a_commit_heard_twice_does_nothing() -> None:
+    driver = waiting_with_offer()
+    commits = log(1)
+    driver.settle(driver.learn(commits[1]))
+    assert driver.learn(*commits) == []
+
+
+@pytest.mark.parametrize("change", [{"time": 9.0}, {"plan": None}])
+def test_two_commits_for_one_round_are_a_fork(change: dict[str, Any]) -> None:
+    driver, commits = training(1)
+    with pytest.raises(ForkError, match="round 0 has two decided commits"):
+        driver.learn(dataclasses.replace(commits[0], **change))
+
+
+def test_a_commit_without_a_majority_does_not_count() -> None:
+    driver, _ = training(1)
+    assert driver.do(Committed(tiny.record(log(1)[1], tiny.OPERATORS[1], tiny.OPERATORS[2]))) == []
+    assert driver.member.head == 0
+
+
+@pytest.mark.parametrize("change", [{"parent": "somebody else"}, {"run": "another run"}])
+def test_a_commit_that_does_not_follow_is_a_fork(change: dict[str, Any]) -> None:
+    driver, _ = training(1)
+    with pytest.raises(ForkError, match=r"does not follow|another run"):
+        driver.learn(dataclasses.replace(log(1)[1], **change))
+
+
+@pytest.mark.parametrize("event", [Trained(7, 4, TOKENS, None), Failed(7, 1, "old")])
+def test_answers_of_another_round_are_ignored(event: Event) -> None:
+    driver, _ = training(1)
+    assert driver.do(event) == []
+    assert Driver().do(event) == []
+
+
+# --- restarts
+
+
+def test_restarted_in_training_it_trains_the_round_again() -> None:
+    driver = Driver(applied=0)
+    effects = driver.settle(driver.learn(*log(0)))
+    assert [type(e) for e in effects] == [Arrange, Tell, Train]
+
+
+def test_restarted_with_a_durable_offer_it_tells_it_again_and_does_not_train() -> None:
+    driver = Driver(applied=0, offer=offer(1))
+    assert told(driver.do(Connected())) == [Ask(after=-1), offer(1)]
+    effects = driver.settle(driver.learn(*log(0)))
+    assert [type(e) for e in effects] == [Arrange, Tell]
+
+
+@pytest.mark.parametrize("applied", [-1, 0, 1, 2])
+@pytest.mark.parametrize("committed", [False, True])
+def test_wherever_it_restarts_an_offer_is_resolved_once_and_before_training(applied: int, committed: bool) -> None:
+    """The state may be older or newer than the offer; the log is what decides."""
+    driver = Driver(applied=applied, offer=offer(1))
+    commits = log(2, mine=(1,) if committed else ())
+    effects = driver.settle(driver.learn(*commits))
+    kinds = [type(e) for e in effects]
+    assert kinds.count(GiveBack) == (0 if committed else 1)
+    assert [e.commit.round for e in effects if isinstance(e, Apply)] == list(range(applied + 1, 3))
+    assert kinds[-1] is Train
+    assert driver.member.applied == 2
+
+
+def test_a_state_newer_than_the_known_log_waits_for_the_log() -> None:
+    driver = Driver(applied=2, offer=offer(2))
+    assert driver.settle(driver.learn(*log(1))) == []
+    effects = driver.settle(driver.learn(log(2)[2]))
+    assert [type(e) for e in effects] == [GiveBack, Arrange, Tell, Train]
+
+
+def test_restarted_at_the_end_it_attests_again_and_finishes() -> None:
+    driver = Driver(applied=3)
+    effects = driver.settle(driver.learn(*log(3)))
+    assert told(effects) == [Attest(round=3, digests=DIGESTS)]
+    assert driver.do(RunOver()) == [Finish()]

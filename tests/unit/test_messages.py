@@ -1,0 +1,273 @@
+"""Messages on the wire: round trips, strictness at the edge, seals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol import framing, messages
+from protocol.identity import Identity
+from protocol.messages import (
+    Accept,
+    Announcement,
+    Ask,
+    Attest,
+    Beat,
+    Commit,
+    Contribution,
+    Diverged,
+    Finished,
+    Hello,
+    LeftOut,
+    Message,
+    MessageError,
+    Offer,
+    Offered,
+    Part,
+    Plan,
+    Prepare,
+    Promise,
+    Reject,
+    ReplicaSpec,
+    Share,
+    StageSpec,
+    Vote,
+    Withdraw,
+    decode,
+    decode_any,
+    decode_record,
+    encode,
+    encode_record,
+    expect,
+    is_decided,
+    seal,
+    unseal,
+    unseal_announcement,
+)
+from tests import tiny
+
+ME, OTHER = Identity(b"m" * 32), Identity(b"o" * 32)
+PART = Part(shard="embed", digest="a" * 64, size=10, norm=1.5)
+CHAIN = ReplicaSpec(k=4, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4)))
+FULL = ReplicaSpec(k=0, stages=(StageSpec(peer="a", first=0, last=4),))
+PLAN = Plan(round=3, slot=40, replicas=(FULL, CHAIN), spares=("d",))
+COMMIT = Commit(
+    run="r",
+    round=2,
+    parent="p",
+    time=1.5,
+    contributions=(
+        Contribution(replica=0, tokens=30, steps=3, loss=2.5, shares=(Share(peer="a", parts=(PART,)),)),
+        Contribution(
+            replica=1,
+            tokens=10,
+            steps=1,
+            loss=None,
+            shares=(
+                Share(peer="b", parts=(dataclasses.replace(PART, digest="b" * 64),)),
+                Share(peer="c", parts=(dataclasses.replace(PART, shard="head"),)),
+            ),
+        ),
+    ),
+    left_out=(LeftOut(replica=2, reason="late"),),
+    diverged=(Diverged(peer="c", shard="head"),),
+    digests={"embed": "d"},
+    plan=PLAN,
+)
+SAMPLES: list[Message] = [
+    Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0),
+    Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
+    Offered(round=1, peer="p", part=PART),
+    Withdraw(round=1, reason="no"),
+    Attest(round=1, digests={"embed": "x", "block.0": "y"}),
+    Beat(phase="training", round=1, step=2, loss=3.0),
+    Hello(run="r", version=1),
+    Ask(after=-1),
+    Finished(round=3),
+    Prepare(round=2, ballot=4),
+    Promise(round=2),
+    Promise(round=2, ballot=4, accepted=1, commit=COMMIT),
+    Accept(round=2, ballot=4, commit=dataclasses.replace(COMMIT, plan=None)),
+    Vote(round=2, ballot=4, digest=COMMIT.digest, signature=b"s"),
+    Reject(round=2, ballot=4, promised=5),
+]
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
+def test_a_round_trip_gives_the_same_message(message: Message) -> None:
+    assert decode(encode(message), "p") == message
+    assert unseal(seal(ME, message)) == (ME.peer_id, message)
+
+
+def test_a_record_comes_back_and_a_changed_one_does_not() -> None:
+    record = tiny.record(COMMIT, ME, OTHER, ballot=3)
+    raw = encode_record(record)
+    assert decode_record(raw, "p") == decode_any(raw, "p") == record
+    assert decode_any(encode(SAMPLES[0]), "p") == SAMPLES[0]
+    for changed in (
+        dataclasses.replace(record, ballot=4),
+        dataclasses.replace(record, commit=dataclasses.replace(COMMIT, time=2.0)),
+        dataclasses.replace(record, votes={ME.peer_id: record.votes[OTHER.peer_id]}),
+        dataclasses.replace(record, votes={f"{i}": b"" for i in range(17)}),
+    ):
+        with pytest.raises(MessageError, match="it was dropped"):
+            decode_record(encode_record(changed), "p")
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_flipped_bit_never_gives_another_record(position: int, bit: int) -> None:
+    record = tiny.record(COMMIT, ME)
+    raw = bytearray(encode_record(record))
+    raw[position % len(raw)] ^= 1 << bit
+    try:
+        found = decode_record(bytes(raw), "p")
+    except MessageError:
+        return
+    assert found.commit == record.commit
+    assert set(found.votes.items()) <= set(record.votes.items())
+
+
+def test_a_majority_is_counted_among_the_members() -> None:
+    record = tiny.record(COMMIT, *tiny.OPERATORS[:3])
+    members = [o.peer_id for o in tiny.OPERATORS]
+    assert is_decided(record, tuple(members[:5]))
+    assert not is_decided(record, tuple(members[1:6]))
+    assert not is_decided(record, tuple(members[:6]))
+
+
+def test_every_type_has_a_sample() -> None:
+    assert {type(m) for m in SAMPLES} == set(messages._TYPES.values())
+
+
+@pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
+def test_unknown_fields_are_ignored_and_missing_ones_refused(message: Message) -> None:
+    data = framing.unpack_message(encode(message))
+    assert decode(framing.pack_message({**data, "newer": [1, {"x": 2}]}), "p") == message
+    required = [
+        f.name for f in dataclasses.fields(message)
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]  # fmt: skip
+    for name in required:
+        with pytest.raises(MessageError, match=f"{name}: missing field; it was dropped"):
+            decode(framing.pack_message({k: v for k, v in data.items() if k != name}), "p")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None, 3, [], "offer", {}, {"t": "nonsense"}, {"t": 3}, {"t": ["offer"]}, {"t": {}}, {"t": "ask", "after": "1"},
+        {"t": "attest", "round": 1, "digests": {"a\nb\x1b[2J": 3}},
+    ],
+)  # fmt: skip
+def test_what_is_no_message_is_refused_on_one_line_that_names_the_peer(data: Any) -> None:
+    with pytest.raises(MessageError) as caught:
+        decode(framing.pack_message(data), "12D3KooWabcdefgh")
+    assert caught.value.peer == "12D3KooWabcdefgh"
+    assert str(caught.value).startswith("message from abcdefgh: ")
+    assert str(caught.value).isprintable()
+
+
+@given(st.binary(max_size=200))
+def test_arbitrary_bytes_are_refused(raw: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(raw, "peer")
+    with pytest.raises(MessageError):
+        unseal(raw)
+
+
+@given(position=st.integers(0, 10_000), flip=st.integers(1, 255))
+def test_a_changed_seal_never_passes_for_its_signer(position: int, flip: int) -> None:
+    raw = bytearray(seal(ME, SAMPLES[1]))
+    raw[position % len(raw)] ^= flip
+    with pytest.raises(MessageError):
+        unseal(bytes(raw))
+
+
+def test_a_seal_of_somebody_else_is_refused() -> None:
+    data = framing.unpack_message(seal(ME, Ask(after=0)))
+    with pytest.raises(MessageError, match="the signature is wrong"):
+        unseal(framing.pack_message({**data, "p": OTHER.peer_id}))
+    with pytest.raises(MessageError, match="the signature is wrong"):
+        unseal(framing.pack_message({**data, "b": encode(Ask(after=1))}))
+
+
+@pytest.mark.parametrize(
+    "change", [{"p": 1}, {"p": "x\ny"}, {"b": "text"}, {"s": None}, {"s": b""}, {"p": "12D3KooWx"}]
+)
+def test_broken_envelopes_are_refused(change: dict[str, Any]) -> None:
+    data = framing.unpack_message(seal(ME, Ask(after=0)))
+    with pytest.raises(MessageError) as caught:
+        unseal(framing.pack_message({**data, **change}))
+    assert str(caught.value).isprintable()
+
+
+def test_only_a_peer_itself_announces_itself_and_for_this_run() -> None:
+    good = Announcement(run="r", peer=ME.peer_id)
+    assert unseal_announcement(seal(ME, good), ME.peer_id, "r") == good
+    assert unseal_announcement(seal(ME, good), ME.peer_id, "other run") is None
+    assert unseal_announcement(seal(ME, good), OTHER.peer_id, "r") is None
+    assert unseal_announcement(seal(OTHER, good), OTHER.peer_id, "r") is None
+    assert unseal_announcement(seal(ME, Ask(after=0)), ME.peer_id, "r") is None
+    assert unseal_announcement(b"junk", ME.peer_id, "r") is None
+
+
+def test_equal_messages_have_equal_bytes_whatever_the_order_of_their_maps() -> None:
+    assert encode(Attest(round=1, digests={"a": "x", "b": "y"})) == encode(
+        Attest(round=1, digests={"b": "y", "a": "x"})
+    )
+
+
+def test_the_digest_of_a_commit_covers_every_field() -> None:
+    changes: dict[str, Any] = {
+        "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
+        "digests": {}, "plan": None, "leader": "x", "members": ("x",),
+    }  # fmt: skip
+    assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
+    digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}
+    assert len(digests | {COMMIT.digest}) == len(changes) + 1
+
+
+def test_payloads_have_weights_by_tokens_in_commit_order() -> None:
+    embed = COMMIT.payloads("embed")
+    assert [(w, p.digest[0], peer) for w, p, peer in embed] == [(0.75, "a", "a"), (0.25, "b", "b")]
+    assert [(w, peer) for w, _, peer in COMMIT.payloads("head")] == [(0.25, "c")]
+    assert COMMIT.payloads("block.0") == ()
+    assert dataclasses.replace(COMMIT, contributions=()).payloads("embed") == ()
+
+
+def test_a_commit_includes_exactly_the_parts_of_an_offer() -> None:
+    assert COMMIT.includes("a", (PART,))
+    assert not COMMIT.includes("b", (PART,))
+    assert not COMMIT.includes("a", (dataclasses.replace(PART, norm=2.0),))
+    assert not COMMIT.includes("a", ())
+
+
+def test_a_plan_knows_the_replica_of_a_peer() -> None:
+    assert [PLAN.replica_of(p) for p in "abcdx"] == [0, 1, 1, None, None]
+
+
+def test_expect() -> None:
+    assert expect(Ask, Ask(after=1), "peer") == Ask(after=1)
+    with pytest.raises(MessageError, match="expected Ask, got Beat"):
+        expect(Ask, SAMPLES[5], "peer")
+
+
+@pytest.mark.parametrize("raw", [b"", b"\xc1", b"\xc0\xc0", b"\x91" * 20, b"\x81\x01\x01", b"\xdd\xff\xff\xff\xff"])
+def test_a_node_that_sends_nonsense_is_named(raw: bytes) -> None:
+    node = Identity(b"l" * 32).peer_id
+    with pytest.raises(MessageError, match="it was dropped") as caught:
+        decode_any(raw, node)
+    assert caught.value.peer == node
+
+
+def test_what_a_stranger_wrote_is_shown_short_and_printable() -> None:
+    for key in ("a\nb", "\x1b[2J", "k" * 1_000_000):
+        raw = framing.pack_message({"t": "attest", "round": 1, "digests": {key: 1}})
+        with pytest.raises(MessageError) as caught:
+            decode(raw, Identity(b"l" * 32).peer_id)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 1000

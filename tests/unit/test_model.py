@@ -1,0 +1,211 @@
+"""The stage, its trainer's arithmetic, and bytes <-> tensors."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from peer import tensors
+from peer.model.stage import Stage
+from peer.trainer import COORDINATES, StageTrainer, learning_rate
+from protocol import layout
+from protocol.errors import LocalError
+from tests.chains import BASIS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain, windows_of
+
+CPU = torch.device("cpu")
+IDS = torch.tensor(windows_of()(7))
+
+
+def _whole() -> StageTrainer:
+    return make_chain((), 0)[0]
+
+
+def test_names_and_logits_are_those_of_hugging_face() -> None:
+    import transformers  # late: the import takes seconds, and only this test needs it
+
+    config = transformers.LlamaConfig(
+        vocab_size=SPEC.vocab_size,
+        hidden_size=SPEC.d_model,
+        intermediate_size=SPEC.d_ff,
+        num_hidden_layers=SPEC.n_layers,
+        num_attention_heads=SPEC.n_heads,
+        max_position_embeddings=SPEC.context,
+        rms_norm_eps=SPEC.norm_eps,
+        tie_word_embeddings=False,
+    )
+    theirs, ours = transformers.LlamaForCausalLM(config).eval(), _whole().stage
+    assert {n for s in layout.shard_names(SPEC) for n, _ in layout.tensors(SPEC, s)} == set(theirs.state_dict())
+    assert {n: v.shape for n, v in ours.state_dict().items()} == {n: v.shape for n, v in theirs.state_dict().items()}
+    theirs.load_state_dict(ours.state_dict())
+    with torch.no_grad():
+        logits, expected = ours.logits(ours(IDS)), theirs(IDS).logits
+    assert float((logits - expected).abs().max()) < 1e-5 * float(expected.abs().max())
+    assert relative(logits, expected) < 1e-6
+
+
+def test_stages_make_the_whole() -> None:
+    whole, theta = _whole().stage, random_theta()
+    x = None
+    for first, last, embed, head in ((0, 0, True, False), (0, 1, False, False), (1, 4, False, True)):
+        stage = Stage(SPEC, first, last, embed, head)
+        stage.load(theta)
+        x = stage(IDS, x)
+    assert torch.equal(stage.logits(x), whole.logits(whole(IDS)))
+    assert stage.shards == ("block.1", "block.2", "block.3", "head")
+
+
+def test_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
+    rates = [learning_rate(TRAIN, step) for step in range(1, 30)]
+    assert rates[:2] == [TRAIN.lr / 2, TRAIN.lr]
+    assert rates[10] == pytest.approx(TRAIN.lr * 0.55)
+    assert rates[19:] == pytest.approx([TRAIN.lr / 10] * 10)
+    assert rates[1:] == sorted(rates[1:], reverse=True)
+
+
+@pytest.mark.parametrize("k", [0, 8])
+def test_delta_is_zero_at_first_and_theta_minus_local_later(k: int) -> None:
+    trainer, theta = make_chain((), k)[0], random_theta()
+    for shard in trainer.shards:
+        arrays = trainer.delta(shard)
+        assert [a.shape for a in arrays] == list(layout.shapes(SPEC, shard))
+        assert all(a.dtype == np.float32 and a.flags.c_contiguous and not a.any() for a in arrays)
+    asyncio.run(run_chain([trainer], steps=2))
+    local = dict(trainer.stage.named_parameters())["lm_head.weight"].detach().numpy()
+    np.testing.assert_array_equal(trainer.delta("head")[1], theta["head"][1] - local)
+    assert all(a.any() for shard in trainer.shards for a in trainer.delta(shard))
+    assert trainer.steps == 2
+    trainer.begin_round(theta)
+    assert trainer.steps == 0
+    assert not trainer.delta("embed")[0].any()
+
+
+def test_step_is_adamw_with_clip() -> None:
+    trainer = _whole()
+    parameter = trainer.stage.lm_head.weight
+    before = parameter.detach().double().clone()
+    mean, square = torch.zeros_like(before), torch.zeros_like(before)
+    for step, norm in ((1, 2.0), (2, 0.1), (3, 7.0)):
+        gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        parameter.grad = gradient.clone()
+        trainer.step(step, norm)
+        clipped = gradient.double() * min(1.0, TRAIN.clip / norm)
+        mean = TRAIN.beta1 * mean + (1 - TRAIN.beta1) * clipped
+        square = TRAIN.beta2 * square + (1 - TRAIN.beta2) * clipped**2
+        rate = learning_rate(TRAIN, step)
+        before *= 1 - rate * TRAIN.weight_decay
+        root = (square / (1 - TRAIN.beta2**step)).sqrt() + 1e-8
+        before -= rate * mean / (1 - TRAIN.beta1**step) / root
+    assert relative(parameter.detach(), before) < 1e-6
+    assert parameter.grad is None
+
+
+def test_optimizer_state_survives_a_restart_bit_by_bit() -> None:
+    steady, theta = _whole(), random_theta()
+    asyncio.run(run_chain([steady], steps=2))
+    state = steady.optimizer_state()
+    steady.begin_round(theta)
+    asyncio.run(run_chain([steady], steps=2, first_step=3))
+    restarted = _whole()
+    restarted.load_optimizer(state)
+    asyncio.run(run_chain([restarted], steps=2, first_step=3))
+    for shard in steady.shards:
+        for a, b in zip(steady.delta(shard), restarted.delta(shard), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_optimizer_state_is_kept_for_what_is_still_held() -> None:
+    chain = make_chain((3,), 8)
+    asyncio.run(run_chain(chain))
+    state = chain[0].optimizer_state() | chain[1].optimizer_state()
+    same = StageTrainer(SPEC, TRAIN, ("embed", "block.0"), k=8, basis=BASIS)
+    same.load_optimizer(state)
+    assert {key: state[key].tolist() for key in same.optimizer_state()} == {
+        key: value.tolist() for key, value in same.optimizer_state().items()
+    }
+    assert f"{COORDINATES}/exp_avg" in same.optimizer_state()
+    assert not any("layers.1." in key for key in same.optimizer_state())
+    narrower = StageTrainer(SPEC, TRAIN, ("embed", "block.0"), k=4, basis=BASIS)
+    narrower.load_optimizer(state)
+    assert {key.split("/")[0] for key in narrower.optimizer_state()} == {
+        name for name, _ in layout.tensors(SPEC, "block.0")
+    }
+    with pytest.raises(LocalError, match="another shape"):
+        same.load_optimizer({**state, "model.layers.0.mlp.up_proj.weight/exp_avg": np.zeros(3, np.float32)})
+
+
+def test_evaluate_and_sample() -> None:
+    trainer = _whole()
+    windows = np.concatenate([windows_of()(s) for s in (1, 2, 3, 4)])
+    ids = torch.tensor(windows)
+    with torch.no_grad():
+        logits = trainer.stage.logits(trainer.stage(ids[:, :-1]))
+    expected = -torch.log_softmax(logits.double(), -1).gather(-1, ids[:, 1:, None]).mean()
+    assert trainer.evaluate(windows) == pytest.approx(float(expected), rel=1e-5)
+    assert trainer.sample([1, 2], 20, 1.0, 5) == trainer.sample([1, 2], 20, 1.0, 5)
+    assert trainer.sample([1, 2], 20, 1.0, 5) != trainer.sample([1, 2], 20, 1.0, 6)
+    greedy = trainer.sample(ids[0, :-1].tolist(), 1, 0.0, 0)
+    assert greedy == [int(logits[0, -1].argmax())]
+    with pytest.raises(LocalError, match="only a part"):
+        make_chain((3,), 0)[0].evaluate(windows)
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    theta = random_theta()
+    theta["head"][0][:] = np.inf
+    trainer = make_chain((), 0, theta=theta)[0]
+    with pytest.raises(LocalError, match="not finite"):
+        trainer.forward(0, IDS[:2])
+
+
+def test_a_stage_must_be_contiguous() -> None:
+    for shards in ((), ("embed", "block.1"), ("block.1", "block.0"), ("block.9",)):
+        with pytest.raises(LocalError, match="contiguous"):
+            StageTrainer(SPEC, TRAIN, shards)
+    with pytest.raises(LocalError, match="no basis"):
+        StageTrainer(SPEC, TRAIN, ("embed",), k=BASIS.shape[1] + 1, basis=BASIS)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "fp32"])
+def test_tensors_round_trip_at_any_alignment(wire: str) -> None:
+    x = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)) * 1e3
+    raw = tensors.encode(x, wire)
+    expected = x.bfloat16().float() if wire == "bf16" else x
+    assert len(raw) == tensors.size(x.shape, wire) == x.numel() * tensors.WIRES[wire]
+    for offset in range(5):
+        view = memoryview(bytes(offset) + raw)[offset:]
+        found = tensors.decode(view, x.shape, wire, CPU)
+        assert torch.equal(found, expected)
+        assert found.dtype == torch.float32
+        assert found.data_ptr() % 64 == 0
+
+
+def test_bad_tensors_are_named() -> None:
+    raw = tensors.encode(torch.ones(2, 3), "fp32")
+    with pytest.raises(tensors.BadTensor, match="has 24 bytes of values, not 32"):
+        tensors.decode(raw, (2, 4), "fp32", CPU)
+    for bad in (math.nan, math.inf):
+        with pytest.raises(tensors.BadTensor, match="not finite"):
+            tensors.encode(torch.tensor([bad]), "bf16")
+        with pytest.raises(tensors.BadTensor, match="not finite"):
+            tensors.decode(np.float32(bad).tobytes(), (1,), "fp32", CPU)
+    assert isinstance(tensors.BadTensor("x"), ValueError)
+
+
+@pytest.mark.parametrize(("vocab_size", "width"), [(97, 2), (1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_ids_round_trip(vocab_size: int, width: int) -> None:
+    ids = torch.tensor([[0, 1, vocab_size - 1]])
+    raw = tensors.encode_ids(ids, vocab_size)
+    assert len(raw) == 3 * width
+    assert torch.equal(tensors.decode_ids(raw, (1, 3), vocab_size, CPU), ids)
+    with pytest.raises(tensors.BadTensor, match="bytes of token ids"):
+        tensors.decode_ids(raw[:-1], (1, 3), vocab_size, CPU)
+    with pytest.raises(tensors.BadTensor, match="outside the vocabulary"):
+        tensors.decode_ids(b"\xff" * len(raw), (1, 3), vocab_size if width == 4 else 97, CPU)
+    with pytest.raises(tensors.BadTensor, match="not integers"):
+        tensors.ids_from(np.zeros((1, 3)), (1, 3), vocab_size, CPU)
+    with pytest.raises(tensors.BadTensor, match="outside the vocabulary"):
+        tensors.ids_from(np.array([[-1]]), (1, 1), vocab_size, CPU)

@@ -1,0 +1,272 @@
+"""The monitor against a made-up bootstrap node on the in-memory transport."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from peer.events import Event
+from peer.monitor import BadLog, Monitor
+from peer.net.base import Transport, serve_calls
+from peer.net.memory import MemoryNetwork
+from peer.tui import View
+from protocol import framing, messages, wire
+from protocol.identity import Identity
+from protocol.messages import (
+    Announcement,
+    Ask,
+    Commit,
+    Contribution,
+    LeftOut,
+    Part,
+    Plan,
+    ReplicaSpec,
+    Share,
+    StageSpec,
+)
+from tests import tiny
+
+MANIFEST = tiny.manifest(rounds=2)
+ALICE, BOB, CAROL = (Identity(bytes([i] * 32)) for i in (1, 2, 3))
+WATCHER = Identity(bytes([9] * 32)).peer_id
+
+
+def plan(number: int) -> Plan:
+    full = ReplicaSpec(k=0, stages=(StageSpec(peer=ALICE.peer_id, first=0, last=4),))
+    chain = ReplicaSpec(
+        k=4,
+        stages=(
+            StageSpec(peer=BOB.peer_id, first=0, last=2),
+            StageSpec(peer=CAROL.peer_id, first=2, last=4),
+        ),
+    )
+    return Plan(round=number, slot=0, replicas=(full, chain))
+
+
+def commits() -> list[Commit]:
+    """Rounds 0 to 2, the whole run; the chain is left out of round 2."""
+    parts = (Part(shard="embed", digest="0" * 64, size=70, norm=1.0),)
+    out: list[Commit] = []
+    for number in range(3):
+        share = (Share(peer=ALICE.peer_id, parts=parts),)
+        made = Contribution(replica=0, tokens=64, steps=4, loss=3.0 - number, shares=share)
+        left = LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone")
+        out.append(
+            Commit(
+                run=MANIFEST.run_id,
+                round=number,
+                parent=out[-1].digest if out else MANIFEST.run_id,
+                time=100.0 + number,
+                contributions=(made,) if number else (),
+                left_out=(left,) if number == 2 else (),
+                diverged=(),
+                digests={},
+                plan=plan(number + 1) if number < 2 else None,
+                leader=tiny.OPERATOR.peer_id,
+                members=(tiny.OPERATOR.peer_id,),
+            )
+        )
+    return out
+
+
+def announcement(who: Identity, **changes: Any) -> Announcement:
+    values: dict[str, Any] = {"run": MANIFEST.run_id, "peer": who.peer_id, "memory_bytes": 5, "up_bps": 7, "serial": 1}
+    return Announcement(**{**values, **changes})
+
+
+class Node:
+    """Serves `log` (records, two a reply) and stores announcements."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.log: list[bytes] = []
+        self.asked: list[int] = []
+
+    async def start(self) -> None:
+        async def answer(remote: str, request: bytes) -> bytes:
+            ask = messages.expect(Ask, messages.decode(request, remote), remote)
+            self.asked.append(ask.after)
+            return framing.pack_message(self.log[ask.after + 1 : ask.after + 3])
+
+        await serve_calls(self.transport, wire.LOG, answer)
+
+    async def announce(self, who: Identity, ttl: float = 60.0, **changes: Any) -> None:
+        raw = messages.seal(who, announcement(who, **changes))
+        assert await self.transport.store(wire.announcements_key(MANIFEST.run_id), who.peer_id, raw, ttl=ttl)
+
+
+def play(story: Callable[[Node, Monitor, list[Event]], Awaitable[None]]) -> list[Event]:
+    """Runs `story` with a node and a monitor; returns the events that the monitor told."""
+    events: list[Event] = []
+
+    async def run() -> None:
+        network = MemoryNetwork()
+        node = Node(network.transport(tiny.OPERATOR.peer_id))
+        await node.start()
+        watcher = network.transport(WATCHER)
+        async with asyncio.timeout(30):
+            await story(node, Monitor(MANIFEST, watcher), events)
+        await watcher.aclose()
+        await node.transport.aclose()
+
+    asyncio.run(run())
+    return events
+
+
+def records(found: list[Commit]) -> list[bytes]:
+    return [messages.encode_record(tiny.record(commit)) for commit in found]
+
+
+def test_a_whole_run_becomes_events_and_a_screen() -> None:
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        node.log = records(commits())
+        await node.announce(ALICE, phase="training", round=2, step=3, loss=1.5)
+        await node.announce(BOB, phase="waiting", round=1, bytes_sent=900)
+        await monitor.follow(events.append)
+        assert node.asked == [-1, 1, 2]
+
+    events = play(story)
+    kinds = [e.kind for e in events]
+    assert kinds.count("commit") == 3
+    assert kinds.count("ready") == 2
+    assert kinds[-1] == "finished"
+    roles = [(e.source, e.fields["role"], e.fields["round"]) for e in events if e.kind == "role"]
+    assert (CAROL.peer_id, "stage", 1) in roles
+    step = next(e for e in events if e.kind == "step" and e.source == ALICE.peer_id)
+    assert step.fields == {"round": 2, "step": 3, "loss": 1.5, "phase": "training"}
+    left = [e.fields["left_out"] for e in events if e.kind == "commit"][-1]
+    assert left == [{"replica": 1, "reason": f"peer {BOB.peer_id[-8:]}: gone"}]
+    view = View(MANIFEST)
+    for event in events:
+        view.feed(event)
+    assert view.committed == {1: 2.0, 2: 1.0}
+    assert view.finished
+
+
+def test_only_changes_are_told() -> None:
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        node.log = records(commits()[:1])
+        await node.announce(ALICE, phase="training", round=1, step=1)
+        await monitor.poll(events.append)
+        told = len(events)
+        await monitor.poll(events.append)
+        assert len(events) == told
+        await node.announce(ALICE, 61.0, serial=2, phase="training", round=1, step=2)
+        node.log = records(commits()[:2])
+        await monitor.poll(events.append)
+        assert [e.kind for e in events[told:]] == ["commit", "role", "role", "role", "step"]
+        await node.announce(ALICE, 62.0, serial=1, phase="training", round=1, step=1)
+        told = len(events)
+        await monitor.poll(events.append)
+        assert len(events) == told
+        node.transport.get = monitor.transport.get = no_records  # type: ignore[method-assign]
+        await monitor.poll(events.append)
+        assert [e.kind for e in events[told:]] == ["gone"]
+
+    async def no_records(key: str) -> dict[str, bytes]:
+        return {}
+
+    play(story)
+
+
+def test_announcements_of_others_are_not_believed() -> None:
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        key = wire.announcements_key(MANIFEST.run_id)
+        forged = messages.seal(BOB, announcement(ALICE))
+        foreign = messages.seal(CAROL, announcement(CAROL, run="another"))
+        assert await node.transport.store(key, ALICE.peer_id, forged, ttl=60)
+        assert await node.transport.store(key, CAROL.peer_id, foreign, ttl=60)
+        assert await node.transport.store(key, "junk", b"junk", ttl=60)
+        await monitor.poll(events.append)
+
+    assert play(story) == []
+
+
+def _wrong_signer(log: list[Commit]) -> list[bytes]:
+    return [messages.encode_record(tiny.record(commit, ALICE)) for commit in log]
+
+
+def _flipped(log: list[Commit]) -> list[bytes]:
+    raw = records(log)
+    return [raw[0][:-1] + bytes([raw[0][-1] ^ 1])]
+
+
+@pytest.mark.parametrize(
+    ("forge", "reason"),
+    [
+        (_wrong_signer, "lacks the votes of a majority"),
+        (_flipped, "signature is wrong"),
+        (lambda log: records(log[1:]), "not the one of round 0"),
+        (lambda log: [records(log)[0]] * 2, "not the one of round 1"),
+        (lambda log: [messages.encode(Ask(after=1))], "must be a table"),
+        (lambda log: [b"junk"], "record"),
+    ],
+)
+def test_a_forged_log_is_refused(forge: Callable[[list[Commit]], list[bytes]], reason: str) -> None:
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        node.log = forge(commits())
+        with pytest.raises((BadLog, messages.MessageError), match=reason):
+            await monitor.poll(events.append)
+
+    play(story)
+
+
+def test_a_commit_must_follow_the_one_before_it() -> None:
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        import dataclasses
+
+        first, second, _ = commits()
+        node.log = records([first, dataclasses.replace(second, parent="0" * 64)])
+        with pytest.raises(BadLog, match="does not follow"):
+            await monitor.poll(events.append)
+
+    play(story)
+
+
+def test_a_node_that_is_away_is_a_warning_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peer.monitor.POLL_SECONDS", 0.0)
+
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        tries = 0
+        opened = monitor.transport.open
+
+        async def open_later(peer: str, name: str, *, timeout: float) -> Any:
+            nonlocal tries
+            tries += 1
+            return await opened("nobody" if tries < 4 else peer, name, timeout=timeout)
+
+        monitor.transport.open = open_later  # type: ignore[method-assign]
+        node.log = records(commits())
+        await monitor.follow(events.append)
+
+    assert [e.kind for e in play(story)].count("warning") == 1
+
+
+def test_snapshot() -> None:
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        node.log = records(commits()[:2])
+        await node.announce(CAROL, phase="training", round=2, step=1, loss=1.5)
+        found = json.loads(await monitor.snapshot_json())
+        assert (found["run"], found["round"], found["rounds"]) == (MANIFEST.run_id, 2, 2)
+        assert not found["finished"]
+        assert found["log_digest"] == commits()[1].digest
+        assert [c["round"] for c in found["commits"]] == [0, 1]
+        assert found["commits"][1]["contributions"][0]["bytes"] == 70
+        (peer,) = found["peers"]
+        assert (peer["role"], peer["replica"], peer["first"], peer["last"]) == ("stage", 1, 2, 4)
+        assert peer["loss"] == 1.5
+
+    play(story)
+
+
+def test_neither_torch_nor_hivemind_is_imported() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, peer.monitor, peer.tui; print({'torch', 'hivemind', 'peer.net.p2p'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

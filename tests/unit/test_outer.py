@@ -1,0 +1,231 @@
+"""The outer step: its arithmetic bit for bit, all-or-nothing application, and the promise that nothing is
+lost."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peer.outer import Outer
+from protocol import layout, seeded, sparse
+from protocol.errors import LocalError
+from protocol.layout import ModelSpec
+from protocol.sparse import Codec, PayloadError
+
+SPEC = ModelSpec(vocab_size=96, d_model=16, n_layers=1, n_heads=2, d_ff=24, context=8)
+SHARD = "head"  # a vector [16] and a matrix [96, 16]
+SHAPES = layout.shapes(SPEC, SHARD)
+ULP = 2.0**-24  # relative error of one fp32 operation
+Shard = list[npt.NDArray[np.float32]]
+
+
+def outer(values: str = "sym2", k: int = 32, beta: float = 0.95, eta: float = 1.0) -> Outer:
+    o = Outer(SPEC, Codec(k, values), beta, eta)
+    o.theta[SHARD] = seeded.initial_shard(SPEC, b"seed", SHARD)
+    return o
+
+
+def pseudo_gradient(seed: int) -> Shard:
+    """Uneven scales, as after some inner steps."""
+    rng = np.random.default_rng(seed)
+    return [(1e-3 * rng.standard_normal(s) * np.exp(rng.standard_normal(s))).astype(np.float32) for s in SHAPES]
+
+
+def flat(arrays: Shard) -> npt.NDArray[np.float64]:
+    return np.concatenate([a.reshape(-1) for a in arrays]).astype(np.float64)
+
+
+def dense(o: Outer, payload: bytes) -> npt.NDArray[np.float64]:
+    """What a payload says, as one long vector."""
+    out = [np.zeros(s, dtype=np.float32) for s in SHAPES]
+    for x, sent in zip(out, sparse.decode(o.codec, SHAPES, payload), strict=True):
+        x.reshape(-1)[sent.index] = sent.values
+    return flat(out)
+
+
+rounds_of_play = st.lists(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**32),  # the pseudo-gradient's seed
+            st.sampled_from(["committed", "returned", "returned later", "idle"]),
+        ),
+        min_size=3,
+        max_size=3,
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(
+    plays=rounds_of_play,
+    values=st.sampled_from(["sym2", "ref2", "fp32"]),
+    beta=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
+    eta=st.sampled_from([0.8, 1.0]),
+    k=st.sampled_from([32, 512]),
+)
+@settings(max_examples=40, deadline=None)
+def test_nothing_is_lost(plays: list[list[tuple[int, str]]], values: str, beta: float, eta: float, k: int) -> None:
+    """Three replicas; each round each one works or idles, and what it offers is committed or left out and
+    given back.
+
+    Let a_m(r) be what left replica m's buffer for good in round r: payloads committed, less what an earlier
+    round had sent and round r gave back. e is multiplied by β once per `accumulate`; so with L_m = β L_m +
+    δ_m and C_m = β C_m + a_m at each of the replica's working rounds (what is given back between rounds
+    enters C_m as it is),
+
+        e_m + C_m = L_m                     for every replica, and
+        θ(0) - θ(R) = η Σ_r Σ_m w_m sent_m  over what was committed.
+
+    Both are checked against a ledger in float64. Tolerance: at most 5 roundings of a number no larger than B
+    a round for the first (2^-24 B each), M + 4 for the second, where B is the largest number seen; errors of
+    earlier rounds only decay.
+    """
+    shared = outer(values, k, beta, eta)
+    start = flat(shared.theta[SHARD])
+    peers = [outer(values, k, beta, eta) for _ in range(3)]
+    beta64, eta64 = float(np.float32(beta)), float(np.float32(eta))
+    earned = [np.zeros_like(start) for _ in peers]  # L_m
+    gone = [np.zeros_like(start) for _ in peers]  # C_m
+    pending: list[list[bytes]] = [[] for _ in peers]
+    applied, largest = np.zeros_like(start), float(np.abs(start).max())
+    for play in plays:
+        commit: list[tuple[float, bytes]] = []
+        for m, (seed, fate) in enumerate(play):
+            if fate == "idle":
+                continue
+            for payload in pending[m]:  # the news that it was left out came late, before this round's work ended
+                peers[m].give_back(SHARD, payload)
+                gone[m] -= dense(peers[m], payload)
+            pending[m] = []
+            delta = pseudo_gradient(seed)
+            peers[m].accumulate(SHARD, delta)
+            earned[m] = beta64 * earned[m] + flat(delta)
+            gone[m] = beta64 * gone[m]
+            largest = max(largest, float(np.abs(flat(peers[m].feedback[SHARD])).max()))
+            payload = peers[m].encode(SHARD)
+            gone[m] += dense(peers[m], payload)
+            if fate == "returned":
+                peers[m].give_back(SHARD, payload)
+                gone[m] -= dense(peers[m], payload)
+            elif fate == "returned later":
+                pending[m].append(payload)
+            else:
+                commit.append((0.2 + 0.1 * m, payload))
+        shared.apply(SHARD, commit)
+        for weight, payload in commit:
+            applied += eta64 * float(np.float32(weight)) * dense(shared, payload)
+        largest = max(largest, float(np.abs(flat(shared.theta[SHARD])).max()))
+    unit = ULP * largest * len(plays)
+    for m, peer in enumerate(peers):
+        left = flat(peer.feedback[SHARD]) if SHARD in peer.feedback else np.zeros_like(start)
+        np.testing.assert_allclose(left + gone[m], earned[m], rtol=0, atol=5 * unit)
+    np.testing.assert_allclose(start - flat(shared.theta[SHARD]), applied, rtol=0, atol=7 * unit)
+
+
+@pytest.mark.parametrize("values", ["sym2", "fp32"])
+def test_updates_and_buffers_are_the_decayed_work(values: str) -> None:
+    """The same promise end to end, from θ and e alone: with all weights 1/M and what is left out given back
+    at once, Σ_r β^(R-r) (θ(r-1) - θ(r)) M / η + Σ_m e_m = Σ_m Σ_r β^(R-r) δ_m(r)."""
+    members, rounds, eta = 3, 12, 0.8
+    shared = outer(values, eta=eta)
+    peers = [outer(values, eta=eta) for _ in range(members)]
+    beta64 = float(np.float32(0.95))
+    moved, worked = 0.0 * flat(shared.theta[SHARD]), 0.0 * flat(shared.theta[SHARD])
+    for r in range(rounds):
+        before = flat(shared.theta[SHARD])
+        commit = []
+        worked *= beta64
+        for m, peer in enumerate(peers):
+            delta = pseudo_gradient(100 * r + m)
+            worked += flat(delta)
+            peer.accumulate(SHARD, delta)
+            payload = peer.encode(SHARD)
+            if (r + m) % 4 == 0:
+                peer.give_back(SHARD, payload)
+            else:
+                commit.append((1 / members, payload))
+        shared.apply(SHARD, commit)
+        moved = beta64 * moved + (before - flat(shared.theta[SHARD])) * members / eta
+    left = sum(flat(peer.feedback[SHARD]) for peer in peers)
+    scale = float(np.abs(flat(shared.theta[SHARD])).max())
+    np.testing.assert_allclose(moved + left, worked, rtol=0, atol=ULP * scale * rounds * (members / eta + 8))
+
+
+def test_the_arithmetic_is_the_stated_one() -> None:
+    o = outer(values="fp32", k=4096, beta=0.95, eta=0.8)
+    first, second = pseudo_gradient(1), pseudo_gradient(2)
+    before = [t.copy() for t in o.theta[SHARD]]
+    held = o.theta[SHARD]
+    o.accumulate(SHARD, first)
+    assert all((e == d).all() for e, d in zip(o.feedback[SHARD], first, strict=True))
+    a = o.encode(SHARD)
+    assert all((e == 0).all() for e in o.feedback[SHARD])
+    o.give_back(SHARD, a)
+    o.accumulate(SHARD, second)
+    expected = [np.float32(0.95) * d1 + d2 for d1, d2 in zip(first, second, strict=True)]
+    assert all((e == x).all() for e, x in zip(o.feedback[SHARD], expected, strict=True))
+    b = o.encode(SHARD)
+    o.apply(SHARD, [(0.3, a), (0.7, b)])
+    for now, was, x, y in zip(o.theta[SHARD], before, first, expected, strict=True):
+        total = np.float32(0.3) * x + np.float32(0.7) * y
+        assert (now == was - np.float32(0.8) * total).all()
+    assert all((t == was).all() for t, was in zip(held, before, strict=True)), "the old list is a whole state"
+    o.apply(SHARD, [])
+    assert o.digest(SHARD) == hashlib.sha256(b"".join(t.tobytes() for t in o.theta[SHARD])).hexdigest()
+
+
+def test_a_bad_contribution_changes_nothing() -> None:
+    o = outer()
+    o.accumulate(SHARD, pseudo_gradient(1))
+    good = o.encode(SHARD)
+    before = o.digest(SHARD)
+    buffers = flat(o.feedback[SHARD])
+    with pytest.raises(PayloadError):
+        o.apply(SHARD, [(0.5, good), (0.5, good[:-1])])
+    with pytest.raises(ValueError, match="weight"):
+        o.apply(SHARD, [(float("nan"), good)])
+    with pytest.raises(PayloadError):
+        o.give_back(SHARD, good + b"x")
+    with pytest.raises(KeyError):
+        o.apply("embed", [])
+    assert o.digest(SHARD) == before
+    assert (flat(o.feedback[SHARD]) == buffers).all()
+
+
+def test_a_bad_pseudo_gradient_leaves_the_buffer() -> None:
+    o = outer()
+    o.accumulate(SHARD, pseudo_gradient(1))
+    before = flat(o.feedback[SHARD])
+    bad = pseudo_gradient(2)
+    bad[1][3, 3] = np.nan
+    with pytest.raises(LocalError, match="not finite"):
+        o.accumulate(SHARD, bad)
+    with pytest.raises(ValueError, match="shapes"):
+        o.accumulate(SHARD, bad[:1])
+    assert (flat(o.feedback[SHARD]) == before).all()
+
+
+def test_feedback_needs_no_holding() -> None:
+    """A stage that has moved on still takes back what an earlier round left out."""
+    o = outer()
+    o.accumulate(SHARD, pseudo_gradient(1))
+    payload = o.encode(SHARD)
+    del o.theta[SHARD], o.feedback[SHARD]
+    o.give_back(SHARD, payload)
+    assert (flat(o.feedback[SHARD]) == dense(o, payload)).all()
+
+
+def test_threads_change_no_bits() -> None:
+    one, four = outer(), outer()
+    four.threads = 4
+    for o in (one, four):
+        o.accumulate(SHARD, pseudo_gradient(1))
+        o.apply(SHARD, [(0.5, o.encode(SHARD)), (0.5, o.encode(SHARD))])
+    assert one.digest(SHARD) == four.digest(SHARD)
+    assert (flat(one.feedback[SHARD]) == flat(four.feedback[SHARD])).all()

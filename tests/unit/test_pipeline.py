@@ -1,0 +1,235 @@
+"""The pipeline's schedule and what it does with neighbours that die, fall silent or lie."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peer import pipeline, tensors
+from peer.pipeline import ChainBroken, StepReport, run_steps
+from peer.trainer import StageTrainer
+from protocol import layout
+from protocol.errors import LocalError, UsageError
+from protocol.layout import ModelSpec
+from protocol.subspace import basis
+from tests.chains import DEADLINE_S, SPEC, TRAIN, Wired, make_chain, random_theta, run_chain, windows_of, worker
+
+
+def test_bytes_per_token() -> None:
+    spec = ModelSpec(vocab_size=97, d_model=32, n_layers=2, n_heads=2, d_ff=32, context=128)
+    train = dataclasses.replace(TRAIN, sequence=128, rows=2, micro_batches=2)
+    u, theta, names = basis(b"bytes", 32, 16), random_theta(spec), layout.shard_names(spec)
+    chain = [StageTrainer(spec, train, shards, k=16, basis=u) for shards in (names[:2], names[2:])]
+    for trainer in chain:
+        trainer.begin_round(theta)
+    first, last = asyncio.run(run_chain(chain, wire="bf16"))
+    assert first[0].tokens == 2 * 2 * 128
+    assert first[0].forward_bytes / first[0].tokens == pytest.approx(2 * 16 + 2, rel=0.03)
+    assert last[0].backward_bytes / last[0].tokens == pytest.approx(2 * 16, rel=0.03)
+    assert first[0].backward_bytes == last[0].forward_bytes == 0
+    assert first[0].seconds >= first[0].busy_s > 0
+
+
+def test_the_first_stage_bounds_what_is_under_way() -> None:
+    class Counting(StageTrainer):
+        most = 0
+
+        def forward(self, *args: Any) -> Any:
+            out = super().forward(*args)
+            self.most = max(self.most, len(self._kept))
+            return out
+
+    names = layout.shard_names(SPEC)
+    train = dataclasses.replace(TRAIN, micro_batches=8)
+    chain = [Counting(SPEC, train, shards) for shards in (names[:2], names[2:4], names[4:])]
+    for trainer in chain:
+        trainer.begin_round(random_theta())
+    asyncio.run(run_chain(chain, window=3))
+    assert [trainer.most <= 3 for trainer in chain] == [True, True, True]
+    assert chain[0].most > 1, "there is overlap"
+    assert chain[2].most == 1
+
+
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_any_stage_can_stop_all_after_the_same_step(who: int) -> None:
+    stop = asyncio.Event()
+    stop.set()
+    reports = asyncio.run(run_chain(make_chain((2, 4), 8), steps=9, stops={who: stop}))
+    assert [[r.step for r in stage] for stage in reports] == [[1]] * 3
+    (alone,) = asyncio.run(run_chain(make_chain((), 0), steps=9, stops={0: stop}))
+    assert len(alone) == 1
+
+
+def _outcomes(cuts: tuple[int, ...], disturb: Callable[[Wired, list[asyncio.Task[Any]]], Awaitable[None]]) -> list[Any]:
+    """Starts an endless chain, disturbs it after the first step of P0, and returns what each stage ended with."""
+
+    async def main() -> list[Any]:
+        chain = make_chain(cuts, 8)
+        begun = asyncio.Event()
+
+        def on_step(report: StepReport) -> None:
+            begun.set()
+
+        async with asyncio.timeout(DEADLINE_S), Wired(len(chain)) as wired:
+            tasks = [
+                asyncio.create_task(
+                    run_steps(
+                        trainer,
+                        worker(i),
+                        first_step=1,
+                        steps=10**9,
+                        wire="bf16",
+                        timeout=DEADLINE_S,
+                        previous=wired.previous[i],
+                        following=wired.following[i],
+                        windows=None if i else windows_of(),
+                        on_step=None if i else on_step,
+                    )
+                )
+                for i, trainer in enumerate(chain)
+            ]
+            await begun.wait()
+            await disturb(wired, tasks)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_a_killed_member_is_named_by_all_others(victim: int) -> None:
+    async def kill(wired: Wired, tasks: list[asyncio.Task[Any]]) -> None:
+        await wired.peers[victim].aclose()
+
+    outcomes = _outcomes((2, 3, 4), kill)
+    assert all(isinstance(error, ChainBroken) for error in outcomes)
+    assert {error.peer for i, error in enumerate(outcomes) if i != victim} == {f"P{victim}"}
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_cancelled_member_is_named_by_all_others(victim: int) -> None:
+    async def cancel(wired: Wired, tasks: list[asyncio.Task[Any]]) -> None:
+        tasks[victim].cancel()
+
+    outcomes = _outcomes((2, 3, 4), cancel)
+    assert isinstance(outcomes.pop(victim), asyncio.CancelledError)
+    assert [error.peer for error in outcomes] == [f"P{victim}"] * 3
+
+
+def test_a_failing_member_tells_its_neighbours_and_can_start_again() -> None:
+    chain = make_chain((3,), 0)
+
+    def broken(step: int) -> np.ndarray:
+        return windows_of()(step) if step == 1 else np.zeros((2, 2), np.int64)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        asyncio.run(run_chain(chain, steps=3, windows=broken))
+    ours, theirs = sorted(caught.value.exceptions, key=lambda error: isinstance(error, ChainBroken))
+    assert isinstance(ours, LocalError)
+    assert "token windows" in str(ours)
+    if isinstance(theirs, ChainBroken):
+        assert theirs.peer == "P0"
+    assert [trainer.steps for trainer in chain] == [1, 1]
+    asyncio.run(run_chain(chain, steps=1, first_step=2))
+    steady = make_chain((3,), 0)
+    asyncio.run(run_chain(steady, steps=2))
+    np.testing.assert_array_equal(chain[1].delta("head")[1], steady[1].delta("head")[1])
+
+
+def _frame(kind: int = pipeline.FORWARD, step: int = 1, micro: int = 0, width: int = 8, wire: int = 1) -> bytes:
+    return pipeline._HEAD.pack(kind, wire, step, micro, TRAIN.rows, TRAIN.sequence, width)
+
+
+def _body(z: float = 0.5, token: int = 3) -> bytes:
+    rows, length = TRAIN.rows, TRAIN.sequence
+    ids = torch.full((rows, length + 1), token, dtype=torch.int32)
+    return tensors.encode_ids(ids, SPEC.vocab_size) + np.full((rows, length, 8), z, "<f4").tobytes()
+
+
+def _last_stage_hears(frames: list[bytes], timeout: float = DEADLINE_S) -> ChainBroken:
+    """What the last of two stages makes of these frames from P0."""
+
+    async def main() -> ChainBroken:
+        async with asyncio.timeout(DEADLINE_S), Wired(2) as wired:
+            for frame in frames:
+                await wired.following[0].send(frame)
+            with pytest.raises(ChainBroken) as caught:
+                await run_steps(
+                    make_chain((3,), 8)[1],
+                    worker(1),
+                    first_step=1,
+                    steps=1,
+                    wire="fp32",
+                    timeout=timeout,
+                    previous=wired.previous[1],
+                )
+        return caught.value
+
+    return asyncio.run(main())
+
+
+GOOD = [_frame(micro=i) + _body() for i in range(TRAIN.micro_batches)]
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([b""], "a frame of 0 bytes"),
+        ([_frame()[:-1]], "a frame of 21 bytes"),
+        ([_frame(step=2) + _body()], "step=2"),
+        ([_frame(micro=1) + _body()], "micro=1"),
+        ([_frame(width=7) + _body()], "width=7"),
+        ([_frame(wire=0) + _body()], "wire=0"),
+        ([_frame(kind=77) + _body()], "kind=77"),
+        ([_frame() + _body()[:-1]], "not _Head"),
+        ([_frame() + _body() + bytes(1000)], "frame"),
+        ([_frame() + _body(z=math.nan)], "bad activations: values are not finite"),
+        ([_frame() + _body(token=SPEC.vocab_size)], "bad activations: a token id is outside"),
+        (
+            [*GOOD, pipeline._HEAD.pack(pipeline.NORM, 1, 1, 0, 0, 0, 3) + struct.pack(">B3d", 0, 1, -1, 1)],
+            "impossible",
+        ),
+        ([*GOOD, pipeline._HEAD.pack(pipeline.NORM, 1, 1, 0, 0, 0, 2) + struct.pack(">B2d", 0, 1, 1)], "width=2"),
+        ([pipeline._HEAD.pack(pipeline.ABORT, 0, 0, 0, 0, 0, 0)], "left the chain"),
+        ([pipeline._HEAD.pack(pipeline.ABORT, 0, 0, 0, 0, 0, 0) + b"\x1b[2J\xff"], "left the chain"),
+    ],
+)
+def test_malformed_data_blames_the_sender(frames: list[bytes], reason: str) -> None:
+    error = _last_stage_hears(frames)
+    assert error.peer == "P0"
+    assert reason in error.reason
+    assert "\x1b" not in str(error)
+    assert "\n" not in str(error)
+
+
+def test_a_silent_neighbour_is_named_at_the_deadline() -> None:
+    error = _last_stage_hears([], timeout=0.05)
+    assert error.peer == "P0"
+    assert "0.05 s" in error.reason
+
+
+def test_wrong_use_is_refused() -> None:
+    whole = make_chain((), 0)[0]
+
+    async def run(trainer: StageTrainer, **changes: Any) -> None:
+        await run_steps(trainer, worker(0), first_step=1, steps=1, wire="fp32", timeout=1.0, **changes)
+
+    with pytest.raises(LocalError, match="windows"):
+        asyncio.run(run(whole))
+    with pytest.raises(LocalError, match="neighbours"):
+        asyncio.run(run(make_chain((3,), 0)[1], windows=windows_of()))
+
+    async def too_large() -> None:
+        train = dataclasses.replace(TRAIN, rows=20_000)
+        async with Wired(2) as wired:
+            await run(make_chain((3,), 0, train)[1], previous=wired.previous[1])
+
+    with pytest.raises(UsageError, match="fewer rows"):
+        asyncio.run(too_large())

@@ -1,0 +1,327 @@
+"""The quorum: every row of its table, leaders that die or come back, and what a restart must not forget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from protocol import identity
+from protocol.manifest import Manifest
+from protocol.messages import (
+    Accept,
+    Ask,
+    Beat,
+    Commit,
+    Contribution,
+    Part,
+    Prepare,
+    Promise,
+    Record,
+    Share,
+    Vote,
+    is_decided,
+)
+from protocol.quorum import (
+    REPLACE_LEASES,
+    Append,
+    Appended,
+    Decided,
+    Effect,
+    Event,
+    Fetch,
+    Heard,
+    Held,
+    Leads,
+    Learned,
+    Proposed,
+    Quorum,
+    Save,
+    Send,
+    SendLog,
+    Stalled,
+    Tick,
+    problem,
+)
+from tests import tiny
+
+NAMES = tuple(o.peer_id for o in tiny.OPERATORS)
+A, B, C = NAMES[:3]
+PART = Part(shard="embed", digest="d", size=8, norm=1.0)
+WITH_PAYLOAD = (Contribution(replica=0, tokens=64, steps=1, loss=1.0, shares=(Share(peer="p", parts=(PART,)),)),)
+
+
+def manifest(quorum: int, operators: int = 0) -> Manifest:
+    return tiny.manifest(operators=NAMES[: operators or quorum], quorum=quorum)
+
+
+class Cluster:
+    """Nodes whose messages arrive at once, but for those that `cut` catches; a node's disk survives `restart`."""
+
+    def __init__(self, quorum: int, operators: int = 0) -> None:
+        self.manifest = manifest(quorum, operators)
+        self.lease = self.manifest.timing.gone_after
+        self.now = 0.0
+        self.cut: Callable[[str, str, object], bool] = lambda sender, to, message: False
+        self.logs: dict[str, list[Record]] = {n: [] for n in self.manifest.operators}
+        self.votes: dict[str, list[Promise]] = {n: [] for n in self.manifest.operators}
+        self.held: dict[str, set[str]] = {n: set() for n in self.manifest.operators}
+        self.other: dict[str, list[Effect]] = {n: [] for n in self.manifest.operators}
+        self.nodes: dict[str, Quorum] = {}
+        for name in self.manifest.operators:
+            self.restart(name)
+        self.pass_time(0.0)
+
+    def restart(self, name: str) -> None:
+        log, votes = self.logs[name], self.votes[name]
+        self.nodes[name] = Quorum(
+            self.manifest,
+            name,
+            log[-1].commit if log else None,
+            votes[-1] if votes else None,
+            self.held[name],
+            tiny.OPERATORS[NAMES.index(name)].sign,
+            identity.verify,
+            self.now,
+        )
+
+    def kill(self, *names: str) -> None:
+        for name in names:
+            del self.nodes[name]
+
+    def do(self, name: str, event: Event) -> None:
+        if name not in self.nodes:
+            return
+        for effect in self.nodes[name].handle(event, self.now):
+            match effect:
+                case Save(vote):
+                    self.votes[name].append(vote)
+                case Send(to, message) if not self.cut(name, to, message):
+                    if isinstance(message, Ask):
+                        self.send_log(to, name, message.after)
+                    else:
+                        self.do(to, Heard(name, message))
+                case SendLog(to, after):
+                    self.send_log(name, to, after)
+                case Append(record):
+                    assert (
+                        problem(self.manifest, self.logs[name][-1].commit if self.logs[name] else None, record) is None
+                    )
+                    self.logs[name].append(record)
+                    self.do(name, Appended(record))
+                case Send():
+                    pass
+                case _:
+                    self.other[name].append(effect)
+
+    def send_log(self, sender: str, to: str, after: int) -> None:
+        for record in self.logs[sender][after + 1 :]:
+            if sender in self.nodes and not self.cut(sender, to, record):
+                self.do(to, Learned(sender, record))
+
+    def pass_time(self, seconds: float) -> None:
+        for _ in range(int(seconds) + 1):
+            for name in list(self.nodes):
+                self.do(name, Tick())
+            self.now += 1.0
+
+    def leaders(self) -> list[str]:
+        return [n for n, q in self.nodes.items() if q.leads]
+
+    def commit(self, name: str, time: float = 0.0, contributions: tuple[Contribution, ...] = ()) -> Commit:
+        node = self.nodes[name]
+        return Commit(
+            run=self.manifest.run_id,
+            round=node.round,
+            parent=node.head.digest if node.head else self.manifest.run_id,
+            time=time,
+            contributions=contributions,
+            left_out=(),
+            diverged=(),
+            digests={},
+            plan=None,
+        )
+
+    def propose(self, name: str, time: float = 0.0, contributions: tuple[Contribution, ...] = ()) -> None:
+        self.do(name, Proposed(self.commit(name, time, contributions)))
+
+
+def is_kind(*kinds: type) -> Callable[[str, str, object], bool]:
+    return lambda sender, to, message: isinstance(message, kinds)
+
+
+def test_a_single_member_decides_with_one_write() -> None:
+    cluster = Cluster(1)
+    assert cluster.leaders() == [A]
+    cluster.propose(A)
+    (record,) = cluster.logs[A]
+    assert is_decided(record, (A,))
+    assert cluster.votes[A] == [], "the log record is the vote"
+    assert Decided(record) in cluster.other[A]
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_in_calm_weather_one_exchange_decides(size: int) -> None:
+    cluster = Cluster(size)
+    sent: list[object] = []
+    cluster.cut = lambda sender, to, message: sent.append(message) is not None
+    assert cluster.leaders() == [A]
+    for time in (1.0, 2.0, 3.0):
+        cluster.propose(A, time)
+    assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0, 2.0, 3.0]] * size
+    kinds = {type(m) for m in sent if not isinstance(m, Record)}
+    assert kinds == {Accept, Vote}
+    assert cluster.logs[A][0].commit.leader == A
+    assert cluster.logs[A][0].commit.members == NAMES[:size]
+
+
+def test_a_dead_leader_is_replaced_within_a_lease_and_leads_no_more_when_it_is_back() -> None:
+    cluster = Cluster(3)
+    cluster.propose(A, 1.0)
+    cluster.kill(A)
+    cluster.pass_time(cluster.lease)
+    assert cluster.leaders() == [B]
+    cluster.propose(B, 2.0)
+    cluster.restart(A)
+    cluster.pass_time(cluster.lease / 2)
+    assert [r.commit.time for r in cluster.logs[A]] == [1.0, 2.0]
+    assert cluster.leaders() == [B]
+    assert Leads(True) in cluster.other[B]
+
+
+def test_what_a_dead_leader_may_have_decided_is_finished_by_the_next() -> None:
+    cluster = Cluster(3)
+    cluster.cut = lambda sender, to, message: (isinstance(message, Accept) and to == C) or isinstance(message, Vote)
+    cluster.propose(A, 1.0)
+    assert cluster.votes[B][-1].commit is not None
+    cluster.kill(A)
+    cluster.cut = is_kind()
+    cluster.pass_time(cluster.lease + 3)
+    assert [r.commit.time for r in cluster.logs[B]] == [r.commit.time for r in cluster.logs[C]] == [1.0]
+    assert cluster.logs[B][0].commit.leader == A, "the value is the old leader's"
+    cluster.restart(A)
+    cluster.pass_time(3)
+    assert [r.commit.time for r in cluster.logs[A]] == [1.0]
+
+
+def test_a_restarted_leader_does_not_use_its_ballot_for_another_commit() -> None:
+    cluster = Cluster(3)
+    cluster.cut = is_kind(Vote)
+    cluster.propose(A, 1.0)
+    cluster.restart(A)
+    cluster.pass_time(0)
+    cluster.cut = is_kind()
+    cluster.propose(A, 2.0)
+    cluster.pass_time(3)
+    assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0]] * 3
+    assert cluster.logs[A][0].ballot > 0
+
+
+def test_two_that_believe_to_lead_decide_one_commit() -> None:
+    cluster = Cluster(3)
+    cluster.cut = lambda sender, to, message: {sender, to} == {A, B} or (to == A and isinstance(message, Record))
+    cluster.pass_time(cluster.lease)
+    assert cluster.leaders() == [A, B]
+    cluster.propose(B, 2.0)
+    cluster.propose(A, 1.0)
+    cluster.pass_time(10)
+    assert len({r.commit.digest for log in cluster.logs.values() for r in log if r.commit.round == 0}) == 1
+    cluster.cut = is_kind()
+    cluster.pass_time(5)
+    assert len({log[0].commit.digest for log in cluster.logs.values()}) == 1
+
+
+def test_a_lower_ballot_is_rejected_and_tried_again_higher() -> None:
+    cluster = Cluster(3)
+    cluster.do(B, Heard(C, Prepare(round=0, ballot=8)))
+    cluster.do(C, Heard(C, Prepare(round=0, ballot=8)))
+    cluster.propose(A, 1.0)
+    assert cluster.logs[A] == []
+    cluster.pass_time(5)
+    assert cluster.logs[A][0].ballot > 8
+    assert all(len(log) == 1 for log in cluster.logs.values())
+
+
+def test_a_vote_is_on_disk_before_it_is_sent() -> None:
+    cluster = Cluster(3)
+    commit = dataclasses.replace(cluster.commit(A), leader=A, members=NAMES[:3])
+    effects = cluster.nodes[B].handle(Heard(A, Accept(round=0, ballot=0, commit=commit)), 0.0)
+    kinds = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
+    assert kinds.index(Save) < kinds.index(Vote)
+    effects = cluster.nodes[C].handle(Heard(B, Prepare(round=0, ballot=1)), 0.0)
+    kinds = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
+    assert kinds.index(Save) < kinds.index(Promise)
+
+
+def test_a_member_votes_once_it_holds_the_payloads() -> None:
+    cluster = Cluster(3)
+    cluster.do(A, Held("d"))
+    cluster.propose(A, 1.0, WITH_PAYLOAD)
+    assert cluster.logs[A] == []
+    assert [e for e in cluster.other[B] if isinstance(e, Fetch)] == [Fetch((A, "p"), PART)]
+    cluster.do(B, Held("d"))
+    assert len(cluster.logs[A]) == len(cluster.logs[C]) == 1, "a majority holds it; the record goes to all"
+
+
+def test_without_a_majority_it_stalls_and_says_who_is_missing() -> None:
+    cluster = Cluster(3)
+    cluster.kill(A, C)
+    cluster.pass_time(cluster.lease)
+    assert [e for e in cluster.other[B] if isinstance(e, Stalled)] == [Stalled((A, C))]
+    cluster.propose(B, 1.0)
+    cluster.pass_time(20)
+    assert cluster.logs[B] == []
+    cluster.restart(C)
+    cluster.pass_time(3)
+    assert len(cluster.logs[B]) == len(cluster.logs[C]) == 1
+    assert Stalled(()) in cluster.other[B]
+
+
+def test_a_spare_operator_takes_the_place_of_a_member_that_stays_away() -> None:
+    cluster = Cluster(3, operators=4)
+    cluster.kill(C)
+    cluster.propose(A, 1.0)
+    assert cluster.logs[A][0].commit.members == (A, B, C)
+    cluster.pass_time(REPLACE_LEASES * cluster.lease)
+    cluster.propose(A, 2.0)
+    assert cluster.logs[A][1].commit.members == (A, B, NAMES[3])
+    assert len(cluster.logs[NAMES[3]]) == 2
+    cluster.kill(B)
+    cluster.propose(A, 3.0)
+    assert set(cluster.logs[A][2].votes) == {A, NAMES[3]}, "the newcomer votes"
+    cluster.restart(C)
+    cluster.pass_time(3)
+    assert len(cluster.logs[C]) == 3
+
+
+def test_strangers_and_wrong_owners_have_no_vote() -> None:
+    cluster = Cluster(3, operators=4)
+    commit = dataclasses.replace(cluster.commit(A), leader=A, members=NAMES[:3])
+    for sender, message in [
+        (NAMES[3], Prepare(round=0, ballot=3)),
+        (B, Accept(round=0, ballot=0, commit=commit)),
+        (A, Accept(round=0, ballot=0, commit=dataclasses.replace(commit, parent="another"))),
+        (A, Accept(round=0, ballot=0, commit=dataclasses.replace(commit, members=(A,)))),
+    ]:
+        cluster.do(C, Heard(sender, message))
+    assert cluster.votes[C] == []
+    stranger = tiny.record(commit, *tiny.OPERATORS[3:5])
+    cluster.do(C, Learned(A, stranger))
+    assert cluster.logs[C] == []
+    forged = Vote(round=0, ballot=0, digest=commit.digest, signature=b"forged")
+    cluster.cut = is_kind(Vote)
+    cluster.propose(A)
+    cluster.do(A, Heard(B, forged))
+    assert cluster.logs[A] == []
+
+
+def test_who_is_behind_is_helped() -> None:
+    cluster = Cluster(3)
+    cluster.cut = lambda sender, to, message: to == C
+    for time in (1.0, 2.0):
+        cluster.propose(A, time)
+    assert cluster.logs[C] == []
+    cluster.cut = is_kind()
+    cluster.do(C, Heard(B, Beat(phase="following", round=2)))
+    assert len(cluster.logs[C]) == 2

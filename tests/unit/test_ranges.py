@@ -1,0 +1,58 @@
+"""The name of a blob."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol import ranges
+from protocol.ranges import LEAF, RANGE
+
+
+def leaves(data: bytes) -> bytes:
+    return b"".join(hashlib.sha256(data[i : i + RANGE]).digest() for i in range(0, max(len(data), 1), RANGE))
+
+
+@pytest.mark.parametrize("size", [0, 1, RANGE - 1, RANGE, RANGE + 1, 2 * RANGE, 3 * RANGE + 5])
+def test_a_name_is_as_specified(size: int) -> None:
+    data = bytes(i * 7 % 256 for i in range(size))
+    expected = hashlib.sha256(data).hexdigest()
+    if size > RANGE:
+        state = hashlib.blake2b(size.to_bytes(8, "little") + leaves(data), digest_size=32, person=b"potluck/ranges/1")
+        expected = state.hexdigest()
+    assert ranges.name_of(data) == expected
+    assert ranges.count(size) == len(leaves(data)) // LEAF
+    assert [ranges.span(size, i) for i in range(ranges.count(size))][-1][1] == size
+
+
+@given(st.lists(st.integers(0, 3 * RANGE // 2), max_size=6))
+def test_pieces_do_not_matter(sizes: list[int]) -> None:
+    pieces = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
+    whole = b"".join(pieces)
+    assert ranges.leaves_of(pieces) == (len(whole), leaves(whole))
+    assert ranges.name_of(*pieces) == ranges.name_of(whole)
+
+
+def test_no_bytes_are_a_blob_of_both_kinds() -> None:
+    """The list that a large blob's name is made of is not a small blob of that name, and sizes are part of the name."""
+    data = bytes(2 * RANGE)
+    listed = len(data).to_bytes(8, "little") + leaves(data)
+    assert ranges.name_of(listed) != ranges.name_of(data)
+    assert ranges.root(len(data), leaves(data)) != ranges.root(len(data) - 1, leaves(data))
+
+
+def test_a_range_is_checked_by_itself() -> None:
+    data = bytes(range(256)) * (RANGE // 128)
+    _, digests = ranges.leaves_of([data])
+    assert ranges.is_leaf(digests, 1, data[RANGE:])
+    assert not ranges.is_leaf(digests, 1, data[RANGE:-1])
+    assert not ranges.is_leaf(digests, 2, b"")
+
+
+@pytest.mark.parametrize("text", ["", "a" * 63, "a" * 65, "A" * 64, "g" * 64, "../" + "a" * 61, None, 5])
+def test_what_is_no_name(text: object) -> None:
+    assert not ranges.is_name(text)
+    assert ranges.is_name("0123456789abcdef" * 4)

@@ -1,0 +1,404 @@
+"""The way into any state, between whole peers: newcomers, those who come back, wrong bits, damaged disks."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Coroutine, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bootstrap import node as bootstrap_node
+from peer import audit
+from peer.exchange import Exchange
+from peer.net.blobs import Blob, fetching
+from peer.outer import Outer
+from peer.storage import KEPT
+from protocol import layout, leader, planner
+from protocol.manifest import Manifest, OuterSpec
+from protocol.messages import Plan, ReplicaSpec, StageSpec
+from protocol.ranges import RANGE
+from protocol.sparse import Codec
+from tests.volunteers import MODEL, Engine, Swarm, Volunteer, manifest, noise
+
+DEADLINE = 300.0
+SHARDS = layout.shard_names(MODEL)
+CHECKPOINT = sum(layout.shard_bytes(MODEL, shard) for shard in SHARDS)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, DEADLINE))
+
+
+class Rounds:
+    """Lets rounds end one by one: round r is held until `upto` is r or more."""
+
+    def __init__(self) -> None:
+        self.upto = 0
+        self._moved = asyncio.Event()
+        Engine.hold = self.hold
+
+    async def hold(self, peer: str, round: int) -> None:
+        while round > self.upto:
+            await self._moved.wait()
+
+    def go(self, upto: int) -> None:
+        self.upto = upto
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+
+async def to(swarm: Swarm, rounds: Rounds, number: int) -> None:
+    rounds.go(number)
+    await swarm.round(number)
+
+
+def payloads(swarm: Swarm, round: int) -> set[str]:
+    """The digests that a round committed."""
+    return {p.digest for c in swarm.archive.commits[round].contributions for s in c.shares for p in s.parts}
+
+
+async def is_right(swarm: Swarm, peer: Volunteer, shards: Iterable[str] = SHARDS) -> None:
+    """The peer holds these shards, and no others, as the log has them."""
+    states = audit.replay(swarm.manifest, swarm.archive.commits, swarm.archive.blobs.get)
+    final = list(states)[-1]
+    assert peer.rounds.member.applied == final.round
+    assert {s: peer.rounds.outer.digest(s) for s in peer.rounds.outer.theta} == {s: final.digests[s] for s in shards}
+
+
+async def planned(swarm: Swarm, rounds: Rounds, *peers: Volunteer) -> None:
+    """One more round, so that the plan has places for `peers`; waits until they hold their states."""
+    head, machine = swarm.head, swarm.leader
+    await swarm.until(lambda: all(p.id in machine.attests.get(head, {}) and p.id in machine.ready for p in peers))
+    rounds.go(head + 1)
+    await swarm.until(lambda: all(machine.attests.get(head + 1, {}).get(p.id) for p in peers))
+
+
+def bases(peer: Volunteer) -> dict[str, int]:
+    """Which state each shard was built from, the last time."""
+    return dict([e for e in peer.events if e.kind == "recovered"][-1].fields["bases"])
+
+
+def test_a_newcomer_takes_the_newest_checkpoint_and_replays_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest is 20 rounds old: at most 1.5 checkpoints. And who missed 5 rounds fetches at most 12 % of one."""
+
+    async def work() -> None:
+        run = manifest(rounds=100, checkpoint_rounds=50, outer=OuterSpec(k=96, indices="fixed"))
+        async with Swarm(tmp_path, run, monkeypatch) as swarm:
+            rounds = Rounds()
+            for name in ("a", "b"):
+                swarm.start(name)
+            await to(swarm, rounds, 69)
+            newcomer = swarm.start("newcomer")
+            await planned(swarm, rounds, newcomer)
+            assert swarm.head == 70
+            assert bases(newcomer) == dict.fromkeys(SHARDS, 50)
+            await is_right(swarm, newcomer)
+            assert set(newcomer.storage.blobs) <= {d for r in range(51, 71) for d in payloads(swarm, r)}
+            assert CHECKPOINT < newcomer.received <= 1.5 * CHECKPOINT, newcomer.received / CHECKPOINT
+            await to(swarm, rounds, 71)
+            await swarm.stop("newcomer")
+            await to(swarm, rounds, 76)
+            back = swarm.start("newcomer")
+            await planned(swarm, rounds, back)
+            await is_right(swarm, back)
+            assert [e.fields["round"] for e in back.events if e.kind == "restored"] == [71]
+            share = back.received / CHECKPOINT * 5 / 6  # it has fetched 6 rounds, with the one that planned it
+            assert 0.05 < share <= 0.12, share
+
+    run(work())
+
+
+def test_after_a_kill_the_payloads_on_disk_are_not_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(rounds=100, checkpoint_rounds=10), monkeypatch) as swarm:
+            rounds = Rounds()
+            swarm.start("a"), swarm.start("b")
+            victim = swarm.start("victim")
+            await to(swarm, rounds, 17)
+            await swarm.stop("victim")
+            shutil.rmtree(victim.folder / "checkpoint-00000017")  # a killed process writes none at its end
+            back = swarm.start("victim", limit=1)
+            await swarm.until(lambda: back.rounds is not None and back.rounds.member.applied == 17)
+            assert [e.fields["round"] for e in back.events if e.kind == "restored"] == [10]
+            assert back.received < 200, "nothing but the tokenizer"
+            await to(swarm, rounds, 18)
+            await is_right(swarm, back)
+
+    run(work())
+
+
+@pytest.mark.campaign
+def test_who_is_far_behind_takes_a_later_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        async with Swarm(tmp_path, run, monkeypatch) as swarm:
+            rounds = Rounds()
+            swarm.start("a"), swarm.start("b")
+            swarm.start("late")
+            await to(swarm, rounds, 5)
+            await swarm.stop("late")
+            await to(swarm, rounds, 35)
+            late = swarm.start("late")
+            await planned(swarm, rounds, late)
+            await is_right(swarm, late)
+            assert set(bases(late).values()) == {30}
+            since = (
+                swarm.head + 2 - 30
+            )  # rounds of three payloads of 1/18 each, those under way too; not 31 rounds of two
+            assert late.received < (1.05 + since * 3 / 18) * CHECKPOINT < (swarm.head - 5) * 2 / 18 * CHECKPOINT
+
+    run(work())
+
+
+def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped after its first shards: what is on disk is not fetched again."""
+
+    async def work() -> None:
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        async with Swarm(tmp_path, run, monkeypatch) as swarm:
+            rounds = Rounds()
+            holder, _ = swarm.start("a"), swarm.start("b")
+            await to(swarm, rounds, 11)
+            taken = 0
+            whole = Exchange.shard
+
+            async def some(self: Exchange, round: int, shard: str, *rest: Any) -> Any:
+                arrays = await whole(self, round, shard, *rest)
+                if shard == "block.2" and not taken:
+                    await asyncio.Event().wait()
+                return arrays
+
+            monkeypatch.setattr(Exchange, "shard", some)
+            newcomer = swarm.start("newcomer")
+            machine = swarm.leader
+            await swarm.until(lambda: newcomer.id in machine.attests.get(11, {}) and newcomer.id in machine.ready)
+            rounds.go(12)
+            await swarm.until(lambda: len(list(newcomer.storage.blobs)) >= 4)
+            taken = newcomer.received
+            await swarm.stop("newcomer")
+            digest = swarm.archive.commits[11].digests["block.3"]  # as if the next shard had begun
+            begun = newcomer.storage.blobs.part(digest, layout.shard_bytes(MODEL, "block.3"))
+            blob = holder.storage.find(digest)
+            assert begun.learn(blob.leaves())
+            for index in range(3):
+                assert begun.write(index, blob.read(index))
+            again = swarm.start("newcomer")
+            await swarm.until(lambda: bool(machine.attests.get(12, {}).get(again.id)))
+            await is_right(swarm, again)
+            assert set(bases(again).values()) == {10}
+            log = swarm.archive.commits
+            size = sum(p.size for r in (11, 12) for c in log[r].contributions for s in c.shares for p in s.parts)
+            assert taken + again.received < 1.02 * (CHECKPOINT + size) - 3 * RANGE
+            assert list((again.storage.blobs.folder / "parts").iterdir()) == []
+
+    run(work())
+
+
+def test_a_stage_fetches_its_own_shards_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        half = max(planner.stage_memory(run, 0, 2), planner.stage_memory(run, 2, 4))
+        async with Swarm(tmp_path, run, monkeypatch) as swarm:
+            rounds = Rounds()
+            swarm.start("a"), swarm.start("b")
+            await to(swarm, rounds, 11)
+            chain = [swarm.start(name, memory=half) for name in ("c", "d")]
+            await planned(swarm, rounds, *chain)
+            stages = next(r.stages for r in swarm.archive.commits[12].plan.replicas if len(r.stages) == 2)
+            for stage in stages:
+                peer = next(p for p in chain if p.id == stage.peer)
+                held = planner.held_shards(run, stage.first, stage.last)
+                await is_right(swarm, peer, held)
+                assert bases(peer) == dict.fromkeys(held, 10)
+                size = sum(layout.shard_bytes(MODEL, shard) for shard in held)
+                assert peer.received < 1.35 * size, "a state, and 2 rounds of 2/18 each"
+
+    run(work())
+
+
+def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        async with Swarm(tmp_path, run, monkeypatch) as swarm:
+            rounds = Rounds()
+            bad, *_ = [swarm.start(name) for name in ("bad", "b", "c")]
+            await to(swarm, rounds, 11)
+            server = bad.rounds._exchange._server
+            honest = server._read
+
+            def read(name: str, blob: Blob, *rest: Any) -> bytes:
+                data = honest(name, blob, *rest)
+                return data[:-1] + bytes([data[-1] ^ 1]) if "checkpoint" in str(blob.path) else data
+
+            server._read = read
+            monkeypatch.setattr(fetching, "PARALLEL_BYTES", 1)  # shards are small here
+            newcomer = swarm.start("newcomer")
+            await planned(swarm, rounds, newcomer)
+            await is_right(swarm, newcomer)
+            assert set(bases(newcomer).values()) == {10}
+            named = [t for t in newcomer.texts() if bad.id[-8:] in t and "not asked again" in t]
+            assert 1 <= len(named) <= 4, newcomer.texts()
+
+    run(work())
+
+
+def test_without_any_checkpoint_the_archive_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        async with Swarm(tmp_path, run, monkeypatch) as swarm:
+            rounds = Rounds()
+            holders = [swarm.start(name) for name in ("a", "b")]
+            await to(swarm, rounds, 21)
+            for holder in holders:
+                holder.storage._kept.clear()
+                for name in holder.storage.blobs:
+                    holder.storage.blobs.remove(name)
+            newcomer = swarm.start("newcomer")
+            await planned(swarm, rounds, newcomer)
+            await is_right(swarm, newcomer)
+            assert set(bases(newcomer).values()) == {0}
+
+    run(work())
+
+
+def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They say that they have a state and then do not serve it."""
+
+    async def work() -> None:
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        async with Swarm(tmp_path, run, monkeypatch) as swarm:
+            rounds = Rounds()
+            holders = [swarm.start(name) for name in ("a", "b")]
+            await to(swarm, rounds, 21)
+            for holder in holders:
+                holder.rounds._exchange._server._others = lambda name: None
+            newcomer = swarm.start("newcomer")
+            await planned(swarm, rounds, newcomer)
+            await is_right(swarm, newcomer)
+            assert set(bases(newcomer).values()) == {0}
+            assert any("does not have it" in t for t in newcomer.texts())
+
+    run(work())
+
+
+def test_one_wrong_shard_is_rebuilt_from_our_own_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100), monkeypatch) as swarm:
+            rounds = Rounds()
+            swarm.start("a"), swarm.start("b")
+            wrong = swarm.start("wrong")
+            await to(swarm, rounds, 12)
+            array = wrong.rounds.outer.theta["block.2"][0].copy()
+            array.view(np.uint32)[5] ^= 1
+            wrong.rounds.outer.theta["block.2"] = [array, *wrong.rounds.outer.theta["block.2"][1:]]
+            await to(swarm, rounds, 15)
+            assert [e.fields["shards"] for e in wrong.events if e.kind == "repaired"] == [["block.2"]]
+            assert bases(wrong) == {"block.2": 10}
+            await is_right(swarm, wrong)
+
+    run(work())
+
+
+def test_a_checkpoint_that_keeps_a_wrong_bit_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong state was written to disk with its own digest; the log's decides."""
+
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=5), monkeypatch) as swarm:
+            rounds = Rounds()
+            swarm.start("a"), swarm.start("b")
+            wrong = swarm.start("wrong")
+            await to(swarm, rounds, 9)
+            array = wrong.rounds.outer.theta["head"][1].copy()
+            array.view(np.uint32)[0, 7] ^= 8
+            wrong.rounds.outer.theta["head"] = [wrong.rounds.outer.theta["head"][0], array]
+            await to(swarm, rounds, 12)
+            assert bases(wrong) == {"head": 5}, "not 10, whose bits are wrong"
+            await is_right(swarm, wrong)
+
+    run(work())
+
+
+@pytest.mark.parametrize("damage", ["bit", "truncated", "gone"])
+def test_a_damaged_shard_of_a_checkpoint_is_told_and_built_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=5), monkeypatch) as swarm:
+            rounds = Rounds()
+            swarm.start("a"), swarm.start("b")
+            peer = swarm.start("c")
+            await to(swarm, rounds, 12)
+            await swarm.stop("c")
+            path = peer.folder / "checkpoint-00000012" / "block.1.safetensors"
+            raw = bytearray(path.read_bytes())
+            raw[-100] ^= 16
+            path.write_bytes(raw if damage == "bit" else raw[:-1])
+            if damage == "gone":
+                path.unlink()
+            back = swarm.start("c")
+            await swarm.until(lambda: back.rounds is not None and back.rounds.member.head == 12)
+            await swarm.until(lambda: any(e.kind == "recovered" for e in back.events))
+            if damage != "gone":
+                assert [str(path) in t and "damaged" in t for t in back.texts()] == [True]
+            assert bases(back) == {"block.1": 10}
+            await to(swarm, rounds, 13)
+            await is_right(swarm, back)
+            assert len(list(peer.folder.glob("checkpoint-*"))) == KEPT
+
+    run(work())
+
+
+def test_error_feedback_waits_for_its_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two peers of a chain change places in every round, and one is restarted in between: the feedback of the shards that it
+    does not hold stays with it, undecayed, until it trains them again."""
+
+    def swapped(manifest: Manifest, candidates: Any, *, round: int, slot: int, previous: Plan | None) -> Plan | None:
+        peers = sorted(c.peer for c in candidates)
+        if len(peers) < 2:
+            return None
+        first, second = peers if round % 2 else reversed(peers)
+        stages = (StageSpec(peer=first, first=0, last=2), StageSpec(peer=second, first=2, last=4))
+        return Plan(round=round, slot=slot, replicas=(ReplicaSpec(k=0, stages=stages),))
+
+    monkeypatch.setattr(leader.planner, "make_plan", swapped)
+
+    async def work() -> None:
+        run = manifest(start_peers=2, rounds=100, checkpoint_rounds=2)
+        async with Swarm(tmp_path, run, monkeypatch) as swarm:
+            rounds = Rounds()
+            peer, _ = swarm.start("x"), swarm.start("y")
+            await to(swarm, rounds, 2)
+            await swarm.stop("x")
+            peer = swarm.start("x")
+            for number in range(3, 7):
+                await to(swarm, rounds, number)
+            spec, codec = run.model, Codec(k=run.outer.k, values=run.outer.values)
+            alone = Outer(spec, codec, run.outer.beta, run.outer.eta)
+            trained = set()
+            for number in range(1, 7):
+                plan = swarm.archive.commits[number - 1].plan
+                stage = next(s for s in plan.replicas[0].stages if s.peer == peer.id)
+                for shard in planner.stage_shards(run, stage.first, stage.last):
+                    trained.add(shard)
+                    alone.accumulate(shard, noise(spec, peer.id, number, shard))
+                    alone.encode(shard)
+            assert trained == set(SHARDS)
+            for shard in SHARDS:
+                for mine, expected in zip(peer.rounds.outer.feedback[shard], alone.feedback[shard], strict=True):
+                    np.testing.assert_array_equal(mine, expected)
+            assert not any(c.left_out for c in swarm.archive.commits)
+
+    assert bootstrap_node.leader is leader
+    run(work())

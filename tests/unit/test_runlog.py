@@ -1,0 +1,165 @@
+"""A log over the in-memory transport: any bootstrap node will do, and none needs to be believed."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from peer import audit, runlog
+from peer.net.base import serve_calls
+from peer.net.blobs import BlobServer, BlobStore
+from peer.net.memory import MemoryNetwork
+from protocol import framing, history, messages, wire
+from protocol.errors import LocalError, RemoteError
+from protocol.identity import Identity
+from protocol.messages import Ask, Commit, Contribution
+from tests import tiny
+
+MANIFEST = tiny.manifest(rounds=2)
+AWAY, OTHER, WATCHER = (Identity(bytes([i] * 32)).peer_id for i in (1, 2, 9))
+
+
+def commits(count: int) -> list[Commit]:
+    out: list[Commit] = []
+    for round in range(count):
+        out.append(
+            Commit(
+                run=MANIFEST.run_id,
+                round=round,
+                parent=out[-1].digest if out else MANIFEST.run_id,
+                time=0.0,
+                contributions=(),
+                left_out=(),
+                diverged=(),
+                digests={},
+                plan=None,
+                leader=tiny.OPERATOR.peer_id,
+                members=MANIFEST.operators,
+            )
+        )
+    return out
+
+
+def ask(story: Callable[[runlog.Remote], Awaitable[None]], answer: Callable[[int], bytes]) -> None:
+    """Runs `story` with the log of two nodes, of which the first is away."""
+
+    async def run() -> None:
+        network = MemoryNetwork()
+        node = network.transport(OTHER)
+
+        async def log(remote: str, request: bytes) -> bytes:
+            return answer(messages.expect(Ask, messages.decode(request, remote), remote).after)
+
+        await serve_calls(node, wire.LOG, log)
+        watcher = network.transport(WATCHER)
+        async with asyncio.timeout(30):
+            with tempfile.TemporaryDirectory() as name:
+                await story(runlog.Remote(watcher, [AWAY, OTHER], BlobStore(Path(name))))
+        await watcher.aclose()
+        await node.aclose()
+
+    asyncio.run(run())
+
+
+def pages(log: list[bytes], length: int = 1) -> Callable[[int], bytes]:
+    return lambda after: framing.pack_message(log[after + 1 : after + 1 + length])
+
+
+def records(found: list[Commit]) -> list[bytes]:
+    return [messages.encode_record(tiny.record(commit)) for commit in found]
+
+
+def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
+    async def story(log: runlog.Remote) -> None:
+        shown: list[str] = []
+        await runlog.show(MANIFEST, log, shown.append, shown.append)
+        assert [line.split("  ")[0] for line in shown if line.startswith("round")] == ["round 0", "round 1", "round 2"]
+
+    ask(story, pages(records(commits(3))))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (lambda after: b"\xc1", "log of .*not valid|log of .*extension"),
+        (lambda after: framing.pack_message({"a": 1}), "not a list of commits"),
+        (lambda after: framing.pack_message([1]), "not a list of commits"),
+    ],
+)
+def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], reason: str) -> None:
+    async def story(log: runlog.Remote) -> None:
+        with pytest.raises(RemoteError, match=reason) as error:
+            await runlog.show(MANIFEST, log, lambda text: None, lambda text: None)
+        assert error.value.peer == OTHER
+
+    ask(story, answer)
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ([b"junk"], "round 0: the commit cannot be believed: record from the log"),
+        ([messages.seal(tiny.OPERATOR, Ask(after=1))], "round 0: the commit cannot be believed: record from the log"),
+        (records(commits(1)) * 50, "round 1: the commit is not the one of round 1"),
+    ],
+)
+def test_a_node_that_repeats_itself_or_lies_is_not_followed_for_ever(log: list[bytes], reason: str) -> None:
+    async def story(source: runlog.Remote) -> None:
+        with pytest.raises(LocalError, match=reason):
+            await runlog.show(MANIFEST, source, lambda text: None, lambda text: None)
+        found = await audit.verify(MANIFEST, source.records(print), source.payload, lambda problem: None)
+        assert len(found.problems) == 1
+
+    ask(story, lambda after: framing.pack_message(log))
+
+
+def test_payloads_come_by_digest_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        network = MemoryNetwork()
+        node, watcher = network.transport(OTHER), network.transport(WATCHER)
+        store = BlobStore(tmp_path / "node")
+        await BlobServer(store).serve(node)
+        log = runlog.Remote(watcher, [AWAY, OTHER], BlobStore(tmp_path / "ours"))
+        digest = store.put(b"payload")
+        assert await log.payload(digest, 7) == b"payload"
+        with pytest.raises(RemoteError, match="does not have it"):
+            await log.payload(digest, 3)
+        with pytest.raises(RemoteError, match="does not have it"):
+            await log.payload("0" * 64, 7)
+        await log.aclose()
+        await watcher.aclose()
+        await node.aclose()
+
+    asyncio.run(run())
+
+
+def test_a_commit_that_no_honest_leader_writes() -> None:
+    def problems(**changes: object) -> list[str]:
+        import dataclasses
+
+        return list(history.problems(MANIFEST, None, dataclasses.replace(commits(1)[0], **changes)))  # type: ignore[arg-type]
+
+    made = Contribution(replica=0, tokens=64, steps=4, loss=None, shares=())
+    assert problems() == []
+    assert problems(round=3) == ["the run has 2 rounds only"]
+    assert problems(contributions=(made,)) == ["decides about replicas [0], the plan has 0"]
+    stage = messages.StageSpec(peer=OTHER, first=0, last=2)
+    plan = messages.Plan(round=2, slot=0, replicas=(messages.ReplicaSpec(k=0, stages=(stage,)),))
+    assert problems(plan=plan) == [
+        "plans round 2, not the next one",
+        "plans replica 0 with stages that are not the whole model",
+    ]
+
+
+def test_a_contribution_without_weight_is_no_commit() -> None:
+    """Its sum of tokens would be zero, and everybody divides by it."""
+    from protocol.schema import plain
+
+    made = Contribution(replica=0, tokens=1, steps=4, loss=None, shares=())
+    body = {**plain(commits(1)[0]), "contributions": [{**plain(made), "tokens": 0}]}
+    with pytest.raises(messages.MessageError, match="tokens must be at least 1"):
+        messages.decode_record(framing.pack_message({"c": body, "n": 0, "v": {}}), OTHER)

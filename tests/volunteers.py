@@ -1,0 +1,223 @@
+"""A bootstrap node and peers in one process that do everything but compute: the update of a shard is noise that follows from
+peer, round and shard. Network in memory, disks real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bootstrap.archive import Archive
+from bootstrap.node import Node
+from peer import commands, daemon
+from peer.config import JoinConfig
+from peer.events import Emitter, Event
+from peer.net.memory import MemoryNetwork, MemoryTransport
+from peer.rounds import Result
+from peer.storage import Storage
+from protocol import layout, planner, wire
+from protocol.identity import Identity
+from protocol.layout import ModelSpec
+from protocol.leader import Leader
+from protocol.manifest import Manifest, TimingSpec, TokenizerSpec
+from protocol.messages import Plan
+from tests import tiny
+
+TOKENIZER = b'{"not": "read"}'
+MODEL = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
+STEP = 1e-3
+
+
+def manifest(**changes: Any) -> Manifest:
+    """A run of volunteers, with a model of 190,000 parameters and short silences."""
+    values = {
+        "model": MODEL,
+        "tokenizer": TokenizerSpec(digest=hashlib.sha256(TOKENIZER).hexdigest()),
+        "timing": TimingSpec(round_deadline=30.0, heartbeat=0.2, gone_after=2.0),
+    }
+    return tiny.manifest(**{**values, **changes})
+
+
+def noise(spec: ModelSpec, peer: str, round: int, shard: str) -> list[np.ndarray]:
+    """What a peer learned of a shard in a round."""
+    seed = hashlib.sha256(f"{peer} {round} {shard}".encode()).digest()
+    rng = np.random.default_rng(int.from_bytes(seed[:8], "little"))
+    return [STEP * rng.standard_normal(shape, dtype=np.float32) for shape in layout.shapes(spec, shard)]
+
+
+class Engine:
+    """In place of peer.daemon.Engine. `hold(peer, round)` may be awaited before a round's work is done."""
+
+    hold: Callable[[str, int], Any] | None = None
+
+    def __init__(self, manifest: Manifest, peer: str, *_: Any) -> None:
+        self.manifest, self.peer, self.round = manifest, peer, 0
+
+    async def train(self, plan: Plan, replica: int, theta: Any, stop: asyncio.Event, progress: Any) -> Result:
+        if Engine.hold is not None:
+            held = asyncio.create_task(Engine.hold(self.peer, plan.round))
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait({held, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            held.cancel(), stopped.cancel()
+            if stop.is_set():
+                return Result(0, 0, None, "the round was decided before all steps were done")
+        self.round = plan.round
+        steps = self.manifest.train.inner_steps
+        return Result(steps, steps * self.manifest.train.step_tokens, 1.0, None)
+
+    def delta(self, shard: str) -> list[np.ndarray]:
+        return noise(self.manifest.model, self.peer, self.round, shard)
+
+    def optimizer(self) -> dict[str, Any]:
+        return {}
+
+    async def on_pipe(self, *_: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclasses.dataclass
+class Volunteer:
+    """A peer that runs; its rounds are `rounds` as soon as it has begun."""
+
+    name: str
+    identity: Identity
+    folder: Path
+    transport: MemoryTransport
+    storage: Storage
+    task: asyncio.Task[None]
+    events: list[Event]
+    rounds: Any = None
+
+    @property
+    def id(self) -> str:
+        return self.identity.peer_id
+
+    @property
+    def received(self) -> int:
+        """Bytes of blobs since it was started."""
+        return self.transport.traffic.received[wire.BLOB]
+
+    def texts(self, kind: str = "warning") -> list[str]:
+        return [e.fields["text"] for e in self.events if e.kind == kind]
+
+
+class Swarm:
+    """Use as `async with`; `start` and `stop` peers at will."""
+
+    def __init__(self, folder: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.manifest = manifest
+        self.folder = folder
+        self.network = MemoryNetwork()
+        self.peers: dict[str, Volunteer] = {}
+        self.events: list[Event] = []
+        self._happened = asyncio.Event()
+        Engine.hold = None
+        monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here loses power
+        monkeypatch.setattr(daemon, "Engine", Engine)
+        monkeypatch.setattr(daemon.data, "prepare", lambda *_: None)
+        monkeypatch.setattr(daemon.data, "load_tokenizer", lambda *_: None)
+        made = daemon.Rounds
+        swarm = self
+
+        def rounds(manifest: Manifest, peer: str, *args: Any, **kwargs: Any) -> Any:
+            found = made(manifest, peer, *args, **kwargs)
+            next(v for v in swarm.peers.values() if v.id == peer).rounds = found
+            return found
+
+        monkeypatch.setattr(daemon, "Rounds", rounds)
+        self._nodes: list[Node] = []
+
+        def node(*args: Any) -> Node:
+            self._nodes.append(Node(*args))
+            return self._nodes[-1]
+
+        monkeypatch.setattr(commands, "Node", node)
+
+    async def __aenter__(self) -> Swarm:
+        self.archive = Archive(self.folder / "bootstrap", self.manifest)
+        self.archive.save_tokenizer(TOKENIZER)
+        self.boot = self.network.transport(tiny.OPERATOR.peer_id, commands.valid_record(self.manifest.run_id))
+        emit = Emitter("bootstrap", self._hear(self.events))
+        self.node = asyncio.create_task(
+            commands.serve_bootstrap(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for name in list(self.peers):
+            await self.stop(name)
+        self.node.cancel()
+        await asyncio.gather(self.node, return_exceptions=True)
+        await self.boot.aclose()
+        self.archive.close()
+
+    def _hear(self, events: list[Event]) -> Callable[[Event], None]:
+        def hear(event: Event) -> None:
+            events.append(event)
+            self._happened.set()
+
+        return hear
+
+    def start(self, name: str, memory: int | None = None, limit: int | None = None, **config: Any) -> Volunteer:
+        """Starts a peer in its folder, which may have been used before."""
+        identity = Identity(hashlib.sha256(name.encode()).digest())
+        transport = self.network.transport(identity.peer_id, commands.valid_record(self.manifest.run_id))
+        folder = self.folder / name
+        storage, events = Storage(folder, limit), list[Event]()
+        chosen = JoinConfig(
+            folder=folder,
+            device="cpu",
+            memory_bytes=memory or planner.stage_memory(self.manifest, 0, self.manifest.model.n_layers),
+            up_bps=config.pop("up_bps", 10**8),
+            down_bps=10**8,
+            **config,
+        )
+        emit = Emitter(identity.peer_id, self._hear(events))
+        work = daemon.join(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit)
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._happened.set())
+        self.peers[name] = Volunteer(name, identity, folder, transport, storage, task, events)
+        return self.peers[name]
+
+    async def stop(self, name: str) -> None:
+        """As Ctrl-C does."""
+        peer = self.peers.pop(name)
+        peer.task.cancel()
+        await asyncio.gather(peer.task, return_exceptions=True)
+        await peer.transport.aclose()
+        peer.storage.close()
+
+    async def until(self, wanted: Callable[[], bool]) -> None:
+        """Waits for something to be so; whoever fails before is heard."""
+        while not wanted():
+            self._happened.clear()
+            for task in (self.node, *(p.task for p in self.peers.values())):
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    task.result()
+            with contextlib.suppress(TimeoutError):  # not everything is an event
+                await asyncio.wait_for(self._happened.wait(), 0.05)
+
+    async def round(self, number: int) -> None:
+        """Waits until everybody who runs has applied this round."""
+        await self.until(
+            lambda: all(p.rounds is not None and p.rounds.member.applied >= number for p in self.peers.values())
+        )
+
+    @property
+    def leader(self) -> Leader:
+        """The leading machine."""
+        return self._nodes[0]._leader
+
+    @property
+    def head(self) -> int:
+        """The newest round that was decided."""
+        return len(self.archive.commits) - 1
