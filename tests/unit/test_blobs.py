@@ -618,3 +618,21 @@ def test_who_finds_nobody_else_is_served(tmp_path: Path, monkeypatch: pytest.Mon
             assert a.asked == 4
 
     run(work())
+
+
+@pytest.mark.parametrize("size", [100, 5 * RANGE])
+def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -> None:
+    """Everybody finds everybody else nearer than the sender, and asks there first."""
+
+    async def work() -> None:
+        async with swarm("memory", tmp_path, 6) as (sender, *others):
+            for seed in range(5):
+                name = sender.store.put(noise(size, seed))
+                before = sender.sent
+                async with asyncio.timeout(0.5 * serving_module.WAIT_SECONDS), asyncio.TaskGroup() as group:
+                    for number, peer in enumerate(others):
+                        nearer = [p.id for p in others[number + 1 :] + others[:number]]
+                        group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))
+                assert sender.sent - before <= 2.2 * size + 2000
+
+    run(work())

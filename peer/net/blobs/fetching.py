@@ -4,12 +4,17 @@ A large blob is asked of several holders, the fastest and nearest first by what 
 just as many ranges as its link holds and takes the next missing one, so a fast holder carries more. A range whose digest is
 wrong costs its holder our trust for a while, and that range is asked of another; so does a holder that is gone or silent.
 What came is on disk (peer/net/blobs/store.py): a fetch that was interrupted, by whatever, goes on where it was.
+
+A holder may itself be getting the blob, and lets others wait for it. Peers that wait for each other in a circle would wait in
+vain; so one may wait for another only if that one surely leads to somebody who has the blob (it is being served; or it was
+named, as one that is, by somebody of whom the same is sure), or comes after it in an order that differs from blob to blob.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -72,7 +77,8 @@ def _mean(old: float, new: float) -> float:
 @dataclass(slots=True)
 class _Job:
     """One blob on its way. `todo`: ranges that nobody was asked for; `asked`: when the others were; `data`: a blob of one
-    range; `known`: the digests of all ranges are."""
+    range; `asking`: the holders that were asked and have not ended; `named_by`: peers that somebody sure named, and who;
+    `known`: the digests of all ranges are."""
 
     name: str
     size: int
@@ -80,6 +86,8 @@ class _Job:
     todo: deque[int]
     asked: dict[int, float] = field(default_factory=dict)
     data: bytes | None = None
+    asking: set[str] = field(default_factory=set)
+    named_by: dict[str, str] = field(default_factory=dict)
     known: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -119,14 +127,21 @@ class Fetcher:
         self._timeout = timeout
         self._gate = asyncio.Semaphore(JOBS)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._begun: set[str] = set()
+        self._begun: dict[str, _Job] = {}
+        self._served: set[str] = set()
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._speeds: OrderedDict[str, _Speed] = OrderedDict()
         self._avoid: dict[str, float] = {}
 
-    def coming(self, name: str) -> asyncio.Task[None] | None:
-        """The fetch of this blob that is under way, unless it only waits for its turn."""
-        return self._running.get(name) if name in self._begun else None
+    def coming(self, name: str, peer: str, named_by: object) -> tuple[asyncio.Task[None], bool] | None:
+        """The fetch of this blob that is under way, if `peer`, whom the holder `named_by` sends, may wait for it (see the
+        module's docstring), and whether it surely leads to somebody who has the blob."""
+        job = self._begun.get(name)
+        if job is None:
+            return None
+        sure = name in self._served or named_by in job.asking
+        ahead = _rank(name, peer) < _rank(name, self._transport.peer_id)
+        return (self._running[name], sure) if sure or ahead else None
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -164,7 +179,8 @@ class Fetcher:
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         del self._running[name]
-        self._begun.discard(name)
+        self._begun.pop(name, None)
+        self._served.discard(name)
         if not task.cancelled():
             task.exception()  # it is told to those who wait, if there are any
 
@@ -174,10 +190,9 @@ class Fetcher:
         self, name: str, size: int, holders: Sequence[str], round: int, check: Callable[[bytes], None] | None
     ) -> None:
         async with self._gate:
-            self._begun.add(name)
             part = await asyncio.to_thread(self._store.part, name, size) if size > ranges.RANGE else None
             missing = sorted(part.missing) if part is not None else [0]
-            job = _Job(name, size, part, deque(missing))
+            self._begun[name] = job = _Job(name, size, part, deque(missing))
             if part is None or part.leaves is not None:
                 job.known.set()
             if missing:
@@ -255,12 +270,14 @@ class Fetcher:
         names instead. Raises RemoteError, UsageError."""
         what = f"blob {job.name[:12]}: peer {short(peer)}"
         stream: Stream | None = None
+        job.asking.add(peer)
         try:
             if self._reach is not None:
                 await self._reach(peer)
             stream = await self._transport.open(peer, wire.BLOB, timeout=self._timeout)
             leaves = not job.known.is_set()
-            ask = {"blob": job.name, "size": job.size, "leaves": leaves, "insist": insist}
+            named_by = job.named_by.get(peer, "")
+            ask = {"blob": job.name, "size": job.size, "leaves": leaves, "insist": insist, "named_by": named_by}
             await stream.send(framing.pack_message(ask))
             if job.part is None:  # one range: it comes with the answer
                 await self._ask(stream, job, mine, 0)
@@ -268,9 +285,13 @@ class Fetcher:
             while (reply := _reply(await stream.recv(4096, timeout=self._timeout), what)).get("state") == "wait":
                 waited = True
             if reply.get("state") == "busy":
-                return [p for p in _names(reply.get("ask")) if p != self._transport.peer_id] or [peer]
+                others = [p for p in _names(reply.get("ask")) if p != self._transport.peer_id]
+                if reply.get("sure") is True:
+                    job.named_by.update(dict.fromkeys(others, peer))
+                return others or [peer]
             if reply.get("state") != "here":
                 raise RemoteError(peer, f"{what} does not have it; another is asked")
+            self._served.add(job.name)
             speed = self._speed(peer)
             if leaves:
                 assert job.part is not None
@@ -288,6 +309,7 @@ class Fetcher:
         except framing.FrameError as error:
             raise RemoteError(peer, f"{what}: {error}") from None
         finally:
+            job.asking.discard(peer)
             job.give_back(mine)
             if stream is not None:
                 await stream.close()
@@ -379,6 +401,11 @@ class Fetcher:
         self._avoid = {p: until for p, until in self._avoid.items() if until > now}
         self._avoid[peer] = now + AVOID_SECONDS
         self._warn(f"{why}; it is not asked again for {AVOID_SECONDS / 60:g} minutes")
+
+
+def _rank(name: str, peer: str) -> bytes:
+    """Where `peer` stands in the order of those who wait for a blob."""
+    return hashlib.sha256(f"{name} {peer}".encode()).digest()
 
 
 def _reply(raw: bytes, what: str) -> dict[str, object]:

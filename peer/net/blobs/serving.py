@@ -1,9 +1,10 @@
 """Serving blobs: who is served, by whom else, and how fast.
 
-    -> {"blob": name, "size": bytes, "leaves": bool, "insist": bool}
+    -> {"blob": name, "size": bytes, "leaves": bool, "insist": bool, "named_by": the peer that sent us here, or ""}
     <- {"state": "wait"}, now and then, while the blob is still on its way here
     <- {"state": "here"}, then one frame with the leaves if they were asked for and there is more than one range
-       {"state": "busy", "ask": [peers]}: enough copies were sent, these peers have it or are getting it; then the end
+       {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent, these peers have it or are getting it, surely
+       if they get it from a peer that has it; then the end
        {"state": "absent"}; then the end
     -> {"range": i}, as many as wanted, before the answer too
     <- one frame with range i for each, in order
@@ -12,7 +13,8 @@ and for what has a name instead of a digest: -> {"named": name} <- {"size": byte
 
 *Spreading.* A stored blob is sent about COPIES times; whoever asks then is told who got it, and asks there, so that copies
 multiply like the leaves of a tree and a home uplink sends its own payload about twice, however many peers there are. A
-peer that is still getting a blob lets others wait for it. Who finds nobody else may insist.
+peer that is still getting a blob lets others wait for it (who may wait for whom: fetching.py). Who finds nobody else may
+insist.
 
 *Fairness.* With an upload limit, ranges are sent in turn, one for each requesting peer, as a token bucket allows.
 """
@@ -141,7 +143,9 @@ class BlobServer:
         store: BlobStore,
         *,
         others: Callable[[str], Blob | None] = lambda name: None,
-        coming: Callable[[str], asyncio.Future[None] | None] = lambda name: None,
+        coming: Callable[[str, str, object], tuple[asyncio.Future[None], bool] | None] = lambda name, peer, named_by: (
+            None
+        ),
         named: Mapping[str, bytes] | None = None,
         uplink: Uplink | None = None,
         warn: Callable[[str], None] = lambda text: None,
@@ -191,15 +195,15 @@ class BlobServer:
         if not isinstance(size, int) or not 0 <= size <= ranges.MAX_BLOB:
             return await _say(stream, "absent")
         blob = self._store.find(name)
-        coming = self._coming(name) if blob is None else None
+        coming = self._coming(name, peer, request.get("named_by")) if blob is None else None
         if coming is not None or (blob is not None and blob.size == size):
             now = asyncio.get_running_loop().time()
             ask = self._spreading.admit(name, size, peer, request.get("insist") is True, now)
             if ask is not None:
-                return await _say(stream, "busy", ask=ask)
+                return await _say(stream, "busy", ask=ask, sure=blob is not None or (coming is not None and coming[1]))
             sent = [0]
             try:
-                if coming is None or await _arrives(stream, coming):
+                if coming is None or await _arrives(stream, coming[0]):
                     await self._send(stream, name, size, self._store.find(name), request, sent)
                 else:
                     await _say(stream, "absent")
@@ -267,8 +271,8 @@ class BlobServer:
         self._warn(f"file {blob.path}: its bytes changed on disk; it is not served any more, check the disk")
 
 
-async def _say(stream: Stream, state: str, ask: Sequence[str] = ()) -> None:
-    await stream.send(framing.pack_message({"state": state, "ask": list(ask)}))
+async def _say(stream: Stream, state: str, ask: Sequence[str] = (), sure: bool = False) -> None:
+    await stream.send(framing.pack_message({"state": state, "ask": list(ask), "sure": sure}))
 
 
 async def _arrives(stream: Stream, coming: asyncio.Future[None]) -> bool:
