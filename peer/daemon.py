@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -31,6 +31,8 @@ PIPE_TIMEOUT = 60.0
 """Seconds without a frame after which a chain's neighbour counts as gone (a dead process is noticed at once)."""
 DIAL_SECONDS = 30.0
 MAX_PIPES = 16
+AHEAD = 3
+"""A neighbour may be one commit ahead of us, and train one round ahead of that."""
 SOFT_DEADLINE = 0.8
 """Share of the round's deadline after which a replica offers the steps that it has."""
 
@@ -72,8 +74,9 @@ class Engine:
         return self._trainer.delta(shard)
 
     def optimizer(self) -> dict[str, NDArray[np.generic]]:
-        """AdamW's moments, by parameter name."""
-        return dict(self._trainer.optimizer_state()) if self._trainer is not None else self._state
+        """AdamW's moments, by parameter name; from any thread but the worker, between two of its jobs."""
+        trainer = self._trainer
+        return self._state if trainer is None else self._worker.submit(trainer.optimizer_state).result()
 
     async def train(
         self,
@@ -110,9 +113,10 @@ class Engine:
         try:
             await self._prepare(spec.stages[position], spec.k, theta)
             assert self._trainer is not None
-            following = await self._dial(plan, replica, position) if position + 1 < len(spec.stages) else None
+            last = position + 1 == len(spec.stages)
+            following = None if last else await self._unless(stop, self._dial(plan, replica, position))
             streams += [following] if following else []
-            previous = await self._accept(plan, replica, position) if position else None
+            previous = await self._unless(stop, self._accept(plan, replica, position)) if position else None
             streams += [previous] if previous else []
             await pipeline.run_steps(
                 self._trainer,
@@ -183,6 +187,19 @@ class Engine:
 
     # --- streams between neighbours: the earlier stage dials
 
+    async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, Stream]) -> Stream:
+        """`work`, which is given up when the round is over. Raises LocalError then."""
+        task, over = asyncio.create_task(work), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise LocalError("the round was decided before its chain was complete")
+            return task.result()
+        finally:
+            for one in (task, over):
+                one.cancel()
+            await asyncio.gather(task, over, return_exceptions=True)
+
     async def _dial(self, plan: Plan, replica: int, position: int) -> Stream:
         peer = plan.replicas[replica].stages[position + 1].peer
         try:
@@ -225,7 +242,7 @@ class Engine:
         """Serves an incoming pipe: hands the stream to the training that waits for it, and stays until that is over."""
         hello = framing.unpack_message(bytes(await stream.recv(256)))
         round, replica = hello.get("round"), hello.get("replica")
-        if not isinstance(round, int) or not isinstance(replica, int) or not applied < round <= applied + 2:
+        if not isinstance(round, int) or not isinstance(replica, int) or not applied < round <= applied + AHEAD:
             raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not for this round; it was closed")
         if len(self._incoming) >= MAX_PIPES:
             raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: too many wait here; it was closed")

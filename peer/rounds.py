@@ -3,11 +3,24 @@
 Events come in through `put`, in any order, from training, session and timers; effects that change state (Pack, Fold, GiveBack,
 Apply, Arrange) are done one after the other in this loop, so nothing else ever sees them half done. Training runs beside it
 and only reads θ. The way into any state is one: peer/recovery.py.
+
+*Overlap.* With `overlap = 1` the inner steps of round r + 1 begin as soon as the payloads of round r are packed, and the commit
+of round r is applied while they go on. What the commit will bring is not known yet; a replica takes its own pseudo-gradient
+δ(r) for the mean of all, and begins at
+
+    b(r+1) = θ(r-1) - δ(r)            where its own inner steps of round r ended
+
+so that δ(r+1) = b(r+1) - θ_local is again just the displacement of its H inner steps. One round late comes the correction: the
+next steps begin at b(r+2) = θ(r) - δ(r+1), that is, at θ_local + (θ(r) - b(r+1)): the commit of round r has taken the place of
+the guess. θ and the error feedback know nothing of this (P1 to P3 hold as without it): b is where gradients are taken, never
+what is sent, added or compared. A commit that gives the replica other work than expected (protocol/member.py) drops what was
+done ahead. (Eager updates: Kale, Douillard, Donchev 2025.)
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +48,13 @@ LOOK_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an engine did of a round; `error` is None if all steps were done."""
+    """What an engine did of a round; `error` is None if all steps were done. `seconds`: that it took."""
 
     steps: int
     tokens: int
     loss: float | None
     error: str | None
+    seconds: float = 0.0
     forward_bytes: int = 0
     backward_bytes: int = 0
     boundary_tokens: int = 0
@@ -106,7 +120,7 @@ class Rounds:
         self._stop = asyncio.Event()
         self._training: asyncio.Task[None] | None = None
         self._looked_at = float("-inf")
-        self._result: Result | None = None
+        self._results: dict[int, Result] = {}
         applied, offer = -1, None
         if restored is not None:
             applied = restored.round
@@ -205,9 +219,11 @@ class Rounds:
             stages=len(spec.stages),
         )
         self._stop = asyncio.Event()
-        self._training = asyncio.create_task(self._train(plan, replica, self._stop))
+        theta = {shard: self.outer.theta[shard] for shard in self._held(plan)}
+        ahead = plan.round > self.member.applied + 1
+        self._training = asyncio.create_task(self._train(plan, replica, theta, ahead, self._stop))
 
-    async def _train(self, plan: Plan, replica: int, stop: asyncio.Event) -> None:
+    async def _train(self, plan: Plan, replica: int, theta: Shards, ahead: bool, stop: asyncio.Event) -> None:
         began = last = time.monotonic()
         step_tokens = self.manifest.train.step_tokens
 
@@ -217,15 +233,22 @@ class Rounds:
             self._emit("step", round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last)
             last = now
 
-        theta = {shard: self.outer.theta[shard] for shard in self._held(plan)}
+        if ahead:
+            theta = await asyncio.to_thread(self._ahead, plan, theta)
         result = await self._engine.train(plan, replica, theta, stop, progress)
-        self._result = result
-        self.phase_seconds["train"] = time.monotonic() - began
+        self._results[plan.round] = dataclasses.replace(result, seconds=time.monotonic() - began)
         if result.error is None:
             self.put(member.Trained(plan.round, result.steps, result.tokens, result.loss))
         else:
             self._emit("withdrew", round=plan.round, reason=result.error)
             self.put(member.Failed(plan.round, result.steps, result.error))
+
+    def _ahead(self, plan: Plan, theta: Shards) -> Shards:
+        """b of a round whose predecessor is not decided (see the module's docstring); `theta`: before that one."""
+        stage = self._stage(plan)
+        assert stage is not None
+        trained = planner.stage_shards(self.manifest, *stage)
+        return theta | {s: [t - d for t, d in zip(theta[s], self._engine.delta(s), strict=True)] for s in trained}
 
     def _stage(self, plan: Plan | None) -> tuple[int, int] | None:
         for replica in plan.replicas if plan else ():
@@ -265,7 +288,8 @@ class Rounds:
     def _fold(self, round: int) -> None:
         plan = self.member.plan
         stage = self._stage(plan)
-        if stage is not None and plan is not None and plan.round == round and self._result and self._result.steps:
+        done = self._results.get(round)
+        if stage is not None and plan is not None and plan.round == round and done and done.steps:
             for shard in planner.stage_shards(self.manifest, *stage):
                 self.outer.accumulate(shard, self._engine.delta(shard))
             self._storage.save_feedback(round, self.outer.feedback, None)
@@ -302,7 +326,8 @@ class Rounds:
             self._emit("repaired", round=commit.round, shards=again)
         await asyncio.to_thread(self._settle, commit)
         self.phase_seconds["boundary"] = time.monotonic() - began
-        result = self._result or Result(0, 0, None, None)
+        result = self._results.pop(commit.round, None) or Result(0, 0, None, None)
+        self.phase_seconds["train"] = result.seconds
         self._emit(
             "round",
             round=commit.round,
@@ -314,7 +339,7 @@ class Rounds:
             boundary_tokens=result.boundary_tokens,
         )
         self.phase_seconds = {}
-        self._result = None
+        self._results = {r: x for r, x in self._results.items() if r > commit.round}
 
     async def _arrange(self, commit: Commit) -> dict[str, str]:
         wanted = set(self._held(commit.plan)) if commit.plan else set()

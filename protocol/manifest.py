@@ -100,15 +100,19 @@ class TrainSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSpec:
     """The outer step of SparseLoCo (algorithms, section 1): `k` entries of every 4096 in the value format `values`, their
-    indices in the format `indices`."""
+    indices in the format `indices`. `overlap`: 1 lets replicas train the next round while this one is decided and applied
+    (peer/rounds.py); 0 waits."""
 
     k: int = 32
     values: str = "sym2"
     indices: str = "rice"
     beta: float = 0.95
     eta: float = 1.0
+    overlap: int = 0
 
     def __post_init__(self) -> None:
+        if self.overlap not in (0, 1):
+            raise ValueError("overlap must be 0 or 1")
         if not 1 <= self.k <= 4096:
             raise ValueError("k must be in 1..4096")
         if self.values not in ("sym2", "ref2", "fp32"):

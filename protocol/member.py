@@ -15,6 +15,19 @@
     arranging  Arranged                                waiting    Tell(Attest)
     waiting    RunOver, the last round is applied      done       Finish
 
+With `overlap = 1` a peer trains the round after its offer's while that offer is decided and applied; it follows the plan that
+it expects, the present one again. `ahead` is that training's state beside the phase:
+
+    ahead      event                                   next       effects
+    none       Packed(offer)                           running    Train  (the expected plan of the round after the offer's)
+    running    Trained                                 ready
+    running    Failed                                  none       (the round is trained again when its plan is known)
+    running    waiting, the plan is what we expected   none       phase training, as if it had begun now
+    ready      waiting, the plan is what we expected   none       Pack
+    running    waiting, the plan is another            dropped    Stop  (what was done is forgotten)
+    dropped    Trained or Failed                       none
+    ready      waiting, the plan is another            none
+
 Rules that carry the promises: commits are applied one after the other, each once, in the order of their rounds (P1, P2); an
 offer leaves only after its payload and the error feedback without it are durable, and what was not committed goes back into the
 feedback before anything else is added (P3). After a crash the machine starts with `applied` of the newest durable state and
@@ -25,6 +38,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol import planner
 from protocol.manifest import Manifest
 from protocol.messages import Ask, Attest, Commit, Message, Offer, Plan, Record, Withdraw, is_decided
 from protocol.quorum import problem
@@ -189,6 +203,9 @@ class Member:
         self._run_over = False
         self._sent_at = float("-inf")
         self._task: tuple[Plan, int] | None = None
+        self.ahead = "none"
+        self._expected: tuple[Plan, int] | None = None
+        self._ready: Trained | None = None
 
     @property
     def head(self) -> int:
@@ -209,6 +226,8 @@ class Member:
                 effects += self._resend(now)
             case Committed(record):
                 effects += self._learn(record)
+            case Trained() | Failed() if self._expected is not None and event.round == self._expected[0].round:
+                self._ran_ahead(event)
             case Trained(round, steps, tokens, loss):
                 effects += self._trained(round, steps, tokens, loss)
             case Failed(round, steps, reason):
@@ -217,7 +236,7 @@ class Member:
                 self.phase = "waiting"
                 if offer is not None:
                     self._pending = offer
-                    effects.append(Tell(offer))
+                    effects += [Tell(offer), *self._run_ahead(offer)]
             case Applied(round):
                 self.applied, self.phase = round, "waiting"
             case Arranged(round, digests):
@@ -269,6 +288,44 @@ class Member:
         self._withdraw = Withdraw(round=round, reason=reason)
         return [Tell(self._withdraw), Fold(round)]
 
+    # --- the round after the one that is being decided
+
+    def _run_ahead(self, offer: Offer) -> list[Effect]:
+        if not self.manifest.outer.overlap or self.plan is None or not offer.round < self.manifest.rounds:
+            return []
+        expected = Plan(
+            round=offer.round + 1, slot=planner.following(self.manifest, self.plan), replicas=self.plan.replicas
+        )
+        decided = self.commits.get(offer.round)
+        if decided is not None and not _same_work(expected, decided.plan, offer.replica):
+            return []
+        self.ahead, self._expected = "running", (expected, offer.replica)
+        return [Train(expected, offer.replica)]
+
+    def _ran_ahead(self, event: Trained | Failed) -> None:
+        if self.ahead == "running" and isinstance(event, Trained):
+            self.ahead, self._ready = "ready", event
+        else:
+            self._forget_ahead()
+
+    def _forget_ahead(self) -> None:
+        self.ahead, self._expected, self._ready = "none", None, None
+
+    def _catch_up(self, plan: Plan | None, expected: Plan, replica: int) -> list[Effect] | None:
+        """What was done ahead becomes the work of `plan`, which is known now, or is dropped; None where nothing is left of it."""
+        ready = self._ready
+        if _same_work(expected, plan, replica):
+            assert plan is not None
+            self._forget_ahead()
+            self.phase, self._attempted, self._task = "training", plan.round, (plan, replica)
+            return [] if ready is None else self._trained(ready.round, ready.steps, ready.tokens, ready.loss)
+        if ready is not None:
+            self._forget_ahead()
+            return None
+        stop: list[Effect] = [Stop(expected.round)] if self.ahead == "running" else []
+        self.ahead = "dropped"
+        return stop
+
     def _resend(self, now: float) -> list[Effect]:
         self._sent_at = now
         out: list[Effect] = [Tell(Ask(after=self.head))]
@@ -311,8 +368,22 @@ class Member:
                 return [Finish()]
             return []
         plan = self.plan
+        if self._expected is not None and self._expected[0].round <= self.applied + 1:
+            caught_up = self._catch_up(plan, *self._expected)
+            if caught_up is not None:
+                return caught_up
         replica = plan.replica_of(self.peer) if plan else None
         if plan is None or replica is None or self._attempted >= plan.round:
             return []
         self.phase, self._attempted, self._task = "training", plan.round, (plan, replica)
         return [Train(plan, replica)]
+
+
+def _same_work(expected: Plan, plan: Plan | None, replica: int) -> bool:
+    """Whether `plan` gives replica `replica` just the work that `expected` gives it."""
+    return (
+        plan is not None
+        and (plan.round, plan.slot) == (expected.round, expected.slot)
+        and len(plan.replicas) > replica
+        and plan.replicas[replica] == expected.replicas[replica]
+    )

@@ -12,6 +12,7 @@ the chain's slowest uplink.
 Memory, in bytes above an idle process (P parameters of the stage, E = V d of the embedding, R k boundary):
 
     parameters  24 P        theta, local copy, gradient, two AdamW moments, error feedback: fp32 each
+    overlap      4 P        where the next round's inner steps begin
     reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp
     in flight   4 r L (B (18 d + 4 F + 2 L heads) + [head] 3 V) x micro-batches in flight
 
@@ -77,7 +78,7 @@ def stage_memory(manifest: Manifest, first: int, last: int) -> int:
     per_token = (last - first) * (18 * spec.d_model + 4 * spec.d_ff + 2 * train.sequence * spec.n_heads)
     per_token += 3 * spec.vocab_size if last == spec.n_layers else 0
     flight = 4 * train.rows * train.sequence * per_token * in_flight(manifest, first, last)
-    return 24 * params + reader + flight
+    return (24 + 4 * manifest.outer.overlap) * params + reader + flight
 
 
 @functools.lru_cache(maxsize=8)

@@ -92,7 +92,9 @@ class Swarm:
 
     def ended(self, name: str) -> int:
         """The exit code of a process that ends by itself."""
-        return self.running.pop(name).wait(DEADLINE)
+        code = self.running[name].wait(DEADLINE)
+        del self.running[name]
+        return code
 
     def events(self, name: str) -> list[Event]:
         path = self.folder / name / "events.jsonl"

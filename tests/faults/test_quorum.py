@@ -28,7 +28,7 @@ def three_nodes(rounds: int, start_peers: int) -> Manifest:
 
 
 def test_the_leading_node_is_killed_then_a_second_and_the_run_goes_on(tmp_path: Path) -> None:
-    manifest = three_nodes(rounds=40, start_peers=2)
+    manifest = three_nodes(rounds=20, start_peers=2)
     peers = ["peer-0", "peer-1"]
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
         for name in swarm.nodes:

@@ -210,20 +210,24 @@ def run(
     feedback: list[Params] = [{name: torch.zeros_like(w) for name, w in theta.items()} for _ in members]
     outer, H = config["outer"], config["inner_steps"]
     first_losses: list[list[float]] = []
+    ahead: list[Params] = []
     for r in range(config["rounds"]):
+        begin = ahead if outer.get("overlap") and ahead else [theta] * len(members)
+        ahead = []
         sent: list[Params] = []
         tokens: list[int] = []
         first_losses.append([])
         for number, member in enumerate(members):
             micro_batches = member.get("micro_batches", config["micro_batches"])
             boundaries = frozenset(first for first, _ in member["stages"][1:])
-            p = {name: w.clone() for name, w in theta.items()}
+            base = begin[number]
+            p = {name: w.clone() for name, w in base.items()}
             u = t_perp = a0 = None
             if member["k"] and boundaries:
                 assert basis is not None
                 u = torch.tensor(np.ascontiguousarray(basis[:, : member["k"]]))
-                a0 = theta[EMBED] @ u
-                t_perp = theta[EMBED] - a0 @ u.T
+                a0 = base[EMBED] @ u
+                t_perp = base[EMBED] - a0 @ u.T
                 p = {"A": a0.clone()} | {name: w for name, w in p.items() if name != EMBED}
             for w in p.values():
                 w.requires_grad_()
@@ -238,10 +242,12 @@ def run(
                 if s == 0:
                     first_losses[-1].append(loss)
             sent.append({})
+            ahead.append({})
             tokens.append(H * micro_batches * config["rows"] * config["sequence"])
             with torch.no_grad():
                 for name, w in theta.items():
-                    delta = w - p[name] if name in p else (a0 - p["A"]) @ u.T  # type: ignore[operator, union-attr]
+                    delta = base[name] - p[name] if name in p else (a0 - p["A"]) @ u.T  # type: ignore[operator, union-attr]
+                    ahead[-1][name] = w - delta  # before this round's commit: its own work stands for the mean of all
                     e = feedback[number][name]
                     e.mul_(outer["beta"]).add_(delta)
                     sent[-1][name] = sparsify(e, outer["k"], outer["values"])

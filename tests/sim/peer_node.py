@@ -191,6 +191,7 @@ class PeerNode(Node):
                 self.train(plan, replica)
                 self.boundary("after Train")
             case Stop():
+                self.world.stats["ahead in vain"] += self.member.ahead == "dropped"
                 self.later(rng.uniform(0.0, 1.0), self.answer, rng.choice((0, 1, 2)), "stopped")
             case Pack(plan, replica, steps, tokens, loss):
                 self.boundary("before Pack")
@@ -227,6 +228,7 @@ class PeerNode(Node):
     def train(self, plan: Plan, replica: int) -> None:
         self.trace(f"trains round {plan.round} in replica {replica}")
         self.job, self.steps = (plan, replica), 0
+        self.world.stats["ahead"] += plan.round > self.member.applied + 1
         self.swarm.joins(self, plan, replica)
 
     def answer(self, steps: int, reason: str) -> None:

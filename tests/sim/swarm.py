@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from fractions import Fraction
 
+from protocol.manifest import OuterSpec
 from protocol.messages import Plan
 from protocol.planner import Candidate
 from tests import tiny
@@ -36,7 +37,13 @@ class Swarm:
         count = rng.choice(PEERS)
         size, nodes = rng.choice(QUORUMS)
         names = tuple(o.peer_id for o in tiny.OPERATORS[:nodes])
-        self.manifest = tiny.manifest(rounds=rounds, start_peers=rng.randint(1, count), operators=names, quorum=size)
+        self.manifest = tiny.manifest(
+            rounds=rounds,
+            start_peers=rng.randint(1, count),
+            operators=names,
+            quorum=size,
+            outer=OuterSpec(overlap=rng.choice((0, 1))),
+        )
         self.world = World(rng, Weather.draw(rng), wire=seed % 10 == 0, verbose=verbose)
         self.ledger = Ledger(
             rng.choice((Fraction(1), Fraction(1, 2), Fraction(19, 20))), Fraction(1), self.manifest.run_id

@@ -56,9 +56,19 @@ def test_the_faults_do_happen_and_the_work_is_done_nevertheless(lives: list[Life
     unvisited = [where for where in BOUNDARIES if not stats[f"at {where}"]]
     never_fatal = [where for where in BOUNDARIES if not stats[f"crash {where}"]]
     assert (unvisited, never_fatal) == ([], [])
-    rare = ("dropped", "doubled", "cut off", "partitions", "cuts", "stalls", "higher ballots", "rebuilt")
+    rare = (
+        "dropped",
+        "doubled",
+        "cut off",
+        "partitions",
+        "cuts",
+        "stalls",
+        "higher ballots",
+        "rebuilt",
+        "ahead in vain",
+    )
     assert {name: stats[name] for name in rare if stats[name] < 20} == {}
-    often = ("deaths PeerNode", "deaths BootstrapNode", "give-backs", "folds", "left out", "leads")
+    often = ("deaths PeerNode", "deaths BootstrapNode", "give-backs", "folds", "left out", "leads", "ahead")
     assert {name: stats[name] for name in often if stats[name] < 200} == {}
     assert stats["contributions"] > stats["commits"] > 3 * len(lives)
 

@@ -145,4 +145,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "76c53d67c28d2a18ca0506ad303350b2c071411c518003c8f94b7563ec8cd77c"
+FROZEN = "e1c443cc010c33d884b69ba585acffbbea35da1cc0c9f6951d21327b6bf1c86c"

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from protocol import planner
+from protocol.manifest import Manifest, OuterSpec
 from protocol.member import (
     RESEND_SECONDS,
     Applied,
@@ -70,15 +72,15 @@ def contribution(of: Offer) -> Contribution:
     return Contribution(replica=0, tokens=of.tokens, steps=of.steps, loss=of.loss, shares=(share,))
 
 
-def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True) -> list[Commit]:
+def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True, run: str = M.run_id) -> list[Commit]:
     """Commits 0 ... `rounds`; those in `mine` contain this peer's offer."""
     commits: list[Commit] = []
     for round in range(rounds + 1):
         last = round == M.rounds
         commit = Commit(
-            run=M.run_id,
+            run=run,
             round=round,
-            parent=commits[-1].digest if commits else M.run_id,
+            parent=commits[-1].digest if commits else run,
             time=float(round),
             contributions=(contribution(offer(round)),) if round in mine else (),
             left_out=(),
@@ -95,8 +97,8 @@ def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True) -> lis
 class Driver:
     """A member whose effects are collected; `settle` answers Apply and Arrange as a good machine does."""
 
-    def __init__(self, applied: int = -1, offer: Offer | None = None) -> None:
-        self.member = Member(M, ME, applied, offer)
+    def __init__(self, applied: int = -1, offer: Offer | None = None, manifest: Manifest = M) -> None:
+        self.member = Member(manifest, ME, applied, offer)
         self.now = 0.0
 
     def do(self, *events: Event) -> list[Effect]:
@@ -246,6 +248,86 @@ def test_run_over_waits_for_the_last_round() -> None:
     driver = Driver()
     assert driver.do(RunOver()) == []
     assert driver.settle(driver.learn(*log(3, planned=False)))[-1] == Finish()
+
+
+# --- overlap: the next round is trained while this one is decided
+
+
+AHEAD = dataclasses.replace(M, outer=OuterSpec(overlap=1))
+
+
+def next_plan(round: int) -> Plan:
+    """What `plan(round - 1, ME)` lets expect."""
+    return dataclasses.replace(plan(round, ME), slot=planner.following(M, plan(round - 1, ME)))
+
+
+def ahead() -> Driver:
+    """A member whose offer of round 1 is out and that trains round 2 already."""
+    driver = Driver(manifest=AHEAD)
+    driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
+    driver.do(Trained(1, 4, TOKENS, 2.0))
+    assert driver.do(Packed(1, offer(1))) == [Tell(offer(1)), Train(next_plan(2), 0)]
+    assert driver.member.phase == "waiting"
+    return driver
+
+
+def decided(plan: Plan) -> Commit:
+    """Round 1 with our offer; `plan` is the next."""
+    return dataclasses.replace(log(1, mine=(1,), run=AHEAD.run_id)[1], plan=plan)
+
+
+def test_ahead_of_the_commit_the_expected_plan_is_trained_and_goes_on_when_it_is_decided() -> None:
+    driver = ahead()
+    effects = driver.settle(driver.learn(decided(next_plan(2))))
+    assert [type(e) for e in effects] == [Apply, Arrange, Tell]
+    assert (driver.member.phase, driver.member.ahead) == ("training", "none")
+    assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [Pack(next_plan(2), 0, 4, TOKENS, 1.9)]
+
+
+def test_what_is_ready_ahead_is_packed_only_upon_the_applied_commit() -> None:
+    driver = ahead()
+    assert driver.do(Trained(2, 4, TOKENS, 1.9)) == []
+    effects = driver.settle(driver.learn(decided(next_plan(2))))
+    assert [type(e) for e in effects] == [Apply, Arrange, Tell, Pack]
+
+
+@pytest.mark.parametrize("other", [plan(2, ME), dataclasses.replace(next_plan(2), replicas=plan(2, "other").replicas)])
+def test_work_that_nobody_planned_is_stopped_and_forgotten(other: Plan) -> None:
+    driver = ahead()
+    effects = driver.settle(driver.learn(decided(other)))
+    assert [type(e) for e in effects] == [Apply, Arrange, Tell, Stop]
+    planned = [Train(other, 0)] if other.replica_of(ME) is not None else []
+    assert driver.do(Failed(2, 1, "stopped")) == planned
+
+
+def test_ready_work_that_nobody_planned_is_forgotten() -> None:
+    driver = ahead()
+    driver.do(Trained(2, 4, TOKENS, 1.9))
+    assert driver.settle(driver.learn(decided(plan(2, ME))))[-1] == Train(plan(2, ME), 0)
+
+
+def test_who_failed_ahead_trains_when_the_plan_is_known() -> None:
+    driver = ahead()
+    assert driver.do(Failed(2, 1, "the chain broke")) == []
+    assert driver.settle(driver.learn(decided(next_plan(2))))[-1] == Train(next_plan(2), 0)
+
+
+def test_nothing_is_begun_ahead_of_a_commit_that_is_known_to_plan_otherwise() -> None:
+    driver = Driver(manifest=AHEAD)
+    driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
+    driver.do(Trained(1, 4, TOKENS, 2.0))
+    commit = decided(plan(2, ME))
+    driver.learn(commit)
+    assert driver.do(Packed(1, offer(1))) == [Tell(offer(1)), Apply(commit, ())]
+
+
+def test_nothing_is_begun_after_the_last_round_or_after_a_restart() -> None:
+    driver = Driver(applied=2, manifest=AHEAD)
+    driver.settle(driver.learn(*log(2, run=AHEAD.run_id)))
+    driver.do(Trained(3, 4, TOKENS, 2.0))
+    assert driver.do(Packed(3, offer(3))) == [Tell(offer(3))]
+    driver = Driver(applied=0, offer=offer(1), manifest=AHEAD)
+    assert [type(e) for e in driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))] == [Arrange, Tell]
 
 
 # --- what is lost is sent again
