@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from peer import demo
 from peer.events import Event, from_json
 from protocol.layout import ModelSpec
+from protocol.manifest import Manifest
 
 DEADLINE = 600.0
 """Seconds for anything to happen; far more than it takes, since test machines are shared."""
@@ -28,6 +30,17 @@ MODEL = ModelSpec(vocab_size=4096, d_model=32, n_layers=4, n_heads=2, d_ff=48, c
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo trains MODEL. Its processes learn that from the manifest, as always."""
     monkeypatch.setattr(demo, "MODEL", MODEL)
+
+
+def set_overlap(monkeypatch: pytest.MonkeyPatch, overlap: int) -> None:
+    """Demos have a manifest with this `outer.overlap`."""
+    made = demo.make_manifest
+
+    def make_manifest(chosen: demo.DemoOptions) -> Manifest:
+        manifest = made(chosen)
+        return dataclasses.replace(manifest, outer=dataclasses.replace(manifest.outer, overlap=overlap))
+
+    monkeypatch.setattr(demo, "make_manifest", make_manifest)
 
 
 def options(out: Path, **changes: Any) -> demo.DemoOptions:

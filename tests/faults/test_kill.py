@@ -24,9 +24,12 @@ def plans(event: Event, peer: str) -> bool:
     return bool(plan) and any(s["peer"] == peer for r in plan["replicas"] for s in r["stages"])
 
 
-@pytest.mark.parametrize("name", ["full-1", "chain-0-1"])
-def test_a_killed_peer_costs_a_round_and_catches_up(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "overlap"), [("full-1", 1), ("chain-0-1", 0)])
+def test_a_killed_peer_costs_a_round_and_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overlap: int
+) -> None:
     """Its replica is left out once, a spare takes the chain member's place, and the peer comes back to the same bits."""
+    swarms.set_overlap(monkeypatch, overlap)
     spares = int(name.startswith("chain"))
     with Swarm(tmp_path / "run", name, spares) as swarm:
         swarm.kill()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from bootstrap.archive import Archive
 from peer import commands, data, demo
 from protocol import assign, layout, seeded, subspace
-from protocol.manifest import Manifest
 from tests.e2e import swarms
 from tests.parity import reference
 
@@ -23,13 +21,7 @@ small_model = swarms.small_model
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: int
 ) -> None:
-    made = demo.make_manifest
-
-    def make_manifest(chosen: demo.DemoOptions) -> Manifest:
-        manifest = made(chosen)
-        return dataclasses.replace(manifest, outer=dataclasses.replace(manifest.outer, overlap=overlap))
-
-    monkeypatch.setattr(demo, "make_manifest", make_manifest)
+    swarms.set_overlap(monkeypatch, overlap)
     chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, k=(8,), inner_steps=3)
     swarms.run(chosen)
     manifest = demo.make_manifest(chosen)
