@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -265,25 +266,35 @@ class Node:
     async def _pump(self) -> None:
         await self._directory.connect()
         while True:
-            event = await self._events.get()
-            if isinstance(event, quorum.Event):
-                await self._tell_quorum(event)
-            else:
-                await self._tell_leader(event)
+            await self._tell(await self._events.get())
 
-    async def _tell_leader(self, event: leader.Event) -> None:
+    async def _tell(self, event: leader.Event | quorum.Event) -> None:
+        """Gives an event to its machine, and then those that its effects bring about: in their order, each when all effects of
+        the one before are done, or an older effect would undo what a newer one said."""
+        todo = deque([event])
+        while todo:
+            event = todo.popleft()
+            if isinstance(event, quorum.Event):
+                todo.extend(await self._tell_quorum(event))
+            else:
+                todo.extend(self._tell_leader(event))
+
+    def _tell_leader(self, event: leader.Event) -> list[quorum.Event]:
+        following: list[quorum.Event] = []
         for effect in self._leader.handle(event, time.time()):
             match effect:
                 case leader.Fetch(peer, part):
                     self._spawn(self._fetch((peer,), part, peer))
                 case leader.Propose(commit):
-                    await self._tell_quorum(quorum.Proposed(commit))
+                    following.append(quorum.Proposed(commit))
                 case leader.Report(round, peer, shard):
                     self._emit("diverged", peer=peer, round=round, shard=shard)
                 case leader.Done(round):
                     self._finish(round)
+        return following
 
-    async def _tell_quorum(self, event: quorum.Event) -> None:
+    async def _tell_quorum(self, event: quorum.Event) -> list[leader.Event | quorum.Event]:
+        following: list[leader.Event | quorum.Event] = []
         for effect in self._quorum.handle(event, time.time()):
             match effect:
                 case quorum.Save(vote):
@@ -296,17 +307,18 @@ class Node:
                     self._spawn(self._fetch(holders, part, holders[-1]))
                 case quorum.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
-                    await self._tell_quorum(quorum.Appended(record))
+                    following.append(quorum.Appended(record))
                 case quorum.Decided(record):
-                    await self._decided(record)
+                    following.append(leader.Decided(record.commit))
+                    self._decided(record)
                 case quorum.Leads(leads):
                     self._emit("leads", leads=leads)
-                    await self._tell_leader(leader.Lead(leads))
+                    following.append(leader.Lead(leads))
                 case quorum.Stalled(missing):
                     self._stall(missing)
+        return following
 
-    async def _decided(self, record: Record) -> None:
-        await self._tell_leader(leader.Decided(record.commit))
+    def _decided(self, record: Record) -> None:
         self._emit_commit(record.commit)
         raw = self.archive.records[record.commit.round]
         for session in self._sessions.values():

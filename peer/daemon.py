@@ -63,6 +63,7 @@ class Engine:
         self._basis: NDArray[np.float32] | None = None
         self._incoming: dict[tuple[int, int, str], asyncio.Future[Stream]] = {}
         self._round_over = asyncio.Event()
+        self._training = False
 
     def close(self) -> None:
         """Ends the worker thread."""
@@ -74,9 +75,11 @@ class Engine:
         return self._trainer.delta(shard)
 
     def optimizer(self) -> dict[str, NDArray[np.generic]]:
-        """AdamW's moments, by parameter name; from any thread but the worker, between two of its jobs."""
+        """AdamW's moments, by parameter name; for any thread but the worker. They are copies while a round is trained."""
         trainer = self._trainer
-        return self._state if trainer is None else self._worker.submit(trainer.optimizer_state).result()
+        if trainer is None:
+            return self._state
+        return dict(self._worker.submit(trainer.optimizer_state, copy=self._training).result())
 
     async def train(
         self,
@@ -110,6 +113,7 @@ class Engine:
 
         streams: list[Stream] = []
         error = None
+        self._training = True
         try:
             await self._prepare(spec.stages[position], spec.k, theta)
             assert self._trainer is not None
@@ -137,6 +141,7 @@ class Engine:
         except PotluckError as failure:
             error = str(failure)
         finally:
+            self._training = False
             timer.cancel()
             for stream in streams:
                 with contextlib.suppress(PotluckError):

@@ -20,14 +20,14 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save
+from safetensors.numpy import load_file
 
 from peer.net.blobs import Blob, BlobStore, disk_error, sync_folder, write_durably
 from protocol import layout, ranges
@@ -101,7 +101,7 @@ class Storage:
     def save_feedback(self, round: int, feedback: Shards, offer: Offer | None) -> None:
         """Makes the feedback after packing `round` durable."""
         metadata = {"offer": json.dumps(plain(offer) if offer else None)}
-        write_durably(self._feedback(round), save(_flatten(feedback), metadata))
+        write_durably(self._feedback(round), *_safetensors(_flatten(feedback), metadata))
         for _, path in self._numbered("feedback-*.safetensors")[:-KEPT]:
             path.unlink()
 
@@ -131,8 +131,8 @@ class Storage:
         try:
             temporary.mkdir()
             for shard, arrays in checkpoint.theta.items():
-                _write(temporary / f"{shard}.safetensors", save({f"{i:02}": a for i, a in enumerate(arrays)}))
-            _write(temporary / "optimizer.safetensors", save(dict(checkpoint.optimizer)))
+                _write(temporary / f"{shard}.safetensors", *_safetensors({f"{i:02}": a for i, a in enumerate(arrays)}))
+            _write(temporary / "optimizer.safetensors", *_safetensors(checkpoint.optimizer))
             _write(temporary / "meta.json", json.dumps(meta).encode())
             sync_folder(temporary)
             if final.exists():  # with a damaged shard
@@ -243,9 +243,28 @@ def _load(checkpoint: Path, shard: str) -> list[NDArray[np.float32]]:
     return [tensors[name] for name in sorted(tensors)]
 
 
-def _write(path: Path, data: bytes) -> None:
+def _safetensors(
+    tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file of fp32 tensors in the order of their names, piece by piece: the library's `save` copies them all."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in sorted(tensors):
+        array, begin = tensors[name], end
+        if array.dtype != np.float32:
+            raise ValueError(f"tensor {name}: {array.dtype}, not float32; this is a bug")
+        end += array.nbytes
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    yield len(raw).to_bytes(8, "little") + raw
+    for name in sorted(tensors):
+        yield np.ascontiguousarray(tensors[name], dtype="<f4").data.cast("B")
+
+
+def _write(path: Path, *pieces: bytes | memoryview) -> None:
     with open(path, "wb") as file:
-        file.write(data)
+        file.writelines(pieces)
         file.flush()
         os.fsync(file.fileno())
 

@@ -224,13 +224,14 @@ class StageTrainer:
             raise LocalError("delta before begin_round; this is a bug")
         return self.stage.delta(shard, self._theta)
 
-    def optimizer_state(self) -> dict[str, np.ndarray]:
-        """AdamW's moments as `<parameter>/<moment>`: fp32 arrays, copies."""
-        return {
-            f"{name}/{moment}": np.array(getattr(moments, moment).cpu().numpy())
-            for name, moments in self._moments.items()
-            for moment in _Moments.__slots__
-        }
+    def optimizer_state(self, copy: bool = True) -> dict[str, np.ndarray]:
+        """AdamW's moments as `<parameter>/<moment>`: fp32 arrays. Without `copy` the next step may change them."""
+        found: dict[str, np.ndarray] = {}
+        for name, moments in self._moments.items():
+            for moment in _Moments.__slots__:
+                value = getattr(moments, moment).cpu().numpy()
+                found[f"{name}/{moment}"] = value.copy() if copy else value
+        return found
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
         """Takes the moments of the parameters held here; the others start afresh. What is not held is ignored.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import deque
 
 from protocol import quorum
 from protocol.manifest import TimingSpec
@@ -107,6 +108,11 @@ class Voter(Node):
         self.world.send(self.name, name, message, lambda m: node.post(0.0, node.hear, self.name, m))
 
     def feed(self, event: quorum.Event) -> None:
+        soon = deque([event])
+        while soon:
+            self.do(soon.popleft(), soon)
+
+    def do(self, event: quorum.Event, soon: deque[quorum.Event]) -> None:
         for effect in self.quorum.handle(event, self.world.now):
             match effect:
                 case quorum.Save(vote):
@@ -123,7 +129,7 @@ class Voter(Node):
                     self.boundary("before Append")
                     self.append(record)
                     self.boundary("log durable")
-                    self.feed(quorum.Appended(record))
+                    soon.append(quorum.Appended(record))
                 case quorum.Leads(leads):
                     self.trace(f"leads: {leads}")
                 case _:

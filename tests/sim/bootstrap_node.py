@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from protocol import leader, quorum
@@ -129,6 +130,22 @@ class BootstrapNode(Node):
     # --- the machines
 
     def tell_leader(self, event: leader.Event) -> None:
+        self.work(event)
+
+    def tell_quorum(self, event: quorum.Event) -> None:
+        self.work(event)
+
+    def work(self, event: leader.Event | quorum.Event) -> None:
+        """An event, and then those that its effects bring about, as bootstrap/node.py does it."""
+        self.soon = deque([event])
+        while self.soon:
+            event = self.soon.popleft()
+            if isinstance(event, quorum.Event):
+                self.quorum_does(event)
+            else:
+                self.leader_does(event)
+
+    def leader_does(self, event: leader.Event) -> None:
         for effect in self.leader.handle(event, self.world.now):
             match effect:
                 case leader.Fetch(peer, part):
@@ -136,7 +153,7 @@ class BootstrapNode(Node):
                     self.fetch([peer], part)
                 case leader.Propose(commit):
                     self.boundary("before Propose")
-                    self.tell_quorum(quorum.Proposed(commit))
+                    self.soon.append(quorum.Proposed(commit))
                 case leader.Report(round, peer, shard):
                     self.trace(f"reports: {peer} diverged on {shard} after round {round}")
                     self.reports.add((round, peer, shard))
@@ -148,7 +165,7 @@ class BootstrapNode(Node):
                         self.tell(peer, Finished(round=round))
                         self.boundary("half broadcast")
 
-    def tell_quorum(self, event: quorum.Event) -> None:
+    def quorum_does(self, event: quorum.Event) -> None:
         for effect in self.quorum.handle(event, self.world.now):
             match effect:
                 case quorum.Save(vote):
@@ -171,7 +188,7 @@ class BootstrapNode(Node):
                 case quorum.Leads(leads):
                     self.trace(f"leads: {leads}")
                     self.world.stats["leads"] += leads
-                    self.tell_leader(leader.Lead(leads))
+                    self.soon.append(leader.Lead(leads))
                 case quorum.Stalled(missing):
                     self.world.stats["stalls"] += bool(missing)
 
@@ -184,7 +201,7 @@ class BootstrapNode(Node):
         self.boundary("before Append")
         self.write(record)
         self.boundary("log durable")
-        self.tell_quorum(quorum.Appended(record))
+        self.soon.append(quorum.Appended(record))
 
     def write(self, record: Record) -> None:
         commit = record.commit
@@ -203,7 +220,7 @@ class BootstrapNode(Node):
 
     def decided(self, record: Record) -> None:
         self.boundary("before broadcast")
-        self.tell_leader(leader.Decided(record.commit))
+        self.soon.append(leader.Decided(record.commit))
         for peer in list(self.sessions):
             self.tell(peer, record)
             self.boundary("half broadcast")

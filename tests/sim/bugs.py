@@ -72,7 +72,7 @@ class HastyBootstrap(BootstrapNode):
     """Tells its decision before the log record is durable."""
 
     def append(self, record: Record) -> None:
-        self.tell_quorum(Appended(record))
+        self.soon.append(Appended(record))
         self.later(self.world.rng.uniform(0.0, 1.0), self.write, record)
 
 

@@ -93,14 +93,21 @@ class Swarm:
             if shard not in peer.corrupted:
                 self.ledger.check_theta(peer.name, shard, rounds, theta)
             elif theta != self.ledger.theta(shard, rounds):
-                holders = [p for p in self.peers.values() if shard in p.theta]
-                if len(holders) > 2 and not any(
-                    (rounds, peer.name, shard) in node.reports for node in self.nodes.values()
-                ):
-                    raise Violation("P1", f"{peer.name}: the memory error in {shard} was neither mended nor reported")
+                self._check_told(peer, shard)
         for (who, shard), _ in self.ledger.entries.items():
             if who == peer.name:
                 self.ledger.check_feedback(who, shard, peer.feedback[shard])
+
+    def _check_told(self, peer: PeerNode, shard: str) -> None:
+        """A memory error that is left at the end is reported by every node that could tell: two others had the right bits."""
+        round = self.manifest.rounds
+        right = self.ledger.theta_digest(shard, round)
+        for node in self.nodes.values():
+            known = {who: digests.get(shard) for who, digests in node.leader.attests.get(round, {}).items()}
+            wrong = known.get(peer.name) not in (None, right)
+            told = (round, peer.name, shard) in node.reports
+            if wrong and not told and list(known.values()).count(right) >= 2:
+                raise Violation("P1", f"{peer.name}: the memory error in {shard} was neither mended nor reported")
 
     def new_session(self) -> int:
         self._sessions += 1

@@ -633,6 +633,6 @@ def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -
                     for number, peer in enumerate(others):
                         nearer = [p.id for p in others[number + 1 :] + others[:number]]
                         group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))
-                assert sender.sent - before <= 2.2 * size + 2000
+                assert sender.sent - before <= 3.2 * size + 2000, "one copy more than without the circle"
 
     run(work())

@@ -37,12 +37,12 @@ def disk_error(path: Path, error: OSError) -> LocalError:
     )
 
 
-def write_durably(path: Path, data: bytes, *, seconds: int | None = None) -> None:
+def write_durably(path: Path, *pieces: bytes | memoryview, seconds: int | None = None) -> None:
     """Writes a file so that a crash leaves the old one or the new one; `seconds`: its modification time. Raises UsageError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with open(temporary, "wb") as file:
-            file.write(data)
+            file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
         if seconds is not None:
