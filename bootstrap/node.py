@@ -102,7 +102,11 @@ class Node:
         self._ready: dict[str, Candidate] = {}
         self._fetching: set[str] = set()
         self._fetcher = Fetcher(
-            transport, archive.blobs, reach=self._directory.reach, warn=lambda text: emit("warning", text=text)
+            transport,
+            archive.blobs,
+            reach=self._directory.reach,
+            warn=lambda text: emit("warning", text=text),
+            sync=True,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._finished: Finished | None = None

@@ -5,11 +5,13 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
     e    = β e + δ              δ = θ_global - θ_local after H inner steps      accumulate
     sent = Q(TopK(e));  e -= sent        the dequantized value                  encode
     e   += sent                          the contribution was not committed     give_back
+    e    = β e - sent                    sent, but a crash took δ               without_delta
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
 
 All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same
 everywhere. Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32
-rounding.
+rounding. A crash between an offer and the writing of e costs that round's δ: it counts as zero, and e is brought up to the
+offer by `without_delta`, so that the equation holds, and later rounds take back what was sent of it.
 """
 
 from __future__ import annotations
@@ -73,6 +75,13 @@ class Outer:
         return math.sqrt(
             sum(float(np.sum(np.square(x.values, dtype=np.float64))) for x in self._decode(shard, payload))
         )
+
+    def without_delta(self, shard: str, payload: bytes | memoryview) -> None:
+        """e = β e - sent, where `payload` is out and its δ is lost. Raises PayloadError."""
+        sent = self._decode(shard, payload)
+        for e, x in zip(self._feedback(shard), sent, strict=True):
+            np.multiply(e, self.beta, out=e)
+            e.reshape(-1)[x.index] -= x.values
 
     def give_back(self, shard: str, payload: bytes | memoryview) -> None:
         """e gets back what `payload`, made by `encode`, took from it: it was not committed. Raises

@@ -121,17 +121,20 @@ class Rounds:
         self._training: asyncio.Task[None] | None = None
         self._looked_at = float("-inf")
         self._results: dict[int, Result] = {}
-        applied, offer = -1, None
+        self._saving: asyncio.Task[None] | None = None
+        applied = -1
         if restored is not None:
             applied = restored.round
             self.outer.theta = dict(restored.theta)
-        feedback = storage.load_feedback()
-        if feedback is not None:
-            self.outer.feedback = feedback.feedback
-            offer = feedback.offer
+        found = storage.load_feedback()
+        self.outer.feedback, offer = found.feedback, found.offer
+        if offer is not None and found.behind:
+            for part in offer.parts:
+                self.outer.without_delta(part.shard, self._own(offer, part))
+            storage.save_feedback(offer.round, self.outer.feedback)
         self._offer = offer  # the newest durable one: after a restart it may have to be given back
         storage.blobs.protected = set(storage.blobs)  # until the log says what is needed
-        self.member = Member(manifest, peer, applied, offer)
+        self.member = Member(manifest, peer, applied, offer, found.round)
         self._checkpointed = applied
         self._recovery = Recovery(manifest, self.outer, storage, exchange, self.member.commits, emit)
 
@@ -152,6 +155,8 @@ class Rounds:
         try:
             while True:
                 event = await self._events.get()
+                if self._saving is not None and self._saving.done():
+                    await self._saved()
                 for effect in self.member.handle(event, time.monotonic()):
                     if isinstance(effect, member.Finish):
                         return
@@ -161,6 +166,7 @@ class Rounds:
             self._stop.set()
             if self._training is not None:
                 await asyncio.gather(self._training, return_exceptions=True)
+            await self._saved()
             await asyncio.to_thread(self._last_checkpoint)
 
     async def _tick(self) -> None:
@@ -177,14 +183,19 @@ class Rounds:
             case member.Stop():
                 self._stop.set()
             case member.Pack(plan, replica, steps, tokens, loss):
+                await self._saved()
                 offer = await self._timed("pack", asyncio.to_thread(self._pack, plan, replica, steps, tokens, loss))
+                self._save(plan.round)
                 self._emit("offered", round=plan.round, bytes=sum(p.size for p in offer.parts))
                 self.put(member.Packed(plan.round, offer))
             case member.Fold(round):
+                await self._saved()
                 await asyncio.to_thread(self._fold, round)
                 self.put(member.Packed(round, None))
             case member.GiveBack(offer):
+                await self._saved()
                 await asyncio.to_thread(self._give_back, offer)
+                self._save(offer.round, given_back=True)
             case member.Apply(commit, rebuild):
                 await self._apply(commit, rebuild)
                 self.put(member.Applied(commit.round))
@@ -282,8 +293,19 @@ class Rounds:
         self._offer = offer = Offer(
             round=plan.round, replica=replica, parts=tuple(parts), tokens=tokens, steps=steps, loss=loss
         )
-        self._storage.save_feedback(plan.round, self.outer.feedback, offer)
+        self._storage.save_offer(offer)
         return offer
+
+    def _save(self, round: int, given_back: bool = False) -> None:
+        """Begins to write the feedback. That is most of what a round writes; the offer does not wait for it."""
+        work = asyncio.to_thread(self._storage.save_feedback, round, self.outer.feedback, given_back=given_back)
+        self._saving = asyncio.create_task(work)
+
+    async def _saved(self) -> None:
+        """Waits until the feedback is on disk: nothing may change it before. Raises UsageError."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
 
     def _fold(self, round: int) -> None:
         plan = self.member.plan
@@ -292,18 +314,21 @@ class Rounds:
         if stage is not None and plan is not None and plan.round == round and done and done.steps:
             for shard in planner.stage_shards(self.manifest, *stage):
                 self.outer.accumulate(shard, self._engine.delta(shard))
-            self._storage.save_feedback(round, self.outer.feedback, None)
+            self._storage.save_feedback(round, self.outer.feedback)
             self._offer = None
 
     def _give_back(self, offer: Offer) -> None:
         for part in offer.parts:
-            payload = self._storage.blobs.get(part.digest)
-            if payload is None:
-                raise LocalError(
-                    f"payload {part.digest[:12]} of round {offer.round}: its file in {self._storage.blobs.folder} is"
-                    " gone or damaged; that much of this machine's work is lost, restart to go on"
-                )
-            self.outer.give_back(part.shard, payload)
+            self.outer.give_back(part.shard, self._own(offer, part))
+
+    def _own(self, offer: Offer, part: Part) -> bytes:
+        payload = self._storage.blobs.get(part.digest)
+        if payload is None:
+            raise LocalError(
+                f"payload {part.digest[:12]} of round {offer.round}: its file in {self._storage.blobs.folder} is gone or"
+                f" damaged; that much of this machine's work is lost, remove {self._storage.folder}/offer-* and start again"
+            )
+        return payload
 
     # --- what was decided
 

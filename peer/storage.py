@@ -4,7 +4,8 @@
     DIR/identity.key                  Ed25519, in libp2p's format
     DIR/tokenizer.json                the run's
     DIR/blobs/                        payloads, our own and others' (peer/net/blobs/store.py)
-    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `offer`: what was offered, or null
+    DIR/offer-<round>.json            what was offered in the round
+    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: and its offer given back
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard
 
 Everything appears by rename after fsync, so that a crash leaves the old or the new, and what a kill leaves half-written is
@@ -51,11 +52,13 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """Error feedback after `round` was packed; `offer` is None for a round that sent nothing."""
+    """Error feedback after `round` (0: none), and the newest offer, if it may still have to be given back. `behind`: the
+    feedback is that of a round before the offer's."""
 
     round: int
     feedback: Shards
     offer: Offer | None
+    behind: bool
 
 
 class Storage:
@@ -75,7 +78,7 @@ class Storage:
             raise UsageError(
                 f"directory {folder}: another potluck process uses it; stop that one or choose another with --dir"
             ) from None
-        for leftover in (*folder.glob(".checkpoint-*"), *folder.glob(".feedback-*")):
+        for leftover in (*folder.glob(".checkpoint-*"), *folder.glob(".feedback-*"), *folder.glob(".offer-*")):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         self.blobs = BlobStore(folder / "blobs", limit)
         self._kept = self._read_index()
@@ -98,26 +101,37 @@ class Storage:
 
     # --- error feedback and offers
 
-    def save_feedback(self, round: int, feedback: Shards, offer: Offer | None) -> None:
-        """Makes the feedback after packing `round` durable."""
-        metadata = {"offer": json.dumps(plain(offer) if offer else None)}
-        write_durably(self._feedback(round), *_safetensors(_flatten(feedback), metadata))
+    def save_offer(self, offer: Offer) -> None:
+        """Makes an offer durable; its payloads are."""
+        write_durably(self.folder / f"offer-{offer.round:08d}.json", json.dumps(plain(offer)).encode())
+        for _, path in self._numbered("offer-*.json")[:-KEPT]:
+            path.unlink()
+
+    def save_feedback(self, round: int, feedback: Shards, *, given_back: bool = False) -> None:
+        """Makes the feedback after packing `round` durable, or that after its offer was given back."""
+        pieces = _safetensors(_flatten(feedback), {"given_back": str(given_back)})
+        write_durably(self.folder / f"feedback-{round:08d}.safetensors", *pieces)
         for _, path in self._numbered("feedback-*.safetensors")[:-KEPT]:
             path.unlink()
 
-    def load_feedback(self) -> Feedback | None:
-        """The newest feedback that can be read."""
+    def load_feedback(self) -> Feedback:
+        """The newest feedback and offer that can be read."""
+        offer: Offer | None = None
+        for _, path in reversed(self._numbered("offer-*.json")):
+            with contextlib.suppress(OSError, ValueError, SchemaError):
+                offer = build(Offer, json.loads(path.read_text()))
+                break
+        feedback: Shards = {}
+        newest, given_back = 0, False
         for round, path in reversed(self._numbered("feedback-*.safetensors")):
-            try:
-                offer = _metadata(path)["offer"]
-                return Feedback(
-                    round,
-                    _unflatten(load_file(path)),
-                    build(Offer, json.loads(offer)) if offer != "null" else None,
-                )
-            except (OSError, ValueError, KeyError, SchemaError, SafetensorError):
-                continue
-        return None
+            with contextlib.suppress(OSError, ValueError, SafetensorError):
+                feedback, newest = _unflatten(load_file(path)), round
+                with safe_open(path, "numpy") as file:
+                    given_back = (file.metadata() or {}).get("given_back") == "True"
+                break
+        if offer is None or offer.round < newest or (offer.round == newest and given_back):
+            return Feedback(newest, feedback, None, False)
+        return Feedback(newest, feedback, offer, offer.round > newest)
 
     # --- checkpoints
 
@@ -213,9 +227,6 @@ class Storage:
                     kept[round] = self._blobs_of(path, digests)
         return kept
 
-    def _feedback(self, round: int) -> Path:
-        return self.folder / f"feedback-{round:08d}.safetensors"
-
     def _numbered(self, pattern: str) -> list[tuple[int, Path]]:
         """(round, path), oldest first."""
         found = []
@@ -279,8 +290,3 @@ def _unflatten(tensors: Mapping[str, NDArray[np.float32]]) -> Shards:
         shard, _, position = name.rpartition("/")
         shards.setdefault(shard, {})[int(position)] = array
     return {shard: [arrays[i] for i in range(len(arrays))] for shard, arrays in shards.items()}
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    with safe_open(path, "numpy") as file:
-        return dict(file.metadata() or {})

@@ -29,8 +29,8 @@ it expects, the present one again. `ahead` is that training's state beside the p
     ready      waiting, the plan is another            none
 
 Rules that carry the promises: commits are applied one after the other, each once, in the order of their rounds (P1, P2); an
-offer leaves only after its payload and the error feedback without it are durable, and what was not committed goes back into the
-feedback before anything else is added (P3). After a crash the machine starts with `applied` of the newest durable state and
+offer leaves only after it and its payloads are durable (the error feedback without them soon after), and what was not committed
+goes back into the feedback before anything else is added (P3). After a crash the machine starts with `applied` of the newest durable state and
 with the newest durable offer; both are resolved against the log again, so every step may be repeated (design, section 5).
 """
 
@@ -79,7 +79,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The error feedback is durable, with the payloads of `offer` if there is one."""
+    """`offer` and its payloads are durable; without one, the error feedback is."""
 
     round: int
     offer: Offer | None
@@ -127,7 +127,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Effect: e = beta e + delta, payloads, e -= sent, all durable; answer with Packed(offer)."""
+    """Effect: e = beta e + delta, payloads, e -= sent; the offer and its payloads durable; answer with Packed(offer)."""
 
     plan: Plan
     replica: int
@@ -187,16 +187,20 @@ class ForkError(Exception):
 
 
 class Member:
-    """See the table above. `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer."""
+    """See the table above. `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless
+    the feedback says that it is resolved. `packed`: the newest round whose feedback is durable; it is not trained again, even
+    where the state is older."""
 
-    def __init__(self, manifest: Manifest, peer: str, applied: int = -1, offer: Offer | None = None) -> None:
+    def __init__(
+        self, manifest: Manifest, peer: str, applied: int = -1, offer: Offer | None = None, packed: int = 0
+    ) -> None:
         self.manifest = manifest
         self.peer = peer
         self.applied = applied
         self.phase = "waiting"
         self.commits: dict[int, Commit] = {}
         self._pending = offer
-        self._attempted = offer.round if offer else 0
+        self._attempted = max(packed, offer.round if offer else 0)
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
         self._finished = False

@@ -211,12 +211,10 @@ def test_full_disk_at_a_payload(small_disk: Path) -> None:
 
 def test_full_disk_at_an_offer(small_disk: Path) -> None:
     storage = Storage(small_disk / "peer")
-    storage.save_feedback(1, {"block.0": [np.ones(9, np.float32)]}, None)
+    storage.save_feedback(1, {"block.0": [np.ones(9, np.float32)]})
     with pytest.raises(UsageError, match="No space left on device"):
-        storage.save_feedback(2, {"block.0": [np.ones(1 << 20, np.float32)]}, None)
-    found = storage.load_feedback()
-    assert found is not None
-    assert found.round == 1
+        storage.save_feedback(2, {"block.0": [np.ones(1 << 20, np.float32)]})
+    assert storage.load_feedback().feedback["block.0"][0].tolist() == [1.0] * 9
     storage.close()
 
 

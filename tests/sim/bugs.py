@@ -10,7 +10,7 @@ from protocol.messages import Offer, Record
 from protocol.quorum import Appended
 from tests.sim.bootstrap_node import BootstrapNode
 from tests.sim.ledger import Vector
-from tests.sim.peer_node import Checkpoint, PeerNode
+from tests.sim.peer_node import Checkpoint, PeerNode, Written
 
 
 class TornCheckpoint(PeerNode):
@@ -42,9 +42,7 @@ class RepeatingPeer(PeerNode):
 class HastyPeer(PeerNode):
     """Tells its offer, and serves the payloads, before the record is durable."""
 
-    def persist(
-        self, round: int, feedback: dict[str, Vector], offer: Offer | None, payloads: dict[str, Vector]
-    ) -> None:
+    def persist(self, feedback: dict[str, Vector], offer: Offer, payloads: dict[str, Vector]) -> None:
         self.volatile.update(payloads)
         self.feedback = feedback
         delta = self.delta
@@ -52,9 +50,18 @@ class HastyPeer(PeerNode):
 
         def later() -> None:
             self.delta = delta
-            write(round, feedback, offer, payloads)
+            write(feedback, offer, payloads)
 
-        self.later(self.world.rng.uniform(1.0, 4.0) if offer else 0.0, later)
+        self.later(self.world.rng.uniform(1.0, 4.0), later)
+
+
+class LateFeedback(PeerNode):
+    """Comes back with the feedback of the round before its offer's, as if it were the offer's."""
+
+    def started(self) -> None:
+        if self.offer and self.offer.round > self.record.round:
+            self.record = Written(self.offer.round, self.record.feedback)
+        super().started()
 
 
 class ForgetfulMember(Member):
@@ -88,6 +95,7 @@ BUGS = {
     "a commit is applied twice after a torn checkpoint": Bug({"peer_class": TornCheckpoint}, "P1"),
     "a commit is applied twice when it is heard twice": Bug({"peer_class": RepeatingPeer}, "P2"),
     "an offer is told before it is durable": Bug({"peer_class": HastyPeer}, "P3"),
+    "feedback older than the offer": Bug({"peer_class": LateFeedback}, "P3"),
     "what was not committed is not given back": Bug({"peer_class": ForgetfulPeer}, "P3"),
     "a decision is told before the log is durable": Bug({"bootstrap_class": HastyBootstrap}, "P2"),
 }

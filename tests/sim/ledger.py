@@ -11,8 +11,9 @@ P3  for every peer and shard, with the pseudo-gradients delta_1 ... delta_n that
 
         sum_i beta^(n-i) sent_i + e = sum_i beta^(n-i) delta_i        whenever no offer is waiting for its decision.
 
-    A pseudo-gradient counts from the moment its record is durable: a crash before that moment loses the work of that one
-    round, and nothing else is ever lost. Conversely nothing may be committed that never was durable at its sender.
+    A pseudo-gradient counts from the moment the feedback with it is durable: a crash before that moment loses the work of
+    that one round (its delta is zero, even if what was sent of it is committed), and nothing else is ever lost. Conversely
+    nothing may be committed that never was durable at its sender.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def outer_step(theta: Vector, commit: Commit, shard: str, payloads: dict[str, Ve
 
 @dataclass(frozen=True)
 class Entry:
-    """One durable Pack or Fold record of a peer, for one shard; `part` is what it offers."""
+    """One round's durable work of a peer on one shard; `part` is what it offers."""
 
     round: int
     delta: Vector
@@ -139,9 +140,13 @@ class Ledger:
         if theta != self.theta(shard, round):
             raise Violation("P1", f"{who}: {shard} after round {round} is not what the log gives")
 
-    def durable(self, who: str, shard: str, entry: Entry) -> None:
-        """A Pack or Fold record of `who` is on its disk."""
-        self.entries.setdefault((who, shard), []).append(entry)
+    def durable(self, who: str, shard: str, entry: Entry, again: bool = False) -> None:
+        """An offer, or the feedback after a round, of `who` is on its disk; `again`: the feedback that belongs to the offer."""
+        entries = self.entries.setdefault((who, shard), [])
+        if again:
+            assert entries[-1].part == entry.part
+            entries.pop()
+        entries.append(entry)
 
     def check_feedback(self, who: str, shard: str, e: Vector) -> None:
         """P3, at a moment at which every offer of `who` is decided and resolved."""

@@ -1,7 +1,7 @@
 """The simulated volunteer: the production Member around a disk, a memory and a slow, unreliable trainer.
 
-Disk: `checkpoint` (round and theta, written at arbitrary moments), `record` (the newest offer or None, with the error feedback
-after it; one atomic write), `payloads`. Memory: theta, the feedback, the pseudo-gradient of the training that just ended.
+Disk: `checkpoint` (round and theta, written at arbitrary moments), `offer` (the newest), `record` (the error feedback after a
+round was packed, or after its offer was given back; written some time after the offer), `payloads`. Memory: theta, the feedback, the pseudo-gradient of the training that just ended.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ TICK_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What Pack and Fold make durable in one write."""
+    """The error feedback after `round`."""
 
-    offer: Offer | None
+    round: int
     feedback: dict[str, Vector]
+    given_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,8 @@ class PeerNode(Node):
         self.candidate = candidate
         self.speed = speed
         self.checkpoint: Checkpoint | None = None
-        self.record: Written | None = None
+        self.record = Written(0, {})
+        self.offer: Offer | None = None
         self.payloads: dict[str, Vector] = {}
         self.corrupted: set[str] = set()
         self.finished = False
@@ -95,6 +97,7 @@ class PeerNode(Node):
         self.feedback: dict[str, Vector] = {}
         self.delta: dict[str, Vector] = {}
         self.volatile: dict[str, Vector] = {}
+        self.writing: Callable[[], None] | None = None
         self.job: tuple[Plan, int] | None = None
         self.steps = 0
         self.swarm.left(self.name)
@@ -102,10 +105,17 @@ class PeerNode(Node):
     def started(self) -> None:
         if self.checkpoint:
             self.round, self.theta = self.checkpoint.round, dict(self.checkpoint.theta)
-        if self.record:
-            self.feedback = dict(self.record.feedback)
-        offer = self.record.offer if self.record else None
-        self.member = self.member_class(self.swarm.manifest, self.name, self.round, offer)
+        self.feedback = dict(self.record.feedback)
+        offer = self.offer
+        if offer and (offer.round < self.record.round or (offer.round == self.record.round and self.record.given_back)):
+            offer = None
+        if offer and offer.round > self.record.round:
+            self.world.stats["without delta"] += 1
+            for part in offer.parts:
+                e = ledger.scale(self.feedback.get(part.shard, ZERO), self.swarm.ledger.beta)
+                self.feedback[part.shard] = ledger.add(e, self.payloads[part.digest], -1)
+            self.record = Written(offer.round, dict(self.feedback))
+        self.member = self.member_class(self.swarm.manifest, self.name, self.round, offer, self.record.round)
         for name in self.swarm.nodes:
             self.later(self.world.rng.uniform(0.1, 2.0), self.connect, name)
         self.later(self.world.rng.uniform(0.0, TICK_SECONDS), self.tick)
@@ -219,6 +229,7 @@ class PeerNode(Node):
                     self.attested(message)
             case Finish():
                 self.boundary("before Finish")
+                self.written()
                 self.write_checkpoint()
                 self.trace("finishes")
                 self.finished, self.alive = True, False
@@ -275,30 +286,56 @@ class PeerNode(Node):
         return Part(shard=shard, digest=digest, size=SIZE, norm=norm), sent
 
     def pack(self, plan: Plan, replica: int, steps: int, tokens: int, loss: float | None) -> None:
+        self.written()
         feedback = self.accumulate()
         taken = [self.take(feedback, shard) for shard in self.delta]
         parts = tuple(part for part, _ in taken)
         offer = Offer(round=plan.round, replica=replica, parts=parts, tokens=tokens, steps=steps, loss=loss)
-        self.persist(plan.round, feedback, offer, {part.digest: sent for part, sent in taken})
+        self.persist(feedback, offer, {part.digest: sent for part, sent in taken})
         self.later(self.world.rng.uniform(0.0, 1.0), self.packed, plan.round, offer)
 
     def fold(self, round: int) -> None:
         self.world.stats["folds"] += 1
-        self.persist(round, self.accumulate(), None, {})
+        self.written()
+        self.feedback = self.accumulate()
+        self.write(round)
+        self.written()
         self.later(self.world.rng.uniform(0.0, 1.0), self.packed, round, None)
 
-    def persist(
-        self, round: int, feedback: dict[str, Vector], offer: Offer | None, payloads: dict[str, Vector]
-    ) -> None:
-        """Payloads, then the record; only then does the work count."""
+    def persist(self, feedback: dict[str, Vector], offer: Offer, payloads: dict[str, Vector]) -> None:
+        """Payloads, then the offer, then the feedback; until that is written, the round's work counts as zero."""
         self.payloads.update(payloads)
         self.boundary("payload durable")
-        self.record = Written(offer, dict(feedback))
-        parts = {part.shard: part for part in offer.parts} if offer else {}
-        for shard, delta in self.delta.items():
-            self.swarm.ledger.durable(self.name, shard, Entry(round, delta, parts.get(shard)))
+        self.offer = offer
+        for part in offer.parts:
+            self.swarm.ledger.durable(self.name, part.shard, Entry(offer.round, ZERO, part))
         self.feedback = feedback
-        self.boundary("record durable")
+        self.boundary("offer durable")
+        self.write(offer.round, {part.shard: part for part in offer.parts})
+
+    def write(self, round: int, parts: dict[str, Part] | None = None) -> None:
+        """Begins to write the feedback after the work of `round`."""
+        feedback, work = dict(self.feedback), dict(self.delta)
+
+        def write() -> None:
+            self.record = Written(round, feedback)
+            for shard, delta in work.items():
+                part = (parts or {}).get(shard)
+                self.swarm.ledger.durable(self.name, shard, Entry(round, delta, part), again=part is not None)
+            self.boundary("record durable")
+
+        self.begin(write)
+
+    def begin(self, write: Callable[[], None]) -> None:
+        self.writing = write
+        self.later(self.world.rng.uniform(0.0, 3.0), self.written, write)
+
+    def written(self, this: Callable[[], None] | None = None) -> None:
+        """What is being written is on the disk now (of `this`, if it is not already)."""
+        writing = self.writing
+        if writing is not None and this in (None, writing):
+            self.writing = None
+            writing()
 
     def packed(self, round: int, offer: Offer | None) -> None:
         self.boundary("before Packed")
@@ -306,8 +343,16 @@ class PeerNode(Node):
 
     def give_back(self, offer: Offer) -> None:
         self.world.stats["give-backs"] += 1
+        self.written()
         for part in offer.parts:
             self.feedback[part.shard] = ledger.add(self.feedback[part.shard], self.payloads[part.digest])
+        feedback = dict(self.feedback)
+
+        def write() -> None:
+            self.record = Written(offer.round, feedback, given_back=True)
+            self.boundary("give-back durable")
+
+        self.begin(write)
 
     # --- the state: apply, arrange, attest, checkpoint
 

@@ -17,8 +17,8 @@ from typing import Any
 from protocol.messages import Message, Record, decode, encode
 
 BOUNDARIES = (
-    "before Train", "after Train", "before Pack", "payload durable", "record durable", "before Packed", "before Tell",
-    "after Tell", "before GiveBack", "after GiveBack", "before Apply", "theta changed", "after Apply", "before Fold",
+    "before Train", "after Train", "before Pack", "payload durable", "offer durable", "record durable", "before Packed", "before Tell",
+    "after Tell", "before GiveBack", "after GiveBack", "give-back durable", "before Apply", "theta changed", "after Apply", "before Fold",
     "before Arrange", "after Arrange", "before Finish", "checkpoint written", "before Fetch", "payload held",
     "before Propose", "before Save", "vote durable", "before Send", "after Send", "before Append", "log durable", "before broadcast",
     "half broadcast", "before Done",

@@ -97,8 +97,8 @@ def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True, run: s
 class Driver:
     """A member whose effects are collected; `settle` answers Apply and Arrange as a good machine does."""
 
-    def __init__(self, applied: int = -1, offer: Offer | None = None, manifest: Manifest = M) -> None:
-        self.member = Member(manifest, ME, applied, offer)
+    def __init__(self, applied: int = -1, offer: Offer | None = None, manifest: Manifest = M, packed: int = 0) -> None:
+        self.member = Member(manifest, ME, applied, offer, packed)
         self.now = 0.0
 
     def do(self, *events: Event) -> list[Effect]:
@@ -402,6 +402,13 @@ def test_restarted_with_a_durable_offer_it_tells_it_again_and_does_not_train() -
     assert told(driver.do(Connected())) == [Ask(after=-1), offer(1)]
     effects = driver.settle(driver.learn(*log(0)))
     assert [type(e) for e in effects] == [Arrange, Tell]
+
+
+def test_a_round_whose_work_is_durable_is_not_trained_again_from_an_older_state() -> None:
+    driver = Driver(packed=2)
+    assert not any(isinstance(e, Train) for e in driver.settle(driver.learn(*log(0))))
+    commits = log(2)
+    assert driver.settle(driver.learn(*commits))[-1] == Train(plan(3, ME), 0)
 
 
 @pytest.mark.parametrize("applied", [-1, 0, 1, 2])

@@ -229,3 +229,19 @@ def test_threads_change_no_bits() -> None:
         o.apply(SHARD, [(0.5, o.encode(SHARD)), (0.5, o.encode(SHARD))])
     assert one.digest(SHARD) == four.digest(SHARD)
     assert (flat(one.feedback[SHARD]) == flat(four.feedback[SHARD])).all()
+
+
+def test_a_lost_delta_counts_as_zero_and_what_was_sent_of_it_comes_back_later() -> None:
+    """A crash after the offer and before the feedback: e(r-1) is on disk, the payload of r is out."""
+    o = outer()
+    o.accumulate(SHARD, pseudo_gradient(1))
+    o.encode(SHARD)
+    before = flat(o.feedback[SHARD])
+    on_disk = [e.copy() for e in o.feedback[SHARD]]
+    o.accumulate(SHARD, pseudo_gradient(2))
+    payload = o.encode(SHARD)
+    o.feedback[SHARD] = on_disk
+    o.without_delta(SHARD, payload)
+    np.testing.assert_allclose(
+        flat(o.feedback[SHARD]) + dense(o, payload), float(o.beta) * before, rtol=0, atol=4 * ULP * np.abs(before).max()
+    )

@@ -109,7 +109,8 @@ class _Job:
 
 class Fetcher:
     """Fetches into `store`. `reach(peer)` is awaited before a holder is asked; `warn` hears of holders that cannot be
-    trusted. `timeout`: seconds of silence after which a holder counts as gone."""
+    trusted. `timeout`: seconds of silence after which a holder counts as gone. `sync`: whether what came survives a loss of
+    power; without it, it is fetched again."""
 
     def __init__(
         self,
@@ -119,7 +120,9 @@ class Fetcher:
         reach: Callable[[str], Awaitable[None]] | None = None,
         warn: Callable[[str], None] = lambda text: None,
         timeout: float = 20.0,
+        sync: bool = False,
     ) -> None:
+        self._sync = sync
         self._transport = transport
         self._store = store
         self._reach = reach
@@ -198,12 +201,12 @@ class Fetcher:
             if missing:
                 await self._gather(job, holders)
             if part is not None:
-                await asyncio.to_thread(part.finish, round, check)
+                await asyncio.to_thread(part.finish, round, check, sync=self._sync)
             else:
                 assert job.data is not None
                 if check is not None:
                     await asyncio.to_thread(check, job.data)
-                await asyncio.to_thread(self._store.put, job.data, round)
+                await asyncio.to_thread(self._store.put, job.data, round, sync=self._sync)
 
     async def _gather(self, job: _Job, holders: Sequence[str]) -> None:
         """Asks holders, and whomever they name, until nothing is missing."""

@@ -37,18 +37,21 @@ def disk_error(path: Path, error: OSError) -> LocalError:
     )
 
 
-def write_durably(path: Path, *pieces: bytes | memoryview, seconds: int | None = None) -> None:
-    """Writes a file so that a crash leaves the old one or the new one; `seconds`: its modification time. Raises UsageError."""
+def write_durably(path: Path, *pieces: bytes | memoryview, seconds: int | None = None, sync: bool = True) -> None:
+    """Writes a file so that a crash leaves the old one or the new one; `seconds`: its modification time. Without `sync` that
+    holds for a process that is killed, not for a machine that loses power. Raises UsageError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with open(temporary, "wb") as file:
             file.writelines(pieces)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         if seconds is not None:
             os.utime(temporary, (seconds, seconds))
         os.replace(temporary, path)
-        sync_folder(path.parent)
+        if sync:
+            sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -154,15 +157,15 @@ class BlobStore:
 
     # --- what comes and goes
 
-    def put(self, data: bytes, round: int = 0, *, protect: bool = False) -> str:
-        """Stores `data` durably as one of `round`'s; its name. Raises UsageError."""
+    def put(self, data: bytes, round: int = 0, *, protect: bool = False, sync: bool = True) -> str:
+        """Stores `data` durably (see `write_durably`) as one of `round`'s; its name. Raises UsageError."""
         name = ranges.name_of(data)
         if protect:
             self.protected.add(name)
         if name not in self._known:
             if round != NO_ROUND:
                 self.make_room(len(data))
-            write_durably(self.folder / name, data, seconds=round)
+            write_durably(self.folder / name, data, seconds=round, sync=sync)
             self._add(name, round, len(data))
         return name
 
@@ -233,7 +236,7 @@ class Part:
         """Takes the digests of the ranges, if they make the blob's name. Raises UsageError."""
         if not self._learn(leaves):
             return False
-        write_durably(self._leaves, leaves)
+        write_durably(self._leaves, leaves, sync=False)
         return True
 
     def _learn(self, leaves: bytes) -> bool:
@@ -269,8 +272,8 @@ class Part:
         self.missing.discard(index)
         return True
 
-    def finish(self, round: int, check: Callable[[bytes], None] | None = None) -> None:
-        """Makes the whole blob visible and durable, unless `check` raises. Raises UsageError."""
+    def finish(self, round: int, check: Callable[[bytes], None] | None = None, *, sync: bool = True) -> None:
+        """Makes the whole blob visible and durable (see `write_durably`), unless `check` raises. Raises UsageError."""
         assert not self.missing
         if check is not None:
             try:
@@ -281,11 +284,13 @@ class Part:
         if round != NO_ROUND:
             self._store.make_room(self.size)
         try:
-            with open(self._path, "rb+") as file:
-                os.fsync(file.fileno())
+            if sync:
+                with open(self._path, "rb+") as file:
+                    os.fsync(file.fileno())
             os.utime(self._path, (round, round))
             os.replace(self._path, self._store.folder / self.name)
-            sync_folder(self._store.folder)
+            if sync:
+                sync_folder(self._store.folder)
         except OSError as error:
             raise disk_error(self._store.folder, error) from None
         self._leaves.unlink(missing_ok=True)
