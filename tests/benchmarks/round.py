@@ -100,6 +100,7 @@ def measure(places: Places, millions: float, rounds: int) -> dict[str, Any]:
             swarm.wait(name, lambda e: e.kind == "role" and e.fields["round"] == rounds + 2, "the last round")
         ends = {n: [max_time(swarm, p, "step", n) for p in peers] for n in range(2, rounds + 2)}
         begins = {n: [max_time(swarm, p, "role", n) for p in peers] for n in range(3, rounds + 3)}
+        parts = [breakdown(swarm, peers, n) for n in range(2, rounds + 2)]
         phases = [e.fields["seconds"] for p in peers for e in swarm.events(p) if e.kind == "round"]
         commits = [e.fields for e in swarm.events(NODE) if e.kind == "commit"]
     payload = statistics.median(c["bytes"] for commit in commits for c in commit["contributions"])
@@ -113,8 +114,20 @@ def measure(places: Places, millions: float, rounds: int) -> dict[str, Any]:
         "received": statistics.mean(received) / share,
         "payload": payload,
         "phases": {k: round(statistics.median(p.get(k, 0.0) for p in phases), 2) for k in phases[-1]},
+        "parts": {k: round(statistics.median(p[k] for p in parts), 2) for k in parts[0]},
         "parameters": layout.total_parameters(manifest.model),
     }
+
+
+def breakdown(swarm: Swarm, peers: list[str], number: int) -> dict[str, float]:
+    """Seconds from the last peer's last inner step to the last offer, the commit, the last state, the next round's begin."""
+    commits = [e.time for e in swarm.events(NODE) if e.kind == "commit" and e.fields["round"] == number]
+    marks = [max(max_time(swarm, p, kind, number) for p in peers) for kind in ("step", "offered", "round")]
+    marks.append(max(max_time(swarm, p, "role", number + 1) for p in peers))
+    step, offered, applied, begun = marks
+    return {
+        "pack": offered - step, "decide": commits[0] - offered, "apply": applied - commits[0], "begin": begun - applied
+    }  # fmt: skip
 
 
 def max_time(swarm: Swarm, name: str, kind: str, number: int) -> float:
@@ -141,7 +154,7 @@ def main() -> int:
     print(
         f"potluck, {chosen.peers} peers, {ours['parameters'] / 1e6:.1f} M parameters: {ours['seconds']:.2f} s a round, "
         f"{ours['sent'] / 1e6:.2f} MB up and {ours['received'] / 1e6:.2f} MB down per peer, payload "
-        f"{ours['payload'] / 1e6:.3f} MB; phases {ours['phases']} ({time.monotonic() - began:.0f} s in all)",
+        f"{ours['payload'] / 1e6:.3f} MB; {ours['parts']}; phases of a peer {ours['phases']} ({time.monotonic() - began:.0f} s in all)",
         flush=True,
     )
     theirs = []
