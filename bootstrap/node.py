@@ -19,7 +19,7 @@ from typing import Any
 from bootstrap.archive import Archive
 from peer.events import Emitter, commit_fields
 from peer.net.base import REQUEST_SECONDS, Stream, Transport, serve_calls
-from peer.net.blobs import BlobServer, Fetcher
+from peer.net.blobs import NODE_COPIES, BlobServer, Fetcher
 from peer.presence import Directory
 from protocol import identity as identities
 from protocol import layout, leader, messages, quorum, sparse, wire
@@ -126,7 +126,8 @@ class Node:
         named = {wire.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:
             named[wire.TOKENIZER_NAME] = self.archive.tokenizer
-        await BlobServer(self.archive.blobs, coming=self._fetcher.coming, named=named).serve(self._transport)
+        blobs = BlobServer(self.archive.blobs, coming=self._fetcher.coming, named=named, copies=NODE_COPIES)
+        await blobs.serve(self._transport)
         for commit in self.archive.commits[-1:]:
             self._emit_commit(commit)
         self._spawn(self._complete(self.archive.commits))

@@ -31,6 +31,8 @@ from protocol.sparse import Codec, Sparse
 from protocol.tiles import Map
 
 Array = npt.NDArray[np.float32]
+BLOCK = 1 << 16
+"""Elements that are worked on at a time: they stay in the processor's cache."""
 
 
 class Outer:
@@ -55,11 +57,14 @@ class Outer:
         shapes."""
         if tuple(d.shape for d in delta) != layout.shapes(self.spec, shard):
             raise ValueError(f"{shard}: the pseudo-gradient's shapes are not those of the shard")
-        if not all(np.isfinite(d).all() for d in delta):
+        if not all(math.isfinite(x) for d in delta for x in (d.min(), d.max())):
             raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
         for e, d in zip(self._feedback(shard), delta, strict=True):
-            np.multiply(e, self.beta, out=e)
-            np.add(e, d, out=e)
+            flat_e, flat_d = e.reshape(-1), d.reshape(-1)
+            for at in range(0, e.size, BLOCK):
+                here = slice(at, at + BLOCK)
+                np.multiply(flat_e[here], self.beta, out=flat_e[here])
+                np.add(flat_e[here], flat_d[here], out=flat_e[here])
 
     def encode(self, shard: str) -> bytes:
         """The payload to offer; e loses what it says. Raises PayloadError if e is not finite."""

@@ -6,7 +6,7 @@
 Potluck: `potluck bootstrap` and eight `potluck join`, a model of 50 M parameters, one inner step of a few tokens a round, so that the
 round is what is measured. Its seconds are those from the last peer's last inner step to the moment at which the last peer
 begins the next: packing, sending, deciding, fetching, applying, comparing. Bytes are those of the network interfaces,
-headers and signs of life included. The dense side is tests/benchmarks/averaging.py: matchmaking is not counted against it.
+headers and signs of life included. The peers share one disk, which they keep busy; the node has one of its own, in memory. The dense side is tests/benchmarks/averaging.py: matchmaking is not counted against it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import tempfile
@@ -62,14 +63,15 @@ def loopback(names: list[str]) -> Iterator[Places]:
 def lab(netlab: Path, names: list[str], up: float, down: float, rtt: float) -> Iterator[Places]:
     """Peers behind links; the bootstrap node, a server, has no limit."""
     name = f"rnd{os.getpid() % 10**6}"
-    links = [f"{n}:{'0/0' if n == NODE else f'{up:g}/{down:g}'}:{rtt / 2:g}" for n in names]
+    hosts = {n: n.replace("-", "") for n in names}
+    links = [f"{hosts[n]}:{'0/0' if n == NODE else f'{up:g}/{down:g}'}:{rtt / 2:g}" for n in names]
     subprocess.run([netlab, "up", name, *links], check=True)
     try:
-        hosts = {
-            n: subprocess.run([netlab, "ip", name, n], capture_output=True, text=True, check=True).stdout.strip()
-            for n in names
+        ips = {
+            n: subprocess.run([netlab, "ip", name, host], capture_output=True, text=True, check=True).stdout.strip()
+            for n, host in hosts.items()
         }
-        yield {n: (hosts[n], ["ip", "netns", "exec", f"nl-{name}-{n}"]) for n in names}
+        yield {n: (ips[n], ["ip", "netns", "exec", f"nl-{name}-{hosts[n]}"]) for n in names}
     finally:
         subprocess.run([netlab, "down", name], check=True)
 
@@ -87,8 +89,11 @@ def measure(places: Places, millions: float, rounds: int) -> dict[str, Any]:
     manifest = recipe(millions, len(peers), rounds + 2)
     with (
         tempfile.TemporaryDirectory(prefix="potluck-round-") as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as other_disk,
         Swarm(Path(folder) / "run", manifest, (tiny.OPERATOR,), places=places) as swarm,
     ):
+        shutil.move(swarm.folder / NODE, other_disk)
+        (swarm.folder / NODE).symlink_to(Path(other_disk) / NODE)
         swarm.start_node(NODE)
         for name in peers:
             swarm.start(name)

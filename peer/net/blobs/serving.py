@@ -11,7 +11,7 @@
 
 and for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
 
-*Spreading.* A stored blob is sent about COPIES times; whoever asks then is told who got it, and asks there, so that copies
+*Spreading.* A stored blob is sent about `copies` times; whoever asks then is told who got it, and asks there, so that copies
 multiply like the leaves of a tree and a home uplink sends its own payload about twice, however many peers there are. A
 peer that is still getting a blob lets others wait for it (who may wait for whom: fetching.py). Who finds nobody else may
 insist.
@@ -33,6 +33,9 @@ from protocol import framing, ranges, wire
 from protocol.errors import RemoteError
 
 COPIES = 2
+"""How often a peer sends a blob."""
+NODE_COPIES = 6
+"""How often a bootstrap node does: a server's uplink spares the homes'."""
 SPREAD_SECONDS = 300.0
 """How long after the last request for a blob we remember who got it."""
 SPREAD_BLOBS = 4096
@@ -102,9 +105,10 @@ class _Spread:
 
 
 class Spreading:
-    """Who got which blob from us, of late."""
+    """Who got which blob from us, of late; each is sent about `copies` times."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: int) -> None:
+        self._copies = copies
         self._blobs: OrderedDict[str, _Spread] = OrderedDict()
 
     def admit(self, name: str, size: int, peer: str, insist: bool, now: float) -> list[str] | None:
@@ -117,7 +121,7 @@ class Spreading:
         if len(self._blobs) > SPREAD_BLOBS:
             self._blobs.popitem(last=False)
         others = [p for p in spread.receivers if p != peer]
-        if others and not insist and spread.sent + spread.promised + size > COPIES * size:
+        if others and not insist and spread.sent + spread.promised + size > self._copies * size:
             spread.turns += 1
             start = spread.turns % len(others)
             return (others[start:] + others[:start])[:NAMED_AT_ONCE]
@@ -149,6 +153,7 @@ class BlobServer:
         named: Mapping[str, bytes] | None = None,
         uplink: Uplink | None = None,
         warn: Callable[[str], None] = lambda text: None,
+        copies: int = COPIES,
     ) -> None:
         self.uplink = uplink or Uplink()
         self._store = store
@@ -156,7 +161,7 @@ class BlobServer:
         self._coming = coming
         self._named = named or {}
         self._warn = warn
-        self._spreading = Spreading()
+        self._spreading = Spreading(copies)
         self._leaves: OrderedDict[str, bytes] = OrderedDict()
         self._damaged: set[str] = set()
         self._streams: dict[str, int] = {}
