@@ -60,6 +60,7 @@ class Engine:
         self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
+        self._depth = 0  # of the last inner step
         self._basis: NDArray[np.float32] | None = None
         self._incoming: dict[tuple[int, int, str], asyncio.Future[Stream]] = {}
         self._round_over = asyncio.Event()
@@ -100,6 +101,7 @@ class Engine:
 
         def on_step(report: pipeline.StepReport) -> None:
             reports.append(report)
+            self._depth = report.depth
             progress(report.step - first_step + 1, report.loss)
 
         def windows(step: int) -> NDArray[np.int64]:
@@ -122,17 +124,21 @@ class Engine:
             streams += [following] if following else []
             previous = await self._unless(stop, self._accept(plan, replica, position)) if position else None
             streams += [previous] if previous else []
+            stage = spec.stages[position]
+            plain, most = planner.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
             await pipeline.run_steps(
                 self._trainer,
                 self._worker,
                 first_step=first_step,
                 steps=train.inner_steps,
-                wire=self.manifest.chains.wire,
+                wires=(self.manifest.chains.forward, self.manifest.chains.backward),
                 timeout=PIPE_TIMEOUT,
                 previous=previous,
                 following=following,
-                windows=windows if position == 0 else None,
-                window=planner.window(self.manifest),
+                windows=windows,
+                depth=self._depth or planner.window(self.manifest),
+                plain_depth=plain,
+                most_depth=most,
                 stop=Either(),
                 on_step=on_step,
             )

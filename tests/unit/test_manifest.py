@@ -105,7 +105,8 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ("model.n_layers", "4097", "model: n_layers must be at most 4096"),
         ("model.d_ff", "16777217", "model: d_ff must be in 1..16777216"),
         ("data.files", "[" * 5000, "manifest"),
-        ("chains.wire", '"fp16"', 'chains: wire must be "bf16" or "fp32", not "fp16"'),
+        ("chains.forward", '"fp16"', 'chains: forward must be one of bf16, fp32, int8, int4, tah4, not "fp16"'),
+        ("chains.backward", '""', "chains: backward must be one of bf16, fp32, int8, int4, tah4"),
     ],
 )
 def test_a_bad_field_is_refused_by_name(field: str, value: str | None, text: str) -> None:

@@ -169,7 +169,7 @@ def test_k_is_the_largest_that_the_uplink_carries_in_half_a_round() -> None:
     tokens, half = manifest.train.inner_steps * manifest.train.step_tokens, manifest.timing.round_deadline / 2
 
     def needed(k: int) -> float:
-        return tokens * (16 * (k or 8) + 16) / half
+        return tokens * 2 * 16 * (k or 8) / half
 
     for k, smaller in ((0, 4), (4, 2)):
         link = int(needed(k)) + 1

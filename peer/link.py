@@ -1,0 +1,198 @@
+"""One stage boundary: frames both ways over one stream, queues on both sides of it, and what they tell about the link.
+
+Frames are written and read behind the computation's back. What is read waits in a queue of bounded length; when it is full
+nothing more is read, and the sender is held back by its stream. What is to be written is bounded by the micro-batches
+under way. Frame: header (big-endian, `Head`) and body.
+
+Measuring: each header says when its frame was handed over, by the sender's clock. NORM and TOTAL frames are small and meet
+an idle link, so `arrival - stamp` of theirs is latency + offset of the clocks. A frame occupies the link from the later of
+`stamp + that` and the arrival of the frame before, until it has arrived. The offsets of both directions cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+import time
+from collections import deque
+from typing import NamedTuple, NoReturn
+
+from peer.net.base import Stream
+from protocol.errors import RemoteError
+from protocol.framing import MAX_FRAME
+
+FORWARD, BACKWARD, NORM, TOTAL, ABORT = range(1, 6)
+NAME_BYTES = 128
+GOODBYE_S = 1.0
+_HEAD = struct.Struct(">BBIIIIIIId")
+_CLOCK_STEPS = 4
+"""Steps whose smallest delay counts; clocks drift apart in the long run."""
+
+
+class ChainBroken(RemoteError):
+    """A member left, fell silent or sent what cannot be; `peer` is the member to blame, `reason` what it did."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(peer, f"chain member {peer}: {reason}; this round's chain needs a spare in its place")
+        self.reason = reason
+
+
+class Head(NamedTuple):
+    """`code`: number format; `depth`: micro-batches that may be under way; `check`: CRC-32 of the micro-batch's token ids;
+    `stamp`: seconds, the sender's clock. What is not needed is 0."""
+
+    kind: int
+    code: int = 0
+    depth: int = 0
+    step: int = 0
+    micro: int = 0
+    rows: int = 0
+    length: int = 0
+    width: int = 0
+    check: int = 0
+    stamp: float = 0.0
+
+    def pack(self) -> bytes:
+        return _HEAD.pack(*self)
+
+
+HEAD_BYTES = _HEAD.size
+
+
+def parse(remote: str, frame: memoryview) -> tuple[Head, memoryview]:
+    """The parts of a frame of `remote`. Raises ChainBroken where there are none, or the frame is a goodbye."""
+    if len(frame) < HEAD_BYTES:
+        raise ChainBroken(remote, f"sent a frame of {len(frame)} bytes")
+    head, body = Head(*_HEAD.unpack_from(frame)), frame[HEAD_BYTES:]
+    if head.kind == ABORT:
+        name = bytes(body[:NAME_BYTES]).decode("ascii", "replace")
+        if name and name.isalnum():
+            raise ChainBroken(name, f"left the chain, says {remote}")
+        raise ChainBroken(remote, "left the chain")
+    if not math.isfinite(head.stamp):
+        raise ChainBroken(remote, "sent an impossible time")
+    return head, body
+
+
+def compare(remote: str, head: Head, body: memoryview, expected: Head, body_bytes: int | None) -> None:
+    """Raises ChainBroken if this is not the frame that may come now. Depth, check and stamp are free."""
+    known = head._replace(depth=expected.depth, check=expected.check, stamp=expected.stamp)
+    if known != expected or (body_bytes is not None and len(body) != body_bytes):
+        raise ChainBroken(remote, f"sent {head} with {len(body)} bytes, not {expected} with {body_bytes}")
+
+
+class Link:
+    """A neighbour. Its two tasks live in `group`; `arrived` is set whenever something comes. `queue`: most frames that wait here
+    unread; `limit`: most bytes of one; `timeout`: seconds to wait for one, or for the neighbour to read one."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        group: asyncio.TaskGroup,
+        arrived: asyncio.Event,
+        *,
+        queue: int,
+        limit: int,
+        timeout: float,
+    ) -> None:
+        self.stream, self.sent_bytes, self.timeout = stream, 0, timeout
+        self.most_waiting = 0
+        self._arrived, self._limit = arrived, min(MAX_FRAME, HEAD_BYTES + max(limit, NAME_BYTES))
+        self._out: asyncio.Queue[tuple[Head, tuple[bytes | memoryview, ...]]] = asyncio.Queue()
+        self._in: asyncio.Queue[tuple[Head, memoryview] | ChainBroken] = asyncio.Queue(queue)
+        self._times: list[tuple[float, float]] = []  # of the micro-batches' frames of this step: stamp, arrival
+        self._delays: deque[float] = deque(maxlen=_CLOCK_STEPS)
+        self._reading = group.create_task(self._read())
+        self._writing = group.create_task(self._write())
+
+    async def stop(self) -> None:
+        """Ends the tasks; what is under way is written first."""
+        await self._out.join()
+        self._reading.cancel()
+        self._writing.cancel()
+
+    # --- sending
+
+    def send(self, head: Head, *parts: bytes | memoryview) -> None:
+        """Queues a frame."""
+        self.sent_bytes += HEAD_BYTES + sum(len(part) for part in parts)
+        self._out.put_nowait((head, parts))
+
+    async def _write(self) -> None:
+        while True:
+            head, parts = await self._out.get()
+            try:
+                await self.stream.send(
+                    head._replace(stamp=time.perf_counter()).pack(), *parts, timeout=self.timeout
+                )  # fmt: skip
+            except RemoteError as error:
+                await asyncio.wait(
+                    {self._reading}, timeout=GOODBYE_S
+                )  # there may be a goodbye that names somebody else
+                while not self._in.empty():
+                    if isinstance(item := self._in.get_nowait(), ChainBroken):
+                        raise item from None
+                self.blame(str(error))
+            self._out.task_done()
+
+    # --- receiving
+
+    @property
+    def ready(self) -> bool:
+        """Whether `receive` returns, or raises, at once."""
+        return not self._in.empty()
+
+    async def receive(self, expected: Head, body_bytes: int | None) -> tuple[Head, memoryview]:
+        """The one frame that may come now; None: of any length. Raises ChainBroken."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                item = await self._in.get()
+        except TimeoutError:
+            self.silent()
+        if isinstance(item, ChainBroken):
+            raise item
+        compare(self.stream.remote, *item, expected, body_bytes)
+        return item
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                frame = memoryview(await self.stream.recv(self._limit))
+                now = time.perf_counter()
+                head, body = parse(self.stream.remote, frame)
+                if head.kind in (FORWARD, BACKWARD):
+                    self._times.append((head.stamp, now))
+                else:
+                    self._delays.append(now - head.stamp)
+                await self._put((head, body))
+        except ChainBroken as error:
+            await self._put(error)
+        except RemoteError as error:
+            await self._put(ChainBroken(self.stream.remote, str(error)))
+
+    async def _put(self, item: tuple[Head, memoryview] | ChainBroken) -> None:
+        await self._in.put(item)
+        self.most_waiting = max(self.most_waiting, self._in.qsize())
+        self._arrived.set()
+
+    def silent(self) -> NoReturn:
+        """Nothing came in time."""
+        self.blame(f"nothing came for {self.timeout:g} s")
+
+    def blame(self, reason: str) -> NoReturn:
+        """Raises ChainBroken in this neighbour's name."""
+        raise ChainBroken(self.stream.remote, reason)
+
+    # --- what the step's frames tell about the way from the neighbour to us
+
+    def measured(self) -> tuple[float, float]:
+        """(delay, transfer) of this step, seconds: latency + clock offset, and the mean time that a frame occupies the link."""
+        times, self._times = self._times, []
+        if not times or not self._delays:
+            return 0.0, 0.0
+        delay, before, total = min(self._delays), -float("inf"), 0.0
+        for stamp, arrival in times:
+            total += max(0.0, arrival - max(stamp + delay, before))
+            before = arrival
+        return delay, total / len(times)
