@@ -1,8 +1,8 @@
 """One stage boundary: frames both ways over one stream, queues on both sides of it, and what they tell about the link.
 
-Frames are written and read behind the computation's back. What is read waits in a queue of bounded length; when it is full
-nothing more is read, and the sender is held back by its stream. What is to be written is bounded by the micro-batches
-under way. Frame: header (big-endian, `Head`) and body.
+Frames are written, read and decoded behind the computation's back. What is read waits in a queue of bounded length; when it
+is full nothing more is read, and the sender is held back by its stream. What is to be written is bounded by the
+micro-batches under way. Frame: header (big-endian, `Head`) and body.
 
 Measuring: each header says when its frame was handed over, by the sender's clock. NORM and TOTAL frames are small and meet
 an idle link, so `arrival - stamp` of theirs is latency + offset of the clocks. A frame occupies the link from the later of
@@ -16,7 +16,8 @@ import math
 import struct
 import time
 from collections import deque
-from typing import NamedTuple, NoReturn
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, NoReturn
 
 from peer.net.base import Stream
 from protocol.errors import RemoteError
@@ -82,15 +83,25 @@ def compare(remote: str, head: Head, body: memoryview, expected: Head, body_byte
         raise ChainBroken(remote, f"sent {head} with {len(body)} bytes, not {expected} with {body_bytes}")
 
 
+class Frame(NamedTuple):
+    """What came. `value`: what `decode` makes, or made, of the body of a FORWARD or BACKWARD frame."""
+
+    head: Head
+    body: memoryview
+    value: Awaitable[Any] | None
+
+
 class Link:
     """A neighbour. Its two tasks live in `group`; `arrived` is set whenever something comes. `queue`: most frames that wait here
-    unread; `limit`: most bytes of one; `timeout`: seconds to wait for one, or for the neighbour to read one."""
+    unread; `limit`: most bytes of one; `timeout`: seconds to wait for one, or for the neighbour to read one.
+    `decode` begins to decode what came."""
 
     def __init__(
         self,
         stream: Stream,
         group: asyncio.TaskGroup,
         arrived: asyncio.Event,
+        decode: Callable[[int, memoryview], Awaitable[Any]],
         *,
         queue: int,
         limit: int,
@@ -99,8 +110,9 @@ class Link:
         self.stream, self.sent_bytes, self.timeout = stream, 0, timeout
         self.most_waiting = 0
         self._arrived, self._limit = arrived, min(MAX_FRAME, HEAD_BYTES + max(limit, NAME_BYTES))
-        self._out: asyncio.Queue[tuple[Head, tuple[bytes | memoryview, ...]]] = asyncio.Queue()
-        self._in: asyncio.Queue[tuple[Head, memoryview] | ChainBroken] = asyncio.Queue(queue)
+        self._decode = decode
+        self._out: asyncio.Queue[tuple[Head, bytes | Awaitable[bytes]]] = asyncio.Queue()
+        self._in: asyncio.Queue[Frame | ChainBroken] = asyncio.Queue(queue)
         self._times: list[tuple[float, float]] = []  # of the micro-batches' frames of this step: stamp, arrival
         self._delays: deque[float] = deque(maxlen=_CLOCK_STEPS)
         self._reading = group.create_task(self._read())
@@ -114,18 +126,18 @@ class Link:
 
     # --- sending
 
-    def send(self, head: Head, *parts: bytes | memoryview) -> None:
-        """Queues a frame."""
-        self.sent_bytes += HEAD_BYTES + sum(len(part) for part in parts)
-        self._out.put_nowait((head, parts))
+    def send(self, head: Head, body: bytes | Awaitable[bytes], size: int) -> None:
+        """Queues a frame whose body has, or will have, `size` bytes."""
+        self.sent_bytes += HEAD_BYTES + size
+        self._out.put_nowait((head, body))
 
     async def _write(self) -> None:
         while True:
-            head, parts = await self._out.get()
+            head, body = await self._out.get()
+            body = body if isinstance(body, bytes) else await body
             try:
-                await self.stream.send(
-                    head._replace(stamp=time.perf_counter()).pack(), *parts, timeout=self.timeout
-                )  # fmt: skip
+                stamped = head._replace(stamp=time.perf_counter())
+                await self.stream.send(stamped.pack(), body, timeout=self.timeout)
             except RemoteError as error:
                 await asyncio.wait(
                     {self._reading}, timeout=GOODBYE_S
@@ -143,7 +155,7 @@ class Link:
         """Whether `receive` returns, or raises, at once."""
         return not self._in.empty()
 
-    async def receive(self, expected: Head, body_bytes: int | None) -> tuple[Head, memoryview]:
+    async def receive(self, expected: Head, body_bytes: int | None) -> Frame:
         """The one frame that may come now; None: of any length. Raises ChainBroken."""
         try:
             async with asyncio.timeout(self.timeout):
@@ -152,7 +164,7 @@ class Link:
             self.silent()
         if isinstance(item, ChainBroken):
             raise item
-        compare(self.stream.remote, *item, expected, body_bytes)
+        compare(self.stream.remote, item.head, item.body, expected, body_bytes)
         return item
 
     async def _read(self) -> None:
@@ -161,17 +173,19 @@ class Link:
                 frame = memoryview(await self.stream.recv(self._limit))
                 now = time.perf_counter()
                 head, body = parse(self.stream.remote, frame)
+                value = None
                 if head.kind in (FORWARD, BACKWARD):
                     self._times.append((head.stamp, now))
+                    value = self._decode(head.kind, body)
                 else:
                     self._delays.append(now - head.stamp)
-                await self._put((head, body))
+                await self._put(Frame(head, body, value))
         except ChainBroken as error:
             await self._put(error)
         except RemoteError as error:
             await self._put(ChainBroken(self.stream.remote, str(error)))
 
-    async def _put(self, item: tuple[Head, memoryview] | ChainBroken) -> None:
+    async def _put(self, item: Frame | ChainBroken) -> None:
         await self._in.put(item)
         self.most_waiting = max(self.most_waiting, self._in.qsize())
         self._arrived.set()

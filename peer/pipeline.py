@@ -12,8 +12,9 @@ first stage limits how many micro-batches are under way: after each step it pick
 measured (protocol/cost.py), within what their memory holds. A stage whose memory is too small for the depth
 keeps only what came in and computes the rest anew before it goes backward. Every stage knows the token ids from the data
 assignment; a checksum of them comes with each frame. NORM and TOTAL carry the wish to stop, so that all stages end after
-the same inner step. A full replica runs the same code without neighbours. Tensor work runs on the caller's one
-worker thread, so a job that outlives a cancelled run ends before any later one begins.
+the same inner step. A full replica runs the same code without neighbours. The model's work runs on the caller's one
+worker thread, so a job that outlives a cancelled run ends before any later one begins; frames are encoded and decoded on
+other threads.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ import math
 import struct
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from peer import tensors
@@ -122,6 +124,7 @@ class _Run:
         self,
         trainer: StageTrainer,
         worker: Executor,
+        codec: Executor,
         wires: tuple[str, str],
         windows: Callable[[int], np.ndarray],
         depths: tuple[int, int, int],
@@ -129,6 +132,7 @@ class _Run:
         trace: Trace | None,
     ) -> None:
         self.trainer, self.worker, self.windows, self.stop, self.trace = trainer, worker, windows, stop, trace
+        self._codec = codec
         self.previous: Link | None = None
         self.following: Link | None = None
         self.arrived = asyncio.Event()
@@ -152,7 +156,7 @@ class _Run:
             )
         limit = max(*self._sizes.values(), 1 + 8 * self._before, _TOTAL.size + MAX_STAGES * _MEASURED.size)
         queue = min(self.train.micro_batches, self.most_depth) + 1
-        return Link(stream, group, self.arrived, queue=queue, limit=limit, timeout=timeout)
+        return Link(stream, group, self.arrived, self._decode, queue=queue, limit=limit, timeout=timeout)
 
     async def job(self, kind: int, work: Callable[..., T], *args: object) -> T:
         """Runs `work` on the worker thread. What torch raises (no memory left, most often) becomes a LocalError."""
@@ -165,7 +169,7 @@ class _Run:
                 reason = (str(error).splitlines() or ["out of memory"])[0]
                 raise LocalError(f"training: {reason}; lower the resources you offer, or restart") from error
             except tensors.BadTensor as error:
-                raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
+                raise LocalError(f"training: {error}; this is a bug") from error
             finally:
                 end = time.perf_counter()
                 self._seconds[kind] += end - start
@@ -224,24 +228,62 @@ class _Run:
         while backwards < self.train.micro_batches:
             if await self._next(forwards, backwards) == BACKWARD:
                 assert self.following is not None
-                _, raw = await self.following.receive(self._head(BACKWARD, step, backwards), self._sizes[BACKWARD])
-                parts = await self.job(BACKWARD, self._backward, backwards, raw)
-                if self.previous is not None:
-                    self.previous.send(self._head(BACKWARD, step, backwards), *parts)
+                gradient = await self._take(self.following, BACKWARD, step, backwards)
+                self._send(
+                    self.previous,
+                    BACKWARD,
+                    step,
+                    backwards,
+                    await self.job(BACKWARD, self._backward, backwards, gradient),
+                )
                 backwards += 1
                 continue
-            body: memoryview | None = None
-            if self.previous is not None:
-                head, body = await self.previous.receive(self._head(FORWARD, step, forwards), self._sizes[FORWARD])
-                self._check(head, forwards)
-            parts = await self.job(FORWARD, self._forward, forwards, body)
+            inward = None if self.previous is None else await self._take(self.previous, FORWARD, step, forwards)
+            outward = await self.job(FORWARD, self._forward, forwards, inward)
             if self.following is not None:
-                self.following.send(self._head(FORWARD, step, forwards), *parts)
+                self._send(self.following, FORWARD, step, forwards, outward)
             else:
+                self._send(self.previous, BACKWARD, step, forwards, outward)
                 backwards += 1
-                if self.previous is not None:
-                    self.previous.send(self._head(BACKWARD, step, forwards), *parts)
             forwards += 1
+
+    async def _take(self, link: Link, kind: int, step: int, micro: int) -> Tensor:
+        """The micro-batch's tensor from a neighbour, checked."""
+        frame = await link.receive(self._head(kind, step, micro), self._sizes[kind])
+        if kind == FORWARD:
+            if frame.head.check != self._ids[micro][1]:
+                link.blame("trains on other text; all peers of a run need the same files")
+            if not 1 <= frame.head.depth <= self.most_depth:
+                link.blame(f"lets {frame.head.depth} micro-batches under way, this stage holds {self.most_depth}")
+            self.depth = frame.head.depth
+        assert frame.value is not None
+        value: Tensor | tensors.BadTensor = await frame.value
+        if isinstance(value, tensors.BadTensor):
+            link.blame(f"sent bad {'activations' if kind == FORWARD else 'gradients'}: {value}")
+        return value
+
+    def _send(self, link: Link | None, kind: int, step: int, micro: int, values: Tensor | None) -> None:
+        """Has the tensor encoded, and sends it in its turn."""
+        if link is not None:
+            body = asyncio.get_running_loop().run_in_executor(self._codec, self._encoded, kind, values)
+            link.send(self._head(kind, step, micro), body, self._sizes[kind])
+
+    def _encoded(self, kind: int, values: Tensor) -> bytes:
+        try:
+            return tensors.encode(values, self._wires[kind])
+        except tensors.BadTensor as error:
+            raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
+
+    def _decode(self, kind: int, body: memoryview) -> Awaitable[Tensor | tensors.BadTensor]:
+        """Begins to decode."""
+
+        def decode() -> Tensor | tensors.BadTensor:
+            try:
+                return tensors.decode(body, self._shape, self._wires[kind], self.trainer.device)
+            except tensors.BadTensor as error:
+                return error
+
+        return asyncio.get_running_loop().run_in_executor(self._codec, decode)
 
     async def _next(self, forwards: int, backwards: int) -> int:
         """Waits until something can be done after so many forwards and backwards, and says which."""
@@ -281,40 +323,18 @@ class _Run:
         check = self._ids[micro][1] if kind == FORWARD else 0
         return Head(kind, self._codes[kind], self.depth, step, micro, *self._shape, check)
 
-    def _check(self, head: Head, micro: int) -> None:
-        """What is particular to a FORWARD frame."""
-        assert self.previous is not None
-        if head.check != self._ids[micro][1]:
-            self.previous.blame("trains on other text; all peers of a run need the same files")
-        if not 1 <= head.depth <= self.most_depth:
-            self.previous.blame(f"lets {head.depth} micro-batches under way, this stage holds {self.most_depth}")
-        self.depth = head.depth
-
-    def _forward(self, micro: int, raw: memoryview | None) -> tuple[bytes, ...]:
-        """On the worker: one forward; in the last stage its backward too. Returns the parts of the frame to send."""
-        inward: Tensor | None = None
-        if raw is not None:
-            try:
-                inward = tensors.decode(raw, self._shape, self._wires[FORWARD], self.trainer.device)
-            except tensors.BadTensor as error:
-                assert self.previous is not None
-                self.previous.blame(f"sent bad activations: {error}")
-        outward = self.trainer.forward(micro, self._ids[micro][0], inward, recompute=self.depth > self.plain_depth)
+    def _forward(self, micro: int, inward: Tensor | None) -> Tensor | None:
+        """On the worker: one forward; in the last stage its backward too. Returns what is to be sent."""
+        again = self.depth > self.plain_depth
+        outward = self.trainer.forward(micro, self._ids[micro][0], inward, recompute=again)
         if not isinstance(outward, float):
-            return (tensors.encode(outward, self._wires[FORWARD]),)
+            return outward
         self._losses.append(outward)
-        gradient = self.trainer.backward(micro)
-        return () if gradient is None else (tensors.encode(gradient, self._wires[BACKWARD]),)
+        return self.trainer.backward(micro)
 
-    def _backward(self, micro: int, raw: memoryview) -> tuple[bytes, ...]:
-        """On the worker: one backward. Returns the parts of the frame to send."""
-        try:
-            outward = tensors.decode(raw, self._shape, self._wires[BACKWARD], self.trainer.device)
-        except tensors.BadTensor as error:
-            assert self.following is not None
-            self.following.blame(f"sent bad gradients: {error}")
-        gradient = self.trainer.backward(micro, outward)
-        return () if gradient is None else (tensors.encode(gradient, self._wires[BACKWARD]),)
+    def _backward(self, micro: int, gradient: Tensor) -> Tensor | None:
+        """On the worker: one backward. Returns what is to be sent."""
+        return self.trainer.backward(micro, gradient)
 
     # --- the end of a step
 
@@ -327,7 +347,7 @@ class _Run:
         stop = self.stop is not None and self.stop.is_set()
         if self.previous is not None:
             before = self._before
-            _, body = await self.previous.receive(Head(NORM, step=step, width=before), 1 + 8 * before)
+            _, body, _ = await self.previous.receive(Head(NORM, step=step, width=before), 1 + 8 * before)
             wish, *values = struct.unpack(f">B{before}d", body)
             if wish > 1 or not all(math.isfinite(v) and v >= 0 for v in values):
                 self.previous.blame("sent impossible gradient norms")
@@ -336,8 +356,9 @@ class _Run:
         if self.following is None:
             norm, loss = math.sqrt(sum(own)), sum(self._losses) / len(self._losses)
         else:
-            self.following.send(Head(NORM, step=step, width=len(own)), struct.pack(f">B{len(own)}d", stop, *own))
-            _, body = await self.following.receive(Head(TOTAL, step=step), None)
+            norms = struct.pack(f">B{len(own)}d", stop, *own)
+            self.following.send(Head(NORM, step=step, width=len(own)), norms, len(norms))
+            _, body, _ = await self.following.receive(Head(TOTAL, step=step), None)
             if len(body) < _TOTAL.size or (len(body) - _TOTAL.size) % _MEASURED.size:
                 self.following.blame(f"sent a total of {len(body)} bytes")
             wish, norm, loss = _TOTAL.unpack_from(body)
@@ -350,7 +371,8 @@ class _Run:
         stages = [self._measured(), *after]
         if self.previous is not None:
             records = b"".join(_MEASURED.pack(*(getattr(m, f) for f in _Measured.__slots__)) for m in stages)
-            self.previous.send(Head(TOTAL, step=step), _TOTAL.pack(stop, norm, loss), records)
+            total = _TOTAL.pack(stop, norm, loss) + records
+            self.previous.send(Head(TOTAL, step=step), total, len(total))
         elif self.following is not None:
             links = [a.link(b) for a, b in itertools.pairwise(stages)]
             picked = cost.pick_depth([m.stage() for m in stages], links, self.train.micro_batches)
@@ -410,9 +432,10 @@ async def run_steps(
         raise LocalError("a stage needs room for at least one micro-batch; this is a bug")
     streams = [stream for stream in (previous, following) if stream is not None]
     reports: list[StepReport] = []
+    codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=torch.set_num_threads, initargs=(1,))
     try:
         async with asyncio.TaskGroup() as group:
-            run = _Run(trainer, worker, wires, windows, (min(depth, most), plain, most), stop, trace)
+            run = _Run(trainer, worker, codec, wires, windows, (min(depth, most), plain, most), stop, trace)
             run.previous = None if previous is None else run.connect(previous, group, timeout)
             run.following = None if following is None else run.connect(following, group, timeout)
             await run.job(0, trainer.reset)
@@ -432,6 +455,8 @@ async def run_steps(
     except BaseException:
         await _leave(streams, "")
         raise
+    finally:
+        codec.shutdown(wait=False)
     return tuple(reports)
 
 

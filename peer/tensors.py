@@ -49,8 +49,7 @@ def encode(x: Tensor, wire: str) -> bytes:
     """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite."""
     x = x.detach()
     x = x.to(torch.bfloat16) if wire == "bf16" else x.float()
-    if not bool(torch.isfinite(x).all()):
-        raise BadTensor("values are not finite")
+    _check(x)
     if wire in ("bf16", "fp32"):
         return _raw(x)
     if wire == "tah4":
@@ -77,9 +76,14 @@ def decode(raw: bytes | memoryview, shape: Sequence[int], wire: str, device: tor
         q = _tensor(raw[2 * tokens :], torch.int8 if wire == "int8" else torch.uint8, device)
         q_TW = (q.float() if wire == "int8" else _unpack(q) - 8).reshape(tokens, width)
         x = q_TW * scale_T1
-    if not bool(torch.isfinite(x).all()):
-        raise BadTensor("values are not finite")
+    _check(x)
     return x.reshape(tuple(shape))
+
+
+def _check(x: Tensor) -> None:
+    """Raises BadTensor unless all is finite; the extremes tell, without a copy."""
+    if x.numel() and not bool(torch.isfinite(torch.stack(x.aminmax())).all()):
+        raise BadTensor("values are not finite")
 
 
 # --- tah4; N tiles of A values
