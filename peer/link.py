@@ -4,9 +4,10 @@ Frames are written, read and decoded behind the computation's back. What is read
 is full nothing more is read, and the sender is held back by its stream. What is to be written is bounded by the
 micro-batches under way. Frame: header (big-endian, `Head`) and body.
 
-Measuring: each header says when its frame was handed over, by the sender's clock. NORM and TOTAL frames are small and meet
-an idle link, so `arrival - stamp` of theirs is latency + offset of the clocks. A frame occupies the link from the later of
-`stamp + that` and the arrival of the frame before, until it has arrived. The offsets of both directions cancel.
+Measuring: each header says when its frame was handed over, by the sender's clock. A stage pings the next one when an inner
+step begins, which echoes: both frames are small and meet an idle link, so `arrival - stamp` of theirs is latency + offset
+of the clocks. A frame occupies the link from the later of `stamp + that` and the arrival of the frame before, until it has
+arrived. The offsets of both directions cancel.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from peer.net.base import Stream
 from protocol.errors import RemoteError
 from protocol.framing import MAX_FRAME
 
-FORWARD, BACKWARD, NORM, TOTAL, ABORT = range(1, 6)
+FORWARD, BACKWARD, NORM, TOTAL, PING, ECHO, ABORT = range(1, 8)
 NAME_BYTES = 128
 GOODBYE_S = 1.0
 _HEAD = struct.Struct(">BBIIIIIIId")
@@ -83,6 +84,12 @@ def compare(remote: str, head: Head, body: memoryview, expected: Head, body_byte
         raise ChainBroken(remote, f"sent {head} with {len(body)} bytes, not {expected} with {body_bytes}")
 
 
+def _heard(sending: asyncio.Future[None]) -> None:
+    """Nobody waits for it any more: the run is over."""
+    if not sending.cancelled():
+        sending.exception()
+
+
 class Frame(NamedTuple):
     """What came. `value`: what `decode` makes, or made, of the body of a FORWARD or BACKWARD frame."""
 
@@ -131,13 +138,19 @@ class Link:
         self.sent_bytes += HEAD_BYTES + size
         self._out.put_nowait((head, body))
 
+    def ping(self) -> None:
+        """Measures the way there and back."""
+        self.send(Head(PING), b"", 0)
+
     async def _write(self) -> None:
         while True:
             head, body = await self._out.get()
             body = body if isinstance(body, bytes) else await body
             try:
                 stamped = head._replace(stamp=time.perf_counter())
-                await self.stream.send(stamped.pack(), body, timeout=self.timeout)
+                sending = asyncio.ensure_future(self.stream.send(stamped.pack(), body, timeout=self.timeout))
+                sending.add_done_callback(_heard)
+                await asyncio.shield(sending)  # half a frame would leave no way to say goodbye
             except RemoteError as error:
                 await asyncio.wait(
                     {self._reading}, timeout=GOODBYE_S
@@ -173,12 +186,15 @@ class Link:
                 frame = memoryview(await self.stream.recv(self._limit))
                 now = time.perf_counter()
                 head, body = parse(self.stream.remote, frame)
+                if head.kind in (PING, ECHO):
+                    self._delays.append(now - head.stamp)
+                    if head.kind == PING and self._out.empty():
+                        self.send(Head(ECHO), b"", 0)
+                    continue
                 value = None
                 if head.kind in (FORWARD, BACKWARD):
                     self._times.append((head.stamp, now))
                     value = self._decode(head.kind, body)
-                else:
-                    self._delays.append(now - head.stamp)
                 await self._put(Frame(head, body, value))
         except ChainBroken as error:
             await self._put(error)

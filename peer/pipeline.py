@@ -3,8 +3,9 @@
 Streams are bidirectional, one per boundary (peer/link.py). An inner step, per stage:
 
     micro-batches   FORWARD  Z  to the next stage        BACKWARD  G U  to the previous one
-    gather          NORM     sums of squared gradients, shard by shard, grow from the first to the last stage
-                    TOTAL    global norm and mean loss go back, and what each stage measured; then every stage steps
+    gather          NORM     squared norms of the shards' gradients, the loss and what each stage measured grow from the last
+                             stage to the first, right behind the last gradients
+                    TOTAL    global norm and loss go forward; every stage steps, the first one at once
 
 A stage that is free goes backward if a gradient is there, else forward if activations are. Both directions are first in,
 first out, so gradients add up in micro-batch order whatever arrives when: the bits do not depend on timing. Only the
@@ -49,6 +50,7 @@ __all__ = ["ChainBroken", "StepReport", "StopSign", "run_steps"]
 T = TypeVar("T")
 MAX_STAGES = 64
 _TOTAL = struct.Struct(">Bdd")
+_NORM = struct.Struct(">Bd")
 _MEASURED = struct.Struct(">6dII")
 _ANY_DEPTH = 2**32 - 1
 
@@ -136,13 +138,14 @@ class _Run:
         self.previous: Link | None = None
         self.following: Link | None = None
         self.arrived = asyncio.Event()
+        names = layout.shard_names(trainer.spec)
         self.train, self.vocab = trainer.train, trainer.spec.vocab_size
         self.depth, self.plain_depth, self.most_depth = depths
         self._wires = {FORWARD: wires[0], BACKWARD: wires[1]}
         self._codes = {kind: boundary.FORMATS.index(wire) for kind, wire in self._wires.items()}
         self._shape = (self.train.rows, self.train.sequence, trainer.width)
         self._sizes = {kind: tensors.size(self._shape, wire) for kind, wire in self._wires.items()}
-        self._before = layout.shard_names(trainer.spec).index(trainer.shards[0])
+        self._before, self._shards = names.index(trainer.shards[0]), len(names)
         self._ids: list[tuple[Tensor, int]] = []
         self._losses: list[float] = []
         self._seconds = {FORWARD: 0.0, BACKWARD: 0.0, 0: 0.0}
@@ -154,7 +157,7 @@ class _Run:
             raise UsageError(
                 f"micro-batch: a frame has {frame} bytes, at most {MAX_FRAME}; the manifest needs fewer rows"
             )
-        limit = max(*self._sizes.values(), 1 + 8 * self._before, _TOTAL.size + MAX_STAGES * _MEASURED.size)
+        limit = max(*self._sizes.values(), _NORM.size + 8 * self._shards + MAX_STAGES * _MEASURED.size)
         queue = min(self.train.micro_batches, self.most_depth) + 1
         return Link(stream, group, self.arrived, self._decode, queue=queue, limit=limit, timeout=timeout)
 
@@ -186,6 +189,8 @@ class _Run:
         links = [link for link in (self.previous, self.following) if link is not None]
         for link in links:
             link.most_waiting = 0
+        if self.following is not None:
+            self.following.ping()
         await self.job(0, self._load, step)
         await self._micro_batches(step)
         norm, loss, stop = await self._gather(step)
@@ -229,6 +234,8 @@ class _Run:
             if await self._next(forwards, backwards) == BACKWARD:
                 assert self.following is not None
                 gradient = await self._take(self.following, BACKWARD, step, backwards)
+                if backwards == forwards:
+                    self.following.blame("sent gradients before it got activations")
                 self._send(
                     self.previous,
                     BACKWARD,
@@ -343,41 +350,49 @@ class _Run:
 
         Squares are added shard by shard in canonical order, so the norm does not depend on where the cuts are.
         """
-        own = [value for _, value in await self.job(0, self.trainer.grad_sumsq)]
+        sums = [value for _, value in await self.job(0, self.trainer.grad_sumsq)]
         stop = self.stop is not None and self.stop.is_set()
-        if self.previous is not None:
-            before = self._before
-            _, body, _ = await self.previous.receive(Head(NORM, step=step, width=before), 1 + 8 * before)
-            wish, *values = struct.unpack(f">B{before}d", body)
-            if wish > 1 or not all(math.isfinite(v) and v >= 0 for v in values):
-                self.previous.blame("sent impossible gradient norms")
-            stop, own = stop or wish == 1, values + own
-        after: list[_Measured] = []
+        stages: list[_Measured] = []
         if self.following is None:
-            norm, loss = math.sqrt(sum(own)), sum(self._losses) / len(self._losses)
+            loss = sum(self._losses) / len(self._losses)
         else:
-            norms = struct.pack(f">B{len(own)}d", stop, *own)
-            self.following.send(Head(NORM, step=step, width=len(own)), norms, len(norms))
-            _, body, _ = await self.following.receive(Head(TOTAL, step=step), None)
-            if len(body) < _TOTAL.size or (len(body) - _TOTAL.size) % _MEASURED.size:
-                self.following.blame(f"sent a total of {len(body)} bytes")
-            wish, norm, loss = _TOTAL.unpack_from(body)
-            if wish > 1 or not (math.isfinite(norm) and math.isfinite(loss) and norm >= 0 and loss >= 0):
-                self.following.blame("sent an impossible total")
-            after = [_Measured(*values) for values in _MEASURED.iter_unpack(body[_TOTAL.size :])]
-            if not after or not all(map(_plausible, after)):
-                self.following.blame("sent impossible measurements")
-            stop = wish == 1
-        stages = [self._measured(), *after]
+            wish, loss, behind, stages = await self._norms(self.following, step)
+            stop, sums = stop or wish, sums + behind
+        stages.insert(0, self._measured())
         if self.previous is not None:
             records = b"".join(_MEASURED.pack(*(getattr(m, f) for f in _Measured.__slots__)) for m in stages)
-            total = _TOTAL.pack(stop, norm, loss) + records
-            self.previous.send(Head(TOTAL, step=step), total, len(total))
-        elif self.following is not None:
+            norms = _NORM.pack(stop, loss) + struct.pack(f">{len(sums)}d", *sums) + records
+            self.previous.send(Head(NORM, step=step, width=len(sums)), norms, len(norms))
+            body = (await self.previous.receive(Head(TOTAL, step=step), _TOTAL.size)).body
+            wished, norm, loss = _TOTAL.unpack(body)
+            if wished > 1 or not _finite(norm, loss):
+                self.previous.blame("sent an impossible total")
+            stop = wished == 1
+        else:
+            norm = math.sqrt(sum(sums))
+        if self.following is not None:
+            self.following.send(Head(TOTAL, step=step), _TOTAL.pack(stop, norm, loss), _TOTAL.size)
+        if self.previous is None and self.following is not None:
             links = [a.link(b) for a, b in itertools.pairwise(stages)]
             picked = cost.pick_depth([m.stage() for m in stages], links, self.train.micro_batches)
             self.depth = min(picked, self.most_depth)
         return norm, loss, stop
+
+    async def _norms(self, following: Link, step: int) -> tuple[bool, float, list[float], list[_Measured]]:
+        """What came from behind: the wish to stop, the loss, squared norms in canonical order, each stage's measurements."""
+        count = self._shards - self._before - len(self.trainer.shards)
+        body = (await following.receive(Head(NORM, step=step, width=count), None)).body
+        rest = len(body) - _NORM.size - 8 * count
+        if rest <= 0 or rest % _MEASURED.size:
+            following.blame(f"sent norms of {len(body)} bytes")
+        wish, loss = _NORM.unpack_from(body)
+        sums = list(struct.unpack_from(f">{count}d", body, _NORM.size))
+        stages = [_Measured(*values) for values in _MEASURED.iter_unpack(body[-rest:])]
+        if wish > 1 or not _finite(loss, *sums):
+            following.blame("sent impossible gradient norms")
+        if not all(map(_plausible, stages)):
+            following.blame("sent impossible measurements")
+        return wish == 1, loss, sums, stages
 
     def _measured(self) -> _Measured:
         count = self.train.micro_batches
@@ -389,10 +404,14 @@ class _Run:
         return _Measured(forward, backward, *ahead, *behind, self.plain_depth, self.most_depth)
 
 
+def _finite(*values: float) -> bool:
+    return all(math.isfinite(value) and value >= 0 for value in values)
+
+
 def _plausible(m: _Measured) -> bool:
     times = (m.forward_s, m.backward_s, m.forward_transfer, m.backward_transfer)
-    finite = all(math.isfinite(value) for value in (*times, m.forward_delay, m.backward_delay))
-    return finite and min(times) >= 0 and max(times) < 1e6 and m.plain_depth >= 1 and m.most_depth >= 1
+    known = all(math.isfinite(value) for value in (m.forward_delay, m.backward_delay))
+    return known and _finite(*times) and max(times) < 1e6 and m.plain_depth >= 1 and m.most_depth >= 1
 
 
 async def run_steps(

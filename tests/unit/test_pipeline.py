@@ -154,23 +154,31 @@ def _body(z: float = 0.5) -> bytes:
     return np.full((TRAIN.rows, TRAIN.sequence, 8), z, "<f4").tobytes()
 
 
-def _last_stage_hears(frames: list[bytes], timeout: float = DEADLINE_S) -> ChainBroken:
-    """What the last of two stages makes of these frames from P0."""
+def _hears(stage: int, frames: list[bytes], timeout: float = DEADLINE_S, after: int = 0) -> ChainBroken:
+    """What the first or the last of two stages makes of these frames, which the other sends after it heard so many."""
 
     async def main() -> ChainBroken:
-        async with asyncio.timeout(DEADLINE_S), Wired(2) as wired:
-            for frame in frames:
-                await wired.following[0].send(frame)
+        async with asyncio.timeout(DEADLINE_S), Wired(2) as wired, asyncio.TaskGroup() as group:
+            other = wired.following[0] if stage else wired.previous[1]
+
+            async def talk() -> None:
+                for _ in range(after):
+                    await other.recv()
+                for frame in frames:
+                    await other.send(frame)
+
+            group.create_task(talk())
             with pytest.raises(ChainBroken) as caught:
                 await run_steps(
-                    make_chain((3,), 8)[1],
-                    worker(1),
+                    make_chain((3,), 8)[stage],
+                    worker(stage),
                     first_step=1,
                     steps=1,
                     wires=("fp32", "fp32"),
                     timeout=timeout,
                     windows=windows_of(),
-                    previous=wired.previous[1],
+                    previous=wired.previous[1] if stage else None,
+                    following=None if stage else wired.following[0],
                 )
         return caught.value
 
@@ -196,22 +204,62 @@ GOOD = [_frame(micro=i) + _body() for i in range(TRAIN.micro_batches)]
         ([_frame() + _body()[:-1]], "not Head"),
         ([_frame() + _body() + bytes(1 << 16)], "at most"),
         ([_frame() + _body(z=math.nan)], "bad activations: values are not finite"),
-        ([*GOOD, link.Head(link.NORM, step=1, width=3).pack() + struct.pack(">B3d", 0, 1, -1, 1)], "impossible"),
-        ([*GOOD, link.Head(link.NORM, step=1, width=2).pack() + struct.pack(">B2d", 0, 1, 1)], "width=2"),
+        ([*GOOD, link.Head(link.TOTAL, step=1).pack() + struct.pack(">Bdd", 0, -1, 1)], "impossible total"),
+        ([*GOOD, link.Head(link.TOTAL, step=1).pack() + struct.pack(">Bdd", 0, 1, math.inf)], "impossible total"),
+        ([*GOOD, link.Head(link.TOTAL, step=2).pack() + struct.pack(">Bdd", 0, 1, 1)], "step=2"),
         ([link.Head(link.ABORT).pack()], "left the chain"),
         ([link.Head(link.ABORT).pack() + b"\x1b[2J\xff"], "left the chain"),
     ],
 )
 def test_malformed_data_blames_the_sender(frames: list[bytes], reason: str) -> None:
-    error = _last_stage_hears(frames)
+    error = _hears(1, frames)
     assert error.peer == "P0"
     assert reason in error.reason
     assert "\x1b" not in str(error)
     assert "\n" not in str(error)
 
 
+def _norms(*sums: float, wish: int = 0, loss: float = 1.0, measured: bytes = b"", width: int = 3) -> bytes:
+    head = link.Head(link.NORM, step=1, width=width).pack()
+    return head + struct.pack(f">Bd{len(sums)}d", wish, loss, *sums) + (measured or _measured())
+
+
+def _measured(forward: float = 1.0, plain: int = 1) -> bytes:
+    return struct.pack(">6dII", forward, 1, 1, 1, 1, 1, plain, 1)
+
+
+BACK = [_frame(link.BACKWARD, micro=i) + _body() for i in range(TRAIN.micro_batches)]
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [
+        ([_frame(link.BACKWARD) + _body(math.inf)], "bad gradients: values are not finite"),
+        ([_frame() + _body()], "not Head(kind=2"),
+        ([*BACK, _norms(1, -1, 1)], "impossible gradient norms"),
+        ([*BACK, _norms(1, 1, 1, loss=math.nan)], "impossible gradient norms"),
+        ([*BACK, _norms(1, 1, 1, wish=2)], "impossible gradient norms"),
+        ([*BACK, _norms(1, 1, width=2)], "width=2"),
+        ([*BACK, _norms(1, 1)], "sent norms of"),
+        ([*BACK, _norms(1, 1, 1)[:-1]], "sent norms of"),
+        ([*BACK, _norms(1, 1, 1, measured=_measured(math.nan))], "impossible measurements"),
+        ([*BACK, _norms(1, 1, 1, measured=_measured() + _measured(plain=0))], "impossible measurements"),
+    ],
+)
+def test_malformed_answers_blame_the_sender(frames: list[bytes], reason: str) -> None:
+    error = _hears(0, frames, after=1 + TRAIN.micro_batches)  # a ping and all activations
+    assert error.peer == "P1"
+    assert reason in error.reason
+
+
+def test_gradients_before_activations_blame_the_sender() -> None:
+    error = _hears(0, BACK)
+    assert error.peer == "P1"
+    assert "before it got activations" in error.reason
+
+
 def test_a_silent_neighbour_is_named_at_the_deadline() -> None:
-    error = _last_stage_hears([], timeout=0.05)
+    error = _hears(1, [], timeout=0.05)
     assert error.peer == "P0"
     assert "0.05 s" in error.reason
 
