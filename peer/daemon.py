@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from peer import data, pipeline, resources, trainer
+from peer import data, pipeline, resources, trace, trainer
 from peer.config import JoinConfig
 from peer.events import Emitter
 from peer.exchange import Exchange
@@ -49,8 +49,11 @@ class Engine:
         config: JoinConfig,
         reach: Callable[[str], object],
         optimizer: dict[str, NDArray[np.generic]],
+        emit: Callable[..., None],
     ) -> None:
         self.manifest = manifest
+        self._emit = emit
+        self._trace = trace.TraceFile(config.trace, peer) if config.trace is not None else None
         self.peer = peer
         self._transport = transport
         self._corpus = corpus
@@ -67,8 +70,10 @@ class Engine:
         self._training = False
 
     def close(self) -> None:
-        """Ends the worker thread."""
+        """Ends the worker thread and the trace."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._trace is not None:
+            self._trace.close()
 
     def delta(self, shard: str) -> list[NDArray[np.float32]]:
         """θ(r-1) - θ local of a shard that was just trained."""
@@ -102,6 +107,11 @@ class Engine:
         def on_step(report: pipeline.StepReport) -> None:
             reports.append(report)
             self._depth = report.depth
+            if self._trace is not None:
+                self._trace.flush()
+            if len(spec.stages) > 1:
+                measured = (name for name in report.__slots__ if name not in ("loss", "norm", "tokens"))
+                self._emit("chain", round=plan.round, **{name: getattr(report, name) for name in measured})
             progress(report.step - first_step + 1, report.loss)
 
         def windows(step: int) -> NDArray[np.int64]:
@@ -141,6 +151,7 @@ class Engine:
                 most_depth=most,
                 stop=Either(),
                 on_step=on_step,
+                trace=self._trace,
             )
             if stop.is_set():
                 error = "the round was decided before all steps were done"
@@ -330,6 +341,7 @@ async def join(
         config,
         directory.reach,
         dict(restored.optimizer) if restored else {},
+        emit,
     )
     exchange = Exchange(
         manifest,

@@ -143,8 +143,9 @@ async def run_chain(
     most_depth: int | None = None,
     stops: dict[int, asyncio.Event] | None = None,
     windows=None,
+    trace=None,
 ) -> list[tuple[StepReport, ...]]:
-    """Runs all stages (peers P0, P1, ...) of one chain in this loop; each position has its own worker thread."""
+    """Runs all stages (peers P0, P1, ...) of one chain in this loop; each position has its own worker thread. `trace`: of P0."""
     train, spec = trainers[0].train, trainers[0].spec
     async with asyncio.timeout(DEADLINE_S), Wired(len(trainers), lag) as wired, asyncio.TaskGroup() as group:
         tasks = [
@@ -163,6 +164,7 @@ async def run_chain(
                     plain_depth=plain_depth,
                     most_depth=most_depth,
                     stop=(stops or {}).get(i),
+                    trace=None if i else trace,
                 )
             )
             for i, trainer in enumerate(trainers)
