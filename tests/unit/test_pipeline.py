@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer import link
+from peer import link, pipeline
 from peer.pipeline import ChainBroken, StepReport, run_steps
 from peer.trainer import StageTrainer
 from protocol import layout
@@ -291,3 +291,18 @@ def test_wrong_use_is_refused() -> None:
 
     with pytest.raises(UsageError, match="fewer rows"):
         asyncio.run(too_large())
+
+
+def test_the_depth_follows_what_the_stages_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(pipeline.cost, "pick_depth", lambda *measured: asked.append(measured) or 2)
+    chain = make_chain((1, 4), 8)
+    reports = asyncio.run(run_chain(chain, steps=2, depth=3, most_depth=3))
+    assert [report.depth for report in reports[0]] == [3, 2]
+    assert [report.depth for report in reports[2]] == [3, 2]
+    for stages, links, micro_batches in asked:
+        assert (len(stages), len(links), micro_batches) == (3, 2, TRAIN.micro_batches)
+        assert all(stage.forward > 0 for stage in stages)
+        assert [stage.backward > 0 for stage in stages] == [True, True, False], "the last does both at once"
+        assert [stage.plain_depth == 3 for stage in stages] == [True, True, False]
+        assert all(0 <= between.latency < 1 and between.forward < 1 for between in links)
