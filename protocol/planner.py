@@ -14,9 +14,11 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     parameters  24 P        theta, local copy, gradient, two AdamW moments, error feedback: fp32 each
     overlap      4 P        where the next round's inner steps begin
     reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp
-    in flight   4 r L (B (18 d + 4 F + 2 L heads) + [head] 3 V) x micro-batches in flight
+    in flight   4 r L (B (15 d + 4 F) + [head] 3 V) x micro-batches in flight
+    backward    4 r L (15 d + 4 F)  the gradients within the block that goes backward
 
-with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks compares it with measured peaks.
+with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
+peaks.
 """
 
 from __future__ import annotations
@@ -72,10 +74,14 @@ def window(manifest: Manifest) -> int:
 
 def activation_bytes(manifest: Manifest, first: int, last: int) -> int:
     """Bytes that one micro-batch keeps between its forward and its backward."""
+    train = manifest.train
+    head = 3 * manifest.model.vocab_size if last == manifest.model.n_layers else 0
+    return (last - first) * _block_bytes(manifest) + 4 * train.rows * train.sequence * head
+
+
+def _block_bytes(manifest: Manifest) -> int:
     spec, train = manifest.model, manifest.train
-    per_token = (last - first) * (18 * spec.d_model + 4 * spec.d_ff + 2 * train.sequence * spec.n_heads)
-    per_token += 3 * spec.vocab_size if last == spec.n_layers else 0
-    return 4 * train.rows * train.sequence * per_token
+    return 4 * train.rows * train.sequence * (15 * spec.d_model + 4 * spec.d_ff)
 
 
 def stage_memory(manifest: Manifest, first: int, last: int) -> int:
@@ -83,7 +89,8 @@ def stage_memory(manifest: Manifest, first: int, last: int) -> int:
     spec = manifest.model
     params = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last))
     reader = 0 if first == 0 else 8 * spec.vocab_size * spec.d_model
-    return (24 + 4 * manifest.outer.overlap) * params + reader + activation_bytes(manifest, first, last) * in_flight(manifest, first, last)
+    flight = activation_bytes(manifest, first, last) * in_flight(manifest, first, last)
+    return (24 + 4 * manifest.outer.overlap) * params + reader + flight + _block_bytes(manifest)
 
 
 def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> tuple[int, int]:

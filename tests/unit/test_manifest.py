@@ -146,4 +146,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "e1c443cc010c33d884b69ba585acffbbea35da1cc0c9f6951d21327b6bf1c86c"
+FROZEN = "f0178a5cb49bf0534996aefd889df03e15b504832837bb10ac99338e1c85b345"
