@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 TOLERANCE = 0.01
 """A depth is deep enough if the step takes at most this share longer than at any greater depth that was tried."""
+MARGIN = 1.5
+"""How much deeper than the simulation wants: it knows mean times, and real ones vary."""
 _SLACK = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 
@@ -111,11 +113,14 @@ def least_depth(stages: Sequence[StageCost], links: Sequence[LinkCost]) -> float
 
 
 def pick_depth(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int) -> int:
-    """The smallest depth of those tried, from Little's to four times that, whose step is hardly longer than the best."""
+    """The smallest depth of those tried, from Little's to four times that, whose step is hardly longer than the best, and a
+    margin, as far as that costs no recomputation."""
     most = min([micro_batches, *(s.most_depth for s in stages[:-1] if s.most_depth is not None)])
     least = least_depth(stages, links)
     tried = {max(1, min(most, math.ceil(least * slack))) for slack in _SLACK}
     tried |= {max(1, min(most, s.plain_depth)) for s in stages[:-1] if s.plain_depth is not None}
     seconds = {depth: step_seconds(stages, links, micro_batches, depth) for depth in tried}
     best = min(seconds.values())
-    return min(depth for depth, took in seconds.items() if took <= best * (1 + TOLERANCE))
+    enough = min(depth for depth, took in seconds.items() if took <= best * (1 + TOLERANCE))
+    without = [s.plain_depth for s in stages[:-1] if s.plain_depth is not None and s.plain_depth >= enough]
+    return min([most, math.ceil(enough * MARGIN), *without])

@@ -14,8 +14,8 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     parameters  24 P        theta, local copy, gradient, two AdamW moments, error feedback: fp32 each
     overlap      4 P        where the next round's inner steps begin
     reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp
-    in flight   4 r L (B (15 d + 4 F) + [head] 3 V) x micro-batches in flight
-    backward    4 r L (15 d + 4 F)  the gradients within the block that goes backward
+    in flight   4 r L (B (17 d + 4 F) + [head] 3 V) x micro-batches in flight
+    backward    4 r L (17 d + 4 F)  the gradients within the block that goes backward
 
 with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
 peaks.
@@ -81,7 +81,7 @@ def activation_bytes(manifest: Manifest, first: int, last: int) -> int:
 
 def _block_bytes(manifest: Manifest) -> int:
     spec, train = manifest.model, manifest.train
-    return 4 * train.rows * train.sequence * (15 * spec.d_model + 4 * spec.d_ff)
+    return 4 * train.rows * train.sequence * (17 * spec.d_model + 4 * spec.d_ff)
 
 
 def stage_memory(manifest: Manifest, first: int, last: int) -> int:

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -125,13 +125,11 @@ class Paced:
         return
 
 
-async def be_stage(stage: int, host: str, folder: Path) -> None:
-    """Says its address, takes its neighbours' and then one case after the other from standard input, and reports."""
-
-    async def line() -> Any:
-        text = await asyncio.to_thread(sys.stdin.readline)
-        return json.loads(text) if text else None
-
+@contextlib.asynccontextmanager
+async def joined(
+    stage: int, stages: int, host: str, folder: Path
+) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
+    """This stage's streams to the one before and the one after. Says its address, reads the others' from standard input."""
     torch.set_num_threads(1)
     transport = await p2p.start(folder / f"key-{stage}", host=host, validate=lambda *_: False)
     arrived: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
@@ -143,9 +141,9 @@ async def be_stage(stage: int, host: str, folder: Path) -> None:
 
     await transport.serve(NAME, keep)
     say(address=transport.addresses[0], peer=transport.peer_id)
-    peers = await line()
+    peers = await heard()
     previous = following = None
-    if stage + 1 < STAGES:
+    if stage + 1 < stages:
         await transport.connect([peers[stage + 1]["address"]], timeout=60)
         following = await transport.open(peers[stage + 1]["peer"], NAME, timeout=60)
         await following.send(b"hello")
@@ -153,83 +151,68 @@ async def be_stage(stage: int, host: str, folder: Path) -> None:
         previous = await arrived
         await previous.recv()
     say(ready=True)
-    worker = make_worker()
-    while (asked := await line()) is not None:
-        train = TrainSpec(
-            inner_steps=1, micro_batches=asked["micro_batches"], rows=1, sequence=asked["tokens"],
-            lr=1.0, warmup_steps=0, total_steps=1,
-        )  # fmt: skip
-        reports = await run_steps(
-            Paced(train, stage, asked["width"], asked["pace"]),  # type: ignore[arg-type]
-            worker,
-            first_step=1,
-            steps=asked["steps"],
-            wires=(asked["forward"], asked["backward"]),
-            timeout=TIMEOUT,
-            windows=lambda step, train=train: np.zeros((train.step_rows, train.sequence + 1), np.int64),
-            previous=previous,
-            following=following,
-            depth=asked["depth"],
-            most_depth=asked["most"],
-        )
-        say(reports=[{name: getattr(r, name) for name in StepReport.__slots__} for r in reports])
+    yield previous, following
     over.set()
     await transport.aclose()
 
 
 def say(**fields: object) -> None:
+    """One line for the parent."""
     print("@" + json.dumps(fields), flush=True)
+
+
+async def heard() -> Any:
+    """The parent's next line; None at its end."""
+    text = await asyncio.to_thread(sys.stdin.readline)
+    return json.loads(text) if text else None
+
+
+def plain(reports: Sequence[StepReport]) -> list[dict[str, Any]]:
+    return [{name: getattr(r, name) for name in StepReport.__slots__} for r in reports]
+
+
+async def be_stage(stage: int, host: str, folder: Path) -> None:
+    """Takes one case after the other from standard input, and reports."""
+    worker = make_worker()
+    async with joined(stage, STAGES, host, folder) as (previous, following):
+        while (asked := await heard()) is not None:
+            train = TrainSpec(
+                inner_steps=1, micro_batches=asked["micro_batches"], rows=1, sequence=asked["tokens"],
+                lr=1.0, warmup_steps=0, total_steps=1,
+            )  # fmt: skip
+            reports = await run_steps(
+                Paced(train, stage, asked["width"], asked["pace"]),  # type: ignore[arg-type]
+                worker,
+                first_step=1,
+                steps=asked["steps"],
+                wires=(asked["forward"], asked["backward"]),
+                timeout=TIMEOUT,
+                windows=lambda step, train=train: np.zeros((train.step_rows, train.sequence + 1), np.int64),
+                previous=previous,
+                following=following,
+                depth=asked["depth"],
+                most_depth=asked["most"],
+            )
+            say(reports=plain(reports))
 
 
 # --- the chain
 
 
-class Chain:
-    """Four processes in a lab; use as `with Chain.start(...)`."""
+class Processes:
+    """Stage processes; they learn each other's addresses."""
 
-    def __init__(self, netlab: Path, lab: str, stages: list[subprocess.Popen[str]]) -> None:
-        self.netlab, self.lab, self.stages = netlab, lab, stages
-        peers = [self._hear(s) for s in stages]
-        self._tell(peers)
-        for s in stages:
-            self._hear(s)
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        self.stages = [
+            subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for c in commands
+        ]  # fmt: skip
 
-    @classmethod
-    @contextlib.contextmanager
-    def start(cls, netlab: Path) -> Iterator[Chain]:
-        lab = f"chn{os.getpid() % 10**6}"
-        names = [f"s{i}" for i in range(STAGES)]
-        subprocess.run([netlab, "up", lab, *names], check=True)
-        stages: list[subprocess.Popen[str]] = []
-        try:
-            with tempfile.TemporaryDirectory(prefix="potluck-chain-") as folder:
-                for i, name in enumerate(names):
-                    host = subprocess.run([netlab, "ip", lab, name], capture_output=True, text=True, check=True).stdout
-                    command = [
-                        sys.executable,
-                        "-m",
-                        "tests.benchmarks.chain",
-                        "--stage",
-                        str(i),
-                        "--host",
-                        host.strip(),
-                    ]
-                    stages.append(
-                        subprocess.Popen(
-                            ["ip", "netns", "exec", f"nl-{lab}-{name}", *command, "--folder", folder],
-                            stdin=subprocess.PIPE,
-                            stdout=subprocess.PIPE,
-                            text=True,
-                        )
-                    )
-                yield cls(netlab, lab, stages)
-        finally:
-            for s in stages:
-                s.kill()
-                s.wait()
-            subprocess.run([netlab, "down", lab], check=True)
+    def introduce(self) -> None:
+        self.tell([self.hear(s) for s in self.stages])
+        for s in self.stages:
+            self.hear(s)
 
-    def _hear(self, stage: subprocess.Popen[str]) -> Any:
+    def hear(self, stage: subprocess.Popen[str]) -> Any:
         out: IO[str] | None = stage.stdout
         assert out is not None
         for text in out:
@@ -237,11 +220,44 @@ class Chain:
                 return json.loads(text[1:])
         raise SystemExit("a stage has ended; its error is above")
 
-    def _tell(self, fields: object) -> None:
+    def tell(self, fields: object) -> None:
         for s in self.stages:
             assert s.stdin is not None
             s.stdin.write(json.dumps(fields) + "\n")
             s.stdin.flush()
+
+    def kill(self) -> None:
+        for s in self.stages:
+            s.kill()
+            s.wait()
+
+
+class Chain:
+    """Four processes in a lab; use as `with Chain.start(...)`."""
+
+    def __init__(self, netlab: Path, lab: str, processes: Processes) -> None:
+        self.netlab, self.lab, self.processes = netlab, lab, processes
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, netlab: Path) -> Iterator[Chain]:
+        lab = f"chn{os.getpid() % 10**6}"
+        names = [f"s{i}" for i in range(STAGES)]
+        subprocess.run([netlab, "up", lab, *names], check=True)
+        processes = Processes([])
+        try:
+            with tempfile.TemporaryDirectory(prefix="potluck-chain-") as folder:
+                commands = []
+                for i, name in enumerate(names):
+                    host = subprocess.run([netlab, "ip", lab, name], capture_output=True, text=True, check=True).stdout
+                    stage = [sys.executable, "-m", "tests.benchmarks.chain", "--stage", str(i), "--host", host.strip()]
+                    commands.append(["ip", "netns", "exec", f"nl-{lab}-{name}", *stage, "--folder", folder])
+                processes = Processes(commands)
+                processes.introduce()
+                yield cls(netlab, lab, processes)
+        finally:
+            processes.kill()
+            subprocess.run([netlab, "down", lab], check=True)
 
     def links(self, rate: float, latency: float) -> None:
         """Gives every boundary `rate` Mb/s each way and `latency` ms one way."""
@@ -252,7 +268,7 @@ class Chain:
 
     def run(self, case: Case, depth: int, most: int | None, steps: int) -> list[list[dict[str, Any]]]:
         """The reports of each stage, step by step."""
-        self._tell(
+        self.processes.tell(
             {
                 "micro_batches": case.micro_batches,
                 "tokens": case.tokens,
@@ -265,7 +281,7 @@ class Chain:
                 "most": most,
             }
         )
-        return [self._hear(s)["reports"] for s in self.stages]
+        return [self.processes.hear(s)["reports"] for s in self.processes.stages]
 
 
 HEAD = "| Mb/s | ms | k/d | M | transfer / pace | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|"

@@ -46,7 +46,7 @@ def test_home_links_want_more_than_textbook_1f1b(micro_batches: int, textbook: f
     assert ideal / step_seconds(*chain, micro_batches, 4) == pytest.approx(textbook, abs=0.01)
     depth = pick_depth(*chain, micro_batches)
     assert ideal / step_seconds(*chain, micro_batches, depth) == pytest.approx(deep, abs=0.01)
-    assert 8 <= depth <= 16
+    assert 12 <= depth <= 20
 
 
 def test_memory_bounds_the_depth_and_recomputation_is_used_where_it_pays() -> None:
