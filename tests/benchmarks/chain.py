@@ -316,7 +316,7 @@ def cases(chosen: argparse.Namespace) -> Iterator[Case]:
     for rate in chosen.rates:
         for latency in chosen.latencies:
             for divisor in chosen.divisors:
-                for micro_batches in (32, 128):
+                for micro_batches in chosen.micro_batches:
                     case = Case(
                         rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches, pace=chosen.pace
                     )  # fmt: skip
@@ -332,6 +332,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="Mb/s")
     parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
     parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
+    parser.add_argument("--micro-batches", type=int, nargs="*", default=(32, 128))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
