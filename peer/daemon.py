@@ -63,7 +63,7 @@ class Engine:
         self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
-        self._depth = 0  # of the last inner step
+        self._depth: tuple[object, int] = ((), 0)  # a chain's stages, and the depth of its last inner step
         self._basis: NDArray[np.float32] | None = None
         self._incoming: dict[tuple[int, int, str], asyncio.Future[Stream]] = {}
         self._round_over = asyncio.Event()
@@ -106,7 +106,7 @@ class Engine:
 
         def on_step(report: pipeline.StepReport) -> None:
             reports.append(report)
-            self._depth = report.depth
+            self._depth = (spec.stages, report.depth)
             if self._trace is not None:
                 self._trace.flush()
             if len(spec.stages) > 1:
@@ -146,7 +146,7 @@ class Engine:
                 previous=previous,
                 following=following,
                 windows=windows,
-                depth=self._depth or planner.window(self.manifest),
+                depth=self._depth[1] if self._depth[0] == spec.stages else planner.window(self.manifest),
                 plain_depth=plain,
                 most_depth=most,
                 stop=Either(),
@@ -157,6 +157,7 @@ class Engine:
                 error = "the round was decided before all steps were done"
         except PotluckError as failure:
             error = str(failure)
+            self._depth = ((), 0)  # a member may hold less than it did
         finally:
             self._training = False
             timer.cancel()
