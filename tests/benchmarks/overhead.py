@@ -29,7 +29,7 @@ from protocol.manifest import TrainSpec
 from tests.benchmarks.chain import Processes, joined, plain, say
 
 MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=256)
-TRAIN = TrainSpec(inner_steps=1, micro_batches=16, rows=2, sequence=256, lr=1e-4, warmup_steps=0, total_steps=99)
+TRAIN = TrainSpec(inner_steps=1, micro_batches=8, rows=1, sequence=256, lr=1e-4, warmup_steps=0, total_steps=99)
 K = MODEL.d_model // 8
 CUT = 5
 """Shards of the first of two stages: the embedding and half of the blocks."""
