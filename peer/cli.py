@@ -84,12 +84,16 @@ def join(
     ] = None,
     store_limit: Annotated[str, typer.Option(help="Disk for payloads that are kept for others.")] = "4GB",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2),
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Record what this machine computes and waits for in this file, for ui.perfetto.dev."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost)."""
     from peer import commands
 
-    _run(commands.join(run, dir, host, port, device, memory, up, down, up_limit, store_limit, threads, json))
+    _run(commands.join(run, dir, host, port, device, memory, up, down, up_limit, store_limit, threads, trace, json))
 
 
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")

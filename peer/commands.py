@@ -194,6 +194,7 @@ async def join(
     up_limit: str | None,
     store_limit: str,
     threads: int,
+    trace: Path | None,
     json: bool,
 ) -> None:
     """`potluck join`."""
@@ -211,6 +212,7 @@ async def join(
         store_bytes=resources.parse_size(store_limit),
         up_limit_bps=None if up_limit is None else resources.parse_rate(up_limit),
         threads=threads,
+        trace=trace,
     )
     key = keyfile.load_or_create(folder / KEY)
     storage = Storage(folder, config.store_bytes)

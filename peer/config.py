@@ -9,7 +9,8 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
     """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
-    `up_limit_bps`: the most that serving payloads and states may take; `store_bytes`: disk for payloads. None: no limit."""
+    `up_limit_bps`: the most that serving payloads and states may take; `store_bytes`: disk for payloads. None: no limit;
+    `trace`: a file for peer/trace.py."""
 
     folder: Path
     device: str = "cpu"
@@ -19,3 +20,4 @@ class JoinConfig:
     up_limit_bps: int | None = None
     store_bytes: int | None = None
     threads: int = 1
+    trace: Path | None = None

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from peer import data, pipeline, resources, trainer
+from peer import data, pipeline, resources, trace, trainer
 from peer.config import JoinConfig
 from peer.events import Emitter
 from peer.exchange import Exchange
@@ -49,8 +49,11 @@ class Engine:
         config: JoinConfig,
         reach: Callable[[str], object],
         optimizer: dict[str, NDArray[np.generic]],
+        emit: Callable[..., None],
     ) -> None:
         self.manifest = manifest
+        self._emit = emit
+        self._trace = trace.TraceFile(config.trace, peer) if config.trace is not None else None
         self.peer = peer
         self._transport = transport
         self._corpus = corpus
@@ -60,14 +63,17 @@ class Engine:
         self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
+        self._depth: tuple[object, int] = ((), 0)  # a chain's stages, and the depth of its last inner step
         self._basis: NDArray[np.float32] | None = None
         self._incoming: dict[tuple[int, int, str], asyncio.Future[Stream]] = {}
         self._round_over = asyncio.Event()
         self._training = False
 
     def close(self) -> None:
-        """Ends the worker thread."""
+        """Ends the worker thread and the trace."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._trace is not None:
+            self._trace.close()
 
     def delta(self, shard: str) -> list[NDArray[np.float32]]:
         """θ(r-1) - θ local of a shard that was just trained."""
@@ -100,6 +106,12 @@ class Engine:
 
         def on_step(report: pipeline.StepReport) -> None:
             reports.append(report)
+            self._depth = (spec.stages, report.depth)
+            if self._trace is not None:
+                self._trace.flush()
+            if len(spec.stages) > 1:
+                measured = (name for name in report.__slots__ if name not in ("loss", "norm", "tokens"))
+                self._emit("chain", round=plan.round, **{name: getattr(report, name) for name in measured})
             progress(report.step - first_step + 1, report.loss)
 
         def windows(step: int) -> NDArray[np.int64]:
@@ -122,24 +134,30 @@ class Engine:
             streams += [following] if following else []
             previous = await self._unless(stop, self._accept(plan, replica, position)) if position else None
             streams += [previous] if previous else []
+            stage = spec.stages[position]
+            plain, most = planner.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
             await pipeline.run_steps(
                 self._trainer,
                 self._worker,
                 first_step=first_step,
                 steps=train.inner_steps,
-                wire=self.manifest.chains.wire,
+                wires=(self.manifest.chains.forward, self.manifest.chains.backward),
                 timeout=PIPE_TIMEOUT,
                 previous=previous,
                 following=following,
-                windows=windows if position == 0 else None,
-                window=planner.window(self.manifest),
+                windows=windows,
+                depth=self._depth[1] if self._depth[0] == spec.stages else planner.window(self.manifest),
+                plain_depth=plain,
+                most_depth=most,
                 stop=Either(),
                 on_step=on_step,
+                trace=self._trace,
             )
             if stop.is_set():
                 error = "the round was decided before all steps were done"
         except PotluckError as failure:
             error = str(failure)
+            self._depth = ((), 0)  # a member may hold less than it did
         finally:
             self._training = False
             timer.cancel()
@@ -324,6 +342,7 @@ async def join(
         config,
         directory.reach,
         dict(restored.optimizer) if restored else {},
+        emit,
     )
     exchange = Exchange(
         manifest,

@@ -1,56 +1,58 @@
 """One stage's part in its replica's inner steps: micro-batches through the chain, one global norm, one optimizer step.
 
-Streams are bidirectional, one per boundary. An inner step, per stage:
+Streams are bidirectional, one per boundary (peer/link.py). An inner step, per stage:
 
-    micro-batches   FORWARD  ids, Z  to the next stage        BACKWARD  G U  to the previous one
-    gather          NORM     sums of squared gradients, shard by shard, grow from the first to the last stage
-                    TOTAL    global norm and mean loss go back; then every stage steps
+    micro-batches   FORWARD  Z  to the next stage        BACKWARD  G U  to the previous one
+    gather          NORM     squared norms of the shards' gradients, the loss and what each stage measured grow from the last
+                             stage to the first, right behind the last gradients
+                    TOTAL    global norm and loss go forward; every stage steps, the first one at once
 
-Both directions are first in, first out, so gradients add up in micro-batch order whatever arrives when: the bits do not
-depend on timing. Only the first stage limits how many micro-batches are under way; streams push back by themselves.
-NORM and TOTAL carry the wish to stop, so that all stages end after the same inner step. A full replica runs the same
-code without neighbours. Tensor work runs on the caller's one worker thread, so a job that outlives a cancelled run
-ends before any later one begins.
-
-Frame: header (kind, wire format, step, micro-batch, rows, length, width; big-endian) and body. Every field is known to
-the receiver beforehand: whatever differs breaks the chain.
+A stage that is free goes backward if a gradient is there, else forward if activations are. Both directions are first in,
+first out, so gradients add up in micro-batch order whatever arrives when: the bits do not depend on timing. Only the
+first stage limits how many micro-batches are under way: after each step it picks the depth anew from what all stages
+measured (protocol/cost.py), within what their memory holds. A stage whose memory is too small for the depth
+keeps only what came in and computes the rest anew before it goes backward. Every stage knows the token ids from the data
+assignment; a checksum of them comes with each frame. NORM and TOTAL carry the wish to stop, so that all stages end after
+the same inner step. A full replica runs the same code without neighbours. The model's work runs on the caller's one
+worker thread, so a job that outlives a cancelled run ends before any later one begins; frames are encoded and decoded on
+other threads. Over 400 lines, because the order of an inner step, its ending and its failures are one thing to read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import struct
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from peer import tensors
+from peer.link import ABORT, BACKWARD, FORWARD, GOODBYE_S, HEAD_BYTES, NAME_BYTES, NORM, TOTAL, ChainBroken, Head, Link
 from peer.net.base import Stream
 from peer.trainer import StageTrainer
-from protocol import layout
-from protocol.errors import LocalError, PotluckError, RemoteError, UsageError
+from protocol import boundary, cost, layout
+from protocol.cost import LinkCost, StageCost
+from protocol.errors import LocalError, PotluckError, UsageError
 from protocol.framing import MAX_FRAME
 
+__all__ = ["ChainBroken", "StepReport", "StopSign", "run_steps"]
+
 T = TypeVar("T")
-FORWARD, BACKWARD, NORM, TOTAL, ABORT = range(1, 6)
-_HEAD = struct.Struct(">BBIIIII")
+MAX_STAGES = 64
 _TOTAL = struct.Struct(">Bdd")
-_NAME_BYTES = 128
-_GOODBYE_S = 1.0
-
-
-class ChainBroken(RemoteError):
-    """A member left, fell silent or sent what cannot be; `peer` is the member to blame, `reason` what it did."""
-
-    def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(peer, f"chain member {peer}: {reason}; this round's chain needs a spare in its place")
-        self.reason = reason
+_NORM = struct.Struct(">Bd")
+_MEASURED = struct.Struct(">6dII")
+_ANY_DEPTH = 2**32 - 1
 
 
 class StopSign(Protocol):
@@ -59,12 +61,20 @@ class StopSign(Protocol):
     def is_set(self) -> bool: ...
 
 
+class Trace(Protocol):
+    """Takes what this stage did and when (time.perf_counter); see peer/trace.py."""
+
+    def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One complete inner step. `loss`: nats per token; `norm`: of the whole replica's gradient, before the clip.
 
-    `tokens`: trained by the whole replica; `busy_s`: seconds of `seconds` in which this stage computed;
-    `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers included.
+    `tokens`: trained by the whole replica; `seconds`: of which `busy_s` this stage computed, `wait_forward_s` it waited
+    for activations and `wait_backward_s` for gradients (the one that came first ends a wait for either);
+    `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers included;
+    `depth`: micro-batches that were let into the chain at once; `queued`: most frames that waited here for this stage.
     """
 
     step: int
@@ -73,67 +83,40 @@ class StepReport:
     tokens: int
     seconds: float
     busy_s: float
+    wait_forward_s: float
+    wait_backward_s: float
     forward_bytes: int
     backward_bytes: int
+    depth: int
+    queued: int
 
 
-class _Head(NamedTuple):
-    kind: int
-    wire: int
-    step: int
-    micro: int = 0
-    rows: int = 0
-    length: int = 0
-    width: int = 0
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """One stage's step: seconds per micro-batch of computing, (delay, transfer) of what came from either side (peer/link.py),
+    and for how many micro-batches its memory holds all activations, or only their inputs."""
 
+    forward_s: float
+    backward_s: float
+    forward_delay: float
+    forward_transfer: float
+    backward_delay: float
+    backward_transfer: float
+    plain_depth: int
+    most_depth: int
 
-class _Link:
-    """One neighbour: one frame is sent behind the computation's back; waiting has a limit; bytes are counted."""
+    def stage(self) -> StageCost:
+        return StageCost(
+            forward=self.forward_s, backward=self.backward_s, plain_depth=self.plain_depth, most_depth=self.most_depth
+        )
 
-    def __init__(self, stream: Stream, group: asyncio.TaskGroup, timeout: float) -> None:
-        self.stream, self.sent_bytes = stream, 0
-        self._group, self._timeout = group, timeout
-        self._sending: asyncio.Task[None] | None = None
-
-    async def send(self, head: _Head, *parts: bytes | memoryview) -> None:
-        """Waits for the frame before this one, then returns at once."""
-        await self.flush()
-        frame = (_HEAD.pack(*head), *parts)
-        self.sent_bytes += sum(len(part) for part in frame)
-        self._sending = self._group.create_task(self._send(frame))
-
-    async def flush(self) -> None:
-        """Waits until all is handed to the transport."""
-        if self._sending is not None:
-            await self._sending
-
-    async def _send(self, frame: tuple[bytes | memoryview, ...]) -> None:
-        try:
-            await self.stream.send(*frame, timeout=self._timeout)
-        except RemoteError as error:
-            self.blame(str(error))
-
-    async def receive(self, expected: _Head, body_bytes: int) -> memoryview:
-        """The body of the one frame that may come now. Raises ChainBroken."""
-        limit = _HEAD.size + max(body_bytes, _NAME_BYTES)
-        try:
-            frame = memoryview(await self.stream.recv(limit, timeout=self._timeout))
-        except RemoteError as error:
-            self.blame(str(error))
-        if len(frame) < _HEAD.size:
-            self.blame(f"sent a frame of {len(frame)} bytes")
-        head, body = _Head(*_HEAD.unpack_from(frame)), frame[_HEAD.size :]
-        if head.kind == ABORT:
-            name = bytes(body[:_NAME_BYTES]).decode("ascii", "replace")
-            if name and name.isalnum():
-                raise ChainBroken(name, f"left the chain, says {self.stream.remote}")
-            self.blame("left the chain")
-        if head != expected or len(body) != body_bytes:
-            self.blame(f"sent {head} with {len(body)} bytes, not {expected} with {body_bytes}")
-        return body
-
-    def blame(self, reason: str) -> NoReturn:
-        raise ChainBroken(self.stream.remote, reason)
+    def link(self, following: _Measured) -> LinkCost:
+        """The boundary between this stage and the next."""
+        return LinkCost(
+            forward=following.forward_transfer,
+            backward=self.backward_transfer,
+            latency=max(0.0, (following.forward_delay + self.backward_delay) / 2),
+        )
 
 
 class _Run:
@@ -143,31 +126,42 @@ class _Run:
         self,
         trainer: StageTrainer,
         worker: Executor,
-        wire: str,
-        previous: _Link | None,
-        following: _Link | None,
-        windows: Callable[[int], np.ndarray] | None,
-        window: int,
+        codec: Executor,
+        wires: tuple[str, str],
+        windows: Callable[[int], np.ndarray],
+        depths: tuple[int, int, int],
         stop: StopSign | None,
+        trace: Trace | None,
     ) -> None:
-        self.trainer, self.worker, self.wire = trainer, worker, wire
-        self.previous, self.following = previous, following
-        self.windows, self.stop = windows, stop
+        self.trainer, self.worker, self.windows, self.stop, self.trace = trainer, worker, windows, stop, trace
+        self._codec = codec
+        self.previous: Link | None = None
+        self.following: Link | None = None
+        self.arrived = asyncio.Event()
+        names = layout.shard_names(trainer.spec)
         self.train, self.vocab = trainer.train, trainer.spec.vocab_size
-        self._slots = asyncio.Semaphore(window)
-        self._code = list(tensors.WIRES).index(wire)
-        self._wire_shape = (self.train.rows, self.train.sequence, trainer.width)
-        self._ids_shape = (self.train.rows, self.train.sequence + 1)
-        self._wire_bytes = tensors.size(self._wire_shape, wire)
-        self._ids_bytes = math.prod(self._ids_shape) * tensors.id_bytes(self.vocab)
-        if (following or previous) and (frame := _HEAD.size + self._ids_bytes + self._wire_bytes) > MAX_FRAME:
+        self.depth, self.plain_depth, self.most_depth = depths
+        self._wires = {FORWARD: wires[0], BACKWARD: wires[1]}
+        self._codes = {kind: boundary.FORMATS.index(wire) for kind, wire in self._wires.items()}
+        self._shape = (self.train.rows, self.train.sequence, trainer.width)
+        self._sizes = {kind: tensors.size(self._shape, wire) for kind, wire in self._wires.items()}
+        self._before, self._shards = names.index(trainer.shards[0]), len(names)
+        self._ids: list[tuple[Tensor, int]] = []
+        self._losses: list[float] = []
+        self._seconds = {FORWARD: 0.0, BACKWARD: 0.0, 0: 0.0}
+        self._waits = {FORWARD: 0.0, BACKWARD: 0.0}
+
+    def connect(self, stream: Stream, group: asyncio.TaskGroup, timeout: float) -> Link:
+        """A link that takes what this stage may be sent. Raises UsageError if a micro-batch is too large for a frame."""
+        if (frame := HEAD_BYTES + max(self._sizes.values())) > MAX_FRAME:
             raise UsageError(
                 f"micro-batch: a frame has {frame} bytes, at most {MAX_FRAME}; the manifest needs fewer rows"
             )
-        self._busy_s = 0.0
-        self._losses: list[float] = []
+        limit = max(*self._sizes.values(), _NORM.size + 8 * self._shards + MAX_STAGES * _MEASURED.size)
+        queue = min(self.train.micro_batches, self.most_depth) + 1
+        return Link(stream, group, self.arrived, self._decode, queue=queue, limit=limit, timeout=timeout)
 
-    async def job(self, work: Callable[..., T], *args: object) -> T:
+    async def job(self, kind: int, work: Callable[..., T], *args: object) -> T:
         """Runs `work` on the worker thread. What torch raises (no memory left, most often) becomes a LocalError."""
 
         def timed() -> T:
@@ -178,134 +172,246 @@ class _Run:
                 reason = (str(error).splitlines() or ["out of memory"])[0]
                 raise LocalError(f"training: {reason}; lower the resources you offer, or restart") from error
             except tensors.BadTensor as error:
-                raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
+                raise LocalError(f"training: {error}; this is a bug") from error
             finally:
-                self._busy_s += time.perf_counter() - start
+                end = time.perf_counter()
+                self._seconds[kind] += end - start
+                if self.trace is not None:
+                    self.trace(work.__name__.strip("_"), start, end)
 
         return await asyncio.get_running_loop().run_in_executor(self.worker, timed)
 
     async def step(self, step: int) -> tuple[StepReport, bool]:
         """One inner step, and whether somebody wishes to stop after it."""
-        start, sent = time.perf_counter(), self._sent()
-        self._busy_s, self._losses = 0.0, []
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._forwards(step))
-            if self.following is not None:
-                group.create_task(self._backwards(step))
+        start, sent, depth = time.perf_counter(), self._sent(), self.depth
+        self._losses = []
+        self._seconds, self._waits = dict.fromkeys(self._seconds, 0.0), dict.fromkeys(self._waits, 0.0)
+        links = [link for link in (self.previous, self.following) if link is not None]
+        for link in links:
+            link.most_waiting = 0
+        if self.following is not None:
+            self.following.ping()
+        await self.job(0, self._load, step)
+        await self._micro_batches(step)
         norm, loss, stop = await self._gather(step)
-        await self.job(self.trainer.step, step, norm)
-        after = self._sent()
+        await self.job(0, self.trainer.step, step, norm)
+        after, end = self._sent(), time.perf_counter()
         report = StepReport(
             step=step,
             loss=loss,
             norm=norm,
             tokens=self.train.step_tokens,
-            seconds=time.perf_counter() - start,
-            busy_s=self._busy_s,
+            seconds=end - start,
+            busy_s=sum(self._seconds.values()),
+            wait_forward_s=self._waits[FORWARD],
+            wait_backward_s=self._waits[BACKWARD],
             forward_bytes=after[0] - sent[0],
             backward_bytes=after[1] - sent[1],
+            depth=depth if self.previous is None else self.depth,
+            queued=max((link.most_waiting for link in links), default=0),
         )
+        if self.trace is not None:
+            self.trace("inner step", start, end, step=step, depth=report.depth, queued=report.queued)
         return report, stop
 
     def _sent(self) -> tuple[int, int]:
         following, previous = self.following, self.previous
         return following.sent_bytes if following else 0, previous.sent_bytes if previous else 0
 
-    def _head(self, kind: int, step: int, micro: int) -> _Head:
-        return _Head(kind, self._code, step, micro, *self._wire_shape)
-
-    async def _forwards(self, step: int) -> None:
-        ids = await self.job(self._first_ids, step) if self.windows is not None else None
-        for micro in range(self.train.micro_batches):
-            if self.previous is None:
-                if self.following is not None:
-                    await self._slots.acquire()
-                assert ids is not None
-                parts = await self.job(self._forward, micro, ids[micro], None)
-            else:
-                body_bytes = self._ids_bytes + self._wire_bytes
-                body = await self.previous.receive(self._head(FORWARD, step, micro), body_bytes)
-                raw_ids, raw = body[: self._ids_bytes], body[self._ids_bytes :]
-                parts = await self.job(self._forward, micro, raw_ids, raw)
-            if self.following is not None:
-                await self.following.send(self._head(FORWARD, step, micro), *parts)
-            elif self.previous is not None:
-                await self.previous.send(self._head(BACKWARD, step, micro), *parts)
-
-    async def _backwards(self, step: int) -> None:
-        assert self.following is not None
-        for micro in range(self.train.micro_batches):
-            raw = await self.following.receive(self._head(BACKWARD, step, micro), self._wire_bytes)
-            parts = await self.job(self._backward, micro, raw)
-            if self.previous is not None:
-                await self.previous.send(self._head(BACKWARD, step, micro), *parts)
-            else:
-                self._slots.release()
-
-    def _first_ids(self, step: int) -> list[bytes]:
-        assert self.windows is not None
+    def _load(self, step: int) -> None:
+        """On the worker: the token ids of the step [rows, L+1] per micro-batch, and their checksums."""
         shape = (self.train.step_rows, self.train.sequence + 1)
         ids = tensors.ids_from(self.windows(step), shape, self.vocab, self.trainer.device)
-        parts = ids.reshape(self.train.micro_batches, *self._ids_shape)
-        return [tensors.encode_ids(part, self.vocab) for part in parts]
+        parts = ids.reshape(self.train.micro_batches, self.train.rows, -1)
+        self._ids = [(part, zlib.crc32(part.cpu().numpy().astype("<i8").tobytes())) for part in parts]
 
-    def _forward(
-        self, micro: int, raw_ids: bytes | memoryview, raw: memoryview | None
-    ) -> tuple[bytes | memoryview, ...]:
-        """On the worker: one forward; in the last stage its backward too. Returns the parts of the frame to send."""
-        device = self.trainer.device
+    # --- micro-batches
+
+    async def _micro_batches(self, step: int) -> None:
+        """Every micro-batch forward and backward."""
+        forwards = backwards = 0
+        while backwards < self.train.micro_batches:
+            if await self._next(forwards, backwards) == BACKWARD:
+                assert self.following is not None
+                gradient = await self._take(self.following, BACKWARD, step, backwards)
+                if backwards == forwards:
+                    self.following.blame("sent gradients before it got activations")
+                self._send(
+                    self.previous,
+                    BACKWARD,
+                    step,
+                    backwards,
+                    await self.job(BACKWARD, self._backward, backwards, gradient),
+                )
+                backwards += 1
+                continue
+            inward = None if self.previous is None else await self._take(self.previous, FORWARD, step, forwards)
+            outward = await self.job(FORWARD, self._forward, forwards, inward)
+            if self.following is not None:
+                self._send(self.following, FORWARD, step, forwards, outward)
+            else:
+                self._send(self.previous, BACKWARD, step, forwards, outward)
+                backwards += 1
+            forwards += 1
+
+    async def _take(self, link: Link, kind: int, step: int, micro: int) -> Tensor:
+        """The micro-batch's tensor from a neighbour, checked."""
+        frame = await link.receive(self._head(kind, step, micro), self._sizes[kind])
+        if kind == FORWARD:
+            if frame.head.check != self._ids[micro][1]:
+                link.blame("trains on other text; all peers of a run need the same files")
+            if not 1 <= frame.head.depth <= self.most_depth:
+                link.blame(f"lets {frame.head.depth} micro-batches under way, this stage holds {self.most_depth}")
+            self.depth = frame.head.depth
+        assert frame.value is not None
+        value: Tensor | tensors.BadTensor = await frame.value
+        if isinstance(value, tensors.BadTensor):
+            link.blame(f"sent bad {'activations' if kind == FORWARD else 'gradients'}: {value}")
+        return value
+
+    def _send(self, link: Link | None, kind: int, step: int, micro: int, values: Tensor | None) -> None:
+        """Has the tensor encoded, and sends it in its turn."""
+        if link is not None:
+            body = asyncio.get_running_loop().run_in_executor(self._codec, self._encoded, kind, values)
+            link.send(self._head(kind, step, micro), body, self._sizes[kind])
+
+    def _encoded(self, kind: int, values: Tensor) -> bytes:
         try:
-            ids = tensors.decode_ids(raw_ids, self._ids_shape, self.vocab, device)
-            inward = None if raw is None else tensors.decode(raw, self._wire_shape, self.wire, device)
+            return tensors.encode(values, self._wires[kind])
         except tensors.BadTensor as error:
-            assert self.previous is not None
-            self.previous.blame(f"sent bad activations: {error}")
-        outward = self.trainer.forward(micro, ids, inward)
+            raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
+
+    def _decode(self, kind: int, body: memoryview) -> Awaitable[Tensor | tensors.BadTensor]:
+        """Begins to decode."""
+
+        def decode() -> Tensor | tensors.BadTensor:
+            try:
+                return tensors.decode(body, self._shape, self._wires[kind], self.trainer.device)
+            except tensors.BadTensor as error:
+                return error
+
+        return asyncio.get_running_loop().run_in_executor(self._codec, decode)
+
+    async def _next(self, forwards: int, backwards: int) -> int:
+        """Waits until something can be done after so many forwards and backwards, and says which."""
+        start = time.perf_counter()
+        silent_after = (
+            start + min(link.timeout for link in (self.previous, self.following) if link) if self._links else 0
+        )
+        while True:
+            self.arrived.clear()
+            kind = 0
+            if self.following is not None and self.following.ready:
+                kind = BACKWARD
+            elif forwards < self.train.micro_batches:
+                if self.previous is not None:
+                    kind = FORWARD if self.previous.ready else 0
+                elif self.following is None or forwards - backwards < self.depth:
+                    kind = FORWARD
+            if kind:
+                end = time.perf_counter()
+                self._waits[kind] += end - start
+                if self.trace is not None and end - start > 1e-4:
+                    self.trace("wait for forward" if kind == FORWARD else "wait for backward", start, end)
+                return kind
+            try:
+                async with asyncio.timeout(silent_after - time.perf_counter()):
+                    await self.arrived.wait()
+            except TimeoutError:
+                owing = self.following if forwards > backwards or self.previous is None else self.previous
+                assert owing is not None
+                owing.silent()
+
+    @property
+    def _links(self) -> list[Link]:
+        return [link for link in (self.previous, self.following) if link is not None]
+
+    def _head(self, kind: int, step: int, micro: int) -> Head:
+        check = self._ids[micro][1] if kind == FORWARD else 0
+        return Head(kind, self._codes[kind], self.depth, step, micro, *self._shape, check)
+
+    def _forward(self, micro: int, inward: Tensor | None) -> Tensor | None:
+        """On the worker: one forward; in the last stage its backward too. Returns what is to be sent."""
+        again = self.depth > self.plain_depth
+        outward = self.trainer.forward(micro, self._ids[micro][0], inward, recompute=again)
         if not isinstance(outward, float):
-            return raw_ids, tensors.encode(outward, self.wire)
+            return outward
         self._losses.append(outward)
-        gradient = self.trainer.backward(micro)
-        return () if gradient is None else (tensors.encode(gradient, self.wire),)
+        return self.trainer.backward(micro)
 
-    def _backward(self, micro: int, raw: memoryview) -> tuple[bytes, ...]:
-        """On the worker: one backward. Returns the parts of the frame to send."""
-        try:
-            outward = tensors.decode(raw, self._wire_shape, self.wire, self.trainer.device)
-        except tensors.BadTensor as error:
-            assert self.following is not None
-            self.following.blame(f"sent bad gradients: {error}")
-        gradient = self.trainer.backward(micro, outward)
-        return () if gradient is None else (tensors.encode(gradient, self.wire),)
+    def _backward(self, micro: int, gradient: Tensor) -> Tensor | None:
+        """On the worker: one backward. Returns what is to be sent."""
+        return self.trainer.backward(micro, gradient)
+
+    # --- the end of a step
 
     async def _gather(self, step: int) -> tuple[float, float, bool]:
         """The replica's gradient norm, its mean loss and the wish to stop, the same on every stage.
 
         Squares are added shard by shard in canonical order, so the norm does not depend on where the cuts are.
         """
-        own = [value for _, value in await self.job(self.trainer.grad_sumsq)]
+        sums = [value for _, value in await self.job(0, self.trainer.grad_sumsq)]
         stop = self.stop is not None and self.stop.is_set()
-        if self.previous is not None:
-            before = layout.shard_names(self.trainer.spec).index(self.trainer.shards[0])
-            body = await self.previous.receive(self._norm_head(step, before), 1 + 8 * before)
-            wish, *values = struct.unpack(f">B{before}d", body)
-            if wish > 1 or not all(math.isfinite(v) and v >= 0 for v in values):
-                self.previous.blame("sent impossible gradient norms")
-            stop, own = stop or wish == 1, values + own
+        stages: list[_Measured] = []
         if self.following is None:
-            norm, loss = math.sqrt(sum(own)), sum(self._losses) / len(self._losses)
+            loss = sum(self._losses) / len(self._losses)
         else:
-            await self.following.send(self._norm_head(step, len(own)), struct.pack(f">B{len(own)}d", stop, *own))
-            body = await self.following.receive(_Head(TOTAL, self._code, step), _TOTAL.size)
-            wish, norm, loss = _TOTAL.unpack(body)
-            if wish > 1 or not (math.isfinite(norm) and math.isfinite(loss) and norm >= 0 and loss >= 0):
-                self.following.blame("sent an impossible total")
-            stop = wish == 1
+            wish, loss, behind, stages = await self._norms(self.following, step)
+            stop, sums = stop or wish, sums + behind
+        stages.insert(0, self._measured())
         if self.previous is not None:
-            await self.previous.send(_Head(TOTAL, self._code, step), _TOTAL.pack(stop, norm, loss))
+            records = b"".join(_MEASURED.pack(*(getattr(m, f) for f in _Measured.__slots__)) for m in stages)
+            norms = _NORM.pack(stop, loss) + struct.pack(f">{len(sums)}d", *sums) + records
+            self.previous.send(Head(NORM, step=step, width=len(sums)), norms, len(norms))
+            body = (await self.previous.receive(Head(TOTAL, step=step), _TOTAL.size)).body
+            wished, norm, loss = _TOTAL.unpack(body)
+            if wished > 1 or not _finite(norm, loss):
+                self.previous.blame("sent an impossible total")
+            stop = wished == 1
+        else:
+            norm = math.sqrt(sum(sums))
+        if self.following is not None:
+            self.following.send(Head(TOTAL, step=step), _TOTAL.pack(stop, norm, loss), _TOTAL.size)
+        if self.previous is None and self.following is not None:
+            links = [a.link(b) for a, b in itertools.pairwise(stages)]
+            picked = cost.pick_depth([m.stage() for m in stages], links, self.train.micro_batches)
+            self.depth = min(picked, self.most_depth)
         return norm, loss, stop
 
-    def _norm_head(self, step: int, count: int) -> _Head:
-        return _Head(NORM, self._code, step, width=count)
+    async def _norms(self, following: Link, step: int) -> tuple[bool, float, list[float], list[_Measured]]:
+        """What came from behind: the wish to stop, the loss, squared norms in canonical order, each stage's measurements."""
+        count = self._shards - self._before - len(self.trainer.shards)
+        body = (await following.receive(Head(NORM, step=step, width=count), None)).body
+        rest = len(body) - _NORM.size - 8 * count
+        if rest <= 0 or rest % _MEASURED.size:
+            following.blame(f"sent norms of {len(body)} bytes")
+        wish, loss = _NORM.unpack_from(body)
+        sums = list(struct.unpack_from(f">{count}d", body, _NORM.size))
+        stages = [_Measured(*values) for values in _MEASURED.iter_unpack(body[-rest:])]
+        if wish > 1 or not _finite(loss, *sums):
+            following.blame("sent impossible gradient norms")
+        if not all(map(_plausible, stages)):
+            following.blame("sent impossible measurements")
+        return wish == 1, loss, sums, stages
+
+    def _measured(self) -> _Measured:
+        count = self.train.micro_batches
+        forward, backward = self._seconds[FORWARD] / count, self._seconds[BACKWARD] / count
+        if self.following is not None and self.depth > self.plain_depth:
+            backward = max(0.0, backward - forward)
+        ahead = self.previous.measured() if self.previous is not None else (0.0, 0.0)
+        behind = self.following.measured() if self.following is not None else (0.0, 0.0)
+        return _Measured(forward, backward, *ahead, *behind, self.plain_depth, self.most_depth)
+
+
+def _finite(*values: float) -> bool:
+    return all(math.isfinite(value) and value >= 0 for value in values)
+
+
+def _plausible(m: _Measured) -> bool:
+    times = (m.forward_s, m.backward_s, m.forward_transfer, m.backward_transfer)
+    known = all(math.isfinite(value) for value in (m.forward_delay, m.backward_delay))
+    return known and _finite(*times) and max(times) < 1e6 and m.plain_depth >= 1 and m.most_depth >= 1
 
 
 async def run_steps(
@@ -314,34 +420,44 @@ async def run_steps(
     *,
     first_step: int,
     steps: int,
-    wire: str,
+    wires: tuple[str, str],
     timeout: float,
+    windows: Callable[[int], np.ndarray],
     previous: Stream | None = None,
     following: Stream | None = None,
-    windows: Callable[[int], np.ndarray] | None = None,
-    window: int = 8,
+    depth: int = 8,
+    plain_depth: int | None = None,
+    most_depth: int | None = None,
     stop: StopSign | None = None,
     on_step: Callable[[StepReport], None] | None = None,
+    trace: Trace | None = None,
 ) -> tuple[StepReport, ...]:
     """Runs inner steps `first_step` .. `first_step + steps - 1` (counted from 1 over the run) of this stage.
 
-    `windows(step)` gives the first stage its integer tokens [micro_batches * rows, L+1]; it is called on the worker
-    thread. `window`: most micro-batches under way, used by the first stage. `timeout`: seconds to wait for one frame of a
-    neighbour. Returns the complete steps: fewer if `stop` was set on any stage. Streams stay open on success; on any
-    failure and on cancellation the neighbours are told and the streams closed. `trainer.steps` counts what was applied
-    even then. Raises ChainBroken (names the member) or LocalError.
+    `wires`: number formats forward and backward. `windows(step)` gives the replica's integer tokens
+    [micro_batches * rows, L+1]; it is called on the worker thread. `timeout`: seconds to wait for one frame of a neighbour.
+    `depth`: micro-batches under way in the first step, used by the first stage. This stage's memory holds all activations
+    of `plain_depth` of them and the inputs of `most_depth` (None: any number). Returns the complete steps: fewer if `stop`
+    was set on any stage. Streams stay open on success; on any failure and on cancellation the neighbours are told and the
+    streams closed. `trainer.steps` counts what was applied even then. Raises ChainBroken (names the member) or LocalError.
     """
     if ("embed" in trainer.shards) != (previous is None) or ("head" in trainer.shards) != (following is None):
         raise LocalError(f"stage {trainer.shards[0]}..{trainer.shards[-1]}: wrong neighbours; this is a bug")
-    if (windows is None) != (previous is not None) or window < 1:
-        raise LocalError("the first stage, and only it, needs token windows and a window of at least 1; this is a bug")
+    most = most_depth or _ANY_DEPTH
+    plain = min(plain_depth or most, most)
+    if following is None:  # it goes backward right after forward
+        plain = most = _ANY_DEPTH
+    if min(depth, plain, most) < 1:
+        raise LocalError("a stage needs room for at least one micro-batch; this is a bug")
     streams = [stream for stream in (previous, following) if stream is not None]
     reports: list[StepReport] = []
+    codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=torch.set_num_threads, initargs=(1,))
     try:
         async with asyncio.TaskGroup() as group:
-            links = [None if s is None else _Link(s, group, timeout) for s in (previous, following)]
-            run = _Run(trainer, worker, wire, links[0], links[1], windows, window, stop)
-            await run.job(trainer.reset)
+            run = _Run(trainer, worker, codec, wires, windows, (min(depth, most), plain, most), stop, trace)
+            run.previous = None if previous is None else run.connect(previous, group, timeout)
+            run.following = None if following is None else run.connect(following, group, timeout)
+            await run.job(0, trainer.reset)
             for step in range(first_step, first_step + steps):
                 report, stopping = await run.step(step)
                 reports.append(report)
@@ -349,9 +465,8 @@ async def run_steps(
                     on_step(report)
                 if stopping:
                     break
-            for link in links:
-                if link is not None:
-                    await link.flush()
+            for link in run._links:
+                await link.stop()
     except BaseExceptionGroup as failures:
         error = _worst(failures)
         await _leave(streams, error.peer if isinstance(error, ChainBroken) else "")
@@ -359,6 +474,8 @@ async def run_steps(
     except BaseException:
         await _leave(streams, "")
         raise
+    finally:
+        codec.shutdown(wait=False)
     return tuple(reports)
 
 
@@ -375,15 +492,15 @@ def _worst(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     return min(leaves, key=lambda error: isinstance(error, ChainBroken))
 
 
-async def _leave(streams: list[Stream], blamed: str) -> None:
+async def _leave(streams: Sequence[Stream], blamed: str) -> None:
     """Tells the neighbours who is to blame (nobody: this member), then closes; neither may hold us up."""
 
     async def leave(stream: Stream) -> None:
         with contextlib.suppress(PotluckError, TimeoutError):
-            async with asyncio.timeout(_GOODBYE_S):
+            async with asyncio.timeout(GOODBYE_S):
                 if stream.remote != blamed:
-                    name = blamed.encode("ascii", "replace")[:_NAME_BYTES]
-                    await stream.send(_HEAD.pack(*_Head(ABORT, 0, 0)), name)
+                    name = blamed.encode("ascii", "replace")[:NAME_BYTES]
+                    await stream.send(Head(ABORT).pack(), name)
                     await stream.finish()
                     await stream.close()  # after finish: waits until the goodbye was read
         await stream.close()

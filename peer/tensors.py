@@ -1,12 +1,24 @@
-"""The only place where wire bytes become tensors, and tensors wire bytes. Little-endian; no header of its own.
+"""The only place where wire bytes become tensors, and tensors wire bytes. Little-endian; no header of its own; no state.
 
-Numbers travel as `bf16` (rounded to nearest even) or `fp32`, token ids as uint16 when the vocabulary has at most 65,536
-entries, else uint32. Decoding copies into memory that torch allocated: kernels may sum in another order at another
-alignment, and where the network put the bytes must not change bits.
+Values of a token (the last dimension, W) as one of protocol/boundary.py's formats:
+
+    bf16, fp32   rounded to nearest even
+    int8, int4   s, then q = round(x / s) in -127..127 or -7..7; s = max |x| / 127 or 7, rounded up to bf16, one per token
+    tah4         tiles of 64 after TAH-Quant; p, low, s, then q = round((x - low) / s) in 0..15, low = min, s = (max - min) / 15
+
+int4's q are stored as q + 8; of two 4-bit values the first is in the low half of its byte. In a tile of `tah4` whose largest
+magnitude is over twice the second largest, that value changes places with the first and the tile is rotated by the
+orthonormal Hadamard matrix: the outlier becomes an offset of all values, which `low` takes up. p is its place, 255 without
+rotation. Each part of an encoding is one block: all s, then all q; all p, all low, all s, all q. (The paper gives 3 bits
+to the tiles of low entropy; here all have 4. Our `int4` is symmetric and has zero.)
+
+Token ids never travel: every stage knows them. Decoding copies into memory that torch allocated: kernels may sum in another
+order at another alignment, and where the network put the bytes must not change bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -14,10 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from protocol import boundary
 from protocol.errors import PotluckError
 
-WIRES = {"bf16": 2, "fp32": 4}
-"""Number formats and their bytes per value."""
+_STEPS = {"int8": 127, "int4": 7}
+_PLAIN = 255
+"""p of a tile that is not rotated."""
+_TINY = 2.0**-120
+"""Scale of a token that is all zero."""
 
 
 class BadTensor(PotluckError, ValueError):
@@ -26,57 +42,140 @@ class BadTensor(PotluckError, ValueError):
 
 def size(shape: Sequence[int], wire: str) -> int:
     """Bytes of an encoded tensor of this shape."""
-    return math.prod(shape) * WIRES[wire]
-
-
-def id_bytes(vocab_size: int) -> int:
-    """Bytes of one token id."""
-    return 2 if vocab_size <= 1 << 16 else 4
+    return math.prod(shape[:-1]) * boundary.bytes_per_token(wire, shape[-1])
 
 
 def encode(x: Tensor, wire: str) -> bytes:
-    """The values of `x` as bytes. Raises BadTensor if one is not finite."""
-    x = x.detach().to(torch.bfloat16 if wire == "bf16" else torch.float32)
-    if not bool(torch.isfinite(x).all()):
-        raise BadTensor("values are not finite")
-    whole = x.contiguous().cpu().view(torch.int16 if wire == "bf16" else torch.int32).numpy()
-    return whole.astype(whole.dtype.newbyteorder("<"), copy=False).tobytes()
+    """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite."""
+    x = x.detach()
+    x = x.to(torch.bfloat16) if wire == "bf16" else x.float()
+    _check(x)
+    if wire in ("bf16", "fp32"):
+        return _raw(x)
+    if wire == "tah4":
+        return _encode_tiles(x.reshape(-1, boundary.tile(x.shape[-1])))
+    steps = _STEPS[wire]
+    x_TW = x.reshape(-1, x.shape[-1])
+    scale_T1 = _round_up((x_TW.abs().amax(1, keepdim=True) / steps).clamp_min(_TINY))
+    q_TW = torch.round(x_TW / scale_T1.float()).clamp(-steps, steps)
+    whole = q_TW.to(torch.int8) if wire == "int8" else _pack((q_TW + 8).to(torch.uint8))
+    return _raw(scale_T1) + _raw(whole)
 
 
 def decode(raw: bytes | memoryview, shape: Sequence[int], wire: str, device: torch.device) -> Tensor:
     """fp32 tensor of this shape. Raises BadTensor if the length is wrong or a value is not finite."""
     if len(raw) != size(shape, wire):
         raise BadTensor(f"has {len(raw)} bytes of values, not {size(shape, wire)} for {wire} {tuple(shape)}")
-    short = wire == "bf16"
-    whole = torch.empty(math.prod(shape), dtype=torch.int16 if short else torch.int32)
-    whole.numpy()[:] = np.frombuffer(raw, dtype="<i2" if short else "<i4")
-    x = whole.view(torch.bfloat16 if short else torch.float32).reshape(tuple(shape))
-    if not bool(torch.isfinite(x).all()):
+    width, tokens = shape[-1], math.prod(shape[:-1])
+    if wire in ("bf16", "fp32"):
+        x = _tensor(raw, torch.bfloat16 if wire == "bf16" else torch.float32, device).float()
+    elif wire == "tah4":
+        x = _decode_tiles(memoryview(raw), boundary.tile(width), device)
+    else:
+        scale_T1 = _tensor(raw[: 2 * tokens], torch.bfloat16, device).float()[:, None]
+        q = _tensor(raw[2 * tokens :], torch.int8 if wire == "int8" else torch.uint8, device)
+        q_TW = (q.float() if wire == "int8" else _unpack(q) - 8).reshape(tokens, width)
+        x = q_TW * scale_T1
+    _check(x)
+    return x.reshape(tuple(shape))
+
+
+def _check(x: Tensor) -> None:
+    """Raises BadTensor unless all is finite; the extremes tell, without a copy."""
+    if x.numel() and not bool(torch.isfinite(torch.stack(x.aminmax())).all()):
         raise BadTensor("values are not finite")
-    return x.to(device=device, dtype=torch.float32)
 
 
-def encode_ids(ids: Tensor, vocab_size: int) -> bytes:
-    """Token ids (any integer tensor, each in 0..vocab_size-1) as bytes."""
-    return ids.cpu().numpy().astype("<u2" if id_bytes(vocab_size) == 2 else "<u4").tobytes()
+# --- tah4; N tiles of A values
 
 
-def decode_ids(raw: bytes | memoryview, shape: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """int64 tensor of this shape. Raises BadTensor if the length is wrong or an id is outside the vocabulary."""
-    width = id_bytes(vocab_size)
-    if len(raw) != math.prod(shape) * width:
-        raise BadTensor(f"has {len(raw)} bytes of token ids, not {math.prod(shape) * width} for {tuple(shape)}")
-    return _ids(np.frombuffer(raw, dtype=f"<u{width}").reshape(tuple(shape)), vocab_size, device)
+@functools.cache
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """Orthonormal and symmetric; its first row and column are constant."""
+    h = torch.ones(1, 1)
+    while len(h) < size:
+        h = torch.cat((torch.cat((h, h), 1), torch.cat((h, -h), 1)))
+    return (h / math.sqrt(size)).to(device)
+
+
+def _swap(x_NA: Tensor, place_N: Tensor) -> Tensor:
+    """Each tile with its first value and the one at its place exchanged."""
+    place_N1 = place_N[:, None]
+    first_N1, other_N1 = x_NA[:, :1].clone(), x_NA.gather(1, place_N1)
+    swapped = x_NA.scatter(1, place_N1, first_N1)
+    swapped[:, :1] = other_N1
+    return swapped
+
+
+def _encode_tiles(x_NA: Tensor) -> bytes:
+    largest_N2, place_N2 = x_NA.abs().topk(2, dim=1)
+    rotated_N = largest_N2[:, 0] > 2 * largest_N2[:, 1]
+    place_N = place_N2[:, 0]
+    if bool(rotated_N.any()):
+        turned = _swap(x_NA[rotated_N], place_N[rotated_N]) @ _hadamard(x_NA.shape[1], x_NA.device)
+        x_NA = x_NA.clone()
+        x_NA[rotated_N] = turned
+    low_N1 = -_round_up(-x_NA.amin(1, keepdim=True))
+    scale_N1 = _round_up(((x_NA.amax(1, keepdim=True) - low_N1.float()) / 15).clamp_min(_TINY))
+    q_NA = torch.round((x_NA - low_N1.float()) / scale_N1.float()).clamp(0, 15).to(torch.uint8)
+    p_N = torch.where(rotated_N, place_N, _PLAIN).to(torch.uint8)
+    return _raw(p_N) + _raw(low_N1) + _raw(scale_N1) + _raw(_pack(q_NA))
+
+
+def _decode_tiles(raw: memoryview, size: int, device: torch.device) -> Tensor:
+    count = len(raw) // (size // 2 + 5)
+    p_N = _tensor(raw[:count], torch.uint8, device).long()
+    low_N1 = _tensor(raw[count : 3 * count], torch.bfloat16, device).float()[:, None]
+    scale_N1 = _tensor(raw[3 * count : 5 * count], torch.bfloat16, device).float()[:, None]
+    x_NA = _unpack(_tensor(raw[5 * count :], torch.uint8, device)).reshape(count, size) * scale_N1 + low_N1
+    rotated_N = p_N != _PLAIN
+    if bool(rotated_N.any()):
+        place_N = p_N[rotated_N]
+        if int(place_N.max()) >= size:
+            raise BadTensor("a tile's outlier has an impossible place")
+        x_NA[rotated_N] = _swap(x_NA[rotated_N] @ _hadamard(size, device), place_N)
+    return x_NA
+
+
+# --- bytes
+
+
+def _round_up(x: Tensor) -> Tensor:
+    """The smallest bf16 that is not below x (finite fp32)."""
+    near = x.to(torch.bfloat16)
+    above = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.bfloat16, device=x.device))
+    return torch.where(near.float() < x, above, near)
+
+
+def _pack(q: Tensor) -> Tensor:
+    """Pairs of 4-bit values (uint8) as bytes."""
+    pairs = q.reshape(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 4
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten().float()
+
+
+_SAME_SIZE = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+def _raw(x: Tensor) -> bytes:
+    x = x.contiguous().cpu()
+    whole = x.view(_SAME_SIZE.get(x.dtype, x.dtype)).numpy()
+    return whole.astype(whole.dtype.newbyteorder("<"), copy=False).tobytes()
+
+
+def _tensor(raw: bytes | memoryview, dtype: torch.dtype, device: torch.device) -> Tensor:
+    whole = torch.empty(len(raw) // dtype.itemsize, dtype=_SAME_SIZE.get(dtype, dtype))
+    whole.numpy()[:] = np.frombuffer(raw, dtype=whole.numpy().dtype.newbyteorder("<"))
+    return whole.view(dtype).to(device)
 
 
 def ids_from(array: np.ndarray, shape: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
     """int64 tensor from an integer array of exactly this shape. Raises BadTensor."""
     if array.shape != tuple(shape) or array.dtype.kind not in "iu":
         raise BadTensor(f"token windows are {array.dtype} {array.shape}, not integers {tuple(shape)}")
-    return _ids(array, vocab_size, device)
-
-
-def _ids(array: np.ndarray, vocab_size: int, device: torch.device) -> Tensor:
     if array.size and not (int(array.min()) >= 0 and int(array.max()) < vocab_size):
         raise BadTensor(f"a token id is outside the vocabulary of {vocab_size}")
     return torch.tensor(array.astype(np.int64), device=device)

@@ -63,6 +63,14 @@ class _Kept:
     outward: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """One micro-batch whose forward is computed anew before its backward."""
+
+    ids: Tensor
+    wire: Tensor | None
+
+
 class StageTrainer:
     """Trains the contiguous `shards` of one replica.
 
@@ -102,7 +110,7 @@ class StageTrainer:
         self._moments: dict[str, _Moments] = {}
         self.steps = 0
         self._theta: Theta | None = None
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[int, _Kept | _Deferred] = {}
 
     @property
     def width(self) -> int:
@@ -128,35 +136,44 @@ class StageTrainer:
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
-    def forward(self, micro: int, ids: Tensor, wire: Tensor | None = None) -> Tensor | float:
+    def forward(
+        self, micro: int, ids: Tensor, wire: Tensor | None = None, *, recompute: bool = False
+    ) -> Tensor | float:
         """One micro-batch through this stage; ids [B, L+1]. `wire` [B, L, W] came from the previous stage.
 
         Returns what goes to the next stage [B, L, W] fp32, or the mean loss (nats per token) if this is the last.
+        `recompute`: keep only what came in; `backward` computes the rest anew, to the same bits.
         """
+        boundary = self.stage.boundary
+        kept = self._through(ids, wire)
+        self._kept[micro] = _Deferred(ids, wire) if recompute else kept
+        if self.stage.has_head:
+            loss = float(kept.outward.item())
+            if not math.isfinite(loss):
+                raise LocalError("training: the loss is not finite; the run's learning rate may be too high")
+            return loss
+        x_BLD = kept.outward.detach().float()
+        return boundary.compress(x_BLD, ids[:, :-1]) if boundary is not None else x_BLD
+
+    def _through(self, ids: Tensor, wire: Tensor | None) -> _Kept:
         ids_BL, boundary = ids[:, :-1], self.stage.boundary
         inward: Tensor | None = None
         if wire is not None:
-            inward = (boundary.expand(wire, ids_BL) if boundary is not None else wire).requires_grad_()
+            inward = (boundary.expand(wire, ids_BL) if boundary is not None else wire).detach().requires_grad_()
         x_BLD = self.stage.embed(ids_BL) if inward is None else inward
         with self._autocast():
             outward = self.stage(ids_BL, x_BLD)
             if self.stage.has_head:
                 outward = self.stage.loss(outward, ids[:, 1:])
-        self._kept[micro] = _Kept(inward, outward)
-        if self.stage.has_head:
-            loss = float(outward.item())
-            if not math.isfinite(loss):
-                raise LocalError("training: the loss is not finite; the run's learning rate may be too high")
-            return loss
-        x_BLD = outward.detach().float()
-        return boundary.compress(x_BLD, ids_BL) if boundary is not None else x_BLD
+        return _Kept(inward, outward)
 
     def backward(self, micro: int, wire: Tensor | None = None) -> Tensor | None:
         """Adds the micro-batch's gradients. `wire` [B, L, W] came from the next stage; None for the last.
 
         Returns what goes to the previous stage [B, L, W] fp32, or None if this is the first.
         """
-        kept, boundary = self._kept.pop(micro), self.stage.boundary
+        found, boundary = self._kept.pop(micro), self.stage.boundary
+        kept = self._through(found.ids, found.wire) if isinstance(found, _Deferred) else found
         if wire is None:
             (kept.outward / self.train.micro_batches).backward()  # type: ignore[no-untyped-call]
         else:

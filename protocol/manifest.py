@@ -13,7 +13,7 @@ import tomllib
 from dataclasses import dataclass, field
 from typing import Any
 
-from protocol import identity, layout
+from protocol import boundary, identity, layout
 from protocol.errors import UsageError, shown
 from protocol.layout import ModelSpec
 from protocol.schema import SchemaError, build, plain
@@ -130,16 +130,19 @@ class OuterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSpec:
-    """Stage boundaries: the allowed k (values per token; 0 = no compression) and the wire's number format."""
+    """Stage boundaries: the allowed k (values per token; 0 = no compression) and the number formats (protocol/boundary.py) of
+    activations on their way `forward` and of gradients on their way `backward`."""
 
     k: tuple[int, ...] = (0,)
-    wire: str = "bf16"
+    forward: str = "bf16"
+    backward: str = "bf16"
 
     def __post_init__(self) -> None:
         if not self.k or len(set(self.k)) != len(self.k) or min(self.k) < 0:
             raise ValueError("k must list different numbers, at least 0 each")
-        if self.wire not in ("bf16", "fp32"):
-            raise ValueError(f'wire must be "bf16" or "fp32", not "{self.wire}"')
+        for name, value in (("forward", self.forward), ("backward", self.backward)):
+            if value not in boundary.FORMATS:
+                raise ValueError(f'{name} must be one of {", ".join(boundary.FORMATS)}, not "{value}"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +203,12 @@ class Manifest:
             raise ValueError("train.sequence must be at most model.context")
         if max(self.chains.k) > self.model.d_model:
             raise ValueError("chains.k must be at most model.d_model")
+        for k in self.chains.k:
+            for name in (self.chains.forward, self.chains.backward):
+                if not boundary.fits(name, k or self.model.d_model):
+                    raise ValueError(
+                        f"chains.k = {k} has no {name}: int4 needs an even number of values per token, tah4 a multiple of 16"
+                    )
 
     @property
     def first_members(self) -> tuple[str, ...]:

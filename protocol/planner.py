@@ -14,9 +14,11 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     parameters  24 P        theta, local copy, gradient, two AdamW moments, error feedback: fp32 each
     overlap      4 P        where the next round's inner steps begin
     reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp
-    in flight   4 r L (B (18 d + 4 F + 2 L heads) + [head] 3 V) x micro-batches in flight
+    in flight   4 r L (B (17 d + 4 F) + [head] 3 V) x micro-batches in flight
+    backward    4 r L (17 d + 4 F)  the gradients within the block that goes backward
 
-with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks compares it with measured peaks.
+with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
+peaks.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol import assign, layout
+from protocol import assign, boundary, layout
 from protocol.manifest import Manifest
 from protocol.messages import Plan, ReplicaSpec, StageSpec
 
@@ -61,24 +63,46 @@ def held_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
 
 
 def in_flight(manifest: Manifest, first: int, last: int) -> int:
-    """How many micro-batches a stage holds activations for at once: the last one goes backward right after forward."""
+    """For how many micro-batches at once a stage needs memory: the last one goes backward right after forward."""
     return 1 if last == manifest.model.n_layers else window(manifest)
 
 
 def window(manifest: Manifest) -> int:
-    """How many micro-batches the first stage of a chain lets into the chain before the first gradient is back."""
+    """How many micro-batches a chain can always have under way; more where its members' memory allows (`depths`)."""
     return min(manifest.train.micro_batches, 4)
+
+
+def activation_bytes(manifest: Manifest, first: int, last: int) -> int:
+    """Bytes that one micro-batch keeps between its forward and its backward."""
+    train = manifest.train
+    head = 3 * manifest.model.vocab_size if last == manifest.model.n_layers else 0
+    return (last - first) * _block_bytes(manifest) + 4 * train.rows * train.sequence * head
+
+
+def _block_bytes(manifest: Manifest) -> int:
+    spec, train = manifest.model, manifest.train
+    return 4 * train.rows * train.sequence * (17 * spec.d_model + 4 * spec.d_ff)
 
 
 def stage_memory(manifest: Manifest, first: int, last: int) -> int:
     """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above)."""
-    spec, train = manifest.model, manifest.train
+    spec = manifest.model
     params = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last))
     reader = 0 if first == 0 else 8 * spec.vocab_size * spec.d_model
-    per_token = (last - first) * (18 * spec.d_model + 4 * spec.d_ff + 2 * train.sequence * spec.n_heads)
-    per_token += 3 * spec.vocab_size if last == spec.n_layers else 0
-    flight = 4 * train.rows * train.sequence * per_token * in_flight(manifest, first, last)
-    return (24 + 4 * manifest.outer.overlap) * params + reader + flight
+    flight = activation_bytes(manifest, first, last) * in_flight(manifest, first, last)
+    return (24 + 4 * manifest.outer.overlap) * params + reader + flight + _block_bytes(manifest)
+
+
+def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> tuple[int, int]:
+    """For how many micro-batches under way this memory is enough: with all activations, and with only their inputs.
+
+    The second keeps all activations of one micro-batch, and of each its input and its frame (at most 4 d bytes a token).
+    """
+    one, spec, train = activation_bytes(manifest, first, last), manifest.model, manifest.train
+    free = memory_bytes - stage_memory(manifest, first, last) + one * in_flight(manifest, first, last)
+    inputs = 8 * train.rows * train.sequence * spec.d_model
+    plain = max(free // (one + inputs), window(manifest))
+    return plain, max(plain, (free - one) // inputs)
 
 
 @functools.lru_cache(maxsize=8)
@@ -116,12 +140,13 @@ def split(manifest: Manifest, memory: Sequence[int]) -> tuple[tuple[int, int], .
 
 
 def boundary_k(manifest: Manifest, up_bps: int) -> int:
-    """The k of a chain whose slowest uplink is `up_bps` bits per second."""
+    """The k of a chain whose slowest uplink is `up_bps` bits per second; it carries both directions of an inner stage."""
     train = manifest.train
     tokens = train.inner_steps * train.step_tokens
 
     def bits_per_token(k: int) -> int:
-        return 16 * (k or manifest.model.d_model) + 16
+        width = k or manifest.model.d_model
+        return 8 * sum(boundary.bytes_per_token(f, width) for f in (manifest.chains.forward, manifest.chains.backward))
 
     by_width = sorted(manifest.chains.k, key=bits_per_token, reverse=True)
     for k in by_width:

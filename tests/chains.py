@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from peer import tensors
 from peer.net.base import Stream
 from peer.net.memory import MemoryNetwork
 from peer.pipeline import StepReport, run_steps
@@ -135,13 +136,16 @@ async def run_chain(
     *,
     steps: int = 1,
     first_step: int = 1,
-    wire: str = "fp32",
+    wires: tuple[str, str] = ("fp32", "fp32"),
     lag: random.Random | None = None,
-    window: int = 2,
+    depth: int = 2,
+    plain_depth: int | None = None,
+    most_depth: int | None = None,
     stops: dict[int, asyncio.Event] | None = None,
     windows=None,
+    trace=None,
 ) -> list[tuple[StepReport, ...]]:
-    """Runs all stages (peers P0, P1, ...) of one chain in this loop; each position has its own worker thread."""
+    """Runs all stages (peers P0, P1, ...) of one chain in this loop; each position has its own worker thread. `trace`: of P0."""
     train, spec = trainers[0].train, trainers[0].spec
     async with asyncio.timeout(DEADLINE_S), Wired(len(trainers), lag) as wired, asyncio.TaskGroup() as group:
         tasks = [
@@ -151,13 +155,16 @@ async def run_chain(
                     worker(i),
                     first_step=first_step,
                     steps=steps,
-                    wire=wire,
+                    wires=wires,
                     timeout=DEADLINE_S,
                     previous=wired.previous[i],
                     following=wired.following[i],
-                    windows=None if i else (windows or windows_of(spec, train)),
-                    window=window,
+                    windows=windows or windows_of(spec, train),
+                    depth=depth,
+                    plain_depth=plain_depth,
+                    most_depth=most_depth,
                     stop=(stops or {}).get(i),
+                    trace=None if i else trace,
                 )
             )
             for i, trainer in enumerate(trainers)
@@ -165,8 +172,27 @@ async def run_chain(
     return [task.result() for task in tasks]
 
 
-def project_at(trainer: StageTrainer, cuts: Sequence[int], boundary=None) -> None:
-    """Makes the whole-model `trainer` the oracle of a chain: the projector is inserted at every cut."""
+class Quantized(torch.autograd.Function):
+    """What a boundary's number formats do to what crosses it: values forward, gradients backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, wires: tuple[str, str]) -> torch.Tensor:
+        ctx.wires = wires
+        return _rounded(x, wires[0])
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _rounded(g, ctx.wires[1]), None
+
+
+def _rounded(x: torch.Tensor, wire: str) -> torch.Tensor:
+    return tensors.decode(tensors.encode(x, wire), x.shape, wire, x.device)
+
+
+def project_at(
+    trainer: StageTrainer, cuts: Sequence[int], boundary=None, wires: tuple[str, str] = ("fp32", "fp32")
+) -> None:
+    """Makes the whole-model `trainer` the oracle of a chain: projector and number formats are inserted at every cut."""
     stage, names = trainer.stage, layout.shard_names(SPEC)
 
     def forward(ids_BL: torch.Tensor, x_BLD: torch.Tensor | None = None) -> torch.Tensor:
@@ -174,7 +200,9 @@ def project_at(trainer: StageTrainer, cuts: Sequence[int], boundary=None) -> Non
         projector = boundary or stage.boundary
         for position, shard in enumerate(names[1:], start=1):
             if position in cuts and projector is not None:
-                x_BLD = projector.project(x_BLD, ids_BL)
+                x_BLD = projector.expand(Quantized.apply(projector.compress(x_BLD, ids_BL), wires), ids_BL)
+            elif position in cuts:
+                x_BLD = Quantized.apply(x_BLD, wires)
             if shard != "head":
                 x_BLD = stage.block(layout.block_index(shard), x_BLD)
         return x_BLD

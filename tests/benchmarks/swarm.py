@@ -16,14 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peer import demo
+from peer import demo, link
 from protocol import layout, planner, sparse
 from tests.e2e.swarms import options
 
 TOLERANCE = 0.03
 PAYLOAD_TOLERANCE = 0.05
-FRAME_BYTES = 26
-"""Of one micro-batch at a boundary: the pipeline's header (22) and the frame's length (4, not counted by the pipeline)."""
 
 
 def run() -> dict[str, Any]:
@@ -58,9 +56,8 @@ def main() -> int:
     wrong += payload != most if codec.indices == "fixed" else payload > min(most, (1 + PAYLOAD_TOLERANCE) * entropy)
 
     train, k = manifest.train, manifest.chains.k[0]
-    ids = 2 * (train.sequence + 1) / train.sequence
-    framing = FRAME_BYTES / (train.rows * train.sequence)
-    wrong += report("boundary forward, bytes a token", result["boundary_bytes_per_token"], 2 * k + ids, framing)
+    framing = link.HEAD_BYTES / (train.rows * train.sequence)
+    wrong += report("boundary forward, bytes a token", result["boundary_bytes_per_token"], 2 * k, framing)
     wrong += report("boundary backward, bytes a token", result["boundary_backward_bytes_per_token"], 2 * k, framing)
     print(f"largest stage: {max(planner.stage_memory(manifest, i, i + 1) for i in range(spec.n_layers)) / 1e6:.1f} MB")
     return 1 if wrong else 0

@@ -30,11 +30,11 @@ import numpy as np
 import torch
 
 from bootstrap import archive
-from peer import commands, demo, pipeline, tensors
+from peer import commands, demo, link, tensors
 from peer.net import address, p2p
 from peer.net.base import Closed, Ended, Handler
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
-from protocol import framing, history, identity, layout, messages, ranges, sparse, wire
+from protocol import boundary, framing, history, identity, layout, messages, ranges, sparse, wire
 from protocol import manifest as manifests
 from protocol.errors import PotluckError, RemoteError, UsageError
 from protocol.framing import FrameError, FrameReader
@@ -249,10 +249,8 @@ def _payloads() -> list[bytes]:
 
 # --- chains
 
-CHAIN_TRAIN = demo.TrainSpec(inner_steps=1, micro_batches=1, rows=2, sequence=3, lr=1e-3, warmup_steps=0, total_steps=9)
-HEAD = pipeline._Head(pipeline.FORWARD, 0, 1, 0, 2, 3, 4)
-IDS, VALUES, VOCABULARY = (2, 4), (2, 3, 4), 16
-IDS_BYTES = math.prod(IDS) * tensors.id_bytes(VOCABULARY)
+HEAD = link.Head(link.FORWARD, 0, 1, 1, 0, 2, 3, 64)
+VALUES = (2, 3, 64)
 CPU = torch.device("cpu")
 
 
@@ -284,24 +282,21 @@ class FakeStream:
 
 
 def pipe(raw: bytes) -> object:
-    """What a stage does with a frame of its neighbour: header, then ids and activations."""
-    link = pipeline._Link(FakeStream([raw]), None, 1.0)  # type: ignore[arg-type]
-    work = link.receive(HEAD, IDS_BYTES + tensors.size(VALUES, "bf16"))
-    try:
-        work.send(None)
-    except StopIteration as done:
-        body = done.value
-    else:
-        raise AssertionError("it waits for more")
-    ids = tensors.decode_ids(body[:IDS_BYTES], IDS, VOCABULARY, CPU)
-    check(int(ids.min()) >= 0 and int(ids.max()) < VOCABULARY, "a token is outside the vocabulary")
-    check(bool(torch.isfinite(tensors.decode(body[IDS_BYTES:], VALUES, "bf16", CPU)).all()), "a value is not finite")
-    return "taken"
+    """What a stage does with a frame of its neighbour: header, then activations. The first byte chooses their format."""
+    chosen = (raw or b"\0")[0] % len(boundary.FORMATS)
+    form = boundary.FORMATS[chosen]
+    head, body = link.parse("fuzz", memoryview(raw)[1:])
+    link.compare("fuzz", head, body, HEAD._replace(code=chosen), tensors.size(VALUES, form))
+    check(bool(torch.isfinite(tensors.decode(body, VALUES, form, CPU)).all()), "a value is not finite")
+    return form
 
 
 PIPE = [
-    pipeline._HEAD.pack(*HEAD) + bytes(IDS_BYTES + tensors.size(VALUES, "bf16")),
-    pipeline._HEAD.pack(pipeline.ABORT, 0, 0, 0, 0, 0, 0) + KEY.peer_id.encode(),
+    *(
+        bytes([i]) + HEAD._replace(code=i).pack() + tensors.encode(torch.linspace(-1, 1, 384).reshape(VALUES), form)
+        for i, form in enumerate(boundary.FORMATS)
+    ),
+    b"\0" + link.Head(link.ABORT).pack() + KEY.peer_id.encode(),
 ]
 
 # --- blobs
@@ -526,7 +521,7 @@ TARGETS = [
     Target("messages.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
     Target("messages.decode_any", from_node, (MessageError,), [*ENCODED, *RECORDS, b"\0" + COMMIT], change_sealed, 3),
     Target("sparse.decode", payload, (PayloadError,), _payloads(), change_bytes, 12),
-    Target("pipeline frames", pipe, (pipeline.ChainBroken, tensors.BadTensor), PIPE, change_bytes, 8),
+    Target("pipeline frames", pipe, (link.ChainBroken, tensors.BadTensor), PIPE, change_bytes, 8),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
     Target("log requests", call_request, (MessageError,), [messages.encode(messages.Ask(after=3))], change_msgpack, 4),

@@ -46,7 +46,7 @@ def test_the_swarm_computes_what_the_equations_say(
         "replicas": [{"stages": [(s.first, s.last) for s in r.stages], "k": r.k} for r in plan.replicas],
         "outer": {name: getattr(manifest.outer, name) for name in manifest.outer.__slots__},
         "rounds": manifest.rounds,
-        "wire": manifest.chains.wire,
+        "wire": manifest.chains.forward,
         **{name: getattr(train, name) for name in train.__slots__},
     }
     theta0 = {

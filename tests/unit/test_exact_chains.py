@@ -29,16 +29,33 @@ EMBED = "model.embed_tokens.weight"
 D = SPEC.d_model
 
 
-def _oracle(cuts: tuple[int, ...], k: int) -> Recording:
-    """The plain whole model, TE its parameter, with the projector at the cuts; one step taken."""
+FP32 = ("fp32", "fp32")
+
+
+def _oracle(cuts: tuple[int, ...], k: int, wires: tuple[str, str] = FP32) -> Recording:
+    """The plain whole model, TE its parameter, with projector and number formats at the cuts; one step taken."""
     trainer = Recording(SPEC, TRAIN, layout.shard_names(SPEC))
     theta = random_theta()
     trainer.begin_round(theta)
+    boundary = None
     if k:
         u_DK = torch.tensor(BASIS[:, :k].copy())
-        project_at(trainer, cuts, Boundary(u_DK, split(torch.tensor(theta["embed"][0]), u_DK)[1]))
+        boundary = Boundary(u_DK, split(torch.tensor(theta["embed"][0]), u_DK)[1])
+    project_at(trainer, cuts, boundary, wires)
     asyncio.run(run_chain([trainer]))
     return trainer
+
+
+def _compare(chain: list[Recording], oracle: Recording, k: int, within: float) -> dict[str, torch.Tensor]:
+    """Every gradient of the chain's first step against the oracle's; returns the chain's."""
+    expected = dict(oracle.gradients[0])
+    if k:
+        expected[COORDINATES] = expected.pop(EMBED) @ torch.tensor(BASIS[:, :k].copy())
+    found = {name: g for trainer in chain for name, g in trainer.gradients[0].items()}
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        assert relative(gradient, expected[name]) < within, name
+    return found
 
 
 @pytest.mark.parametrize("k", [0, D // 8, D // 32])
@@ -46,18 +63,41 @@ def _oracle(cuts: tuple[int, ...], k: int) -> Recording:
 def test_gradients_equal_the_oracle(cuts: tuple[int, ...], k: int) -> None:
     chain, oracle = make_chain(cuts, k), _oracle(cuts, k)
     reports = asyncio.run(run_chain(chain))
-    expected = dict(oracle.gradients[0])
-    if k:
-        expected[COORDINATES] = expected.pop(EMBED) @ torch.tensor(BASIS[:, :k].copy())
-    found = {name: g for trainer in chain for name, g in trainer.gradients[0].items()}
-    assert set(found) == set(expected)
-    for name, gradient in found.items():
-        assert relative(gradient, expected[name]) < 1e-5, name
+    found = _compare(chain, oracle, k, 1e-5)
     square = sum(float(g.double().square().sum()) for g in found.values())
     for trainer, report in zip(chain, reports, strict=True):
         assert trainer.norms[0] == report[0].norm == pytest.approx(square**0.5, rel=1e-6)
         assert report[0].loss == reports[0][0].loss
     assert len(chain) == len(cuts) + 1
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("k", [0, D // 8])
+def test_neither_depth_nor_recomputation_changes_a_bit(depth: int, recompute: bool, k: int) -> None:
+    results = []
+    for plain in ({"depth": depth, "plain_depth": 1 if recompute else None}, {"depth": 1}):
+        chain = make_chain((1, 4), k)
+        asyncio.run(run_chain(chain, steps=2, **plain))
+        results.append([g for t in chain for step in t.gradients for g in step.values()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "wires",
+    [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("tah4", "bf16"), ("bf16", "tah4"), ("bf16", "bf16")],
+)
+@pytest.mark.parametrize("k", [0, D // 8])
+@pytest.mark.parametrize("cuts", [(3,), (1, 2, 5)])
+def test_gradients_equal_the_oracle_with_the_same_quantization(
+    cuts: tuple[int, ...], k: int, wires: tuple[str, str]
+) -> None:
+    chain, oracle, plain = make_chain(cuts, k), _oracle(cuts, k, wires), _oracle(cuts, k)
+    asyncio.run(run_chain(chain, wires=wires, depth=3, plain_depth=2))
+    _compare(chain, oracle, k, 1e-5)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert relative(plain.gradients[0][name], oracle.gradients[0][name]) > 1e-4, "the quantization is felt"
 
 
 @pytest.mark.parametrize("cuts", [(3,), (2, 4), (1, 2, 5)])
@@ -118,7 +158,7 @@ def test_same_bits_whatever_arrives_when(k: int) -> None:
     results = []
     for lag in (None, None, random.Random(1), random.Random(2)):
         chain = make_chain((2, 4), k)
-        asyncio.run(run_chain(chain, steps=2, lag=lag, window=1 if lag is None else 3, wire="bf16"))
+        asyncio.run(run_chain(chain, steps=2, lag=lag, depth=1 if lag is None else 3, wires=("bf16", "bf16")))
         results.append([array for t in chain for shard in t.shards for array in t.delta(shard)])
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):

@@ -160,8 +160,20 @@ def test_stages_cover_every_shard_once_and_readers_hold_the_embedding() -> None:
 
 def test_memory_of_a_full_replica_by_hand() -> None:
     params = layout.total_parameters(M.model)
-    per_token = 4 * (18 * 8 + 4 * 16 + 2 * 8 * 2) + 3 * 16
-    assert 24 * params + 4 * 1 * 8 * per_token == FULL
+    block = 17 * 8 + 4 * 16
+    assert 24 * params + 4 * 1 * 8 * (4 * block + 3 * 16 + block) == FULL
+
+
+def test_what_memory_is_left_over_makes_the_chain_deeper() -> None:
+    for first, last in ((0, 2), (1, 3), (2, 4)):
+        least, one = stage_memory(M, first, last), planner.activation_bytes(M, first, last)
+        plain, most = planner.depths(M, first, last, least)
+        assert plain == planner.window(M)
+        assert most >= plain
+        inputs = 8 * M.train.rows * M.train.sequence * M.model.d_model
+        deeper = planner.depths(M, first, last, least + 10 * (one + inputs))
+        assert plain + 10 - 4 <= deeper[0] <= plain + 10
+        assert deeper[1] > deeper[0], "inputs are smaller than activations"
 
 
 def test_k_is_the_largest_that_the_uplink_carries_in_half_a_round() -> None:
@@ -169,7 +181,7 @@ def test_k_is_the_largest_that_the_uplink_carries_in_half_a_round() -> None:
     tokens, half = manifest.train.inner_steps * manifest.train.step_tokens, manifest.timing.round_deadline / 2
 
     def needed(k: int) -> float:
-        return tokens * (16 * (k or 8) + 16) / half
+        return tokens * 2 * 16 * (k or 8) / half
 
     for k, smaller in ((0, 4), (4, 2)):
         link = int(needed(k)) + 1

@@ -1,0 +1,228 @@
+"""One stage boundary: frames both ways over one stream, queues on both sides of it, and what they tell about the link.
+
+Frames are written, read and decoded behind the computation's back. What is read waits in a queue of bounded length; when it
+is full nothing more is read, and the sender is held back by its stream. What is to be written is bounded by the
+micro-batches under way. Frame: header (big-endian, `Head`) and body.
+
+Measuring: each header says when its frame was handed over, by the sender's clock. A stage pings the next one when an inner
+step begins, which echoes: both frames are small and meet an idle link, so `arrival - stamp` of theirs is latency + offset
+of the clocks. A frame occupies the link from the later of `stamp + that` and the arrival of the frame before, until it has
+arrived. The offsets of both directions cancel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, NoReturn
+
+from peer.net.base import Stream
+from protocol.errors import RemoteError
+from protocol.framing import MAX_FRAME
+
+FORWARD, BACKWARD, NORM, TOTAL, PING, ECHO, ABORT = range(1, 8)
+NAME_BYTES = 128
+GOODBYE_S = 1.0
+_HEAD = struct.Struct(">BBIIIIIIId")
+_CLOCK_STEPS = 4
+"""Steps whose smallest delay counts; clocks drift apart in the long run."""
+
+
+class ChainBroken(RemoteError):
+    """A member left, fell silent or sent what cannot be; `peer` is the member to blame, `reason` what it did."""
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(peer, f"chain member {peer}: {reason}; this round's chain needs a spare in its place")
+        self.reason = reason
+
+
+class Head(NamedTuple):
+    """`code`: number format; `depth`: micro-batches that may be under way; `check`: CRC-32 of the micro-batch's token ids;
+    `stamp`: seconds, the sender's clock. What is not needed is 0."""
+
+    kind: int
+    code: int = 0
+    depth: int = 0
+    step: int = 0
+    micro: int = 0
+    rows: int = 0
+    length: int = 0
+    width: int = 0
+    check: int = 0
+    stamp: float = 0.0
+
+    def pack(self) -> bytes:
+        return _HEAD.pack(*self)
+
+
+HEAD_BYTES = _HEAD.size
+
+
+def parse(remote: str, frame: memoryview) -> tuple[Head, memoryview]:
+    """The parts of a frame of `remote`. Raises ChainBroken where there are none, or the frame is a goodbye."""
+    if len(frame) < HEAD_BYTES:
+        raise ChainBroken(remote, f"sent a frame of {len(frame)} bytes")
+    head, body = Head(*_HEAD.unpack_from(frame)), frame[HEAD_BYTES:]
+    if head.kind == ABORT:
+        name = bytes(body[:NAME_BYTES]).decode("ascii", "replace")
+        if name and name.isalnum():
+            raise ChainBroken(name, f"left the chain, says {remote}")
+        raise ChainBroken(remote, "left the chain")
+    if not math.isfinite(head.stamp):
+        raise ChainBroken(remote, "sent an impossible time")
+    return head, body
+
+
+def compare(remote: str, head: Head, body: memoryview, expected: Head, body_bytes: int | None) -> None:
+    """Raises ChainBroken if this is not the frame that may come now. Depth, check and stamp are free."""
+    known = head._replace(depth=expected.depth, check=expected.check, stamp=expected.stamp)
+    if known != expected or (body_bytes is not None and len(body) != body_bytes):
+        raise ChainBroken(remote, f"sent {head} with {len(body)} bytes, not {expected} with {body_bytes}")
+
+
+def _heard(sending: asyncio.Future[None]) -> None:
+    """Nobody waits for it any more: the run is over."""
+    if not sending.cancelled():
+        sending.exception()
+
+
+class Frame(NamedTuple):
+    """What came. `value`: what `decode` makes, or made, of the body of a FORWARD or BACKWARD frame."""
+
+    head: Head
+    body: memoryview
+    value: Awaitable[Any] | None
+
+
+class Link:
+    """A neighbour. Its two tasks live in `group`; `arrived` is set whenever something comes. `queue`: most frames that wait here
+    unread; `limit`: most bytes of one; `timeout`: seconds to wait for one, or for the neighbour to read one.
+    `decode` begins to decode what came."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        group: asyncio.TaskGroup,
+        arrived: asyncio.Event,
+        decode: Callable[[int, memoryview], Awaitable[Any]],
+        *,
+        queue: int,
+        limit: int,
+        timeout: float,
+    ) -> None:
+        self.stream, self.sent_bytes, self.timeout = stream, 0, timeout
+        self.most_waiting = 0
+        self._arrived, self._limit = arrived, min(MAX_FRAME, HEAD_BYTES + max(limit, NAME_BYTES))
+        self._decode = decode
+        self._out: asyncio.Queue[tuple[Head, bytes | Awaitable[bytes]]] = asyncio.Queue()
+        self._in: asyncio.Queue[Frame | ChainBroken] = asyncio.Queue(queue)
+        self._times: list[tuple[float, float]] = []  # of the micro-batches' frames of this step: stamp, arrival
+        self._delays: deque[float] = deque(maxlen=_CLOCK_STEPS)
+        self._reading = group.create_task(self._read())
+        self._writing = group.create_task(self._write())
+
+    async def stop(self) -> None:
+        """Ends the tasks; what is under way is written first."""
+        await self._out.join()
+        self._reading.cancel()
+        self._writing.cancel()
+
+    # --- sending
+
+    def send(self, head: Head, body: bytes | Awaitable[bytes], size: int) -> None:
+        """Queues a frame whose body has, or will have, `size` bytes."""
+        self.sent_bytes += HEAD_BYTES + size
+        self._out.put_nowait((head, body))
+
+    def ping(self) -> None:
+        """Measures the way there and back."""
+        self.send(Head(PING), b"", 0)
+
+    async def _write(self) -> None:
+        while True:
+            head, body = await self._out.get()
+            body = body if isinstance(body, bytes) else await body
+            try:
+                stamped = head._replace(stamp=time.perf_counter())
+                sending = asyncio.ensure_future(self.stream.send(stamped.pack(), body, timeout=self.timeout))
+                sending.add_done_callback(_heard)
+                await asyncio.shield(sending)  # half a frame would leave no way to say goodbye
+            except RemoteError as error:
+                await asyncio.wait(
+                    {self._reading}, timeout=GOODBYE_S
+                )  # there may be a goodbye that names somebody else
+                while not self._in.empty():
+                    if isinstance(item := self._in.get_nowait(), ChainBroken):
+                        raise item from None
+                self.blame(str(error))
+            self._out.task_done()
+
+    # --- receiving
+
+    @property
+    def ready(self) -> bool:
+        """Whether `receive` returns, or raises, at once."""
+        return not self._in.empty()
+
+    async def receive(self, expected: Head, body_bytes: int | None) -> Frame:
+        """The one frame that may come now; None: of any length. Raises ChainBroken."""
+        try:
+            async with asyncio.timeout(self.timeout):
+                item = await self._in.get()
+        except TimeoutError:
+            self.silent()
+        if isinstance(item, ChainBroken):
+            raise item
+        compare(self.stream.remote, item.head, item.body, expected, body_bytes)
+        return item
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                frame = memoryview(await self.stream.recv(self._limit))
+                now = time.perf_counter()
+                head, body = parse(self.stream.remote, frame)
+                if head.kind in (PING, ECHO):
+                    self._delays.append(now - head.stamp)
+                    if head.kind == PING and self._out.empty():
+                        self.send(Head(ECHO), b"", 0)
+                    continue
+                value = None
+                if head.kind in (FORWARD, BACKWARD):
+                    self._times.append((head.stamp, now))
+                    value = self._decode(head.kind, body)
+                await self._put(Frame(head, body, value))
+        except ChainBroken as error:
+            await self._put(error)
+        except RemoteError as error:
+            await self._put(ChainBroken(self.stream.remote, str(error)))
+
+    async def _put(self, item: Frame | ChainBroken) -> None:
+        await self._in.put(item)
+        self.most_waiting = max(self.most_waiting, self._in.qsize())
+        self._arrived.set()
+
+    def silent(self) -> NoReturn:
+        """Nothing came in time."""
+        self.blame(f"nothing came for {self.timeout:g} s")
+
+    def blame(self, reason: str) -> NoReturn:
+        """Raises ChainBroken in this neighbour's name."""
+        raise ChainBroken(self.stream.remote, reason)
+
+    # --- what the step's frames tell about the way from the neighbour to us
+
+    def measured(self) -> tuple[float, float]:
+        """(delay, transfer) of this step, seconds: latency + clock offset, and the mean time that a frame occupies the link."""
+        times, self._times = self._times, []
+        if not times or not self._delays:
+            return 0.0, 0.0
+        delay, before, total = min(self._delays), -float("inf"), 0.0
+        for stamp, arrival in times:
+            total += max(0.0, arrival - max(stamp + delay, before))
+            before = arrival
+        return delay, total / len(times)

@@ -1,0 +1,61 @@
+"""A recorded trace of what a stage did: the JSON array of trace events that chrome://tracing and ui.perfetto.dev open.
+
+Times are microseconds of Unix time, so traces of machines whose clocks agree can be laid side by side. The file is whole after
+every `flush`; what is recorded between two is kept in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from protocol.errors import UsageError
+
+_LANES = ("inner step", "compute", "wait")
+
+
+class TraceFile:
+    """Takes spans from any thread; `flush` and `close` belong to one. Raises UsageError if the file cannot be written."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._offset = time.time() - time.perf_counter()
+        self._spans: list[dict[str, object]] = [
+            {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": name}},
+            *(
+                {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": i, "args": {"name": lane}}
+                for i, lane in enumerate(_LANES)
+            ),
+        ]
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--trace {path}: {error.strerror}; name a file that can be written") from None
+        self._end = 0
+        self.flush()
+
+    def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None:
+        """A span from `start` to `end`, by time.perf_counter."""
+        lane = "wait" if name.startswith("wait") else name if name in _LANES else "compute"
+        span = {
+            "name": name, "ph": "X", "ts": round((start + self._offset) * 1e6, 1), "dur": round((end - start) * 1e6, 1),
+            "pid": os.getpid(), "tid": _LANES.index(lane), "args": facts,
+        }  # fmt: skip
+        self._spans.append(span)
+
+    def flush(self) -> None:
+        """Writes what was recorded."""
+        spans, self._spans = self._spans, []
+        if spans:
+            self._file.seek(self._end)
+            self._file.write(("[\n" if self._end == 0 else ",\n") + ",\n".join(map(json.dumps, spans)))
+            self._file.flush()
+            self._end = self._file.tell()
+            self._file.write("\n]\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Writes the rest and closes the file."""
+        self.flush()
+        self._file.close()

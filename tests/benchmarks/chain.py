@@ -1,0 +1,364 @@
+"""How busy home links keep a chain: four stage processes behind emulated links, computing replaced by a wait.
+
+    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid (about 25 minutes)
+    python -m tests.benchmarks.chain --netlab PATH/netlab.sh --target     # 100 Mb/s, 25 ms, d/8 at full size
+
+Everything but the model's arithmetic is real: daemons, streams, frames, queues, tensors of the true size, number formats,
+measuring and picking the depth. `--pace`: seconds of forward + backward per stage and micro-batch; the tensors' size follows
+from it, so that transfer and computing have the ratio of a 70 B model (d = 8192) in four stages of 400 TFLOP/s each: a token
+takes 262.5 microseconds. Every boundary has the link's rate in each direction (the two inner stages have twice the rate, since
+each has two neighbours).
+
+Ideal: the same chain if bytes took no time, (M + S - 1) x pace for M micro-batches. Beside the measured share of it stand the
+cost model's prediction, and both for textbook 1F1B, whose depth is the number of stages. Depth: what the chain picked from its
+own measurements in the step before. Where transfers take over twice the computing, only 32 micro-batches are run: more would
+give the same share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from peer.net import p2p
+from peer.net.base import Stream
+from peer.pipeline import StepReport, run_steps
+from peer.trainer import make_worker
+from protocol import boundary, cost, layout
+from protocol.cost import LinkCost, StageCost
+from protocol.layout import ModelSpec
+from protocol.manifest import TrainSpec
+
+STAGES = 4
+D = 8192
+TOKEN_SECONDS = 6 * 70e9 / (STAGES * 400e12)
+PACE = 128 * TOKEN_SECONDS
+RATES = (10, 50, 100, 1000)
+LATENCIES = (10, 25, 75)
+SPEC = ModelSpec(vocab_size=97, d_model=8, n_layers=STAGES, n_heads=1, d_ff=8, context=4096)
+NAME = "chain-benchmark"
+TIMEOUT = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row. `rate`: Mb/s of a boundary and direction; `latency`: one-way ms; `divisor`: d/k; `pace`: seconds."""
+
+    rate: float
+    latency: float
+    divisor: int
+    micro_batches: int
+    pace: float
+
+    @property
+    def tokens(self) -> int:
+        return round(self.pace / TOKEN_SECONDS)
+
+    @property
+    def transfer(self) -> float:
+        """Seconds that a frame occupies a link."""
+        return self.tokens * boundary.bytes_per_token("bf16", D // self.divisor) * 8 / (self.rate * 1e6)
+
+    @property
+    def ideal(self) -> float:
+        return (self.micro_batches + STAGES - 1) * self.pace
+
+    def predicted(self, depth: int) -> float:
+        """Share of the ideal by the cost model."""
+        stages = [StageCost(forward=self.pace / 3, backward=self.pace * 2 / 3)] * STAGES
+        link = LinkCost(forward=self.transfer, backward=self.transfer, latency=self.latency / 1e3)
+        return self.ideal / cost.step_seconds(stages, [link] * (STAGES - 1), self.micro_batches, depth)
+
+
+# --- one stage
+
+
+class Paced:
+    """Stands where a StageTrainer does, waits instead of computing, and gives tensors of the true size."""
+
+    def __init__(self, train: TrainSpec, stage: int, width: int, pace: float) -> None:
+        names = layout.shard_names(SPEC)
+        self.spec, self.train, self.width, self.pace = SPEC, train, width, pace
+        self.shards = tuple(
+            n for n in names if n == f"block.{stage}" or (stage == 0 and n == "embed") or (stage == STAGES - 1 and n == "head")
+        )  # fmt: skip
+        self.device = torch.device("cpu")
+        self._last = stage == STAGES - 1
+        self._values = torch.randn(train.rows, train.sequence, width)
+        self._late = 0.0
+
+    def _wait(self, seconds: float) -> None:
+        """Exact in the long run: what the last wait was too long, this one is shorter."""
+        end = time.perf_counter() + seconds - self._late
+        time.sleep(max(0.0, end - time.perf_counter()))
+        self._late = min(time.perf_counter() - end, seconds)
+
+    def reset(self) -> None:
+        return
+
+    def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> Any:
+        self._wait(self.pace / 3)
+        return 1.0 if self._last else self._values
+
+    def backward(self, micro: int, wire: torch.Tensor | None = None) -> Any:
+        self._wait(self.pace * 2 / 3)
+        return self._values if self.shards[0] != "embed" else None
+
+    def grad_sumsq(self) -> list[tuple[str, float]]:
+        return [(shard, 1.0) for shard in self.shards]
+
+    def step(self, step: int, total_norm: float) -> None:
+        return
+
+
+@contextlib.asynccontextmanager
+async def joined(
+    stage: int, stages: int, host: str, folder: Path
+) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
+    """This stage's streams to the one before and the one after. Says its address, reads the others' from standard input."""
+    torch.set_num_threads(1)
+    transport = await p2p.start(folder / f"key-{stage}", host=host, validate=lambda *_: False)
+    arrived: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+
+    async def keep(stream: Stream) -> None:
+        arrived.set_result(stream)
+        await over.wait()
+
+    await transport.serve(NAME, keep)
+    say(address=transport.addresses[0], peer=transport.peer_id)
+    peers = await heard()
+    previous = following = None
+    if stage + 1 < stages:
+        await transport.connect([peers[stage + 1]["address"]], timeout=60)
+        following = await transport.open(peers[stage + 1]["peer"], NAME, timeout=60)
+        await following.send(b"hello")
+    if stage:
+        previous = await arrived
+        await previous.recv()
+    say(ready=True)
+    yield previous, following
+    over.set()
+    await transport.aclose()
+
+
+def say(**fields: object) -> None:
+    """One line for the parent."""
+    print("@" + json.dumps(fields), flush=True)
+
+
+async def heard() -> Any:
+    """The parent's next line; None at its end."""
+    text = await asyncio.to_thread(sys.stdin.readline)
+    return json.loads(text) if text else None
+
+
+def plain(reports: Sequence[StepReport]) -> list[dict[str, Any]]:
+    return [{name: getattr(r, name) for name in StepReport.__slots__} for r in reports]
+
+
+async def be_stage(stage: int, host: str, folder: Path) -> None:
+    """Takes one case after the other from standard input, and reports."""
+    worker = make_worker()
+    async with joined(stage, STAGES, host, folder) as (previous, following):
+        while (asked := await heard()) is not None:
+            train = TrainSpec(
+                inner_steps=1, micro_batches=asked["micro_batches"], rows=1, sequence=asked["tokens"],
+                lr=1.0, warmup_steps=0, total_steps=1,
+            )  # fmt: skip
+            reports = await run_steps(
+                Paced(train, stage, asked["width"], asked["pace"]),  # type: ignore[arg-type]
+                worker,
+                first_step=1,
+                steps=asked["steps"],
+                wires=(asked["forward"], asked["backward"]),
+                timeout=TIMEOUT,
+                windows=lambda step, train=train: np.zeros((train.step_rows, train.sequence + 1), np.int64),
+                previous=previous,
+                following=following,
+                depth=asked["depth"],
+                most_depth=asked["most"],
+            )
+            say(reports=plain(reports))
+
+
+# --- the chain
+
+
+class Processes:
+    """Stage processes; they learn each other's addresses."""
+
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        self.stages = [
+            subprocess.Popen(c, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for c in commands
+        ]  # fmt: skip
+
+    def introduce(self) -> None:
+        self.tell([self.hear(s) for s in self.stages])
+        for s in self.stages:
+            self.hear(s)
+
+    def hear(self, stage: subprocess.Popen[str]) -> Any:
+        out: IO[str] | None = stage.stdout
+        assert out is not None
+        for text in out:
+            if text.startswith("@"):
+                return json.loads(text[1:])
+        raise SystemExit("a stage has ended; its error is above")
+
+    def tell(self, fields: object) -> None:
+        for s in self.stages:
+            assert s.stdin is not None
+            s.stdin.write(json.dumps(fields) + "\n")
+            s.stdin.flush()
+
+    def kill(self) -> None:
+        for s in self.stages:
+            s.kill()
+            s.wait()
+
+
+class Chain:
+    """Four processes in a lab; use as `with Chain.start(...)`."""
+
+    def __init__(self, netlab: Path, lab: str, processes: Processes) -> None:
+        self.netlab, self.lab, self.processes = netlab, lab, processes
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, netlab: Path) -> Iterator[Chain]:
+        lab = f"chn{os.getpid() % 10**6}"
+        names = [f"s{i}" for i in range(STAGES)]
+        subprocess.run([netlab, "up", lab, *names], check=True)
+        processes = Processes([])
+        try:
+            with tempfile.TemporaryDirectory(prefix="potluck-chain-") as folder:
+                commands = []
+                for i, name in enumerate(names):
+                    host = subprocess.run([netlab, "ip", lab, name], capture_output=True, text=True, check=True).stdout
+                    stage = [sys.executable, "-m", "tests.benchmarks.chain", "--stage", str(i), "--host", host.strip()]
+                    commands.append(["ip", "netns", "exec", f"nl-{lab}-{name}", *stage, "--folder", folder])
+                processes = Processes(commands)
+                processes.introduce()
+                yield cls(netlab, lab, processes)
+        finally:
+            processes.kill()
+            subprocess.run([netlab, "down", lab], check=True)
+
+    def links(self, rate: float, latency: float) -> None:
+        """Gives every boundary `rate` Mb/s each way and `latency` ms one way."""
+        for i in range(STAGES):
+            mine = rate if i in (0, STAGES - 1) else 2 * rate
+            text = f"set s{i} up={mine:g} down={mine:g} rtt={latency:g}"
+            subprocess.run([self.netlab, "ctl", self.lab, text], check=True, stdout=subprocess.DEVNULL)
+
+    def run(self, case: Case, depth: int, most: int | None, steps: int) -> list[list[dict[str, Any]]]:
+        """The reports of each stage, step by step."""
+        self.processes.tell(
+            {
+                "micro_batches": case.micro_batches,
+                "tokens": case.tokens,
+                "width": D // case.divisor,
+                "pace": case.pace,
+                "steps": steps,
+                "forward": "bf16",
+                "backward": "bf16",
+                "depth": depth,
+                "most": most,
+            }
+        )
+        return [self.processes.hear(s)["reports"] for s in self.processes.stages]
+
+
+HEAD = "| Mb/s | ms | k/d | M | transfer / pace | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|"
+
+
+def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
+    """One row, and the depth that the chain used. `depth` 0: unknown yet, the chain finds it in a step of its own."""
+    steps = 1 if depth else 3
+    ours = chain.run(case, depth or 2 * STAGES, None, steps)[0][-1]
+    textbook = chain.run(case, STAGES, STAGES, 1)[0][-1]
+    row = {
+        "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "micro_batches": case.micro_batches,
+        "ratio": case.transfer / case.pace, "depth": ours["depth"],
+        "share": case.ideal / ours["seconds"], "predicted": case.predicted(ours["depth"]),
+        "textbook": case.ideal / textbook["seconds"], "textbook_predicted": case.predicted(STAGES),
+        "wait_forward_s": ours["wait_forward_s"], "wait_backward_s": ours["wait_backward_s"],
+    }  # fmt: skip
+    part = "1" if case.divisor == 1 else f"1/{case.divisor}"
+    shares = " | ".join(f"{100 * row[n]:.1f} %" for n in ("share", "predicted", "textbook", "textbook_predicted"))
+    print(
+        f"| {case.rate:g} | {case.latency:g} | {part} | {case.micro_batches} | {row['ratio']:.2f} | {row['depth']} | {shares} |",
+        flush=True,
+    )
+    return row, ours["depth"]
+
+
+def cases(chosen: argparse.Namespace) -> Iterator[Case]:
+    if chosen.target:
+        yield Case(rate=100, latency=25, divisor=8, micro_batches=32, pace=2048 * TOKEN_SECONDS)
+        yield Case(rate=100, latency=25, divisor=8, micro_batches=128, pace=512 * TOKEN_SECONDS)
+        return
+    for rate in chosen.rates:
+        for latency in chosen.latencies:
+            for divisor in chosen.divisors:
+                for micro_batches in chosen.micro_batches:
+                    case = Case(
+                        rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches, pace=chosen.pace
+                    )  # fmt: skip
+                    if micro_batches == 32 or case.transfer <= 2 * case.pace:
+                        yield case
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--netlab", type=Path, help="the lab's script")
+    parser.add_argument("--pace", type=float, default=PACE)
+    parser.add_argument("--target", action="store_true")
+    parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="Mb/s")
+    parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
+    parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
+    parser.add_argument("--micro-batches", type=int, nargs="*", default=(32, 128))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--host", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.stage is not None:
+        asyncio.run(be_stage(chosen.stage, chosen.host, chosen.folder))
+        return 0
+    if chosen.netlab is None:
+        parser.error("--netlab is needed: the chain runs behind emulated links")
+    rows, depth, before = [], 0, None
+    print(HEAD)
+    with Chain.start(chosen.netlab) as chain:
+        for case in cases(chosen):
+            link = (case.rate, case.latency, case.divisor, case.pace)
+            if link != before:
+                chain.links(case.rate, case.latency)
+                depth, before = 0, link
+            row, depth = measure(chain, case, depth)
+            rows.append(row)
+    worst = max(abs(r[a] - r[b]) for r in rows for a, b in (("share", "predicted"), ("textbook", "textbook_predicted")))
+    print(f"largest difference between measurement and prediction: {100 * worst:.1f} points")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

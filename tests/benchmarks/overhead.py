@@ -1,0 +1,100 @@
+"""What a chain costs beside the model's arithmetic: two stages on this machine against one process with both cores.
+
+    python -m tests.benchmarks.overhead
+
+d = 512, 8 layers, sequences of 256 tokens; real processes, daemons and streams over loopback, k = d/8 in bf16. The chain's
+stages have one thread each, the single process two. Printed: tokens per second and their ratio; of each stage's step, the
+shares of computing, of waiting for the other stage (the fill, and what it computes more), and of the rest: event loop, queues and
+handing over. Exits with 1 if that rest takes over a tenth of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peer.pipeline import run_steps
+from peer.trainer import StageTrainer, make_worker
+from protocol import layout, seeded, subspace
+from protocol.layout import ModelSpec
+from protocol.manifest import TrainSpec
+from tests.benchmarks.chain import Processes, joined, plain, say
+
+MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=256)
+TRAIN = TrainSpec(inner_steps=1, micro_batches=8, rows=1, sequence=256, lr=1e-4, warmup_steps=0, total_steps=99)
+K = MODEL.d_model // 8
+CUT = 5
+"""Shards of the first of two stages: the embedding and half of the blocks."""
+WITHIN = 0.1
+
+
+async def be_stage(stage: int, stages: int, steps: int, folder: Path) -> None:
+    names = layout.shard_names(MODEL)
+    shards = names if stages == 1 else (names[:CUT], names[CUT:])[stage]
+    k, basis = (0, None) if stages == 1 else (K, subspace.basis(b"overhead", MODEL.d_model, K))
+    trainer = StageTrainer(MODEL, TRAIN, shards, k=k, basis=basis)
+    trainer.begin_round({s: seeded.initial_shard(MODEL, b"overhead", s) for s in {"embed", *shards}})
+
+    def windows(step: int) -> np.ndarray:
+        return np.random.default_rng(step).integers(0, MODEL.vocab_size, (TRAIN.step_rows, TRAIN.sequence + 1))
+
+    async with joined(stage, stages, "127.0.0.1", folder) as (previous, following):
+        torch.set_num_threads(2 // stages)
+        reports = await run_steps(
+            trainer, make_worker(2 // stages), first_step=1, steps=steps, wires=("bf16", "bf16"), timeout=300.0,
+            windows=windows, previous=previous, following=following,
+        )  # fmt: skip
+        say(reports=plain(reports))
+
+
+def measure(stages: int, steps: int) -> list[list[dict[str, Any]]]:
+    """Each stage's reports, the first step left out."""
+    with tempfile.TemporaryDirectory(prefix="potluck-overhead-") as folder:
+        base = [sys.executable, "-m", "tests.benchmarks.overhead", "--stages", str(stages), "--steps", str(steps + 1)]
+        processes = Processes([[*base, "--folder", folder, "--stage", str(i)] for i in range(stages)])
+        try:
+            processes.introduce()
+            return [processes.hear(s)["reports"][1:] for s in processes.stages]
+        finally:
+            processes.kill()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--stages", type=int, default=2, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.stage is not None:
+        asyncio.run(be_stage(chosen.stage, chosen.stages, chosen.steps, chosen.folder))
+        return 0
+    speeds, worst = {}, 0.0
+    for stages in (1, chosen.stages):
+        found = measure(stages, chosen.steps)
+        speeds[stages] = TRAIN.step_tokens / statistics.median(r["seconds"] for r in found[0])
+        print(f"{stages} process(es): {speeds[stages]:.0f} tokens a second")
+        for stage, reports in enumerate(found):
+            busy, waits, seconds = (
+                sum(sum(r[name] for name in names) for r in reports)
+                for names in (("busy_s",), ("wait_forward_s", "wait_backward_s"), ("seconds",))
+            )
+            rest = 1 - (busy + waits) / seconds
+            worst = max(worst, rest)
+            print(
+                f"  stage {stage}: computing {busy / seconds:.1%}, waiting {waits / seconds:.1%}, the rest {rest:.1%}"
+            )
+    print(f"chain of {chosen.stages} against one process: {speeds[chosen.stages] / speeds[1]:.2f}")
+    return 0 if worst <= WITHIN else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+"""The cost model of a chain, against what can be worked out by hand, and the depth that it picks."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import cost
+from protocol.cost import LinkCost, StageCost, pick_depth, step_seconds
+
+PACE = 0.5376
+"""6 P / (S F) of 2,048 tokens: P = 70e9, S = 4, F = 400 TFLOP/s."""
+TRANSFER = PACE * 0.624
+"""Of their d/8 values (d = 8192) in bf16 at 100 Mb/s."""
+
+
+def _chain(pace: float, transfer: float, latency: float, stages: int = 4) -> tuple[list[StageCost], list[LinkCost]]:
+    link = LinkCost(forward=transfer, backward=transfer, latency=latency)
+    return [StageCost(forward=pace / 3, backward=2 * pace / 3)] * stages, [link] * (stages - 1)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 7, 32, 128])
+def test_a_deep_chain_waits_for_the_fill_only(micro_batches: int) -> None:
+    chain = _chain(PACE, TRANSFER, 0.025)
+    expected = micro_batches * PACE + 3 * (PACE + 2 * TRANSFER + 2 * 0.025)
+    assert step_seconds(*chain, micro_batches, micro_batches) == pytest.approx(expected)
+
+
+def test_one_at_a_time_takes_a_whole_trip_for_each() -> None:
+    chain = _chain(PACE, TRANSFER, 0.025)
+    trip = 4 * PACE + 6 * TRANSFER + 6 * 0.025
+    assert step_seconds(*chain, 5, 1) == pytest.approx(5 * trip)
+    assert step_seconds(*_chain(PACE, 0, 0, stages=1), 5, 1) == pytest.approx(5 * PACE)
+
+
+def test_a_slow_link_sets_the_pace() -> None:
+    took = step_seconds(*_chain(PACE, 5 * PACE, 0.025), 100, 100)
+    assert took == pytest.approx(100 * 5 * PACE, rel=0.2)
+
+
+@pytest.mark.parametrize(("micro_batches", "textbook", "deep"), [(32, 0.49, 0.897), (128, 0.47, 0.970)])
+def test_home_links_want_more_than_textbook_1f1b(micro_batches: int, textbook: float, deep: float) -> None:
+    chain = _chain(PACE, TRANSFER, 0.025)
+    ideal = (micro_batches + 3) * PACE
+    assert ideal / step_seconds(*chain, micro_batches, 4) == pytest.approx(textbook, abs=0.01)
+    depth = pick_depth(*chain, micro_batches)
+    assert ideal / step_seconds(*chain, micro_batches, depth) == pytest.approx(deep, abs=0.01)
+    assert 12 <= depth <= 20
+
+
+def test_memory_bounds_the_depth_and_recomputation_is_used_where_it_pays() -> None:
+    stages, links = _chain(PACE, TRANSFER, 0.025)
+    small = StageCost(forward=PACE / 3, backward=2 * PACE / 3, plain_depth=2, most_depth=5)
+    bounded = [stages[0], small, *stages[2:]]
+    assert pick_depth(bounded, links, 32) == 5, "five at a third more work beat two"
+    fast = [LinkCost(forward=0, backward=0, latency=0)] * 3
+    enough = StageCost(forward=PACE / 3, backward=2 * PACE / 3, plain_depth=6, most_depth=50)
+    assert pick_depth([enough] * 4, fast, 32) <= 6, "nothing is computed twice for nothing"
+
+
+SECONDS = st.floats(0.001, 1.0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=6),
+    st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=5, max_size=5),
+    st.integers(1, 24),
+)
+def test_no_step_is_faster_than_its_slowest_part_and_the_picked_depth_is_good(stages, links, micro_batches) -> None:
+    chain = [StageCost(forward=f, backward=b) for f, b in stages]
+    between = [LinkCost(forward=f, backward=b, latency=x) for f, b, x in links[: len(chain) - 1]]
+    slowest = max(*(s.forward + s.backward for s in chain), *(max(k.forward, k.backward) for k in between))
+    took = [step_seconds(chain, between, micro_batches, depth) for depth in range(1, micro_batches + 1)]
+    assert min(took) >= slowest * micro_batches
+    assert took[0] == pytest.approx(micro_batches * cost.least_depth(chain, between) * slowest)
+    assert took[pick_depth(chain, between, micro_batches) - 1] <= min(took) * 1.05
+
+
+def test_what_is_no_chain_is_refused() -> None:
+    stages, links = _chain(1, 1, 1)
+    for wrong in ((stages, links[1:], 1, 1), ([], [], 1, 1), (stages, links, 0, 1), (stages, links, 1, 0)):
+        with pytest.raises(ValueError, match="a chain needs"):
+            step_seconds(*wrong)
