@@ -6,7 +6,8 @@
 Potluck: `potluck bootstrap` and eight `potluck join`, a model of 50 M parameters, one inner step of a few tokens a round, so that the
 round is what is measured. Its seconds are those from the last peer's last inner step to the moment at which the last peer
 begins the next: packing, sending, deciding, fetching, applying, comparing. Bytes are those of the network interfaces,
-headers and signs of life included. The peers share one disk, which they keep busy; the node has one of its own, in memory. The dense side is tests/benchmarks/averaging.py: matchmaking is not counted against it.
+headers and signs of life included. The peers share one disk, which they keep busy; the node has one of its own, in memory.
+The dense side is tests/benchmarks/averaging.py: matchmaking is not counted against it.
 """
 
 from __future__ import annotations
