@@ -38,7 +38,7 @@ Places = dict[str, tuple[str, list[str]]]
 NODE = "node-0"
 
 
-def recipe(millions: float, peers: int, rounds: int) -> Manifest:
+def recipe(millions: float, peers: int, rounds: int, overlap: int) -> Manifest:
     chosen = swarms.options(Path("unused"), full=peers, rounds=rounds, inner_steps=1)
     base = demo.make_manifest(chosen)
     train = TrainSpec(
@@ -49,7 +49,7 @@ def recipe(millions: float, peers: int, rounds: int) -> Manifest:
         operators=(tiny.OPERATOR.peer_id,),
         model=averaging.model(millions),
         train=train,
-        outer=OuterSpec(k=32),
+        outer=OuterSpec(k=32, overlap=overlap),
         timing=TimingSpec(round_deadline=600.0, heartbeat=2.0, gone_after=120.0),
     )
 
@@ -84,10 +84,10 @@ def bytes_of(prefix: list[str]) -> tuple[int, int]:
     return sum(int(row[8]) for row in rows), sum(int(row[0]) for row in rows)
 
 
-def measure(places: Places, millions: float, rounds: int) -> dict[str, Any]:
-    """Medians over `rounds` rounds, the first one not counted."""
+def measure(places: Places, millions: float, rounds: int, overlap: int) -> dict[str, Any]:
+    """Medians over `rounds` rounds, the first one not counted. `parts` is of use only without overlap."""
     peers = [n for n in places if n != NODE]
-    manifest = recipe(millions, len(peers), rounds + 2)
+    manifest = recipe(millions, len(peers), rounds + 2, overlap)
     with (
         tempfile.TemporaryDirectory(prefix="potluck-round-") as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as other_disk,
@@ -145,6 +145,7 @@ def main() -> int:
     parser.add_argument("--peers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--parameters", type=float, default=50, help="millions")
+    parser.add_argument("--overlap", type=int, default=0, choices=(0, 1), help="of the manifest")
     parser.add_argument("--netlab", type=Path, help="the lab's script; without it, loopback")
     parser.add_argument("--up", type=float, default=20, help="Mb/s")
     parser.add_argument("--down", type=float, default=100, help="Mb/s")
@@ -156,7 +157,7 @@ def main() -> int:
     link = (chosen.up, chosen.down, chosen.rtt)
     with lab(chosen.netlab, names, *link) if chosen.netlab else loopback(names) as places:
         began = time.monotonic()
-        ours = measure(places, chosen.parameters, chosen.rounds)
+        ours = measure(places, chosen.parameters, chosen.rounds, chosen.overlap)
     print(
         f"potluck, {chosen.peers} peers, {ours['parameters'] / 1e6:.1f} M parameters: {ours['seconds']:.2f} s a round, "
         f"{ours['sent'] / 1e6:.2f} MB up and {ours['received'] / 1e6:.2f} MB down per peer, payload "
