@@ -104,6 +104,7 @@ def measure(places: Places, millions: float, rounds: int, overlap: int) -> dict[
             marks.append({name: bytes_of(places[name][1]) for name in peers})
         for name in peers:
             swarm.wait(name, lambda e: e.kind == "role" and e.fields["round"] == rounds + 2, "the last round")
+            swarm.wait(name, lambda e: e.kind == "round" and e.fields["round"] == rounds + 1, "the last state")
         ends = {n: [max_time(swarm, p, "step", n) for p in peers] for n in range(2, rounds + 2)}
         begins = {n: [max_time(swarm, p, "role", n) for p in peers] for n in range(3, rounds + 3)}
         parts = [breakdown(swarm, peers, n) for n in range(2, rounds + 2)]
