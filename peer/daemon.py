@@ -97,7 +97,7 @@ class Engine:
     ) -> Result:
         """Inner steps of one round. Errors become the result's `error`: the replica sits out, nobody else notices."""
         spec = plan.replicas[replica]
-        position = next(i for i, s in enumerate(spec.stages) if s.peer == self.peer)
+        position = spec.peers.index(self.peer)
         train = self.manifest.train
         first_step = (plan.round - 1) * train.inner_steps + 1
         soft = asyncio.Event()

@@ -197,7 +197,7 @@ def _peer(announcement: Announcement, plan: Plan | None) -> dict[str, Any]:
     role: dict[str, Any] = {"role": "waiting", "replica": replica, "first": None, "last": None, "k": None}
     if plan is not None and replica is not None:
         spec = plan.replicas[replica]
-        stage = next(s for s in spec.stages if s.peer == announcement.peer)
+        stage = spec.stage_of(announcement.peer)
         role |= {
             "role": "full" if len(spec.stages) == 1 else "stage",
             "first": stage.first,

@@ -216,7 +216,7 @@ class Rounds:
 
     def _begin_training(self, plan: Plan, replica: int) -> None:
         spec = plan.replicas[replica]
-        stage = next(s for s in spec.stages if s.peer == self.peer)
+        stage = spec.stage_of(self.peer)
         role = "full" if len(spec.stages) == 1 else "stage"
         self._emit(
             "role",
@@ -256,29 +256,24 @@ class Rounds:
 
     def _ahead(self, plan: Plan, theta: Shards) -> Shards:
         """b of a round whose predecessor is not decided (see the module's docstring); `theta`: before that one."""
-        stage = self._stage(plan)
-        assert stage is not None
-        trained = planner.stage_shards(self.manifest, *stage)
+        trained = self._trained(plan)
         return theta | {s: [t - d for t, d in zip(theta[s], self._engine.delta(s), strict=True)] for s in trained}
 
-    def _stage(self, plan: Plan | None) -> tuple[int, int] | None:
-        for replica in plan.replicas if plan else ():
-            for stage in replica.stages:
-                if stage.peer == self.peer:
-                    return stage.first, stage.last
-        return None
+    def _trained(self, plan: Plan) -> tuple[str, ...]:
+        """The shards that `plan`, which names us, has us train."""
+        stage = plan.stage_of(self.peer)
+        assert stage is not None
+        return planner.stage_shards(self.manifest, stage.first, stage.last)
 
     def _held(self, plan: Plan) -> tuple[str, ...]:
-        stage = self._stage(plan)
-        return () if stage is None else planner.held_shards(self.manifest, *stage)
+        stage = plan.stage_of(self.peer)
+        return () if stage is None else planner.held_shards(self.manifest, stage.first, stage.last)
 
     # --- what we send
 
     def _pack(self, plan: Plan, replica: int, steps: int, tokens: int, loss: float | None) -> Offer:
-        stage = self._stage(plan)
-        assert stage is not None
         parts = []
-        for shard in planner.stage_shards(self.manifest, *stage):
+        for shard in self._trained(plan):
             self.outer.accumulate(shard, self._engine.delta(shard))
             payload = self.outer.encode(shard)
             norm = self.outer.norm(shard, payload)
@@ -308,11 +303,9 @@ class Rounds:
             await saving
 
     def _fold(self, round: int) -> None:
-        plan = self.member.plan
-        stage = self._stage(plan)
-        done = self._results.get(round)
-        if stage is not None and plan is not None and plan.round == round and done and done.steps:
-            for shard in planner.stage_shards(self.manifest, *stage):
+        plan, done = self.member.plan, self._results.get(round)
+        if plan is not None and plan.round == round and done and done.steps:
+            for shard in self._trained(plan):
                 self.outer.accumulate(shard, self._engine.delta(shard))
             self._storage.save_feedback(round, self.outer.feedback)
             self._offer = None

@@ -211,7 +211,7 @@ class Leader:
         return [Fetch(peer, part) for part in offer.parts if part.digest not in self._held]
 
     def _problem(self, spec: ReplicaSpec, peer: str, offer: Offer, replica: int) -> str | None:
-        stage = next(s for s in spec.stages if s.peer == peer)
+        stage = spec.stage_of(peer)
         wanted = planner.stage_shards(self.manifest, stage.first, stage.last)
         train = self.manifest.train
         if offer.replica != replica or tuple(p.shard for p in offer.parts) != wanted:

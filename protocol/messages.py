@@ -69,6 +69,10 @@ class ReplicaSpec:
     def peers(self) -> tuple[str, ...]:
         return tuple(stage.peer for stage in self.stages)
 
+    def stage_of(self, peer: str) -> StageSpec:
+        """The stage of a member. Raises ValueError for anybody else."""
+        return self.stages[self.peers.index(peer)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -85,6 +89,11 @@ class Plan:
             if peer in replica.peers:
                 return index
         return None
+
+    def stage_of(self, peer: str) -> StageSpec | None:
+        """What `peer` trains, if anything."""
+        replica = self.replica_of(peer)
+        return None if replica is None else self.replicas[replica].stage_of(peer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,9 +73,9 @@ class BootstrapNode(Node):
                 session = self.sessions.pop(peer, None)
                 if session is not None:
                     self.swarm.peers[peer].post(0.1, self.swarm.peers[peer].closed, self.name, session)
-                self.tell_leader(leader.Gone(peer))
-        self.tell_leader(leader.Tick())
-        self.tell_quorum(quorum.Tick())
+                self.work(leader.Gone(peer))
+        self.work(leader.Tick())
+        self.work(quorum.Tick())
         self.later(1.0, self.tick)
 
     # --- sessions
@@ -83,7 +83,7 @@ class BootstrapNode(Node):
     def opened(self, peer: str, session: int) -> None:
         self.sessions[peer] = session
         self.heard[peer] = self.world.now
-        self.tell_leader(leader.Ready(self.swarm.peers[peer].candidate))
+        self.work(leader.Ready(self.swarm.peers[peer].candidate))
 
     def closed(self, peer: str, session: int) -> None:
         if self.sessions.get(peer) == session:
@@ -99,7 +99,7 @@ class BootstrapNode(Node):
                 if self.done:
                     self.tell(peer, Finished(round=self.log[-1].commit.round))
             case Offer() | Attest() | Withdraw():
-                self.tell_leader(leader.Received(peer, message))
+                self.work(leader.Received(peer, message))
             case _:
                 pass
 
@@ -117,23 +117,17 @@ class BootstrapNode(Node):
     def hear(self, name: str, message: Message | Record) -> None:
         match message:
             case Record():
-                self.tell_quorum(quorum.Learned(name, message))
+                self.work(quorum.Learned(name, message))
             case Ask(after=after):
                 self.send_log(name, after)
             case _:
-                self.tell_quorum(quorum.Heard(name, message))  # type: ignore[arg-type]
+                self.work(quorum.Heard(name, message))  # type: ignore[arg-type]
 
     def send_log(self, name: str, after: int) -> None:
         for record in self.log[after + 1 :]:
             self.tell_node(name, record)
 
     # --- the machines
-
-    def tell_leader(self, event: leader.Event) -> None:
-        self.work(event)
-
-    def tell_quorum(self, event: quorum.Event) -> None:
-        self.work(event)
 
     def work(self, event: leader.Event | quorum.Event) -> None:
         """An event, and then those that its effects bring about, as bootstrap/node.py does it."""
@@ -250,6 +244,6 @@ class BootstrapNode(Node):
             if payload is not None:
                 self.payloads[part.digest] = payload
                 self.boundary("payload held")
-                self.tell_leader(leader.Held(part.digest))
-                self.tell_quorum(quorum.Held(part.digest))
+                self.work(leader.Held(part.digest))
+                self.work(quorum.Held(part.digest))
                 return

@@ -260,7 +260,7 @@ class PeerNode(Node):
             self.feed(Trained(plan.round, steps, tokens, rng.random()))
 
     def trained_shards(self, plan: Plan, replica: int) -> tuple[str, ...]:
-        stage = next(s for s in plan.replicas[replica].stages if s.peer == self.name)
+        stage = plan.replicas[replica].stage_of(self.name)
         return planner.stage_shards(self.swarm.manifest, stage.first, stage.last)
 
     # --- the feedback: pack, fold, give back
@@ -383,10 +383,9 @@ class PeerNode(Node):
 
     def arrange(self, commit: Commit) -> None:
         wanted = tuple(self.theta)
-        for replica in commit.plan.replicas if commit.plan else ():
-            for stage in replica.stages:
-                if stage.peer == self.name:
-                    wanted = planner.held_shards(self.swarm.manifest, stage.first, stage.last)
+        stage = commit.plan.stage_of(self.name) if commit.plan else None
+        if stage is not None:
+            wanted = planner.held_shards(self.swarm.manifest, stage.first, stage.last)
         missing = [shard for shard in wanted if shard not in self.theta]
         digests: set[str] = set().union(*(self.history(shard, commit) for shard in missing))
         self.gather(digests, lambda: self.arranged(commit, wanted))

@@ -25,22 +25,20 @@ Life = tuple[int, Counter[str], str]
 
 def live(seed: int) -> Life:
     """Runs a swarm: what happened in it, and the promise that was broken, if one was."""
-    swarm = Swarm(seed)
-    try:
-        swarm.run()
-    except Violation as violation:
-        return seed, swarm.world.stats, str(violation)
-    return seed, swarm.world.stats, ""
+    return _life(seed, Swarm(seed))
 
 
 def meet(seed: int) -> Life:
     """Runs a quorum alone."""
-    council = Council(seed)
+    return _life(seed, Council(seed))
+
+
+def _life(seed: int, one: Swarm | Council) -> Life:
     try:
-        council.run()
+        one.run()
     except Violation as violation:
-        return seed, council.world.stats, str(violation)
-    return seed, council.world.stats, ""
+        return seed, one.world.stats, str(violation)
+    return seed, one.world.stats, ""
 
 
 def main() -> int:

@@ -70,7 +70,7 @@ class Driver:
         assert plan is not None
         replica = plan.replica_of(peer)
         assert replica is not None
-        stage = next(s for s in plan.replicas[replica].stages if s.peer == peer)
+        stage = plan.replicas[replica].stage_of(peer)
         shards = planner.stage_shards(self.manifest, stage.first, stage.last)
         steps, train = 4, self.manifest.train
         offer = Offer(

@@ -389,7 +389,7 @@ def test_error_feedback_waits_for_its_shard(tmp_path: Path, monkeypatch: pytest.
             trained = set()
             for number in range(1, 7):
                 plan = swarm.archive.commits[number - 1].plan
-                stage = next(s for s in plan.replicas[0].stages if s.peer == peer.id)
+                stage = plan.replicas[0].stage_of(peer.id)
                 for shard in planner.stage_shards(run, stage.first, stage.last):
                     trained.add(shard)
                     alone.accumulate(shard, noise(spec, peer.id, number, shard))

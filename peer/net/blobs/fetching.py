@@ -77,8 +77,8 @@ def _mean(old: float, new: float) -> float:
 @dataclass(slots=True)
 class _Job:
     """One blob on its way. `todo`: ranges that nobody was asked for; `asked`: when the others were; `data`: a blob of one
-    range; `asking`: the holders that were asked and have not ended; `named_by`: peers that somebody sure named, and who;
-    `known`: the digests of all ranges are."""
+    range; `asking`: the holders that were asked and have not ended; `served`: one of them has the blob; `named_by`: peers that
+    somebody sure named, and who; `known`: the digests of all ranges are."""
 
     name: str
     size: int
@@ -87,6 +87,7 @@ class _Job:
     asked: dict[int, float] = field(default_factory=dict)
     data: bytes | None = None
     asking: set[str] = field(default_factory=set)
+    served: bool = False
     named_by: dict[str, str] = field(default_factory=dict)
     known: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -131,7 +132,6 @@ class Fetcher:
         self._gate = asyncio.Semaphore(JOBS)
         self._running: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, _Job] = {}
-        self._served: set[str] = set()
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._speeds: OrderedDict[str, _Speed] = OrderedDict()
         self._avoid: dict[str, float] = {}
@@ -142,7 +142,7 @@ class Fetcher:
         job = self._begun.get(name)
         if job is None:
             return None
-        sure = name in self._served or named_by in job.asking
+        sure = job.served or named_by in job.asking
         ahead = _rank(name, peer) < _rank(name, self._transport.peer_id)
         return (self._running[name], sure) if sure or ahead else None
 
@@ -183,7 +183,6 @@ class Fetcher:
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         del self._running[name]
         self._begun.pop(name, None)
-        self._served.discard(name)
         if not task.cancelled():
             task.exception()  # it is told to those who wait, if there are any
 
@@ -294,7 +293,7 @@ class Fetcher:
                 return others or [peer]
             if reply.get("state") != "here":
                 raise RemoteError(peer, f"{what} does not have it; another is asked")
-            self._served.add(job.name)
+            job.served = True
             speed = self._speed(peer)
             if leaves:
                 assert job.part is not None
