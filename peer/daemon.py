@@ -75,10 +75,10 @@ class Engine:
         if self._trace is not None:
             self._trace.close()
 
-    def delta(self, shard: str) -> list[NDArray[np.float32]]:
-        """θ(r-1) - θ local of a shard that was just trained."""
+    def delta(self, shard: str, room: NDArray[np.float32] | None = None) -> list[NDArray[np.float32]]:
+        """θ(r-1) - θ local of a shard that was just trained; in `room` if it is given, which is as large at least."""
         assert self._trainer is not None
-        return self._trainer.delta(shard)
+        return self._trainer.delta(shard, room)
 
     def optimizer(self) -> dict[str, NDArray[np.generic]]:
         """AdamW's moments, by parameter name; for any thread but the worker. They are copies while a round is trained."""

@@ -57,14 +57,12 @@ class Outer:
         shapes."""
         if tuple(d.shape for d in delta) != layout.shapes(self.spec, shard):
             raise ValueError(f"{shard}: the pseudo-gradient's shapes are not those of the shard")
-        if not all(math.isfinite(x) for d in delta for x in (d.min(), d.max())):
+        if not all(math.isfinite(x) for d in delta for part in _blocks(d) for x in (part.min(), part.max())):
             raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
         for e, d in zip(self._feedback(shard), delta, strict=True):
-            flat_e, flat_d = e.reshape(-1), d.reshape(-1)
-            for at in range(0, e.size, BLOCK):
-                here = slice(at, at + BLOCK)
-                np.multiply(flat_e[here], self.beta, out=flat_e[here])
-                np.add(flat_e[here], flat_d[here], out=flat_e[here])
+            for e_part, d_part in zip(_blocks(e), _blocks(d), strict=True):
+                np.multiply(e_part, self.beta, out=e_part)
+                np.add(e_part, d_part, out=e_part)
 
     def encode(self, shard: str) -> bytes:
         """The payload to offer; e loses what it says. Raises PayloadError if e is not finite."""
@@ -123,3 +121,9 @@ class Outer:
         if shard not in self.feedback:
             self.feedback[shard] = [np.zeros(s, dtype=np.float32) for s in layout.shapes(self.spec, shard)]
         return self.feedback[shard]
+
+
+def _blocks(array: Array) -> Iterator[Array]:
+    """The elements of a contiguous array, some at a time."""
+    flat = array.reshape(-1)
+    return (flat[at : at + BLOCK] for at in range(0, flat.size, BLOCK))

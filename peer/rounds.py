@@ -22,9 +22,10 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,7 @@ from protocol.manifest import Manifest
 from protocol.member import Member
 from protocol.messages import Commit, Message, Offer, Offered, Part, Plan
 
+T = TypeVar("T")
 TICK_SECONDS = 1.0
 LOOK_SECONDS = 60.0
 """How often a peer that is behind asks whether others have a later state."""
@@ -74,8 +76,8 @@ class Engine(Protocol):
         """Inner steps of one round; ends early, with an error, when `stop` is set."""
         ...
 
-    def delta(self, shard: str) -> list[NDArray[np.float32]]:
-        """θ(r-1) - θ local of a shard that was just trained."""
+    def delta(self, shard: str, room: NDArray[np.float32] | None = None) -> list[NDArray[np.float32]]:
+        """θ(r-1) - θ local of a shard that was just trained; in `room` if it is given, which is as large at least."""
         ...
 
     def optimizer(self) -> dict[str, NDArray[np.generic]]:
@@ -110,6 +112,7 @@ class Rounds:
             threads,
         )
         self.phase_seconds: dict[str, float] = {}
+        self._worker = ThreadPoolExecutor(1, "rounds")
         self._transport = transport
         self._storage = storage
         self._engine = engine
@@ -166,8 +169,11 @@ class Rounds:
             self._stop.set()
             if self._training is not None:
                 await asyncio.gather(self._training, return_exceptions=True)
-            await self._saved()
-            await asyncio.to_thread(self._last_checkpoint)
+            try:
+                await self._saved()
+                await self._work(self._last_checkpoint)
+            finally:
+                self._worker.shutdown(wait=False)
 
     async def _tick(self) -> None:
         while True:
@@ -184,17 +190,17 @@ class Rounds:
                 self._stop.set()
             case member.Pack(plan, replica, steps, tokens, loss):
                 await self._saved()
-                offer = await self._timed("pack", asyncio.to_thread(self._pack, plan, replica, steps, tokens, loss))
+                offer = await self._timed("pack", self._work(self._pack, plan, replica, steps, tokens, loss))
                 self._save(plan.round)
                 self._emit("offered", round=plan.round, bytes=sum(p.size for p in offer.parts))
                 self.put(member.Packed(plan.round, offer))
             case member.Fold(round):
                 await self._saved()
-                await asyncio.to_thread(self._fold, round)
+                await self._work(self._fold, round)
                 self.put(member.Packed(round, None))
             case member.GiveBack(offer):
                 await self._saved()
-                await asyncio.to_thread(self._give_back, offer)
+                await self._work(self._give_back, offer)
                 self._save(offer.round, given_back=True)
             case member.Apply(commit, rebuild):
                 await self._apply(commit, rebuild)
@@ -204,6 +210,10 @@ class Rounds:
                 self.put(member.Arranged(commit.round, digests))
             case member.Finish():
                 raise AssertionError("Finish ends the loop")
+
+    async def _work(self, work: Callable[..., T], *args: object) -> T:
+        """Runs `work` on the one thread that changes θ and the feedback: the memory that it frees is there for the next time."""
+        return await asyncio.get_running_loop().run_in_executor(self._worker, work, *args)
 
     async def _timed(self, phase: str, work):  # type: ignore[no-untyped-def]
         began = time.monotonic()
@@ -273,8 +283,7 @@ class Rounds:
 
     def _pack(self, plan: Plan, replica: int, steps: int, tokens: int, loss: float | None) -> Offer:
         parts = []
-        for shard in self._trained(plan):
-            self.outer.accumulate(shard, self._engine.delta(shard))
+        for shard in self._accumulate(plan):
             payload = self.outer.encode(shard)
             norm = self.outer.norm(shard, payload)
             parts.append(
@@ -291,6 +300,14 @@ class Rounds:
         self._storage.save_offer(offer)
         return offer
 
+    def _accumulate(self, plan: Plan) -> Iterator[str]:
+        """Adds the pseudo-gradient to the feedback, shard by shard; says of each when it is done."""
+        shards = self._trained(plan)
+        room = np.empty(max(layout.parameters(self.manifest.model, shard) for shard in shards), dtype=np.float32)
+        for shard in shards:
+            self.outer.accumulate(shard, self._engine.delta(shard, room))
+            yield shard
+
     def _save(self, round: int, given_back: bool = False) -> None:
         """Begins to write the feedback. That is most of what a round writes; the offer does not wait for it."""
         work = asyncio.to_thread(self._storage.save_feedback, round, self.outer.feedback, given_back=given_back)
@@ -305,8 +322,8 @@ class Rounds:
     def _fold(self, round: int) -> None:
         plan, done = self.member.plan, self._results.get(round)
         if plan is not None and plan.round == round and done and done.steps:
-            for shard in self._trained(plan):
-                self.outer.accumulate(shard, self._engine.delta(shard))
+            for _ in self._accumulate(plan):
+                pass
             self._storage.save_feedback(round, self.outer.feedback)
             self._offer = None
 
@@ -335,14 +352,14 @@ class Rounds:
             for shard in held:
                 self.outer.apply(shard, [(w, payloads[p.digest]) for w, p, _ in commit.payloads(shard)])
 
-        await self._timed("apply", asyncio.to_thread(work))
+        await self._timed("apply", self._work(work))
         if rebuild:
             again = [s for s in rebuild if s in self.outer.theta]
             for shard in again:
                 del self.outer.theta[shard]
             await self._recovery.build(again, commit.round)
             self._emit("repaired", round=commit.round, shards=again)
-        await asyncio.to_thread(self._settle, commit)
+        await self._work(self._settle, commit)
         self.phase_seconds["boundary"] = time.monotonic() - began
         result = self._results.pop(commit.round, None) or Result(0, 0, None, None)
         self.phase_seconds["train"] = result.seconds
@@ -375,7 +392,7 @@ class Rounds:
                 self._checkpoint(commit.round, digests)
             return digests
 
-        return await asyncio.to_thread(work)
+        return await self._work(work)
 
     def _settle(self, commit: Commit) -> None:
         """After `commit` is applied: says which payloads are still needed here (see peer/exchange.py)."""

@@ -109,10 +109,10 @@ class Storage:
 
     def save_feedback(self, round: int, feedback: Shards, *, given_back: bool = False) -> None:
         """Makes the feedback after packing `round` durable, or that after its offer was given back."""
+        path = self.folder / f"feedback-{round:08d}.safetensors"
+        before = [old for _, old in self._numbered("feedback-*.safetensors") if old != path]
         pieces = _safetensors(_flatten(feedback), {"given_back": str(given_back)})
-        write_durably(self.folder / f"feedback-{round:08d}.safetensors", *pieces)
-        for _, path in self._numbered("feedback-*.safetensors")[:-KEPT]:
-            path.unlink()
+        write_durably(path, *pieces, over=before[0] if len(before) >= KEPT else None)
 
     def load_feedback(self) -> Feedback:
         """The newest feedback and offer that can be read."""

@@ -235,11 +235,12 @@ class StageTrainer:
         self.reset()
         self.steps += 1
 
-    def delta(self, shard: str) -> list[np.ndarray]:
-        """theta - local for one held shard, fp32, in canonical order (positive sign convention)."""
+    def delta(self, shard: str, room: np.ndarray | None = None) -> list[np.ndarray]:
+        """theta - local for one held shard, fp32, in canonical order (positive sign convention); in `room` (flat fp32, as
+        large at least) if it is given."""
         if self._theta is None:
             raise LocalError("delta before begin_round; this is a bug")
-        return self.stage.delta(shard, self._theta)
+        return self.stage.delta(shard, self._theta, room)
 
     def optimizer_state(self, copy: bool = True) -> dict[str, np.ndarray]:
         """AdamW's moments as `<parameter>/<moment>`: fp32 arrays. Without `copy` the next step may change them."""

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 Bytes = bytes | bytearray | memoryview
 RANGE = 32 * 1024
 """Bytes. Small, so that what an interrupted or wrong transfer costs is small: a few ranges for each holder."""
+WHOLE = 4 * RANGE
+"""Bytes; up to here a blob comes in one piece."""
 MAX_BLOB = 4 << 30
 """Bytes; nothing larger is asked for, taken or served. Its leaves are 4 MiB."""
 LEAF = 32

@@ -73,7 +73,7 @@ class Engine:
         steps = self.manifest.train.inner_steps
         return Result(steps, steps * self.manifest.train.step_tokens, 1.0, None)
 
-    def delta(self, shard: str) -> list[np.ndarray]:
+    def delta(self, shard: str, room: np.ndarray | None = None) -> list[np.ndarray]:
         return noise(self.manifest.model, self.peer, self.round, shard)
 
     def optimizer(self) -> dict[str, Any]:

@@ -174,8 +174,9 @@ class Stage(nn.Module):
                     held[name].copy_(torch.tensor(array))
 
     @torch.no_grad()
-    def delta(self, shard: str, theta: Theta) -> list[np.ndarray]:
-        """theta - this stage's values, fp32, in canonical order; `theta` is what was loaded.
+    def delta(self, shard: str, theta: Theta, room: np.ndarray | None = None) -> list[np.ndarray]:
+        """theta - this stage's values, fp32, in canonical order; `theta` is what was loaded. The result lies in `room` (flat
+        fp32, as large at least) if it is given.
 
         A compressed chain's embedding moves within S only: (A0 - A) U^T.
         """
@@ -183,10 +184,12 @@ class Stage(nn.Module):
         if shard == "embed" and self._u_DK is not None and self._a0_VK is not None:
             moved_VD = (self._a0_VK - held["model.embed_tokens.coordinates"]) @ self._u_DK.T
             return [np.ascontiguousarray(moved_VD.cpu().numpy())]
-        return [
-            array - held[name].detach().cpu().numpy()
-            for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True)
-        ]
+        at, found = 0, []
+        for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True):
+            out = None if room is None else room[at : at + array.size].reshape(array.shape)
+            found.append(np.subtract(array, held[name].detach().cpu().numpy(), out=out))
+            at += array.size
+        return found
 
     def embed(self, ids_BL: Tensor) -> Tensor:
         """Token embeddings [B, L, D]."""

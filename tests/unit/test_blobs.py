@@ -308,6 +308,32 @@ def test_a_blob_from_one_holder(kind: str, tmp_path: Path, size: int) -> None:
     run(work())
 
 
+def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with swarm(kind, tmp_path, 2) as (a, b):
+            opened: list[Stream] = []
+            real = b.transport.open
+
+            async def open(peer: str, name: str, *, timeout: float) -> Stream:
+                opened.append(await real(peer, name, timeout=timeout))
+                return opened[-1]
+
+            b.transport.open = open  # type: ignore[method-assign]
+            for seed in range(6):
+                data = noise(ranges.WHOLE - seed, seed)
+                name = a.store.put(data)
+                if seed == 4:  # the other end is gone meanwhile
+                    await opened[-1].close()
+                with pytest.raises(RemoteError, match="does not have it"):
+                    await b.fetcher.fetch(ranges.name_of(data[1:]), 5, [a.id])
+                await b.fetcher.fetch(name, len(data), [a.id])
+                assert b.store.get(name) == data
+            assert len(opened) == 2
+            assert sum(a.server._streams.values()) == 1
+
+    run(work())
+
+
 def test_what_has_a_name(tmp_path: Path) -> None:
     async def work() -> None:
         async with swarm("memory", tmp_path, 2) as (a, b):
@@ -380,7 +406,7 @@ def test_a_corrupt_holder_is_named_at_once_and_avoided(kind: str, tmp_path: Path
 
 
 def test_wrong_digests_of_the_ranges_are_noticed(tmp_path: Path) -> None:
-    data = noise(3 * RANGE)
+    data = noise(9 * RANGE)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 3) as (a, liar, c):
@@ -389,7 +415,7 @@ def test_wrong_digests_of_the_ranges_are_noticed(tmp_path: Path) -> None:
             async def lies(stream: Stream) -> None:
                 await stream.recv()
                 await stream.send(framing.pack_message({"state": "here"}))
-                await stream.send(bytes(96))
+                await stream.send(bytes(9 * 32))
 
             await liar.transport.serve(wire.BLOB, lies)
             await c.fetcher.fetch(name, len(data), [liar.id, a.id])
@@ -570,6 +596,8 @@ async def spread(peers: list[Peer], size: int) -> list[int]:
     for peer in peers:
         assert all(peer.store.get(name) == payload for name, payload in zip(names, payloads, strict=True))
         assert not peer.warnings
+    for peer in peers:
+        await peer.fetcher.aclose()
     for peer in peers:  # the last servers close their streams
         while peer.server._streams:
             await asyncio.sleep(0.01)

@@ -3,7 +3,8 @@
 A large blob is asked of several holders, the fastest and nearest first by what was measured; each of them is kept busy with
 just as many ranges as its link holds and takes the next missing one, so a fast holder carries more. A range whose digest is
 wrong costs its holder our trust for a while, and that range is asked of another; so does a holder that is gone or silent.
-What came is on disk (peer/net/blobs/store.py): a fetch that was interrupted, by whatever, goes on where it was.
+What came is on disk (peer/net/blobs/store.py): a fetch that was interrupted, by whatever, goes on where it was. A small blob
+comes as a whole, with the answer, over a stream that is kept for the next one.
 
 A holder may itself be getting the blob, and lets others wait for it. Peers that wait for each other in a circle would wait in
 vain; so one may wait for another only if that one surely leads to somebody who has the blob (it is being served; or it was
@@ -20,7 +21,8 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from peer.net.base import Stream, Transport, short
+from peer.net.base import Closed, Stream, Transport, short
+from peer.net.blobs.idle import IdleStreams
 from peer.net.blobs.store import BlobStore, Part
 from protocol import framing, ranges, wire
 from protocol.errors import RemoteError
@@ -76,8 +78,8 @@ def _mean(old: float, new: float) -> float:
 
 @dataclass(slots=True)
 class _Job:
-    """One blob on its way. `todo`: ranges that nobody was asked for; `asked`: when the others were; `data`: a blob of one
-    range; `asking`: the holders that were asked and have not ended; `served`: one of them has the blob; `named_by`: peers that
+    """One blob on its way. `todo`: ranges that nobody was asked for, of a small blob the one piece that it comes in; `asked`: when
+    the others were; `data`: a small blob; `asking`: the holders that were asked and have not ended; `served`: one of them has the blob; `named_by`: peers that
     somebody sure named, and who; `known`: the digests of all ranges are."""
 
     name: str
@@ -133,6 +135,7 @@ class Fetcher:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, _Job] = {}
         self._closing: set[asyncio.Task[list[str]]] = set()
+        self._idle = IdleStreams()
         self._speeds: OrderedDict[str, _Speed] = OrderedDict()
         self._avoid: dict[str, float] = {}
 
@@ -179,6 +182,7 @@ class Fetcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._idle.aclose()
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
         del self._running[name]
@@ -192,7 +196,7 @@ class Fetcher:
         self, name: str, size: int, holders: Sequence[str], round: int, check: Callable[[bytes], None] | None
     ) -> None:
         async with self._gate:
-            part = await asyncio.to_thread(self._store.part, name, size) if size > ranges.RANGE else None
+            part = await asyncio.to_thread(self._store.part, name, size) if size > ranges.WHOLE else None
             missing = sorted(part.missing) if part is not None else [0]
             self._begun[name] = job = _Job(name, size, part, deque(missing))
             if part is None or part.leaves is not None:
@@ -272,26 +276,33 @@ class Fetcher:
         names instead. Raises RemoteError, UsageError."""
         what = f"blob {job.name[:12]}: peer {short(peer)}"
         stream: Stream | None = None
+        usable = False
         job.asking.add(peer)
         try:
             if self._reach is not None:
                 await self._reach(peer)
-            stream = await self._transport.open(peer, wire.BLOB, timeout=self._timeout)
             leaves = not job.known.is_set()
-            named_by = job.named_by.get(peer, "")
-            ask = {"blob": job.name, "size": job.size, "leaves": leaves, "insist": insist, "named_by": named_by}
-            await stream.send(framing.pack_message(ask))
-            if job.part is None:  # one range: it comes with the answer
-                await self._ask(stream, job, mine, 0)
+            ask = {
+                "blob": job.name,
+                "size": job.size,
+                "leaves": leaves,
+                "whole": job.part is None,
+                "insist": insist,
+                "named_by": job.named_by.get(peer, ""),
+            }
+            stream, reply = await self._begin(peer, framing.pack_message(ask))
+            if job.part is None:
+                self._note(job, mine, 0)
             waited = False
-            while (reply := _reply(await stream.recv(4096, timeout=self._timeout), what)).get("state") == "wait":
-                waited = True
-            if reply.get("state") == "busy":
-                others = [p for p in _names(reply.get("ask")) if p != self._transport.peer_id]
-                if reply.get("sure") is True:
+            while (answer := _reply(reply, what)).get("state") == "wait":
+                waited, reply = True, await stream.recv(4096, timeout=self._timeout)
+            usable = job.part is None and answer.get("state") in ("busy", "absent")
+            if answer.get("state") == "busy":
+                others = [p for p in _names(answer.get("ask")) if p != self._transport.peer_id]
+                if answer.get("sure") is True:
                     job.named_by.update(dict.fromkeys(others, peer))
                 return others or [peer]
-            if reply.get("state") != "here":
+            if answer.get("state") != "here":
                 raise RemoteError(peer, f"{what} does not have it; another is asked")
             job.served = True
             speed = self._speed(peer)
@@ -306,15 +317,32 @@ class Fetcher:
                     if not job.part.missing:
                         job.done.set()
             await self._take(stream, job, peer, mine, speed, what, waited)
-            await stream.finish()
+            usable = job.part is None and not mine
+            if not usable:
+                await stream.finish()
             return []
         except framing.FrameError as error:
             raise RemoteError(peer, f"{what}: {error}") from None
         finally:
             job.asking.discard(peer)
             job.give_back(mine)
-            if stream is not None:
+            if stream is not None and usable:
+                await self._idle.keep(stream)
+            elif stream is not None:
                 await stream.close()
+
+    async def _begin(self, peer: str, ask: bytes) -> tuple[Stream, bytes]:
+        """A stream to a holder, and its first answer."""
+        while True:
+            kept = self._idle.take(peer)
+            stream = kept or await self._transport.open(peer, wire.BLOB, timeout=self._timeout)
+            try:
+                await stream.send(ask)
+                return stream, await stream.recv(4096, timeout=self._timeout)
+            except BaseException as error:
+                await stream.close()
+                if kept is None or not isinstance(error, Closed):
+                    raise
 
     async def _take(
         self, stream: Stream, job: _Job, peer: str, mine: deque[int], speed: _Speed, what: str, waited: bool
@@ -323,15 +351,16 @@ class Fetcher:
         arrived, measured = clock(), waited
         while not job.done.is_set():
             while len(mine) < speed.depth and (index := self._next(job, mine, speed)) is not None:
-                await self._ask(stream, job, mine, index)
+                self._note(job, mine, index)
+                await stream.send(framing.pack_message({"range": index}))
             if not mine:  # others may give ranges back, or be late
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(OVERDUE_SECONDS / 2):
                         await job.changed.wait()
                 continue
             index = mine[0]
-            begin, end = ranges.span(job.size, index)
-            data = await stream.recv(ranges.RANGE, timeout=self._timeout)
+            begin, end = (0, job.size) if job.part is None else ranges.span(job.size, index)
+            data = await stream.recv(ranges.WHOLE, timeout=self._timeout)
             now = clock()
             if not measured:
                 measured = True
@@ -358,12 +387,12 @@ class Fetcher:
         late = asyncio.get_running_loop().time() - since - 4 * speed.expected(ranges.RANGE)
         return index if late > OVERDUE_SECONDS else None
 
-    async def _ask(self, stream: Stream, job: _Job, mine: deque[int], index: int) -> None:
+    def _note(self, job: _Job, mine: deque[int], index: int) -> None:
+        """A holder is asked for this range."""
         job.asked[index] = asyncio.get_running_loop().time()
         with contextlib.suppress(ValueError):
             job.todo.remove(index)
         mine.append(index)
-        await stream.send(framing.pack_message({"range": index}))
 
     async def _keep(self, job: _Job, index: int, data: bytes) -> bool:
         """Stores a range; whether it is right."""

@@ -1,15 +1,15 @@
 """Serving blobs: who is served, by whom else, and how fast.
 
-    -> {"blob": name, "size": bytes, "leaves": bool, "insist": bool, "named_by": the peer that sent us here, or ""}
+    -> {"blob": name, "size": bytes, "leaves": bool, "whole": bool, "insist": bool, "named_by": who sent us here, or ""}
     <- {"state": "wait"}, now and then, while the blob is still on its way here
-    <- {"state": "here"}, then one frame with the leaves if they were asked for and there is more than one range
+    <- {"state": "here"}, then one frame with the whole blob, if that was asked for; else one with the leaves, if they were, and:
+       -> {"range": i}, as many as wanted, in any order
+       <- one frame with range i for each, in that order
        {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent, these peers have it or are getting it, surely
-       if they get it from a peer that has it; then the end
-       {"state": "absent"}; then the end
-    -> {"range": i}, as many as wanted, before the answer too
-    <- one frame with range i for each, in order
+       if they get it from a peer that has it
+       {"state": "absent"}
 
-and for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
+After "busy", "absent" or a whole blob the stream is free for the next request. And for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
 
 *Spreading.* A stored blob is sent about `copies` times; whoever asks then is told who got it, and asks there, so that copies
 multiply like the leaves of a tree and a home uplink sends its own payload about twice, however many peers there are. A
@@ -27,7 +27,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peer.net.base import REQUEST_SECONDS, Ended, Stream, Transport, short
+from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport, short
+from peer.net.blobs.idle import KEPT_SECONDS
 from peer.net.blobs.store import Blob, BlobStore
 from protocol import framing, ranges, wire
 from protocol.errors import RemoteError
@@ -46,6 +47,8 @@ WAIT_SECONDS = 30.0
 SIGN_SECONDS = 5.0
 """How often it is told that it waits."""
 IDLE_SECONDS = 60.0
+NEXT_SECONDS = KEPT_SECONDS + 30.0
+"""How long a stream waits for its next request."""
 STREAMS_PER_PEER = 128
 """At once; a payload or shard takes one."""
 CACHED_LEAVES = 1024
@@ -176,11 +179,17 @@ class BlobServer:
             raise RemoteError(peer, f"blobs for {short(peer)}: {STREAMS_PER_PEER} streams at once; it was closed")
         self._streams[peer] = self._streams.get(peer, 0) + 1
         try:
-            request = framing.unpack_message(await stream.recv(1024, timeout=REQUEST_SECONDS))
-            if isinstance(request, dict) and isinstance(request.get("named"), str):
-                await self._send_named(stream, self._named.get(request["named"]))
-            elif isinstance(request, dict) and ranges.is_name(request.get("blob")):
+            raw = await stream.recv(1024, timeout=REQUEST_SECONDS)
+            while isinstance(request := framing.unpack_message(raw), dict):
+                if isinstance(request.get("named"), str):
+                    return await self._send_named(stream, self._named.get(request["named"]))
+                if not ranges.is_name(request.get("blob")):
+                    return
                 await self._answer(stream, request["blob"], request)
+                try:
+                    raw = await stream.recv(1024, timeout=NEXT_SECONDS)
+                except (Closed, Timeout):
+                    return
         except framing.FrameError as error:
             raise RemoteError(peer, f"blobs for {short(peer)}: {error}; it was closed") from None
         finally:
@@ -198,7 +207,7 @@ class BlobServer:
     async def _answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
         size, peer = request.get("size"), stream.remote
         if not isinstance(size, int) or not 0 <= size <= ranges.MAX_BLOB:
-            return await _say(stream, "absent")
+            raise RemoteError(peer, f"blobs for {short(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
         coming = self._coming(name, peer, request.get("named_by")) if blob is None else None
         if coming is not None or (blob is not None and blob.size == size):
@@ -225,6 +234,12 @@ class BlobServer:
         if blob is None or leaves is None:
             return await _say(stream, "absent")
         await _say(stream, "here")
+        if request.get("whole") is True and size <= ranges.WHOLE:
+            data = await asyncio.to_thread(self._read_whole, name, blob, leaves)
+            await self.uplink.turn(stream.remote, size)
+            await stream.send(data)
+            sent[0] = size
+            return
         if request.get("leaves") is True and len(leaves) > ranges.LEAF:
             await self.uplink.turn(stream.remote, len(leaves))
             await stream.send(leaves)
@@ -257,6 +272,9 @@ class BlobServer:
             if len(self._leaves) > CACHED_LEAVES:
                 self._leaves.popitem(last=False)
         return leaves
+
+    def _read_whole(self, name: str, blob: Blob, leaves: bytes) -> bytes:
+        return b"".join(self._read(name, blob, leaves, index) for index in range(ranges.count(blob.size)))
 
     def _read(self, name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
         """A range that is right: an honest peer's disk must not get it blamed."""

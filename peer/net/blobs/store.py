@@ -37,13 +37,23 @@ def disk_error(path: Path, error: OSError) -> LocalError:
     )
 
 
-def write_durably(path: Path, *pieces: bytes | memoryview, seconds: int | None = None, sync: bool = True) -> None:
+def write_durably(
+    path: Path,
+    *pieces: bytes | memoryview,
+    seconds: int | None = None,
+    sync: bool = True,
+    over: Path | None = None,
+) -> None:
     """Writes a file so that a crash leaves the old one or the new one; `seconds`: its modification time. Without `sync` that
-    holds for a process that is killed, not for a machine that loses power. Raises UsageError."""
+    holds for a process that is killed, not for a machine that loses power. `over`: a file that is not needed any more, whose
+    room on disk and in the page cache is taken: fresh pages cost more than the bytes. Raises UsageError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
-        with open(temporary, "wb") as file:
+        if over is not None:
+            os.replace(over, temporary)
+        with open(temporary, "wb" if over is None else "r+b") as file:
             file.writelines(pieces)
+            file.truncate()
             file.flush()
             if sync:
                 os.fsync(file.fileno())
