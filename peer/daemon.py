@@ -75,10 +75,17 @@ class Engine:
         if self._trace is not None:
             self._trace.close()
 
-    def delta(self, shard: str, room: NDArray[np.float32] | None = None) -> list[NDArray[np.float32]]:
-        """θ(r-1) - θ local of a shard that was just trained; in `room` if it is given, which is as large at least."""
+    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
+        """θ(r-1) - θ local of a shard that was just trained, as pairs (peer/model/stage.py)."""
         assert self._trainer is not None
-        return self._trainer.delta(shard, room)
+        return self._trainer.displacement(shard)
+
+    def release(self) -> None:
+        """Forgets the θ that was trained from: `displacement` is not asked for any more."""
+        if self._training:
+            raise AssertionError("θ is released while it is trained from; this is a bug")
+        if self._trainer is not None:
+            self._trainer.release()
 
     def optimizer(self) -> dict[str, NDArray[np.generic]]:
         """AdamW's moments, by parameter name; for any thread but the worker. They are copies while a round is trained."""

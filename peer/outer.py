@@ -39,7 +39,7 @@ class Outer:
     """`theta`: the shards held; `feedback`: error buffers e (fp32, as theta's arrays), which may outlive the
     holding.
 
-    `apply` replaces the list in `theta`, so that whoever reads the old one sees a whole state. `threads`: how many
+    `apply` replaces the list in `theta`, so that whoever reads the old one sees a whole state (see there). `threads`: how many
     encode and apply at a time; the bits do not depend on it.
     """
 
@@ -52,17 +52,22 @@ class Outer:
         self.theta: dict[str, list[Array]] = {}
         self.feedback: dict[str, list[Array]] = {}
 
-    def accumulate(self, shard: str, delta: Sequence[Array]) -> None:
-        """e = β e + δ. Raises LocalError, and leaves e as it was, if δ is not finite; ValueError for wrong
-        shapes."""
-        if tuple(d.shape for d in delta) != layout.shapes(self.spec, shard):
+    def accumulate(self, shard: str, displacement: Sequence[tuple[Array, Array | None]]) -> None:
+        """e = β e + δ, for each tensor δ = a - b of (a, b), or a where b is None. Raises LocalError, and leaves e as it was, if a
+        value is not finite; ValueError for wrong shapes."""
+        if tuple(a.shape for a, _ in displacement) != layout.shapes(self.spec, shard):
             raise ValueError(f"{shard}: the pseudo-gradient's shapes are not those of the shard")
-        if not all(math.isfinite(x) for d in delta for part in _blocks(d) for x in (part.min(), part.max())):
-            raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
-        for e, d in zip(self._feedback(shard), delta, strict=True):
-            for e_part, d_part in zip(_blocks(e), _blocks(d), strict=True):
-                np.multiply(e_part, self.beta, out=e_part)
-                np.add(e_part, d_part, out=e_part)
+        for pair in displacement:
+            # θ is finite: it is b that may not be; their difference could still overflow, which `encode` refuses
+            blocks = _blocks(pair[0] if pair[1] is None else pair[1])
+            if not all(math.isfinite(x) for block in blocks for x in (block.min(), block.max())):
+                raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
+        room = np.empty(BLOCK, dtype=np.float32)
+        for e, (a, b) in zip(self._feedback(shard), displacement, strict=True):
+            for e_block, a_block, b_block in zip(_blocks(e), _blocks(a), _blocks(a if b is None else b), strict=True):
+                delta = a_block if b is None else np.subtract(a_block, b_block, out=room[: a_block.size])
+                np.multiply(e_block, self.beta, out=e_block)
+                np.add(e_block, delta, out=e_block)
 
     def encode(self, shard: str) -> bytes:
         """The payload to offer; e loses what it says. Raises PayloadError if e is not finite."""
@@ -93,14 +98,24 @@ class Outer:
         for e, sent in zip(self._feedback(shard), returned, strict=True):
             e.reshape(-1)[sent.index] += sent.values
 
-    def apply(self, shard: str, contributions: Sequence[tuple[float, bytes | memoryview]]) -> None:
+    def apply(
+        self,
+        shard: str,
+        contributions: Sequence[tuple[float, bytes | memoryview]],
+        room: list[Array] | None = None,
+    ) -> None:
         """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a
-        weight that is not finite) before anything is changed, KeyError for a shard that is not held."""
+        weight that is not finite) before anything is changed, KeyError for a shard that is not held.
+
+        With `room` the memory of the former arrays goes there, and the new ones take theirs from it: only for a caller
+        who knows that nobody else reads those arrays any more."""
         held = self.theta[shard]
         if not all(math.isfinite(weight) for weight, _ in contributions):
             raise ValueError(f"{shard}: a contribution's weight is not finite")
         with self._pool() as run:
-            self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, run)
+            self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, run, room)
+        if room is not None:
+            room += [array for array in held if array.flags.writeable]
 
     def digest(self, shard: str) -> str:
         """The shard's digest (protocol/layout.py)."""

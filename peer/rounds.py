@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -44,6 +44,8 @@ from protocol.messages import Commit, Message, Offer, Offered, Part, Plan
 
 T = TypeVar("T")
 TICK_SECONDS = 1.0
+SAVE_SECONDS = 5.0
+"""The longest that the feedback waits for the next training to begin, before it is written."""
 LOOK_SECONDS = 60.0
 """How often a peer that is behind asks whether others have a later state."""
 
@@ -76,8 +78,12 @@ class Engine(Protocol):
         """Inner steps of one round; ends early, with an error, when `stop` is set."""
         ...
 
-    def delta(self, shard: str, room: NDArray[np.float32] | None = None) -> list[NDArray[np.float32]]:
-        """θ(r-1) - θ local of a shard that was just trained; in `room` if it is given, which is as large at least."""
+    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
+        """(a, b) for each tensor of a shard that was just trained: θ(r-1) - θ local is a - b, or a where b is None."""
+        ...
+
+    def release(self) -> None:
+        """Forgets the θ that was trained from: `displacement` is not asked for any more."""
         ...
 
     def optimizer(self) -> dict[str, NDArray[np.generic]]:
@@ -124,6 +130,8 @@ class Rounds:
         self._training: asyncio.Task[None] | None = None
         self._looked_at = float("-inf")
         self._results: dict[int, Result] = {}
+        self._attesting: asyncio.Task[None] | None = None
+        self._unsaved: tuple[int, bool, float] | None = None
         self._saving: asyncio.Task[None] | None = None
         applied = -1
         if restored is not None:
@@ -159,7 +167,9 @@ class Rounds:
             while True:
                 event = await self._events.get()
                 if self._saving is not None and self._saving.done():
-                    await self._saved()
+                    self._saving.result()
+                if self._unsaved is not None and time.monotonic() - self._unsaved[2] >= SAVE_SECONDS:
+                    self._begin_saving()
                 for effect in self.member.handle(event, time.monotonic()):
                     if isinstance(effect, member.Finish):
                         return
@@ -170,6 +180,7 @@ class Rounds:
             if self._training is not None:
                 await asyncio.gather(self._training, return_exceptions=True)
             try:
+                await self._attested()
                 await self._saved()
                 await self._work(self._last_checkpoint)
             finally:
@@ -206,8 +217,8 @@ class Rounds:
                 await self._apply(commit, rebuild)
                 self.put(member.Applied(commit.round))
             case member.Arrange(commit):
-                digests = await self._timed("arrange", self._arrange(commit))
-                self.put(member.Arranged(commit.round, digests))
+                await self._timed("arrange", self._arrange(commit))
+                self.put(member.Arranged(commit.round))
             case member.Finish():
                 raise AssertionError("Finish ends the loop")
 
@@ -239,6 +250,7 @@ class Rounds:
             position=spec.stages.index(stage),
             stages=len(spec.stages),
         )
+        self._begin_saving()
         self._stop = asyncio.Event()
         theta = {shard: self.outer.theta[shard] for shard in self._held(plan)}
         ahead = plan.round > self.member.applied + 1
@@ -267,7 +279,8 @@ class Rounds:
     def _ahead(self, plan: Plan, theta: Shards) -> Shards:
         """b of a round whose predecessor is not decided (see the module's docstring); `theta`: before that one."""
         trained = self._trained(plan)
-        return theta | {s: [t - d for t, d in zip(theta[s], self._engine.delta(s), strict=True)] for s in trained}
+        moved = {s: zip(theta[s], self._engine.displacement(s), strict=True) for s in trained}
+        return theta | {s: [t - (a if b is None else a - b) for t, (a, b) in pairs] for s, pairs in moved.items()}
 
     def _trained(self, plan: Plan) -> tuple[str, ...]:
         """The shards that `plan`, which names us, has us train."""
@@ -283,7 +296,8 @@ class Rounds:
 
     def _pack(self, plan: Plan, replica: int, steps: int, tokens: int, loss: float | None) -> Offer:
         parts = []
-        for shard in self._accumulate(plan):
+        for shard in self._trained(plan):
+            self.outer.accumulate(shard, self._engine.displacement(shard))
             payload = self.outer.encode(shard)
             norm = self.outer.norm(shard, payload)
             parts.append(
@@ -300,21 +314,20 @@ class Rounds:
         self._storage.save_offer(offer)
         return offer
 
-    def _accumulate(self, plan: Plan) -> Iterator[str]:
-        """Adds the pseudo-gradient to the feedback, shard by shard; says of each when it is done."""
-        shards = self._trained(plan)
-        room = np.empty(max(layout.parameters(self.manifest.model, shard) for shard in shards), dtype=np.float32)
-        for shard in shards:
-            self.outer.accumulate(shard, self._engine.delta(shard, room))
-            yield shard
-
     def _save(self, round: int, given_back: bool = False) -> None:
-        """Begins to write the feedback. That is most of what a round writes; the offer does not wait for it."""
-        work = asyncio.to_thread(self._storage.save_feedback, round, self.outer.feedback, given_back=given_back)
-        self._saving = asyncio.create_task(work)
+        """Has the feedback written, soon. It is most of what a round writes; nobody waits for it, so what is waited for goes
+        first."""
+        self._unsaved = (round, given_back, time.monotonic())
+
+    def _begin_saving(self) -> None:
+        if self._unsaved is not None:
+            (round, given_back, _), self._unsaved = self._unsaved, None
+            work = asyncio.to_thread(self._storage.save_feedback, round, self.outer.feedback, given_back=given_back)
+            self._saving = asyncio.create_task(work)
 
     async def _saved(self) -> None:
         """Waits until the feedback is on disk: nothing may change it before. Raises UsageError."""
+        self._begin_saving()
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving
@@ -322,8 +335,8 @@ class Rounds:
     def _fold(self, round: int) -> None:
         plan, done = self.member.plan, self._results.get(round)
         if plan is not None and plan.round == round and done and done.steps:
-            for _ in self._accumulate(plan):
-                pass
+            for shard in self._trained(plan):
+                self.outer.accumulate(shard, self._engine.displacement(shard))
             self._storage.save_feedback(round, self.outer.feedback)
             self._offer = None
 
@@ -347,10 +360,15 @@ class Rounds:
         await self._leap(commit)
         held = [s for s in self.outer.theta if s not in rebuild]
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
+        room: list[NDArray[np.float32]] | None = None
+        if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
+            await self._attested()
+            self._engine.release()
+            room = []
 
         def work() -> None:
             for shard in held:
-                self.outer.apply(shard, [(w, payloads[p.digest]) for w, p, _ in commit.payloads(shard)])
+                self.outer.apply(shard, [(w, payloads[p.digest]) for w, p, _ in commit.payloads(shard)], room)
 
         await self._timed("apply", self._work(work))
         if rebuild:
@@ -376,7 +394,8 @@ class Rounds:
         self.phase_seconds = {}
         self._results = {r: x for r, x in self._results.items() if r > commit.round}
 
-    async def _arrange(self, commit: Commit) -> dict[str, str]:
+    async def _arrange(self, commit: Commit) -> None:
+        await self._attested()
         wanted = set(self._held(commit.plan)) if commit.plan else set()
         if wanted:
             for shard in [s for s in self.outer.theta if s not in wanted]:
@@ -385,14 +404,23 @@ class Rounds:
         await self._recovery.build(missing, commit.round)
         self._storage.blobs.protected = self._needed(commit.round)
 
-        def work() -> dict[str, str]:
-            digests = self._digests()
-            due = commit.round % self.manifest.checkpoint_rounds == 0 or self._checkpointed < 0
-            if due and commit.round > 0 and digests and commit.round != self._checkpointed:
-                self._checkpoint(commit.round, digests)
-            return digests
+        due = commit.round % self.manifest.checkpoint_rounds == 0 or self._checkpointed < 0
+        due = due and commit.round > 0 and bool(self.outer.theta) and commit.round != self._checkpointed
+        self._attesting = asyncio.create_task(self._attest(commit.round, dict(self.outer.theta), due))
+        if due:  # the optimizer must not change meanwhile
+            await self._attested()
 
-        return await self._work(work)
+    async def _attest(self, round: int, theta: Shards, checkpoint: bool) -> None:
+        """Compares what we hold with the others': training goes on meanwhile, which does not change these arrays."""
+        digests = await asyncio.to_thread(_digests, theta)
+        self.put(member.Digested(round, digests))
+        if checkpoint:
+            await self._work(self._checkpoint, round, digests)
+
+    async def _attested(self) -> None:
+        if self._attesting is not None:
+            attesting, self._attesting = self._attesting, None
+            await attesting
 
     def _settle(self, commit: Commit) -> None:
         """After `commit` is applied: says which payloads are still needed here (see peer/exchange.py)."""
@@ -417,9 +445,6 @@ class Rounds:
         if await self._recovery.is_shorter(held, before, head):
             self.outer.theta.clear()
 
-    def _digests(self) -> dict[str, str]:
-        return {s: self.outer.digest(s) for s in layout.shard_names(self.manifest.model) if s in self.outer.theta}
-
     def _checkpoint(self, round: int, digests: Mapping[str, str]) -> None:
         self._storage.save_checkpoint(Checkpoint(round, self.outer.theta, self._engine.optimizer()), digests)
         self._checkpointed = round
@@ -428,4 +453,8 @@ class Rounds:
     def _last_checkpoint(self) -> None:
         round = self.member.applied
         if round >= 1 and round != self._checkpointed and self.member.phase != "applying" and self.outer.theta:
-            self._checkpoint(round, self._digests())
+            self._checkpoint(round, _digests(self.outer.theta))
+
+
+def _digests(theta: Shards) -> dict[str, str]:
+    return {shard: layout.shard_digest(arrays) for shard, arrays in theta.items()}

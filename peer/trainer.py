@@ -235,12 +235,19 @@ class StageTrainer:
         self.reset()
         self.steps += 1
 
-    def delta(self, shard: str, room: np.ndarray | None = None) -> list[np.ndarray]:
-        """theta - local for one held shard, fp32, in canonical order (positive sign convention); in `room` (flat fp32, as
-        large at least) if it is given."""
+    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """theta - local for one held shard as pairs (peer/model/stage.py), canonical order (positive sign convention)."""
         if self._theta is None:
-            raise LocalError("delta before begin_round; this is a bug")
-        return self.stage.delta(shard, self._theta, room)
+            raise LocalError("displacement before begin_round; this is a bug")
+        return self.stage.displacement(shard, self._theta)
+
+    def delta(self, shard: str) -> list[np.ndarray]:
+        """theta - local for one held shard, fp32, in canonical order."""
+        return [a.copy() if b is None else a - b for a, b in self.displacement(shard)]
+
+    def release(self) -> None:
+        """Forgets the arrays that `begin_round` got: they may change."""
+        self._theta = None
 
     def optimizer_state(self, copy: bool = True) -> dict[str, np.ndarray]:
         """AdamW's moments as `<parameter>/<moment>`: fp32 arrays. Without `copy` the next step may change them."""

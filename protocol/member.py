@@ -12,8 +12,9 @@
     applying   Applied                                 waiting
     waiting    our offer's round is applied and known  waiting    GiveBack if the commit does not include it
     waiting    nothing newer is known                  arranging  Arrange  (hold the shards that the plan wants held)
-    arranging  Arranged                                waiting    Tell(Attest)
-    waiting    RunOver, the last round is applied      done       Finish
+    arranging  Arranged                                waiting
+    any        Digested                                the same   Tell(Attest)
+    waiting    RunOver, the last round is attested     done       Finish
 
 With `overlap = 1` a peer trains the round after its offer's while that offer is decided and applied; it follows the plan that
 it expects, the present one again. `ahead` is that training's state beside the phase:
@@ -94,7 +95,14 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class Arranged:
-    """The shards of the plan after `round` are held; `digests` are theirs."""
+    """The shards of the plan after `round` are held."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
+class Digested:
+    """`digests`: of the shards that were held when `round` was arranged."""
 
     round: int
     digests: dict[str, str]
@@ -161,7 +169,8 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Arrange:
-    """Effect: hold what the commit's plan wants held, at the state after the commit; answer with Arranged."""
+    """Effect: hold what the commit's plan wants held, at the state after the commit; answer with Arranged, and sooner or later
+    with Digested."""
 
     commit: Commit
 
@@ -178,7 +187,7 @@ class Finish:
     """Effect: the run is over; make the state durable and leave."""
 
 
-Event = Connected | Committed | Trained | Failed | Packed | Applied | Arranged | RunOver | Tick
+Event = Connected | Committed | Trained | Failed | Packed | Applied | Arranged | Digested | RunOver | Tick
 Effect = Train | Stop | Pack | Fold | GiveBack | Apply | Arrange | Tell | Finish
 
 
@@ -201,6 +210,7 @@ class Member:
         self.commits: dict[int, Commit] = {}
         self._pending = offer
         self._attempted = max(packed, offer.round if offer else 0)
+        self._arranged = -1
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
         self._finished = False
@@ -243,10 +253,12 @@ class Member:
                     effects += [Tell(offer), *self._run_ahead(offer)]
             case Applied(round):
                 self.applied, self.phase = round, "waiting"
-            case Arranged(round, digests):
-                self.phase = "waiting"
-                self._attest = Attest(round=round, digests=digests)
-                effects.append(Tell(self._attest))
+            case Arranged(round):
+                self._arranged, self.phase = round, "waiting"
+            case Digested(round, digests):
+                if self._attest is None or self._attest.round <= round:
+                    self._attest = Attest(round=round, digests=digests)
+                    effects.append(Tell(self._attest))
             case RunOver():
                 self._run_over = True
             case Tick():
@@ -358,7 +370,7 @@ class Member:
             rebuild = tuple(d.shard for d in following.diverged if d.peer == self.peer)
             return [*effects, Apply(following, rebuild)]
         commit = self.commits.get(self.applied)
-        if commit is not None and (self._attest is None or self._attest.round < self.applied):
+        if commit is not None and self._arranged < self.applied:
             self.phase = "arranging"
             return [*effects, Arrange(commit)]
         return effects + self._begin()
@@ -366,7 +378,8 @@ class Member:
     def _begin(self) -> list[Effect]:
         """At the head of the log, with the right shards: train, or wait."""
         if self.applied >= self.manifest.rounds:
-            if self._run_over and not self._finished:
+            attested = self._attest is not None and self._attest.round == self.applied
+            if self._run_over and attested and not self._finished:
                 self._finished = True
                 self.phase = "done"
                 return [Finish()]

@@ -249,14 +249,16 @@ def apply(
     contributions: Sequence[tuple[float, bytes | memoryview]],
     eta: np.float32,
     run: Map = map,
+    room: list[Array] | None = None,
 ) -> list[Array]:
-    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order.
+    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. The
+    result takes its memory out of `room` where that has an array of the same shape: fresh pages cost as much as the sums.
 
     Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
     """
     weights = [np.float32(weight) for weight, _ in contributions]
     opened = [_open(codec, [x.shape for x in arrays], payload) for _, payload in contributions]
-    new = [np.empty(x.shape, dtype=np.float32) for x in arrays]
+    new = [_taken(room, x.shape) for x in arrays]
 
     def job(place: tuple[int, int, Tiling]) -> None:
         number, segment, part = place
@@ -270,6 +272,11 @@ def apply(
     parts = [_segments(tiles.tiling(x.shape, codec.k)) for x in arrays]
     list(run(job, [(number, i, part) for number, cut in enumerate(parts) for i, part in enumerate(cut)]))
     return new
+
+
+def _taken(room: list[Array] | None, shape: tuple[int, ...]) -> Array:
+    found = next((i for i, array in enumerate(room or ()) if array.shape == shape), None)
+    return np.empty(shape, dtype=np.float32) if room is None or found is None else room.pop(found)
 
 
 def _descend(

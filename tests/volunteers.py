@@ -73,8 +73,10 @@ class Engine:
         steps = self.manifest.train.inner_steps
         return Result(steps, steps * self.manifest.train.step_tokens, 1.0, None)
 
-    def delta(self, shard: str, room: np.ndarray | None = None) -> list[np.ndarray]:
-        return noise(self.manifest.model, self.peer, self.round, shard)
+    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]
+
+    def release(self) -> None: ...
 
     def optimizer(self) -> dict[str, Any]:
         return {}

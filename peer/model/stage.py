@@ -171,25 +171,23 @@ class Stage(nn.Module):
         for shard in self.shards:
             for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True):
                 if name in held:
-                    held[name].copy_(torch.tensor(array))
+                    held[name].copy_(torch.from_numpy(array if array.flags.writeable else array.copy()))
 
     @torch.no_grad()
-    def delta(self, shard: str, theta: Theta, room: np.ndarray | None = None) -> list[np.ndarray]:
-        """theta - this stage's values, fp32, in canonical order; `theta` is what was loaded. The result lies in `room` (flat
-        fp32, as large at least) if it is given.
+    def displacement(self, shard: str, theta: Theta) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """(a, b) for each tensor in canonical order, fp32: theta - this stage's values is a - b, or a where b is None. `theta` is
+        what was loaded. On the CPU b is the parameter itself: it changes with the next step.
 
         A compressed chain's embedding moves within S only: (A0 - A) U^T.
         """
         held = dict(self.named_parameters())
         if shard == "embed" and self._u_DK is not None and self._a0_VK is not None:
             moved_VD = (self._a0_VK - held["model.embed_tokens.coordinates"]) @ self._u_DK.T
-            return [np.ascontiguousarray(moved_VD.cpu().numpy())]
-        at, found = 0, []
-        for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True):
-            out = None if room is None else room[at : at + array.size].reshape(array.shape)
-            found.append(np.subtract(array, held[name].detach().cpu().numpy(), out=out))
-            at += array.size
-        return found
+            return [(np.ascontiguousarray(moved_VD.cpu().numpy()), None)]
+        return [
+            (array, held[name].detach().cpu().numpy())
+            for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True)
+        ]
 
     def embed(self, ids_BL: Tensor) -> Tensor:
         """Token embeddings [B, L, D]."""

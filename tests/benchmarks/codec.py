@@ -75,7 +75,7 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
                 trainer.step(r * train.inner_steps + step + 1, norm)
             payloads.append({})
             for shard in shards:
-                outer.accumulate(shard, trainer.delta(shard))
+                outer.accumulate(shard, trainer.displacement(shard))
                 if m == 0:
                     yield [e.copy() for e in outer.feedback[shard]]
                 payloads[-1][shard] = outer.encode(shard)

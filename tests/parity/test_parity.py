@@ -101,7 +101,7 @@ def test_rounds_agree_with_the_reference(values: str, wire: str) -> None:
             payloads.append({})
             for stage in stages:
                 for shard in stage.shards:
-                    outer.accumulate(shard, stage.delta(shard))
+                    outer.accumulate(shard, stage.displacement(shard))
                     payloads[-1][shard] = outer.encode(shard)
         for outer in outers:
             for shard in layout.shard_names(SPEC):

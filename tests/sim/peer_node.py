@@ -20,6 +20,7 @@ from protocol.member import (
     Arranged,
     Committed,
     Connected,
+    Digested,
     Effect,
     Event,
     Failed,
@@ -394,7 +395,8 @@ class PeerNode(Node):
         self.theta = {s: self.theta[s] if s in self.theta else self.rebuilt(s, commit) for s in wanted}
         self.boundary("after Arrange")
         digests = {shard: ledger.digest(shard, x) for shard, x in self.theta.items()}
-        self.later(self.world.rng.uniform(0.0, 0.5), self.feed, Arranged(commit.round, digests))
+        self.later(self.world.rng.uniform(0.0, 0.5), self.feed, Arranged(commit.round))
+        self.later(self.world.rng.uniform(0.5, 3.0), self.feed, Digested(commit.round, digests))
 
     def attested(self, attest: Attest) -> None:
         for shard, digest in attest.digests.items():

@@ -36,6 +36,11 @@ def pseudo_gradient(seed: int) -> Shard:
     return [(1e-3 * rng.standard_normal(s) * np.exp(rng.standard_normal(s))).astype(np.float32) for s in SHAPES]
 
 
+def alone(arrays: Shard) -> list[tuple[npt.NDArray[np.float32], None]]:
+    """Nothing is subtracted from them."""
+    return [(array, None) for array in arrays]
+
+
 def flat(arrays: Shard) -> npt.NDArray[np.float64]:
     return np.concatenate([a.reshape(-1) for a in arrays]).astype(np.float64)
 
@@ -104,7 +109,7 @@ def test_nothing_is_lost(plays: list[list[tuple[int, str]]], values: str, beta: 
                 gone[m] -= dense(peers[m], payload)
             pending[m] = []
             delta = pseudo_gradient(seed)
-            peers[m].accumulate(SHARD, delta)
+            peers[m].accumulate(SHARD, alone(delta))
             earned[m] = beta64 * earned[m] + flat(delta)
             gone[m] = beta64 * gone[m]
             largest = max(largest, float(np.abs(flat(peers[m].feedback[SHARD])).max()))
@@ -144,7 +149,7 @@ def test_updates_and_buffers_are_the_decayed_work(values: str) -> None:
         for m, peer in enumerate(peers):
             delta = pseudo_gradient(100 * r + m)
             worked += flat(delta)
-            peer.accumulate(SHARD, delta)
+            peer.accumulate(SHARD, alone(delta))
             payload = peer.encode(SHARD)
             if (r + m) % 4 == 0:
                 peer.give_back(SHARD, payload)
@@ -162,12 +167,12 @@ def test_the_arithmetic_is_the_stated_one() -> None:
     first, second = pseudo_gradient(1), pseudo_gradient(2)
     before = [t.copy() for t in o.theta[SHARD]]
     held = o.theta[SHARD]
-    o.accumulate(SHARD, first)
+    o.accumulate(SHARD, alone(first))
     assert all((e == d).all() for e, d in zip(o.feedback[SHARD], first, strict=True))
     a = o.encode(SHARD)
     assert all((e == 0).all() for e in o.feedback[SHARD])
     o.give_back(SHARD, a)
-    o.accumulate(SHARD, second)
+    o.accumulate(SHARD, alone(second))
     expected = [np.float32(0.95) * d1 + d2 for d1, d2 in zip(first, second, strict=True)]
     assert all((e == x).all() for e, x in zip(o.feedback[SHARD], expected, strict=True))
     b = o.encode(SHARD)
@@ -182,7 +187,7 @@ def test_the_arithmetic_is_the_stated_one() -> None:
 
 def test_a_bad_contribution_changes_nothing() -> None:
     o = outer()
-    o.accumulate(SHARD, pseudo_gradient(1))
+    o.accumulate(SHARD, alone(pseudo_gradient(1)))
     good = o.encode(SHARD)
     before = o.digest(SHARD)
     buffers = flat(o.feedback[SHARD])
@@ -200,21 +205,51 @@ def test_a_bad_contribution_changes_nothing() -> None:
 
 def test_a_bad_pseudo_gradient_leaves_the_buffer() -> None:
     o = outer()
-    o.accumulate(SHARD, pseudo_gradient(1))
+    o.accumulate(SHARD, alone(pseudo_gradient(1)))
     before = flat(o.feedback[SHARD])
     bad = pseudo_gradient(2)
     bad[1][3, 3] = np.nan
     with pytest.raises(LocalError, match="not finite"):
-        o.accumulate(SHARD, bad)
+        o.accumulate(SHARD, alone(bad))
     with pytest.raises(ValueError, match="shapes"):
-        o.accumulate(SHARD, bad[:1])
+        o.accumulate(SHARD, alone(bad[:1]))
     assert (flat(o.feedback[SHARD]) == before).all()
+
+
+def test_a_displacement_is_subtracted_bit_by_bit() -> None:
+    o, other = outer(), outer()
+    before, after = pseudo_gradient(1), pseudo_gradient(2)
+    for _ in range(2):
+        o.accumulate(SHARD, list(zip(before, after, strict=True)))
+        other.accumulate(SHARD, alone([a - b for a, b in zip(before, after, strict=True)]))
+    for a, b in zip(o.feedback[SHARD], other.feedback[SHARD], strict=True):
+        np.testing.assert_array_equal(a, b)
+    kept = [e.copy() for e in o.feedback[SHARD]]
+    after[1][-1, -1] = np.nan
+    with pytest.raises(LocalError, match="not finite"):
+        o.accumulate(SHARD, list(zip(before, after, strict=True)))
+    for a, b in zip(o.feedback[SHARD], kept, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_memory_that_is_taken_again_changes_no_bits() -> None:
+    o, other, room = outer(), outer(), []
+    for seed in range(3):
+        o.accumulate(SHARD, alone(pseudo_gradient(seed)))
+        payload = o.encode(SHARD)
+        former = o.theta[SHARD]
+        o.apply(SHARD, [(0.5, payload)], room)
+        other.apply(SHARD, [(0.5, payload)])
+        assert all(any(a is kept for kept in room) for a in former)
+        for a, b in zip(o.theta[SHARD], other.theta[SHARD], strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert len(room) == len(SHAPES), "the same memory, again and again"
 
 
 def test_feedback_needs_no_holding() -> None:
     """A stage that has moved on still takes back what an earlier round left out."""
     o = outer()
-    o.accumulate(SHARD, pseudo_gradient(1))
+    o.accumulate(SHARD, alone(pseudo_gradient(1)))
     payload = o.encode(SHARD)
     del o.theta[SHARD], o.feedback[SHARD]
     o.give_back(SHARD, payload)
@@ -225,7 +260,7 @@ def test_threads_change_no_bits() -> None:
     one, four = outer(), outer()
     four.threads = 4
     for o in (one, four):
-        o.accumulate(SHARD, pseudo_gradient(1))
+        o.accumulate(SHARD, alone(pseudo_gradient(1)))
         o.apply(SHARD, [(0.5, o.encode(SHARD)), (0.5, o.encode(SHARD))])
     assert one.digest(SHARD) == four.digest(SHARD)
     assert (flat(one.feedback[SHARD]) == flat(four.feedback[SHARD])).all()
@@ -234,11 +269,11 @@ def test_threads_change_no_bits() -> None:
 def test_a_lost_delta_counts_as_zero_and_what_was_sent_of_it_comes_back_later() -> None:
     """A crash after the offer and before the feedback: e(r-1) is on disk, the payload of r is out."""
     o = outer()
-    o.accumulate(SHARD, pseudo_gradient(1))
+    o.accumulate(SHARD, alone(pseudo_gradient(1)))
     o.encode(SHARD)
     before = flat(o.feedback[SHARD])
     on_disk = [e.copy() for e in o.feedback[SHARD]]
-    o.accumulate(SHARD, pseudo_gradient(2))
+    o.accumulate(SHARD, alone(pseudo_gradient(2)))
     payload = o.encode(SHARD)
     o.feedback[SHARD] = on_disk
     o.without_delta(SHARD, payload)

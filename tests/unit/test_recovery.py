@@ -392,7 +392,7 @@ def test_error_feedback_waits_for_its_shard(tmp_path: Path, monkeypatch: pytest.
                 stage = plan.replicas[0].stage_of(peer.id)
                 for shard in planner.stage_shards(run, stage.first, stage.last):
                     trained.add(shard)
-                    alone.accumulate(shard, noise(spec, peer.id, number, shard))
+                    alone.accumulate(shard, [(x, None) for x in noise(spec, peer.id, number, shard)])
                     alone.encode(shard)
             assert trained == set(SHARDS)
             for shard in SHARDS:
