@@ -20,8 +20,9 @@ from peer.net.base import Stream, Transport
 from peer.net.blobs import fetch_named
 from peer.presence import Directory, Sessions
 from peer.rounds import Result, Rounds
+from peer.stats import Statistics
 from peer.storage import Shards, Storage
-from protocol import assign, framing, layout, member, planner, subspace, wire
+from protocol import assign, framing, layout, member, planner, schema, subspace, wire
 from protocol.errors import LocalError, PotluckError, RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
@@ -68,6 +69,7 @@ class Engine:
         self._incoming: dict[tuple[int, int, str], asyncio.Future[Stream]] = {}
         self._round_over = asyncio.Event()
         self._training = False
+        self._statistics = Statistics()
 
     def close(self) -> None:
         """Ends the worker thread and the trace."""
@@ -117,8 +119,10 @@ class Engine:
             if self._trace is not None:
                 self._trace.flush()
             if len(spec.stages) > 1:
-                measured = (name for name in report.__slots__ if name not in ("loss", "norm", "tokens"))
-                self._emit("chain", round=plan.round, **{name: getattr(report, name) for name in measured})
+                measured = {
+                    name: x for name, x in schema.plain(report).items() if name not in ("loss", "norm", "tokens")
+                }
+                self._emit("chain", round=plan.round, **measured)
             progress(report.step - first_step + 1, report.loss)
 
         def windows(step: int) -> NDArray[np.int64]:
@@ -159,6 +163,7 @@ class Engine:
                 stop=Either(),
                 on_step=on_step,
                 trace=self._trace,
+                statistics=self._statistics,
             )
             if stop.is_set():
                 error = "the round was decided before all steps were done"

@@ -8,7 +8,8 @@ bootstrap  listening {address}; ready {peer, memory_bytes, up_bps, device}; gone
            attest {peer, round, digests: {shard: digest}}; diverged {peer, round, shard}; finished {round, state_digest}
 peer       started {peer, pid, device, memory_bytes, rss_bytes}; role {round, role: full|stage|spare|waiting, replica, first, last, k, position, stages};
            step {round, step, loss, tokens, seconds}; chain {round, step, seconds, busy_s, wait_forward_s, wait_backward_s,
-           forward_bytes, backward_bytes, depth, queued} (of pipeline.StepReport); offered {round, bytes}; withdrew {round, reason};
+           forward_link_s, backward_link_s, forward_bytes, backward_bytes, depth, queued, activations, gradients: null or {rms,
+           largest, sampled, frames, refused}} (of pipeline.StepReport and stats.Running); offered {round, bytes}; withdrew {round, reason};
            round {round, seconds: {train, pack, fetch, apply}, bytes_sent, bytes_received, boundary_forward_bytes,
            boundary_backward_bytes, boundary_tokens, peak_rss_bytes};
            restored {round}; recovered {round, bases: {shard: round}}; repaired {round, shards}; finished {round}

@@ -40,6 +40,10 @@ class ChainBroken(RemoteError):
         self.reason = reason
 
 
+class Refused(ChainBroken):
+    """A member sent a frame that is not the one which may come now, or has impossible content."""
+
+
 class Head(NamedTuple):
     """`code`: number format; `depth`: micro-batches that may be under way; `check`: CRC-32 of the micro-batch's token ids;
     `stamp`: seconds, the sender's clock. What is not needed is 0."""
@@ -78,10 +82,10 @@ def parse(remote: str, frame: memoryview) -> tuple[Head, memoryview]:
 
 
 def compare(remote: str, head: Head, body: memoryview, expected: Head, body_bytes: int | None) -> None:
-    """Raises ChainBroken if this is not the frame that may come now. Depth, check and stamp are free."""
+    """Raises Refused if this is not the frame that may come now. Depth, check and stamp are free."""
     known = head._replace(depth=expected.depth, check=expected.check, stamp=expected.stamp)
     if known != expected or (body_bytes is not None and len(body) != body_bytes):
-        raise ChainBroken(remote, f"sent {head} with {len(body)} bytes, not {expected} with {body_bytes}")
+        raise Refused(remote, f"sent {head} with {len(body)} bytes, not {expected} with {body_bytes}")
 
 
 def _heard(sending: asyncio.Future[None]) -> None:
@@ -213,6 +217,10 @@ class Link:
     def blame(self, reason: str) -> NoReturn:
         """Raises ChainBroken in this neighbour's name."""
         raise ChainBroken(self.stream.remote, reason)
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises Refused in this neighbour's name."""
+        raise Refused(self.stream.remote, reason)
 
     # --- what the step's frames tell about the way from the neighbour to us
 

@@ -29,16 +29,30 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from peer import tensors
-from peer.link import ABORT, BACKWARD, FORWARD, GOODBYE_S, HEAD_BYTES, NAME_BYTES, NORM, TOTAL, ChainBroken, Head, Link
+from peer import stats, tensors
+from peer.link import (
+    ABORT,
+    BACKWARD,
+    FORWARD,
+    GOODBYE_S,
+    HEAD_BYTES,
+    NAME_BYTES,
+    NORM,
+    TOTAL,
+    ChainBroken,
+    Head,
+    Link,
+    Refused,
+)
 from peer.net.base import Stream
+from peer.stats import Measure, Running, Statistics
 from peer.trainer import StageTrainer
 from protocol import boundary, cost, layout
 from protocol.cost import LinkCost, StageCost
@@ -73,8 +87,11 @@ class StepReport:
 
     `tokens`: trained by the whole replica; `seconds`: of which `busy_s` this stage computed, `wait_forward_s` it waited
     for activations and `wait_backward_s` for gradients (the one that came first ends a wait for either);
-    `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers included;
-    `depth`: micro-batches that were let into the chain at once; `queued`: most frames that waited here for this stage.
+    `forward_link_s`, `backward_link_s`: it took the activations from the previous stage, and the gradients from the next, to
+    come through the link (peer/link.py); `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers
+    included; `depth`: micro-batches that were let into the chain at once; `queued`: most frames that waited here for this
+    stage. `activations`, `gradients`: of what came so far from the previous and from the next stage (None: there is no such
+    stage; peer/stats.py).
     """
 
     step: int
@@ -85,10 +102,14 @@ class StepReport:
     busy_s: float
     wait_forward_s: float
     wait_backward_s: float
+    forward_link_s: float
+    backward_link_s: float
     forward_bytes: int
     backward_bytes: int
     depth: int
     queued: int
+    activations: Running | None
+    gradients: Running | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +153,9 @@ class _Run:
         depths: tuple[int, int, int],
         stop: StopSign | None,
         trace: Trace | None,
+        statistics: Statistics,
     ) -> None:
+        self.statistics = statistics
         self.trainer, self.worker, self.windows, self.stop, self.trace = trainer, worker, windows, stop, trace
         self._codec = codec
         self.previous: Link | None = None
@@ -150,6 +173,8 @@ class _Run:
         self._losses: list[float] = []
         self._seconds = {FORWARD: 0.0, BACKWARD: 0.0, 0: 0.0}
         self._waits = {FORWARD: 0.0, BACKWARD: 0.0}
+        self._transfers = (0.0, 0.0)
+        self._decoded = {FORWARD: 0, BACKWARD: 0}
 
     def connect(self, stream: Stream, group: asyncio.TaskGroup, timeout: float) -> Link:
         """A link that takes what this stage may be sent. Raises UsageError if a micro-batch is too large for a frame."""
@@ -205,10 +230,14 @@ class _Run:
             busy_s=sum(self._seconds.values()),
             wait_forward_s=self._waits[FORWARD],
             wait_backward_s=self._waits[BACKWARD],
+            forward_link_s=self._transfers[0],
+            backward_link_s=self._transfers[1],
             forward_bytes=after[0] - sent[0],
             backward_bytes=after[1] - sent[1],
             depth=depth if self.previous is None else self.depth,
             queued=max((link.most_waiting for link in links), default=0),
+            activations=None if self.previous is None else replace(self._running(self.previous, FORWARD)),
+            gradients=None if self.following is None else replace(self._running(self.following, BACKWARD)),
         )
         if self.trace is not None:
             self.trace("inner step", start, end, step=step, depth=report.depth, queued=report.queued)
@@ -256,18 +285,28 @@ class _Run:
 
     async def _take(self, link: Link, kind: int, step: int, micro: int) -> Tensor:
         """The micro-batch's tensor from a neighbour, checked."""
-        frame = await link.receive(self._head(kind, step, micro), self._sizes[kind])
-        if kind == FORWARD:
-            if frame.head.check != self._ids[micro][1]:
-                link.blame("trains on other text; all peers of a run need the same files")
-            if not 1 <= frame.head.depth <= self.most_depth:
-                link.blame(f"lets {frame.head.depth} micro-batches under way, this stage holds {self.most_depth}")
-            self.depth = frame.head.depth
-        assert frame.value is not None
-        value: Tensor | tensors.BadTensor = await frame.value
-        if isinstance(value, tensors.BadTensor):
-            link.blame(f"sent bad {'activations' if kind == FORWARD else 'gradients'}: {value}")
+        running = self._running(link, kind)
+        try:
+            frame = await link.receive(self._head(kind, step, micro), self._sizes[kind])
+            if kind == FORWARD:
+                if frame.head.check != self._ids[micro][1]:
+                    link.refuse("trains on other text; all peers of a run need the same files")
+                if not 1 <= frame.head.depth <= self.most_depth:
+                    link.refuse(f"lets {frame.head.depth} micro-batches under way, this stage holds {self.most_depth}")
+                self.depth = frame.head.depth
+            assert frame.value is not None
+            found: tuple[Tensor, Measure] | tensors.BadTensor = await frame.value
+            if isinstance(found, tensors.BadTensor):
+                link.refuse(f"sent bad {'activations' if kind == FORWARD else 'gradients'}: {found}")
+        except Refused:
+            running.refused += 1
+            raise
+        value, seen = found
+        running.add(seen)
         return value
+
+    def _running(self, link: Link, kind: int) -> Running:
+        return self.statistics.of(link.stream.remote, kind, self._shape[-1])
 
     def _send(self, link: Link | None, kind: int, step: int, micro: int, values: Tensor | None) -> None:
         """Has the tensor encoded, and sends it in its turn."""
@@ -281,12 +320,14 @@ class _Run:
         except tensors.BadTensor as error:
             raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
 
-    def _decode(self, kind: int, body: memoryview) -> Awaitable[Tensor | tensors.BadTensor]:
+    def _decode(self, kind: int, body: memoryview) -> Awaitable[tuple[Tensor, Measure] | tensors.BadTensor]:
         """Begins to decode."""
+        nth, self._decoded[kind] = self._decoded[kind], self._decoded[kind] + 1
 
-        def decode() -> Tensor | tensors.BadTensor:
+        def decode() -> tuple[Tensor, Measure] | tensors.BadTensor:
             try:
-                return tensors.decode(body, self._shape, self._wires[kind], self.trainer.device)
+                x, largest = tensors.decode_measured(body, self._shape, self._wires[kind], self.trainer.device)
+                return x, stats.measure(x, largest, nth)
             except tensors.BadTensor as error:
                 return error
 
@@ -401,6 +442,7 @@ class _Run:
             backward = max(0.0, backward - forward)
         ahead = self.previous.measured() if self.previous is not None else (0.0, 0.0)
         behind = self.following.measured() if self.following is not None else (0.0, 0.0)
+        self._transfers = count * ahead[1], count * behind[1]
         return _Measured(forward, backward, *ahead, *behind, self.plain_depth, self.most_depth)
 
 
@@ -431,6 +473,7 @@ async def run_steps(
     stop: StopSign | None = None,
     on_step: Callable[[StepReport], None] | None = None,
     trace: Trace | None = None,
+    statistics: Statistics | None = None,
 ) -> tuple[StepReport, ...]:
     """Runs inner steps `first_step` .. `first_step + steps - 1` (counted from 1 over the run) of this stage.
 
@@ -438,7 +481,7 @@ async def run_steps(
     [micro_batches * rows, L+1]; it is called on the worker thread. `timeout`: seconds to wait for one frame of a neighbour.
     `depth`: micro-batches under way in the first step, used by the first stage. This stage's memory holds all activations
     of `plain_depth` of them and the inputs of `most_depth` (None: any number). Returns the complete steps: fewer if `stop`
-    was set on any stage. Streams stay open on success; on any failure and on cancellation the neighbours are told and the
+    was set on any stage. `statistics`: go on with this call. Streams stay open on success; on any failure and on cancellation the neighbours are told and the
     streams closed. `trainer.steps` counts what was applied even then. Raises ChainBroken (names the member) or LocalError.
     """
     if ("embed" in trainer.shards) != (previous is None) or ("head" in trainer.shards) != (following is None):
@@ -454,7 +497,17 @@ async def run_steps(
     codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=torch.set_num_threads, initargs=(1,))
     try:
         async with asyncio.TaskGroup() as group:
-            run = _Run(trainer, worker, codec, wires, windows, (min(depth, most), plain, most), stop, trace)
+            run = _Run(
+                trainer,
+                worker,
+                codec,
+                wires,
+                windows,
+                (min(depth, most), plain, most),
+                stop,
+                trace,
+                statistics or Statistics(),
+            )
             run.previous = None if previous is None else run.connect(previous, group, timeout)
             run.following = None if following is None else run.connect(following, group, timeout)
             await run.job(0, trainer.reset)

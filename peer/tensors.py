@@ -12,6 +12,10 @@ orthonormal Hadamard matrix: the outlier becomes an offset of all values, which 
 rotation. Each part of an encoding is one block: all s, then all q; all p, all low, all s, all q. (The paper gives 3 bits
 to the tiles of low entropy; here all have 4. Our `int4` is symmetric and has zero.)
 
+No value that is accepted is larger than LIMIT in magnitude: a sum over 2^16 tokens of products of two such values, squared, is 2^112, which
+fp32 still holds (2^128), so nothing that is computed from accepted values in one step overflows. Activations of an honest
+run are below 2^16 even where single channels run away, gradients of a mean loss below 1.
+
 Token ids never travel: every stage knows them. Decoding copies into memory that torch allocated: kernels may sum in another
 order at another alignment, and where the network put the bytes must not change bits.
 """
@@ -29,6 +33,8 @@ from torch import Tensor
 from protocol import boundary
 from protocol.errors import PotluckError
 
+LIMIT = 2.0**20
+"""Largest magnitude of a value that is accepted. Half of it is sent at most: rounding may add a little."""
 _STEPS = {"int8": 127, "int4": 7}
 _PLAIN = 255
 """p of a tile that is not rotated."""
@@ -46,10 +52,10 @@ def size(shape: Sequence[int], wire: str) -> int:
 
 
 def encode(x: Tensor, wire: str) -> bytes:
-    """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite."""
+    """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite or over LIMIT / 2."""
     x = x.detach()
     x = x.to(torch.bfloat16) if wire == "bf16" else x.float()
-    _check(x)
+    _check(x, LIMIT / 2)
     if wire in ("bf16", "fp32"):
         return _raw(x)
     if wire == "tah4":
@@ -63,7 +69,14 @@ def encode(x: Tensor, wire: str) -> bytes:
 
 
 def decode(raw: bytes | memoryview, shape: Sequence[int], wire: str, device: torch.device) -> Tensor:
-    """fp32 tensor of this shape. Raises BadTensor if the length is wrong or a value is not finite."""
+    """fp32 tensor of this shape. Raises BadTensor if the length is wrong or a value is not finite or over LIMIT."""
+    return decode_measured(raw, shape, wire, device)[0]
+
+
+def decode_measured(
+    raw: bytes | memoryview, shape: Sequence[int], wire: str, device: torch.device
+) -> tuple[Tensor, float]:
+    """What `decode` gives, and its largest magnitude, which the check has to look for anyway."""
     if len(raw) != size(shape, wire):
         raise BadTensor(f"has {len(raw)} bytes of values, not {size(shape, wire)} for {wire} {tuple(shape)}")
     width, tokens = shape[-1], math.prod(shape[:-1])
@@ -76,14 +89,20 @@ def decode(raw: bytes | memoryview, shape: Sequence[int], wire: str, device: tor
         q = _tensor(raw[2 * tokens :], torch.int8 if wire == "int8" else torch.uint8, device)
         q_TW = (q.float() if wire == "int8" else _unpack(q) - 8).reshape(tokens, width)
         x = q_TW * scale_T1
-    _check(x)
-    return x.reshape(tuple(shape))
+    largest = _check(x, LIMIT)
+    return x.reshape(tuple(shape)), largest
 
 
-def _check(x: Tensor) -> None:
-    """Raises BadTensor unless all is finite; the extremes tell, without a copy."""
-    if x.numel() and not bool(torch.isfinite(torch.stack(x.aminmax())).all()):
+def _check(x: Tensor, limit: float) -> float:
+    """The largest magnitude. Raises BadTensor unless all is finite and in range; the extremes tell, without a copy."""
+    if not x.numel():
+        return 0.0
+    largest = max(abs(extreme.item()) for extreme in x.aminmax())
+    if not math.isfinite(largest):
         raise BadTensor("values are not finite")
+    if largest > limit:
+        raise BadTensor(f"a value has magnitude {largest:.3g}, at most {limit:.0f}")
+    return largest
 
 
 # --- tah4; N tiles of A values

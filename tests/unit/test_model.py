@@ -189,7 +189,7 @@ def _error(x: torch.Tensor, wire: str) -> torch.Tensor:
     return (tensors.decode(tensors.encode(x, wire), x.shape, wire, CPU) - x).abs()
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 2.0**17])
 def test_no_value_is_off_by_more_than_half_a_step(scale: float) -> None:
     x = torch.randn(50, 128, generator=torch.Generator().manual_seed(1)).clamp(-2, 2) * scale
     rounding = 1 + 2**-7  # of bf16 scales
@@ -230,6 +230,20 @@ def test_bad_tensors_are_named() -> None:
         with pytest.raises(tensors.BadTensor, match="not finite"):
             tensors.decode(np.float32(bad).tobytes(), (1,), "fp32", CPU)
     assert isinstance(tensors.BadTensor("x"), ValueError)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("wire", boundary.FORMATS)
+def test_what_could_overflow_is_neither_sent_nor_taken(wire: str, sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    most, over, far = (torch.full((1, 16), sign * tensors.LIMIT * share) for share in (0.5, 0.51, 1.02))
+    assert float(tensors.decode(tensors.encode(most, wire), (1, 16), wire, CPU).abs().max()) < tensors.LIMIT
+    with pytest.raises(tensors.BadTensor, match=r"a value has magnitude 5.3\de\+05, at most 524288"):
+        tensors.encode(over, wire)
+    with monkeypatch.context() as lax:
+        lax.setattr(tensors, "LIMIT", math.inf)
+        raw = tensors.encode(far, wire)
+    with pytest.raises(tensors.BadTensor, match=r"a value has magnitude 1.0\de\+06, at most 1048576"):
+        tensors.decode(raw, (1, 16), wire, CPU)
 
 
 def test_ids_are_checked() -> None:

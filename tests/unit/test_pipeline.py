@@ -15,6 +15,7 @@ import pytest
 
 from peer import link, pipeline
 from peer.pipeline import ChainBroken, StepReport, run_steps
+from peer.stats import Statistics
 from peer.trainer import StageTrainer
 from protocol import layout
 from protocol.errors import LocalError, UsageError
@@ -154,7 +155,13 @@ def _body(z: float = 0.5) -> bytes:
     return np.full((TRAIN.rows, TRAIN.sequence, 8), z, "<f4").tobytes()
 
 
-def _hears(stage: int, frames: list[bytes], timeout: float = DEADLINE_S, after: int = 0) -> ChainBroken:
+def _hears(
+    stage: int,
+    frames: list[bytes],
+    timeout: float = DEADLINE_S,
+    after: int = 0,
+    statistics: Statistics | None = None,
+) -> ChainBroken:
     """What the first or the last of two stages makes of these frames, which the other sends after it heard so many."""
 
     async def main() -> ChainBroken:
@@ -179,6 +186,7 @@ def _hears(stage: int, frames: list[bytes], timeout: float = DEADLINE_S, after: 
                     windows=windows_of(),
                     previous=wired.previous[1] if stage else None,
                     following=None if stage else wired.following[0],
+                    statistics=statistics,
                 )
         return caught.value
 
@@ -204,6 +212,7 @@ GOOD = [_frame(micro=i) + _body() for i in range(TRAIN.micro_batches)]
         ([_frame() + _body()[:-1]], "not Head"),
         ([_frame() + _body() + bytes(1 << 16)], "at most"),
         ([_frame() + _body(z=math.nan)], "bad activations: values are not finite"),
+        ([_frame() + _body(z=2.0**20 + 1)], "bad activations: a value has magnitude 1.05e+06, at most 1048576"),
         ([*GOOD, link.Head(link.TOTAL, step=1).pack() + struct.pack(">Bdd", 0, -1, 1)], "impossible total"),
         ([*GOOD, link.Head(link.TOTAL, step=1).pack() + struct.pack(">Bdd", 0, 1, math.inf)], "impossible total"),
         ([*GOOD, link.Head(link.TOTAL, step=2).pack() + struct.pack(">Bdd", 0, 1, 1)], "step=2"),
@@ -217,6 +226,21 @@ def test_malformed_data_blames_the_sender(frames: list[bytes], reason: str) -> N
     assert reason in error.reason
     assert "\x1b" not in str(error)
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize("bad", [_frame(micro=1) + _body(z=1e7), _frame(micro=1, check=1) + _body(), _frame(micro=2)])
+def test_a_refused_frame_is_counted_beside_those_before_it(bad: bytes) -> None:
+    statistics = Statistics()
+    assert _hears(1, [GOOD[0], bad], statistics=statistics).peer == "P0"
+    running = statistics.of("P0", link.FORWARD, 8)
+    assert (running.frames, running.refused) == (1, 1)
+    assert (running.rms, running.largest) == (0.5, 0.5)
+
+
+def test_who_leaves_sent_nothing_that_was_refused() -> None:
+    statistics = Statistics()
+    _hears(1, [GOOD[0], link.Head(link.ABORT).pack()], statistics=statistics)
+    assert statistics.of("P0", link.FORWARD, 8).refused == 0
 
 
 def _norms(*sums: float, wish: int = 0, loss: float = 1.0, measured: bytes = b"", width: int = 3) -> bytes:
@@ -235,6 +259,7 @@ BACK = [_frame(link.BACKWARD, micro=i) + _body() for i in range(TRAIN.micro_batc
     ("frames", "reason"),
     [
         ([_frame(link.BACKWARD) + _body(math.inf)], "bad gradients: values are not finite"),
+        ([_frame(link.BACKWARD) + _body(-1e9)], "bad gradients: a value has magnitude 1e+09"),
         ([_frame() + _body()], "not Head(kind=2"),
         ([*BACK, _norms(1, -1, 1)], "impossible gradient norms"),
         ([*BACK, _norms(1, 1, 1, loss=math.nan)], "impossible gradient norms"),
