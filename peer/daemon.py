@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from peer import data, pipeline, resources, trace, trainer
+from peer import chains, data, pipeline, resources, trace, trainer
 from peer.config import JoinConfig
 from peer.events import Emitter
 from peer.exchange import Exchange
@@ -331,7 +331,11 @@ async def join(
         if kind == "round":
             fields["peak_rss_bytes"] = resources.peak_rss()
         emit(kind, **fields)
-        if kind == "step":
+        if kind == "chain":
+            directory.update(chain=chains.announced(fields))
+        elif kind == "role" and fields["role"] != "stage":
+            directory.update(chain=None)
+        elif kind == "step":
             directory.update(phase="training", round=fields["round"], step=fields["step"], loss=fields["loss"])
         elif kind in ("offered", "withdrew"):
             directory.update(phase=kind, round=fields["round"])
@@ -354,7 +358,7 @@ async def join(
         config,
         directory.reach,
         dict(restored.optimizer) if restored else {},
-        emit,
+        follow,
     )
     exchange = Exchange(
         manifest,

@@ -1,8 +1,8 @@
 """Watches a run without taking part: reads the log of commits and the announcements, and tells them as events.
 
 Every commit must have the votes of a majority and follow the one before it (protocol/quorum.py); an
-announcement must be signed by its peer. The events are those of peer/events.py: commit, ready, gone, role, step, round,
-finished. What an announcement repeats reaches the DHT every few seconds only, so steps are a sample.
+announcement must be signed by its peer. The events are those of peer/events.py: commit, ready, gone, role, step, chain,
+round, finished. What an announcement repeats reaches the DHT every few seconds only, so steps are a sample.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from peer import chains
 from peer.events import Event, Sink, commit_fields
 from peer.net.base import Transport, call, short
 from protocol import framing, messages, quorum, wire
@@ -86,11 +87,23 @@ class Monitor:
             "log_digest": head.digest if head else None,
             "plan": plain(plan) if plan is not None else None,
             "peers": [_peer(a, plan) for _, a in sorted(self.peers.items())],
+            "bottlenecks": self._bottlenecks(plan),
             "commits": [
                 {"time": c.time, "digest": c.digest, **{k: v for k, v in commit_fields(c).items() if k != "plan"}}
                 for c in self.commits
             ],
         }
+
+    def _bottlenecks(self, plan: Plan | None) -> list[dict[str, Any]]:
+        """What each chain of `plan` waits for (peer/chains.py)."""
+        out = []
+        for index, replica in enumerate(plan.replicas if plan is not None else ()):
+            reports = [a.chain if (a := self.peers.get(peer)) is not None else None for peer in replica.peers]
+            found = chains.bottleneck([None if r is None else chains.activity(chains.fields(r)) for r in reports])
+            if found is not None and len(reports) > 1:
+                peer = replica.peers[found.position]
+                out.append({"replica": index, "peer": peer, "what": found.what, "share": round(found.share, 3)})
+        return out
 
     async def snapshot_json(self) -> str:
         """`snapshot` as JSON text."""
@@ -165,6 +178,9 @@ def _changes(old: Announcement | None, new: Announcement, now: float) -> list[Ev
         loss = new.loss if new.phase == "training" else None
         fields = {"round": new.round, "step": new.step, "loss": loss, "phase": new.phase}
         events.append(Event(now, new.peer, "step", fields))
+    if new.chain is not None and (old is None or old.chain != new.chain):
+        measured = {"round": new.round, "step": new.step, **chains.fields(new.chain)}
+        events.append(Event(now, new.peer, "chain", measured))
     return events
 
 
@@ -193,6 +209,7 @@ def _peer(announcement: Announcement, plan: Plan | None) -> dict[str, Any]:
     """An announcement and the peer's place in the plan, as plain data."""
     data: dict[str, Any] = plain(announcement)
     data.pop("run")
+    data["chain"] = chains.fields(announcement.chain) if announcement.chain is not None else None
     replica = plan.replica_of(announcement.peer) if plan is not None else None
     role: dict[str, Any] = {"role": "waiting", "replica": replica, "first": None, "last": None, "k": None}
     if plan is not None and replica is not None:

@@ -18,6 +18,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from peer.chains import percent
 from peer.describe import clock, describe, duration, size
 from peer.events import Event
 from peer.plot import chart
@@ -28,7 +29,10 @@ __all__ = ["Screen", "View", "line", "render"]
 
 BLUE, SKY, ORANGE, GREEN, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 LEVELS = {"info": ("·", ""), "good": ("✓", GREEN), "warning": ("!", ORANGE), "error": ("✗", f"bold {RED}")}
+_MARKS = {"computing": "◄", "forward": "→", "backward": "←"}
+_LEAST_PLOT = 8
 _ASCII = str.maketrans({
+    "◄": "<", "←": "<",
     "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o", "→": ">",
     "▏": " ", "▎": " ", "▍": " ", "▌": " ", "▋": " ", "▊": " ", "▉": " ",
 })  # fmt: skip
@@ -46,12 +50,13 @@ def line(event: Event, names: Mapping[str, str] | None = None) -> str | None:
 def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
     """One frame of exactly `width` x `height` characters."""
     notes = 0 if height < 14 else 5 if height < 30 else 8
-    plot = 0
+    plot = busy = 0
     rows = height - 2 - notes
     if height >= 20:
-        rows = max(4, min(len(view.peers) + 3, rows - 8))
-        plot = min(20, height - 2 - notes - rows)
-        notes = height - 2 - rows - plot
+        rows = max(4, min(len(view.peers) + 3, rows - _LEAST_PLOT))
+        busy = _busy_rows(view, height - 2 - notes - rows - _LEAST_PLOT)
+        plot = min(20, height - 2 - notes - rows - busy)
+        notes = height - 2 - rows - busy - plot
     parts: list[RenderableType] = [_title(view, width), _bar(view, width)]
     if plot:
         facts = min(46, max(38, width * 2 // 5))
@@ -64,10 +69,18 @@ def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
         )
         parts.append(grid)
     parts.append(_panel("peers", _peers(view, width - 4, rows - 3), width, rows, ascii_only))
+    if busy:
+        parts.append(_panel("chains", _chains(view, width - 4, busy - 3), width, busy, ascii_only))
     if notes:
         parts.append(_panel("messages", _notes(view, width - 4, notes - 2), width, notes, ascii_only))
     frame = Group(*parts)
     return _Plain(frame) if ascii_only else frame
+
+
+def _busy_rows(view: View, room: int) -> int:
+    """Lines of the panel of chains: none if nothing is known of them, or too few would fit."""
+    members = sum(len(c.members) for c in view.chains)
+    return min(members + 3, room) if members and room >= 5 else 0
 
 
 class _Plain:
@@ -190,6 +203,8 @@ def _digests(view: View) -> Text:
 
 def _peers(view: View, width: int, rows: int) -> Table:
     wide = width >= 104
+    marks = {c.members[c.bottleneck.position].peer: _MARKS[c.bottleneck.what] for c in view.chains}
+    busy = any(p.activity for p in view.peers.values())
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
     table.add_column("peer", no_wrap=True, max_width=14)
     table.add_column("does", no_wrap=True, ratio=1)
@@ -198,10 +213,13 @@ def _peers(view: View, width: int, rows: int) -> Table:
         table.add_column("memory", justify="right", no_wrap=True)
         table.add_column("uplink", justify="right", no_wrap=True)
     table.add_column("phase", no_wrap=True, min_width=8)
+    if busy:
+        table.add_column("busy", justify="right", no_wrap=True, min_width=6)
     table.add_column("step", justify="right", no_wrap=True, min_width=5)
     table.add_column("loss", justify="right", no_wrap=True, min_width=5)
     table.add_column("sent", justify="right", no_wrap=True, min_width=7)
-    table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
+    if wide or not busy:
+        table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
     listed = view.listed()
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
     for p in shown:
@@ -210,13 +228,16 @@ def _peers(view: View, width: int, rows: int) -> Table:
             cells += [p.device or "-", size(p.memory_bytes) if p.memory_bytes else "-", _rate(p.up_bps)]
         style = {"training": SKY, "gone": RED, "withdrew": ORANGE, "offered": GREEN, "finished": GREEN}.get(p.phase, "")
         trains = p.replica is not None
+        cells.append(Text(p.phase, style=style))
+        if busy:
+            cells.append(_share(p, marks.get(p.peer, "")))
         cells += [
-            Text(p.phase, style=style),
             f"{p.step}/{view.manifest.train.inner_steps}" if trains else "-",
             f"{p.loss:.3f}" if trains and p.loss is not None else "-",
             size(p.sent_bytes) if p.sent_bytes is not None else "-",
-            f"{p.dense_bytes / p.sent_bytes:.0f}×" if p.sent_bytes and p.dense_bytes else "-",
         ]
+        if wide or not busy:
+            cells.append(f"{p.dense_bytes / p.sent_bytes:.0f}×" if p.sent_bytes and p.dense_bytes else "-")
         table.add_row(*cells)
     if len(shown) < len(listed):
         table.add_row(f"+{len(listed) - len(shown)} more", style="bright_black")
@@ -225,9 +246,39 @@ def _peers(view: View, width: int, rows: int) -> Table:
     return table
 
 
+def _chains(view: View, width: int, rows: int) -> Table:
+    """What each stage of each chain did in its last inner step, forward (→) and backward (←), and what the chain waits for."""
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
+    table.add_column("chain", no_wrap=True)
+    table.add_column("peer", no_wrap=True, max_width=14)
+    columns = ["busy", "waits →", "waits ←", "sends →", "sends ←", *(("depth", "queue") if width >= 88 else ())]
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("slowest", no_wrap=True, ratio=1)
+    listed = [(c, i, p) for c in view.chains for i, p in enumerate(c.members)]
+    for chain, position, p in listed[:rows]:
+        a = p.activity
+        cells = ["-"] * len(columns)
+        if a is not None:
+            cells = [percent(a.busy), percent(a.wait_forward), percent(a.wait_backward)]
+            cells += [size(a.forward_bytes), size(a.backward_bytes), str(a.depth), str(a.queued)]
+            cells = cells[: len(columns)]
+        mark = Text(f"◄ {chain.slowest}", style=ORANGE) if position == chain.bottleneck.position else ""
+        table.add_row(chain.name if position == 0 else "", Text(p.name, style="bold"), *cells, mark)
+    return table
+
+
 def _place(view: View, p: PeerView, wide: bool) -> Text:
     mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", "bright_black"))
     return Text.assemble((mark, style), f" {view.place(p, short=not wide)}", no_wrap=True)
+
+
+def _share(p: PeerView, mark: str) -> Text:
+    """Of the time that a stage computes, marked if its chain waits for that or for what comes to it."""
+    a = p.activity
+    if a is None:
+        return Text("-")
+    return Text(percent(a.busy) + (mark or " "), style=ORANGE if mark else "")
 
 
 def _rate(bps: int) -> str:
@@ -249,7 +300,7 @@ class Screen:
     """Shows a run while events arrive: `with Screen(manifest) as screen: … screen.feed(event)`. Any thread may feed.
 
     On a terminal the screen is redrawn a few times a second and its last frame stays; elsewhere each notable event is
-    printed as a line.
+    printed as a line, and after each commit how busy the members of each chain are.
     """
 
     def __init__(
@@ -264,12 +315,13 @@ class Screen:
         """A Sink."""
         with self._lock:
             self.view.feed(event)
+            busy = [chain.text for chain in self.view.chains] if event.kind == "commit" else []
         if self._live is None:
-            text = line(event, self.view.names)
-            if text is not None:
-                plain = self.console.options.ascii_only
-                shown = text.translate(_ASCII).encode("ascii", "replace").decode() if plain else text
-                self.console.print(Text(shown), soft_wrap=True)
+            for text in (line(event, self.view.names), *(f"{clock(event.time)} · {x}" for x in busy)):
+                if text is not None:
+                    plain = self.console.options.ascii_only
+                    shown = text.translate(_ASCII).encode("ascii", "replace").decode() if plain else text
+                    self.console.print(Text(shown), soft_wrap=True)
 
     def frame(self, height: int | None = None) -> RenderableType:
         """The present frame, as large as the terminal."""

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peer.describe import called, clean, describe, mean_loss, readable
+from peer.chains import Activity, Bottleneck, activity, bottleneck, percent
+from peer.describe import called, clean, describe, mean_loss, readable, size
 from peer.events import Event
 from protocol import layout, planner
 from protocol.manifest import Manifest
@@ -46,6 +47,18 @@ class PeerView:
     dense_bytes: int | None = None
     total_sent: int = 0
     counted: bool = False
+    measured: tuple[tuple[int, ...], Activity] | None = None
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """What its measurements are worth nothing without: its blocks, its position, the chain's length and k."""
+        return self.first, self.last, self.position, self.stages, self.k
+
+    @property
+    def activity(self) -> Activity | None:
+        """Of its newest inner step in its present place in a chain."""
+        known = self.here and self.role == "stage" and self.measured is not None and self.measured[0] == self.place
+        return self.measured[1] if known and self.measured is not None else None
 
 
 @dataclass(slots=True)
@@ -72,6 +85,34 @@ class Replica:
 
     k: int
     peers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChainView:
+    """A chain of which at least one member has said how busy it is."""
+
+    name: str
+    members: tuple[PeerView, ...]
+    bottleneck: Bottleneck
+
+    @property
+    def slowest(self) -> str:
+        """What it waits for, for a reader."""
+        return self.bottleneck.text([p.name for p in self.members])
+
+    @property
+    def text(self) -> str:
+        """A line about all members."""
+        return f"{self.name}: {'; '.join(_busy(p) for p in self.members if p.activity)}; slowest: {self.slowest}"
+
+
+def _busy(p: PeerView) -> str:
+    a = p.activity
+    assert a is not None
+    return (
+        f"{p.name} computes {percent(a.busy)}, waits {percent(a.wait_forward)} forward {percent(a.wait_backward)} backward,"
+        f" sends {size(a.forward_bytes)} forward {size(a.backward_bytes)} backward a step, queue {a.queued} of {a.depth}"
+    )
 
 
 @dataclass(slots=True)
@@ -139,6 +180,17 @@ class View:
         """(sent, dense) bytes of all peers in their last whole round."""
         counted = [(p.sent_bytes, p.dense_bytes) for p in self.peers.values() if p.sent_bytes and p.dense_bytes]
         return (sum(s for s, _ in counted), sum(d for _, d in counted)) if counted else None
+
+    @property
+    def chains(self) -> list[ChainView]:
+        """The planned chains, as far as they are known, in plan order."""
+        out = []
+        for index, replica in enumerate(self.replicas):
+            members = tuple(self.peers.get(peer) or PeerView(peer, self.name(peer)) for peer in replica.peers)
+            found = bottleneck([p.activity for p in members])
+            if found is not None:
+                out.append(ChainView(self.replica_name(index), members, found))
+        return out
 
     def listed(self) -> list[PeerView]:
         """The peers, replicas first in plan order, then spares and others, then those who are gone."""
@@ -223,6 +275,10 @@ class View:
             if len(self._steps) > _MOST_POINTS:
                 for key in sorted(self._steps)[::2]:
                     del self._steps[key]
+
+    def _on_chain(self, event: Event, f: dict[str, Any]) -> None:
+        p = self._peer(event.source)
+        p.measured = p.place, activity(f)
 
     def _on_offered(self, event: Event, f: dict[str, Any]) -> None:
         p = self._peer(event.source)

@@ -29,8 +29,31 @@ class MessageError(RemoteError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChainReport:
+    """A chain member's last inner step. `times_ms`: of the step, computing, waiting for activations, for gradients, and those
+    of receiving activations and gradients over its links; `counts`: bytes sent forward and backward, depth, most frames that
+    waited. `activations`, `gradients`: running means of rms and largest magnitude and the refused frames, of what came
+    from the previous and from the next stage; empty where there is none. What makes them: peer/pipeline.py, peer/stats.py.
+    """
+
+    times_ms: tuple[int, ...]
+    counts: tuple[int, ...]
+    activations: tuple[float, ...] = ()
+    gradients: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (len(self.times_ms), len(self.counts)) != (6, 4):
+            raise ValueError("times_ms must have 6 entries and counts 4")
+        if not {len(self.activations), len(self.gradients)} <= {0, 3}:
+            raise ValueError("activations and gradients must have 3 entries each, or none")
+        if min(*self.times_ms, *self.counts, *self.activations, *self.gradients) < 0:
+            raise ValueError("no entry may be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a peer says of itself in the DHT. `memory_bytes` is what Potluck may use above an idle process."""
+    """What a peer says of itself in the DHT. `memory_bytes` is what Potluck may use above an idle process; `chain`: of a member
+    of a chain."""
 
     run: str
     peer: str
@@ -47,6 +70,7 @@ class Announcement:
     loss: float | None = None
     bytes_sent: int = 0
     bytes_received: int = 0
+    chain: ChainReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer import demo
+from peer import demo, presence
+from peer.net.memory import MemoryTransport
 from peer.rounds import Rounds
+from protocol import messages
 from protocol.errors import LocalError
-from protocol.messages import Commit
+from protocol.messages import Announcement, ChainReport, Commit
 from tests.e2e import swarms
 
 REQUIRED = [
@@ -44,6 +46,32 @@ def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_
     assert far["state_digest"] == near["state_digest"]
     assert far["val_loss"] == near["val_loss"]
     assert set(far["bytes_sent_per_peer_per_round"]) == {"full-0", "chain-0-0", "chain-0-1", "chain-1-0", "chain-1-1"}
+
+
+def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    announced: dict[str, list[ChainReport]] = {}
+    store = MemoryTransport.store
+
+    async def spied(self: MemoryTransport, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
+        message = messages.unseal(value)[1]
+        if isinstance(message, Announcement) and message.chain is not None:
+            announced.setdefault(message.peer, []).append(message.chain)
+        return await store(self, key, subkey, value, ttl=ttl)
+
+    monkeypatch.setattr(presence, "PUBLISH_SECONDS", 0.01)
+    monkeypatch.setattr(MemoryTransport, "store", spied)
+    chosen = swarms.options(tmp_path / "run", full=0, chains=1, k=(8,), inner_steps=3)
+    swarms.run(chosen)
+    (first, last) = (announced[p.identity.peer_id][-1] for p in demo.make_peers(demo.make_manifest(chosen), chosen))
+    for report in (first, last):
+        assert 0 < sum(report.times_ms[1:4]) <= report.times_ms[0] + 3
+    tokens = demo.make_manifest(chosen).train.step_tokens
+    assert first.counts[0] > 2 * 8 * tokens
+    assert last.counts[1] > 2 * 8 * tokens
+    assert first.activations == last.gradients == ()
+    for rms, largest, refused in (first.gradients, last.activations):
+        assert 0 < rms < largest
+        assert refused == 0
 
 
 def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,8 @@ def example(hint: Any, name: str = "") -> Any:
     if origin in (types.UnionType, typing.Union):
         return example(typing.get_args(hint)[0], name)
     if origin is tuple:
-        return (example(typing.get_args(hint)[0], name),) * 2
+        many = {"times_ms": 6, "counts": 4, "activations": 3, "gradients": 3}
+        return (example(typing.get_args(hint)[0], name),) * many.get(name, 2)
     if origin is dict:
         return {"embed": example(typing.get_args(hint)[1], name), "block.0": example(typing.get_args(hint)[1], name)}
     if dataclasses.is_dataclass(hint):

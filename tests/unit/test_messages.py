@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from protocol.messages import (
     Ask,
     Attest,
     Beat,
+    ChainReport,
     Commit,
     Contribution,
     Diverged,
@@ -48,6 +50,7 @@ from protocol.messages import (
     unseal,
     unseal_announcement,
 )
+from protocol.schema import plain
 from tests import tiny
 
 ME, OTHER = Identity(b"m" * 32), Identity(b"o" * 32)
@@ -78,8 +81,9 @@ COMMIT = Commit(
     digests={"embed": "d"},
     plan=PLAN,
 )
+REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradients=(0.5, 2.0, 0.0))
 SAMPLES: list[Message] = [
-    Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0),
+    Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
     Offered(round=1, peer="p", part=PART),
     Withdraw(round=1, reason="no"),
@@ -213,6 +217,34 @@ def test_only_a_peer_itself_announces_itself_and_for_this_run() -> None:
     assert unseal_announcement(seal(OTHER, good), OTHER.peer_id, "r") is None
     assert unseal_announcement(seal(ME, Ask(after=0)), ME.peer_id, "r") is None
     assert unseal_announcement(b"junk", ME.peer_id, "r") is None
+
+
+def test_reports_of_a_chain_are_small_whatever_they_say() -> None:
+    largest = ChainReport(times_ms=(2**63,) * 6, counts=(2**63,) * 4, activations=(1e300,) * 3, gradients=(1e-300,) * 3)
+    announced = Announcement(run="r", peer=ME.peer_id, chain=largest)
+    assert unseal_announcement(seal(ME, announced), ME.peer_id, "r") == announced
+    with_none = seal(ME, dataclasses.replace(announced, chain=None))
+    assert len(seal(ME, announced)) - len(with_none) < 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"times_ms": [1] * 5},
+        {"times_ms": [1] * 5 + [-1]},
+        {"counts": [1] * 5},
+        {"counts": "four"},
+        {"activations": [1.0]},
+        {"activations": [1.0, 2.0, -1.0]},
+        {"gradients": [1.0, 2.0, math.nan]},
+    ],
+)
+def test_impossible_reports_of_a_chain_are_refused(change: dict[str, Any]) -> None:
+    good = plain(Announcement(run="r", peer=ME.peer_id, chain=REPORT))
+    for chain, taken in ((good["chain"], True), (good["chain"] | change, False)):
+        body = framing.pack_message({"t": "announcement", **good, "chain": chain})
+        raw = framing.pack_message({"p": ME.peer_id, "b": body, "s": ME.sign(messages.DOMAIN + body)})
+        assert (unseal_announcement(raw, ME.peer_id, "r") is not None) == taken
 
 
 def test_equal_messages_have_equal_bytes_whatever_the_order_of_their_maps() -> None:

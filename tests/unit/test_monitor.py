@@ -19,6 +19,7 @@ from protocol.identity import Identity
 from protocol.messages import (
     Announcement,
     Ask,
+    ChainReport,
     Commit,
     Contribution,
     LeftOut,
@@ -145,6 +146,43 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
         view.feed(event)
     assert view.committed == {1: 2.0, 2: 1.0}
     assert view.finished
+
+
+REPORT = ChainReport(
+    times_ms=(2000, 1860, 20, 40, 500, 300),
+    counts=(4_000, 0, 7, 2),
+    activations=(1.5, 9.0, 1.0),
+)
+
+
+def test_a_chain_that_only_announces_is_shown() -> None:
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        node.log = records(commits()[:2])
+        await node.announce(BOB, phase="training", round=2, step=3)
+        await node.announce(CAROL, phase="training", round=2, step=3, chain=REPORT)
+        await monitor.poll(events.append)
+        told = len(events)
+        await node.announce(CAROL, 61.0, serial=2, phase="training", round=2, step=4, chain=REPORT)
+        await monitor.poll(events.append)
+        assert [e.kind for e in events[told:]] == ["step"], "the same is not told twice"
+        found = json.loads(await monitor.snapshot_json())
+        assert found["bottlenecks"] == [{"replica": 1, "peer": CAROL.peer_id, "what": "computing", "share": 0.93}]
+        chains = {peer["peer"]: peer["chain"] for peer in found["peers"]}
+        assert chains[BOB.peer_id] is None
+        assert chains[CAROL.peer_id]["activations"] == {"rms": 1.5, "largest": 9.0, "refused": 1.0}
+
+    events = play(story)
+    (told,) = (e for e in events if e.kind == "chain")
+    assert told.source == CAROL.peer_id
+    assert told.fields == {
+        "round": 2, "step": 3, "seconds": 2.0, "busy_s": 1.86, "wait_forward_s": 0.02, "wait_backward_s": 0.04,
+        "forward_link_s": 0.5, "backward_link_s": 0.3, "forward_bytes": 4_000, "backward_bytes": 0, "depth": 7, "queued": 2,
+        "activations": {"rms": 1.5, "largest": 9.0, "refused": 1.0}, "gradients": None,
+    }  # fmt: skip
+    view = View(MANIFEST)
+    for event in events:
+        view.feed(event)
+    assert view.chains[0].slowest == f"{CAROL.peer_id[-8:]} computes 93 %"
 
 
 def test_only_changes_are_told() -> None:

@@ -87,6 +87,15 @@ class Story:
                 boundary_tokens=64 if peer in PEERS[2:5] else 0,
             )
 
+    def chain(self, peer: str, busy: float, **changes: Any) -> None:
+        """`busy`: seconds of a step of 2 s that `peer` computes."""
+        values: dict[str, Any] = {
+            "round": 1, "step": 1, "seconds": 2.0, "busy_s": busy, "wait_forward_s": 0.1, "wait_backward_s": 0.3,
+            "forward_link_s": 0.5, "backward_link_s": 0.2, "forward_bytes": 12_300, "backward_bytes": 4_500, "depth": 7,
+            "queued": 3, "activations": {"rms": 1.0, "largest": 2.0, "refused": 0}, "gradients": None,
+        }  # fmt: skip
+        self.tell(peer, "chain", **{**values, **changes})
+
     def attest(self, number: int, wrong: str | None = None) -> None:
         for peer in PEERS[:3]:
             digest = "bad" if peer == wrong else "good"
@@ -226,11 +235,62 @@ def test_ascii_and_hostile_text() -> None:
 def test_malformed_events_are_passed_over() -> None:
     story = Story().begin()
     before = text(story.view)
-    for kind in ("commit", "ready", "role", "step", "round", "attest", "unknown", "gone", "listening", "peer"):
+    for kind in ("commit", "ready", "role", "step", "round", "attest", "unknown", "gone", "listening", "peer", "chain"):
         story.tell("somebody", kind)
     assert line(story.events[-1]) is None
     assert len(story.view.notes) == len(Story().begin().view.notes)
     assert len(text(story.view).split("\n")) == len(before.split("\n"))
+
+
+def test_a_chain_shows_how_busy_it_is_and_what_it_waits_for() -> None:
+    story = Story().begin()
+    before = text(story.view)
+    for peer, busy in zip(PEERS[2:5], (0.9, 1.86, 1.0), strict=True):
+        story.chain(peer, busy)
+    wide, narrow = draw(story.view, 120, 40), draw(story.view, 80, 24)
+    row = next(x for x in wide if "◄ b computes 93 %" in x)
+    assert row.split()[1:12] == ["b", "93", "%", "5", "%", "15", "%", "12.3", "kB", "4.5", "kB"]
+    assert "chains" not in before
+    assert "45 %" in next(x for x in wide if "chain 0 " in x and "a " in x and "stage" not in x)
+    assert "93 %◄" in next(x for x in narrow if "2/3" in x)
+    assert "50 % " in next(x for x in narrow if "3/3" in x)
+    assert "spare" in next(x for x in narrow if "%" not in x and "spare" in x)
+    assert [len(x) for x in (wide, narrow)] == [40, 24]
+    assert max(map(len, narrow)) <= 80
+
+
+def test_a_busy_link_is_the_bottleneck() -> None:
+    story = Story().begin()
+    for peer in PEERS[2:5]:
+        story.chain(peer, 1.0, forward_link_s=1.9, backward_link_s=1.8)
+    assert story.view.chains[0].slowest == "link a → b is busy 95 %"
+    assert "50 %→" in next(x for x in draw(story.view, 80, 24) if "2/3" in x)
+    story.chain(PEERS[3], 1.0, backward_link_s=1.98)
+    assert "50 %←" in next(x for x in draw(story.view, 80, 24) if "2/3" in x)
+    assert story.view.chains[0].slowest == "link c → b is busy 99 %"
+    assert "link c > b is busy 99 %" in "\n".join(draw(story.view, 120, 40, ascii_only=True))
+    story.chain(PEERS[4], 2.0)
+    assert story.view.chains[0].slowest == "c computes 100 %"
+
+
+def test_the_ends_of_a_chain_have_no_link_beyond() -> None:
+    story = Story().begin()
+    story.chain(PEERS[2], 1.0, forward_link_s=2.0)
+    story.chain(PEERS[4], 0.5, backward_link_s=2.0)
+    assert story.view.chains[0].slowest == "a computes 50 %"
+
+
+def test_what_was_measured_in_another_place_is_forgotten() -> None:
+    story = Story().begin()
+    story.chain(PEERS[3], 1.0)
+    (chain,) = story.view.chains
+    assert [p.activity is not None for p in chain.members] == [False, True, False]
+    story.tell(PEERS[3], "role", round=2, role="stage", replica=2, first=0, last=2, k=4, position=0, stages=2)
+    assert story.view.chains == []
+    story.chain(PEERS[3], 1.0)
+    assert len(story.view.chains) == 1
+    story.tell("bootstrap", "gone", peer=PEERS[3])
+    assert story.view.chains == []
 
 
 def test_more_peers_than_rows() -> None:
@@ -254,6 +314,24 @@ def test_without_a_terminal_it_prints_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert "full-0 is ready: cpu, 64.0 MB" in lines[0]
     assert lines[-1].endswith("round 1: 3 replicas, loss 2.500")
     assert screen.view.committed == {1: 2.5}
+
+
+def test_without_a_terminal_a_line_for_each_chain_follows_the_commit() -> None:
+    out = io.StringIO()
+    story = Story().begin()
+    for peer, busy in zip(PEERS[2:4], (0.9, 1.86), strict=True):
+        story.chain(peer, busy)
+    story.round(1, 2.5)
+    with Screen(tiny.manifest(), NAMES, Console(file=out, width=80)) as screen:
+        for event in story.events:
+            screen.feed(event)
+    lines = out.getvalue().splitlines()
+    assert "round 1: 3 replicas" in lines[-2]
+    assert lines[-1].endswith(
+        "· chain 0: a computes 45 %, waits 5 % forward 15 % backward, sends 12.3 kB forward 4.5 kB backward a step, queue 3 of 7;"
+        " b computes 93 %, waits 5 % forward 15 % backward, sends 12.3 kB forward 4.5 kB backward a step, queue 3 of 7;"
+        " slowest: b computes 93 %"
+    )
 
 
 def test_on_a_terminal_the_last_frame_stays(monkeypatch: pytest.MonkeyPatch) -> None:
