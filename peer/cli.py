@@ -147,7 +147,7 @@ def demo(
     k: Annotated[
         str,
         typer.Option(help="Values per token at chain boundaries; 0 = whole; a list gives one for each chain."),
-    ] = "16",
+    ] = "64",
     inner_steps: Annotated[int | None, typer.Option(min=1, help="Inner steps per round, H.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data order and the demo's keys.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "cpu",

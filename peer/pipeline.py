@@ -480,9 +480,10 @@ async def run_steps(
     `wires`: number formats forward and backward. `windows(step)` gives the replica's integer tokens
     [micro_batches * rows, L+1]; it is called on the worker thread. `timeout`: seconds to wait for one frame of a neighbour.
     `depth`: micro-batches under way in the first step, used by the first stage. This stage's memory holds all activations
-    of `plain_depth` of them and the inputs of `most_depth` (None: any number). Returns the complete steps: fewer if `stop`
-    was set on any stage. `statistics`: go on with this call. Streams stay open on success; on any failure and on cancellation the neighbours are told and the
-    streams closed. `trainer.steps` counts what was applied even then. Raises ChainBroken (names the member) or LocalError.
+    of `plain_depth` of them and the inputs of `most_depth` (None: any number). `statistics` go on with this call. Returns the
+    complete steps: fewer if `stop` was set on any stage. Streams stay open on success; on any failure and on cancellation the
+    neighbours are told and the streams closed. `trainer.steps` counts what was applied even then. Raises ChainBroken (names
+    the member) or LocalError.
     """
     if ("embed" in trainer.shards) != (previous is None) or ("head" in trainer.shards) != (following is None):
         raise LocalError(f"stage {trainer.shards[0]}..{trainer.shards[-1]}: wrong neighbours; this is a bug")

@@ -4,13 +4,17 @@ Values of a token (the last dimension, W) as one of protocol/boundary.py's forma
 
     bf16, fp32   rounded to nearest even
     int8, int4   s, then q = round(x / s) in -127..127 or -7..7; s = max |x| / 127 or 7, rounded up to bf16, one per token
+    sym2         s = rms of the token as bf16, then 2 bits a value: whether x >= 0, and whether |x| >= 0.982 s; read as +-0.453 s or
+                 +-1.510 s, the least mean square error of two bits for a normal distribution (Max, 1960)
     tah4         tiles of 64 after TAH-Quant; p, low, s, then q = round((x - low) / s) in 0..15, low = min, s = (max - min) / 15
 
-int4's q are stored as q + 8; of two 4-bit values the first is in the low half of its byte. In a tile of `tah4` whose largest
+int4's q are stored as q + 8; of two 4-bit values the first is in the low half of its byte, and so on for four of 2 bits (the
+sign is the lower one); `sym2` fills a token's last byte with zeros. In a tile of `tah4` whose largest
 magnitude is over twice the second largest, that value changes places with the first and the tile is rotated by the
 orthonormal Hadamard matrix: the outlier becomes an offset of all values, which `low` takes up. p is its place, 255 without
 rotation. Each part of an encoding is one block: all s, then all q; all p, all low, all s, all q. (The paper gives 3 bits
-to the tiles of low entropy; here all have 4. Our `int4` is symmetric and has zero.)
+to the tiles of low entropy; here all have 4. Our `int4` is symmetric and has zero.) `sym2` is for gradients: what it loses
+of them is small beside the noise that they have, while of activations it is lost in every token (docs/results/boundary.md).
 
 No value that is accepted is larger than LIMIT in magnitude: a sum over 2^16 tokens of products of two such values, squared, is 2^112, which
 fp32 still holds (2^128), so nothing that is computed from accepted values in one step overflows. Activations of an honest
@@ -29,6 +33,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from protocol import boundary
 from protocol.errors import PotluckError
@@ -36,6 +41,7 @@ from protocol.errors import PotluckError
 LIMIT = 2.0**20
 """Largest magnitude of a value that is accepted. Half of it is sent at most: rounding may add a little."""
 _STEPS = {"int8": 127, "int4": 7}
+_THRESHOLD, _NEAR, _FAR = 0.98159883, 0.45278004, 1.5104176
 _PLAIN = 255
 """p of a tile that is not rotated."""
 _TINY = 2.0**-120
@@ -60,8 +66,10 @@ def encode(x: Tensor, wire: str) -> bytes:
         return _raw(x)
     if wire == "tah4":
         return _encode_tiles(x.reshape(-1, boundary.tile(x.shape[-1])))
-    steps = _STEPS[wire]
     x_TW = x.reshape(-1, x.shape[-1])
+    if wire == "sym2":
+        return _encode_sym2(x_TW)
+    steps = _STEPS[wire]
     scale_T1 = _round_up((x_TW.abs().amax(1, keepdim=True) / steps).clamp_min(_TINY))
     q_TW = torch.round(x_TW / scale_T1.float()).clamp(-steps, steps)
     whole = q_TW.to(torch.int8) if wire == "int8" else _pack((q_TW + 8).to(torch.uint8))
@@ -84,6 +92,8 @@ def decode_measured(
         x = _tensor(raw, torch.bfloat16 if wire == "bf16" else torch.float32, device).float()
     elif wire == "tah4":
         x = _decode_tiles(memoryview(raw), boundary.tile(width), device)
+    elif wire == "sym2":
+        x = _decode_sym2(memoryview(raw), tokens, width, device)
     else:
         scale_T1 = _tensor(raw[: 2 * tokens], torch.bfloat16, device).float()[:, None]
         q = _tensor(raw[2 * tokens :], torch.int8 if wire == "int8" else torch.uint8, device)
@@ -103,6 +113,25 @@ def _check(x: Tensor, limit: float) -> float:
     if largest > limit:
         raise BadTensor(f"a value has magnitude {largest:.3g}, at most {limit:.0f}")
     return largest
+
+
+# --- sym2; C bytes of a token
+
+
+def _encode_sym2(x_TW: Tensor) -> bytes:
+    scale_T1 = x_TW.square().mean(1, keepdim=True).sqrt().clamp_min(_TINY).to(torch.bfloat16)
+    q_TW = (x_TW >= 0).to(torch.uint8) | (x_TW.abs() >= _THRESHOLD * scale_T1.float()).to(torch.uint8) << 1
+    q_TC4 = functional.pad(q_TW, (0, -x_TW.shape[1] % 4)).unflatten(1, (-1, 4))
+    packed_TC = q_TC4[..., 0] | q_TC4[..., 1] << 2 | q_TC4[..., 2] << 4 | q_TC4[..., 3] << 6
+    return _raw(scale_T1) + _raw(packed_TC)
+
+
+def _decode_sym2(raw: memoryview, tokens: int, width: int, device: torch.device) -> Tensor:
+    scale_T1 = _tensor(raw[: 2 * tokens], torch.bfloat16, device).float()[:, None]
+    packed_TC = _tensor(raw[2 * tokens :], torch.uint8, device).reshape(tokens, -1)
+    q_TC4 = torch.stack([packed_TC >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    levels = torch.tensor((-_NEAR, _NEAR, -_FAR, _FAR), device=device)
+    return levels[q_TC4.flatten(1)[:, :width].long()] * scale_T1
 
 
 # --- tah4; N tiles of A values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-FORMATS = ("bf16", "fp32", "int8", "int4", "tah4")
+FORMATS = ("bf16", "fp32", "int8", "int4", "tah4", "sym2")
 """A frame names its format by the position here."""
 TILE = 64
 """Most values of one tile of `tah4`."""
@@ -26,4 +26,10 @@ def bytes_per_token(name: str, width: int) -> int:
     if name == "tah4":
         size = tile(width)
         return width // size * (size // 2 + 5)
-    return {"bf16": 2 * width, "fp32": 4 * width, "int8": width + 2, "int4": width // 2 + 2}[name]
+    return {
+        "bf16": 2 * width,
+        "fp32": 4 * width,
+        "int8": width + 2,
+        "int4": width // 2 + 2,
+        "sym2": (width + 3) // 4 + 2,
+    }[name]

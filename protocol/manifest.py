@@ -134,8 +134,8 @@ class ChainSpec:
     activations on their way `forward` and of gradients on their way `backward`."""
 
     k: tuple[int, ...] = (0,)
-    forward: str = "bf16"
-    backward: str = "bf16"
+    forward: str = "int4"
+    backward: str = "int4"
 
     def __post_init__(self) -> None:
         if not self.k or len(set(self.k)) != len(self.k) or min(self.k) < 0:

@@ -193,7 +193,7 @@ def project_at(
     trainer: StageTrainer, cuts: Sequence[int], boundary=None, wires: tuple[str, str] = ("fp32", "fp32")
 ) -> None:
     """Makes the whole-model `trainer` the oracle of a chain: projector and number formats are inserted at every cut."""
-    stage, names = trainer.stage, layout.shard_names(SPEC)
+    stage, names = trainer.stage, layout.shard_names(trainer.spec)
 
     def forward(ids_BL: torch.Tensor, x_BLD: torch.Tensor | None = None) -> torch.Tensor:
         x_BLD = stage.embed(ids_BL) if x_BLD is None else x_BLD

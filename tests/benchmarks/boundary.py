@@ -1,77 +1,125 @@
 """Loss against bytes at the stage boundaries: the table over k and number formats, each direction on its own.
 
-    python -m tests.benchmarks.boundary --seeds 1 --rounds 40
-    python -m tests.benchmarks.boundary --arms 0:bf16:bf16 32:int4:bf16
+    python -m tests.benchmarks.boundary
+    python -m tests.benchmarks.boundary --seeds 1 --arms 0:bf16:bf16 32:int4:bf16
 
-The demo's recipe with every replica a chain of four stages, in memory. An arm is k:FORWARD:BACKWARD. Loss: nats per token on held-out
-text after the last round, by the auditor's replay. Bytes: per token, boundary and direction, without framing. Gap: to the arm
-that is neither projected nor quantized (0:bf16:bf16, always run first). Gaps are ratios of means over the seeds.
+One replica of the demo's recipe, cut into four stages: one process computes all, with projector and number formats inserted at the three
+boundaries, which tests/unit/test_exact_chains.py proves to be what a chain computes. After every round the outer step with
+its sparse update. An arm is k:FORWARD:BACKWARD. All arms of a seed have the same θ(0), text and U.
+
+Loss: nats per token on held-out text after the last round, of the model as the chain computes it, with projector and forward
+format; `plain`: of the same parameters without them. Bytes: per token and boundary, scales included, without framing. Gap: to
+the arm that is neither projected nor quantized (0:fp32:fp32, always run first), mean over the seeds and the standard error
+of that mean over pairs.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
+import functools
 import json
+import math
 import statistics
-import tempfile
 from pathlib import Path
 
-from peer import demo
-from protocol import boundary
+import numpy as np
+import torch
+
+from peer import commands, data, demo
+from peer.outer import Outer
+from peer.trainer import StageTrainer
+from protocol import assign, boundary, layout, seeded, subspace
 from protocol.manifest import Manifest
+from tests.chains import project_at
 from tests.e2e.swarms import options
 
-BASE = "0:bf16:bf16"
+BASE = "0:fp32:fp32"
 D = demo.MODEL.d_model
-ARMS = (
-    f"{D // 8}:bf16:bf16", f"{D // 4}:int8:int8", f"{D // 4}:int8:bf16", f"{D // 2}:int4:int4", f"{D // 2}:int4:int8",
-    f"{D // 2}:tah4:int8", f"{D // 4}:int4:int4", f"{D // 4}:int4:int8", f"{D // 4}:tah4:int8", f"{D // 8}:int8:int8",
-    f"{D // 8}:int4:int8", f"{D // 8}:int4:int4", f"{D // 32}:bf16:bf16", "0:int4:int8", "0:tah4:int8", "0:int8:int8",
-)  # fmt: skip
+CUTS = tuple(range(2, demo.MODEL.n_layers + 1))
+VALID_WINDOWS = 96
+DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", "22:int4:sym2", f"{D // 4}:int4:sym2")
+"""k = d/8 in bf16; the same bytes in int4; the loss of the first at a 24th of dense; d/4."""
 
 
-def loss(arm: str, seed: int, rounds: int | None, replicas: int) -> float:
-    """Of one run."""
+@functools.cache
+def _corpus(manifest: Manifest) -> data.Corpus:
+    tokenizer = data.load_tokenizer((commands.ASSETS / demo.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    folder, vocabulary = data.cache_folder(), manifest.model.vocab_size
+    return data.prepare(manifest.data, tokenizer, manifest.train.sequence, folder, vocabulary)
+
+
+@functools.cache
+def _basis(seed: bytes) -> np.ndarray:
+    return subspace.basis(seed, D, D)
+
+
+def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
+    """(loss, plain loss) of one run."""
     k, forward, backward = arm.split(":")
-    with tempfile.TemporaryDirectory(prefix="potluck-boundary-") as name:
-        out = Path(name) / "run"
-        run = options(out, full=0, chains=replicas, stages=4, k=(int(k),), rounds=rounds, inner_steps=None, seed=seed)
-        make_manifest = demo.make_manifest  # the demo has no option for formats: they would be two more of its many
+    manifest = demo.make_manifest(options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed))
+    spec, train, key = manifest.model, manifest.train, manifest.seed_bytes
+    corpus = _corpus(dataclasses.replace(manifest, seed=0))
+    shards = layout.shard_names(spec)
+    trainer = StageTrainer(spec, train, shards, k=int(k), basis=_basis(key) if int(k) else None)
+    project_at(trainer, CUTS, wires=(forward, backward))
+    outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
+    outer.theta = {shard: seeded.initial_shard(spec, key, shard) for shard in shards}
+    for r in range(rounds):
+        trainer.begin_round(outer.theta)
+        for step in range(train.inner_steps):
+            at = assign.slots(r * train.inner_steps * train.step_rows, 0, step, train.inner_steps, train.step_rows)
+            ids = torch.tensor(corpus.train_windows(assign.windows(key, corpus.n_windows, at)))
+            for micro, part in enumerate(ids.reshape(train.micro_batches, train.rows, -1)):
+                trainer.forward(micro, part)
+                trainer.backward(micro)
+            norm = math.sqrt(sum(value for _, value in trainer.grad_sumsq()))
+            trainer.step(r * train.inner_steps + step + 1, norm)
+        for shard in shards:
+            outer.accumulate(shard, trainer.delta(shard))
+            outer.apply(shard, [(1.0, outer.encode(shard))])
+    held_out = corpus.valid_windows(VALID_WINDOWS)
+    trainer.begin_round(outer.theta)
+    plain = StageTrainer(spec, train, shards)
+    plain.begin_round(outer.theta)
+    return trainer.evaluate(held_out), plain.evaluate(held_out)
 
-        def changed(options: demo.DemoOptions) -> Manifest:
-            made = make_manifest(options)
-            return dataclasses.replace(
-                made, chains=dataclasses.replace(made.chains, forward=forward, backward=backward)
-            )  # fmt: skip
 
-        demo.make_manifest = changed
-        try:
-            asyncio.run(demo.run(run))
-        finally:
-            demo.make_manifest = make_manifest
-        return float(json.loads(Path(f"{out}.json").read_text())["val_loss_last"])
+def _loss(
+    arm: str, seed: int, rounds: int, kept: dict[tuple[str, int], tuple[float, float]], keep: Path | None
+) -> tuple[float, float]:
+    if (arm, seed) not in kept:
+        kept[arm, seed] = losses(arm, seed, rounds)
+        if keep is not None:
+            with keep.open("a") as file:
+                file.write(json.dumps([arm, seed, *kept[arm, seed]]) + "\n")
+    return kept[arm, seed]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", nargs="*", default=ARMS)
-    parser.add_argument("--rounds", type=int, default=None)
-    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--arms", nargs="*", default=DECIDING)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--keep", type=Path, help="JSON lines of what was run; it is not run again")
     chosen = parser.parse_args()
-    print("| k | forward | backward | bytes forward | bytes backward | under dense bf16 | loss | gap |")
-    print("|---|---|---|---|---|---|---|---|")
-    base = 0.0
+    torch.set_num_threads(1)
+    lines = chosen.keep.read_text().splitlines() if chosen.keep is not None and chosen.keep.exists() else []
+    kept = {(arm, seed): (loss, plain) for arm, seed, loss, plain in map(json.loads, lines)}
+    print("| k | forward | backward | bytes forward | backward | under dense bf16 | loss | gap | plain gap |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    base: list[tuple[float, float]] = []
     for arm in (BASE, *chosen.arms):
-        mean = statistics.mean(loss(arm, seed, chosen.rounds, chosen.replicas) for seed in range(chosen.seeds))
-        base = base or mean
+        found = [_loss(arm, seed, chosen.rounds, kept, chosen.keep) for seed in range(chosen.seeds)]
+        base = base or found
+        gaps, plain_gaps = ([x[i] - b[i] for x, b in zip(found, base, strict=True)] for i in (0, 1))
+        error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.3f}" if len(gaps) > 1 else ""
         k, *formats = arm.split(":")
         sizes = [boundary.bytes_per_token(name, int(k) or D) for name in formats]
         print(
-            f"| {k} | {formats[0]} | {formats[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x | {mean:.4f} |"
-            f" {100 * (mean / base - 1):+.2f} % |",
+            f"| {k} | {formats[0]} | {formats[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x"
+            f" | {statistics.mean(x[0] for x in found):.3f} | {statistics.mean(gaps):+.3f}{error}"
+            f" | {statistics.mean(plain_gaps):+.3f} |",
             flush=True,
         )
     return 0

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peer import demo, link
-from protocol import layout, planner, sparse
+from protocol import boundary, layout, planner, sparse
 from tests.e2e.swarms import options
 
 TOLERANCE = 0.03
@@ -57,8 +57,9 @@ def main() -> int:
 
     train, k = manifest.train, manifest.chains.k[0]
     framing = link.HEAD_BYTES / (train.rows * train.sequence)
-    wrong += report("boundary forward, bytes a token", result["boundary_bytes_per_token"], 2 * k, framing)
-    wrong += report("boundary backward, bytes a token", result["boundary_backward_bytes_per_token"], 2 * k, framing)
+    for way, name in (("", manifest.chains.forward), ("backward_", manifest.chains.backward)):
+        measured, formula = result[f"boundary_{way}bytes_per_token"], boundary.bytes_per_token(name, k or spec.d_model)
+        wrong += report(f"boundary {way or 'forward_'}bytes a token", measured, formula, framing)
     print(f"largest stage: {max(planner.stage_memory(manifest, i, i + 1) for i in range(spec.n_layers)) / 1e6:.1f} MB")
     return 1 if wrong else 0
 

@@ -32,13 +32,13 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "MODEL", MODEL)
 
 
-def set_overlap(monkeypatch: pytest.MonkeyPatch, overlap: int) -> None:
-    """Demos have a manifest with this `outer.overlap`."""
+def change_manifest(monkeypatch: pytest.MonkeyPatch, table: str, **fields: Any) -> None:
+    """Demos have a manifest with these fields in `table`: `change_manifest(monkeypatch, "outer", overlap=1)`."""
     made = demo.make_manifest
 
     def make_manifest(chosen: demo.DemoOptions) -> Manifest:
         manifest = made(chosen)
-        return dataclasses.replace(manifest, outer=dataclasses.replace(manifest.outer, overlap=overlap))
+        return dataclasses.replace(manifest, **{table: dataclasses.replace(getattr(manifest, table), **fields)})
 
     monkeypatch.setattr(demo, "make_manifest", make_manifest)
 

@@ -12,7 +12,7 @@ import pytest
 from peer import demo, presence
 from peer.net.memory import MemoryTransport
 from peer.rounds import Rounds
-from protocol import messages
+from protocol import boundary, messages
 from protocol.errors import LocalError
 from protocol.messages import Announcement, ChainReport, Commit
 from tests.e2e import swarms
@@ -65,9 +65,10 @@ def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.
     (first, last) = (announced[p.identity.peer_id][-1] for p in demo.make_peers(demo.make_manifest(chosen), chosen))
     for report in (first, last):
         assert 0 < sum(report.times_ms[1:4]) <= report.times_ms[0] + 3
-    tokens = demo.make_manifest(chosen).train.step_tokens
-    assert first.counts[0] > 2 * 8 * tokens
-    assert last.counts[1] > 2 * 8 * tokens
+    manifest = demo.make_manifest(chosen)
+    tokens, chain = manifest.train.step_tokens, manifest.chains
+    assert first.counts[0] > tokens * boundary.bytes_per_token(chain.forward, 8)
+    assert last.counts[1] > tokens * boundary.bytes_per_token(chain.backward, 8)
     assert first.activations == last.gradients == ()
     for rms, largest, refused in (first.gradients, last.activations):
         assert 0 < rms < largest

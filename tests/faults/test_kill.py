@@ -29,7 +29,7 @@ def test_a_killed_peer_costs_a_round_and_catches_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overlap: int
 ) -> None:
     """Its replica is left out once, a spare takes the chain member's place, and the peer comes back to the same bits."""
-    swarms.set_overlap(monkeypatch, overlap)
+    swarms.change_manifest(monkeypatch, "outer", overlap=overlap)
     spares = int(name.startswith("chain"))
     with Swarm(tmp_path / "run", name, spares) as swarm:
         swarm.kill()

@@ -21,7 +21,8 @@ small_model = swarms.small_model
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: int
 ) -> None:
-    swarms.set_overlap(monkeypatch, overlap)
+    swarms.change_manifest(monkeypatch, "outer", overlap=overlap)
+    swarms.change_manifest(monkeypatch, "chains", forward="bf16", backward="bf16")
     chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, k=(8,), inner_steps=3)
     swarms.run(chosen)
     manifest = demo.make_manifest(chosen)

@@ -86,7 +86,15 @@ def test_neither_depth_nor_recomputation_changes_a_bit(depth: int, recompute: bo
 
 @pytest.mark.parametrize(
     "wires",
-    [("int8", "int8"), ("int4", "int8"), ("int4", "int4"), ("tah4", "bf16"), ("bf16", "tah4"), ("bf16", "bf16")],
+    [
+        ("int8", "int8"),
+        ("int4", "int8"),
+        ("int4", "int4"),
+        ("tah4", "bf16"),
+        ("bf16", "tah4"),
+        ("int4", "sym2"),
+        ("bf16", "bf16"),
+    ],
 )
 @pytest.mark.parametrize("k", [0, D // 8])
 @pytest.mark.parametrize("cuts", [(3,), (1, 2, 5)])

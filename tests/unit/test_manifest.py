@@ -105,8 +105,8 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ("model.n_layers", "4097", "model: n_layers must be at most 4096"),
         ("model.d_ff", "16777217", "model: d_ff must be in 1..16777216"),
         ("data.files", "[" * 5000, "manifest"),
-        ("chains.forward", '"fp16"', 'chains: forward must be one of bf16, fp32, int8, int4, tah4, not "fp16"'),
-        ("chains.backward", '""', "chains: backward must be one of bf16, fp32, int8, int4, tah4"),
+        ("chains.forward", '"fp16"', 'chains: forward must be one of bf16, fp32, int8, int4, tah4, sym2, not "fp16"'),
+        ("chains.backward", '""', "chains: backward must be one of bf16, fp32, int8, int4, tah4, sym2"),
     ],
 )
 def test_a_bad_field_is_refused_by_name(field: str, value: str | None, text: str) -> None:
@@ -146,4 +146,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "f0178a5cb49bf0534996aefd889df03e15b504832837bb10ac99338e1c85b345"
+FROZEN = "4601f3264d2c81066cc953e4cfd3814788dc7de1769e58d4965e9000e34fc12b"

@@ -200,6 +200,19 @@ def test_no_value_is_off_by_more_than_half_a_step(scale: float) -> None:
     assert bool((_error(x, "tah4") <= span / 30 * rounding).all())
 
 
+@pytest.mark.parametrize("width", [5, 64, 1000])
+def test_two_bits_lose_of_normal_values_what_max_says(width: int) -> None:
+    x = torch.randn(6400 // width, width, generator=torch.Generator().manual_seed(4)) * 1e-6
+    found = tensors.decode(tensors.encode(x, "sym2"), x.shape, "sym2", CPU)
+    assert bool((found.sign() == torch.where(x < 0, -1, 1)).all())
+    scale = x.square().mean(1, keepdim=True).sqrt()
+    near, far = (found.abs() / scale)[x.abs() < 0.97 * scale], (found.abs() / scale)[x.abs() > 0.99 * scale]
+    assert near.tolist() == pytest.approx([0.4528] * near.numel(), rel=5e-3)
+    assert far.tolist() == pytest.approx([1.5104] * far.numel(), rel=5e-3)
+    if width > 5:
+        assert float((found - x).square().mean() / x.square().mean()) == pytest.approx(0.1175, rel=0.1)
+
+
 @pytest.mark.parametrize("wire", boundary.FORMATS)
 def test_zeros_stay_zeros(wire: str) -> None:
     assert float(_error(torch.zeros(3, 64), wire).max()) < 1e-30
@@ -242,7 +255,7 @@ def test_what_could_overflow_is_neither_sent_nor_taken(wire: str, sign: int, mon
     with monkeypatch.context() as lax:
         lax.setattr(tensors, "LIMIT", math.inf)
         raw = tensors.encode(far, wire)
-    with pytest.raises(tensors.BadTensor, match=r"a value has magnitude 1.0\de\+06, at most 1048576"):
+    with pytest.raises(tensors.BadTensor, match=r"a value has magnitude 1.\d+e\+06, at most 1048576"):
         tensors.decode(raw, (1, 16), wire, CPU)
 
 

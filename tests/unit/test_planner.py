@@ -177,7 +177,7 @@ def test_what_memory_is_left_over_makes_the_chain_deeper() -> None:
 
 
 def test_k_is_the_largest_that_the_uplink_carries_in_half_a_round() -> None:
-    manifest = tiny.manifest(chains=ChainSpec(k=(0, 4, 2)))
+    manifest = tiny.manifest(chains=ChainSpec(k=(0, 4, 2), forward="bf16", backward="bf16"))
     tokens, half = manifest.train.inner_steps * manifest.train.step_tokens, manifest.timing.round_deadline / 2
 
     def needed(k: int) -> float:
