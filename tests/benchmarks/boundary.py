@@ -38,8 +38,8 @@ BASE = "0:fp32:fp32"
 D = demo.MODEL.d_model
 CUTS = tuple(range(2, demo.MODEL.n_layers + 1))
 VALID_WINDOWS = 96
-DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", "22:int4:sym2", f"{D // 4}:int4:sym2")
-"""k = d/8 in bf16; the same bytes in int4; the loss of the first at a 24th of dense; d/4."""
+DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", f"{D // 8}:int4:int4", "22:int4:sym2", f"{D // 4}:int4:sym2")
+"""k = d/8 in bf16; the same bytes in int4; its loss at a 24th of dense, twice; k = d/4."""
 
 
 @functools.cache
