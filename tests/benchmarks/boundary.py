@@ -76,7 +76,7 @@ def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
             norm = math.sqrt(sum(value for _, value in trainer.grad_sumsq()))
             trainer.step(r * train.inner_steps + step + 1, norm)
         for shard in shards:
-            outer.accumulate(shard, trainer.delta(shard))
+            outer.accumulate(shard, trainer.displacement(shard))
             outer.apply(shard, [(1.0, outer.encode(shard))])
     held_out = corpus.valid_windows(VALID_WINDOWS)
     trainer.begin_round(outer.theta)
