@@ -13,6 +13,8 @@ the caller's counts and the bytes at hand stand for.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
@@ -50,6 +52,7 @@ def unpack(raw: Bytes, bits: int, count: int) -> Numbers:
     return numbers
 
 
+@functools.lru_cache(maxsize=256)
 def rice_parameter(n: int, k: int) -> int:
     """r for sets of k of n indices."""
     return min(range(n.bit_length()), key=lambda r: k * (1 + r) + ((n - k) >> r))

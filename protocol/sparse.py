@@ -29,6 +29,8 @@ of a tensor (`ref2`: 46) and some MB for each thread. What a payload says change
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import struct
 from collections.abc import Sequence
@@ -110,8 +112,9 @@ def entropy_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> float:
     return size_bits / 8
 
 
-def _segments(tiling: Tiling) -> list[Tiling]:
-    return tiling.cut(_SEGMENT * tiling.n // tiling.keep)
+@functools.lru_cache(maxsize=1024)
+def _segments(tiling: Tiling) -> tuple[Tiling, ...]:
+    return tuple(tiling.cut(_SEGMENT * tiling.n // tiling.keep))
 
 
 def _index_bits(codec: Codec, tiling: Tiling) -> int:
@@ -119,12 +122,14 @@ def _index_bits(codec: Codec, tiling: Tiling) -> int:
     return bits.rice_parameter(tiling.n, tiling.keep) if codec.indices == "rice" else (tiling.n - 1).bit_length()
 
 
+@functools.lru_cache(maxsize=4096)
 def _fields(codec: Codec, part: Tiling) -> tuple[int, int]:
     """Bytes of a segment's index planes and values."""
     values = 4 * part.entries if codec.values == "fp32" else bits.packed_size(part.entries, 2)
     return bits.packed_size(part.entries, _index_bits(codec, part)), values
 
 
+@functools.lru_cache(maxsize=4096)
 def _quotients(part: Tiling) -> tuple[int, int]:
     """The least and the most bytes of a segment's quotients."""
     return bits.quotients_size(part.n, part.keep, part.tiles)
@@ -322,9 +327,10 @@ def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memory
         raise PayloadError(f"payload: has {raw.size} bytes, must have {total}; refused")
     result, at = [], start
     for number, of_tensor in enumerate(sizes):
-        first, *segments = np.split(raw[at : at + sum(of_tensor)], np.cumsum(of_tensor[:-1]))
+        ends = list(itertools.accumulate(of_tensor, initial=at))
+        first, *segments = (raw[a:b] for a, b in itertools.pairwise(ends))
         result.append(_Tensor(_table(codec, number, first), segments))
-        at += sum(of_tensor)
+        at = ends[-1]
     return result
 
 
@@ -344,7 +350,8 @@ def _read(
     codec: Codec, part: Tiling, number: int, table: Array, raw: Bytes, weight: np.float32
 ) -> tuple[npt.NDArray[np.uint16], Array]:
     """Indices within their tile and weight * values, [tiles, k'] each, of a segment of tensor `number`. Raises PayloadError."""
-    planes, field, quotients = np.split(raw, np.cumsum(_fields(codec, part)))
+    low, rest = _fields(codec, part)
+    planes, field, quotients = raw[:low], raw[low : low + rest], raw[low + rest :]
     shape = part.tiles, part.keep
     try:
         if codec.values == "fp32":
