@@ -133,6 +133,7 @@ class Link:
         self.stream, self.sent_bytes, self.timeout = stream, 0, timeout
         self.most_waiting = 0
         self.failed: ChainBroken | None = None
+        self._sending = False
         self._arrived, self._limit = arrived, min(MAX_FRAME, HEAD_BYTES + max(limit, NAME_BYTES))
         self._decode = decode
         self._out: asyncio.Queue[tuple[Head, bytes | Awaitable[bytes]]] = asyncio.Queue()
@@ -170,21 +171,28 @@ class Link:
             head, body = await self._out.get()
             body = body if isinstance(body, bytes) else await body
             try:
-                stamped = head._replace(stamp=time.perf_counter())
-                sending = asyncio.ensure_future(self.stream.send(stamped.pack(), body, timeout=self.timeout))
-                sending.add_done_callback(_heard)
-                await asyncio.shield(sending)  # half a frame would leave no way to say goodbye
+                self._sending = True
+                await self._send_whole(head._replace(stamp=time.perf_counter()), body)
+                self._sending = False
             except RemoteError as error:
                 await asyncio.wait({self._reading}, timeout=GOODBYE_S)  # a goodbye may name somebody else
                 self._fail(ChainBroken(self.stream.remote, str(error)))
                 return
             self._out.task_done()
 
+    async def _send_whole(self, head: Head, body: bytes) -> None:
+        """Is not cancelled in the middle: half a frame would leave no way to say goodbye."""
+        sending = asyncio.ensure_future(self.stream.send(head.pack(), body, timeout=self.timeout))
+        sending.add_done_callback(_heard)
+        await asyncio.shield(sending)
+
     async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(BEAT_S)
-            if self._out.empty():
-                self._out.put_nowait((Head(BEAT), b""))
+        """Beside the queue: what is at its head may still be encoded."""
+        with contextlib.suppress(RemoteError):  # the writing or the reading side tells
+            while True:
+                await asyncio.sleep(BEAT_S)
+                if not self._sending:
+                    await self._send_whole(Head(BEAT), b"")
 
     # --- receiving
 
