@@ -43,6 +43,7 @@ campaign: setup
 	$(BIN)/python -m pytest tests -m campaign
 	$(BIN)/python -m tests.sim.run --seeds 0:10000
 	$(BIN)/python -m tests.faults.soak --minutes 30
+	$(BIN)/python -m tests.faults.repair --times 100
 
 fuzz: setup
 	nice $(BIN)/python -m tests.fuzz.campaign --inputs 10000000

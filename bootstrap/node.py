@@ -33,9 +33,11 @@ from protocol.messages import (
     Ask,
     Attest,
     Beat,
+    Broken,
     Commit,
     Finished,
     Hello,
+    Mend,
     Message,
     Offer,
     Offered,
@@ -210,7 +212,7 @@ class Node:
 
     def _hear(self, peer: str, session: _Session, message: Message) -> None:
         match message:
-            case Offer() | Attest() | Withdraw():
+            case Offer() | Attest() | Withdraw() | Broken() | Mend():
                 if isinstance(message, Attest):
                     self._emit("attest", peer=peer, round=message.round, digests=message.digests)
                 self._events.put_nowait(leader.Received(peer, message))
@@ -292,6 +294,12 @@ class Node:
                     self._spawn(self._fetch((peer,), part, peer))
                 case leader.Propose(commit):
                     following.append(quorum.Proposed(commit))
+                case leader.Tell(peers, mend, first):
+                    if first:
+                        fields = {name: getattr(mend, name) for name in mend.__slots__}
+                        self._emit("mended", **fields | {"peers": list(mend.peers)})
+                    for peer in (p for p in peers if p in self._sessions):
+                        self._post(self._sessions[peer].outbox, messages.encode(mend))
                 case leader.Report(round, peer, shard):
                     self._emit("diverged", peer=peer, round=round, shard=shard)
                 case leader.Done(round):

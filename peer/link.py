@@ -8,11 +8,17 @@ Measuring: each header says when its frame was handed over, by the sender's cloc
 step begins, which echoes: both frames are small and meet an idle link, so `arrival - stamp` of theirs is latency + offset
 of the clocks. A frame occupies the link from the later of `stamp + that` and the arrival of the frame before, until it has
 arrived. The offsets of both directions cancel.
+
+Life: a side that has nothing else to write sends a BEAT every BEAT_S, from the event loop, which is free while the model computes. What
+counts as life is bytes, not frames, so a large frame on a slow link is no silence. A neighbour of whom no byte came for SILENT_S, or for
+GAPS times the longest silence of late (jitter of the link, a loaded machine), is broken; while nothing is read, because the queue is full, and
+while this process itself was stopped, no time counts.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import struct
 import time
@@ -24,9 +30,15 @@ from peer.net.base import Stream
 from protocol.errors import RemoteError
 from protocol.framing import MAX_FRAME
 
-FORWARD, BACKWARD, NORM, TOTAL, PING, ECHO, ABORT = range(1, 8)
+FORWARD, BACKWARD, NORM, TOTAL, PING, ECHO, ABORT, BEAT, RESUME, DONE = range(1, 11)
 NAME_BYTES = 128
 GOODBYE_S = 1.0
+BEAT_S = 0.5
+SILENT_S = 2.5
+LONGEST_SILENT_S = 10.0
+GAPS = 3
+_RECENT = 64
+"""Silences that are remembered: those of half a minute or more."""
 _HEAD = struct.Struct(">BBIIIIIIId")
 _CLOCK_STEPS = 4
 """Steps whose smallest delay counts; clocks drift apart in the long run."""
@@ -36,7 +48,7 @@ class ChainBroken(RemoteError):
     """A member left, fell silent or sent what cannot be; `peer` is the member to blame, `reason` what it did."""
 
     def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(peer, f"chain member {peer}: {reason}; this round's chain needs a spare in its place")
+        super().__init__(peer, f"chain member {peer}: {reason}; it needs a spare in its place")
         self.reason = reason
 
 
@@ -103,9 +115,9 @@ class Frame(NamedTuple):
 
 
 class Link:
-    """A neighbour. Its two tasks live in `group`; `arrived` is set whenever something comes. `queue`: most frames that wait here
-    unread; `limit`: most bytes of one; `timeout`: seconds to wait for one, or for the neighbour to read one.
-    `decode` begins to decode what came."""
+    """A neighbour. Its tasks live in `group`; `arrived` is set whenever something comes, or it is broken: `failed` is why, once
+    all frames that came before are taken. `queue`: most frames that wait here unread; `limit`: most bytes of one; `timeout`:
+    seconds for the neighbour to read one. `decode` begins to decode what came."""
 
     def __init__(
         self,
@@ -120,20 +132,28 @@ class Link:
     ) -> None:
         self.stream, self.sent_bytes, self.timeout = stream, 0, timeout
         self.most_waiting = 0
+        self.failed: ChainBroken | None = None
+        self._sending = False
         self._arrived, self._limit = arrived, min(MAX_FRAME, HEAD_BYTES + max(limit, NAME_BYTES))
         self._decode = decode
         self._out: asyncio.Queue[tuple[Head, bytes | Awaitable[bytes]]] = asyncio.Queue()
-        self._in: asyncio.Queue[Frame | ChainBroken] = asyncio.Queue(queue)
+        self._in: asyncio.Queue[Frame] = asyncio.Queue(queue)
         self._times: list[tuple[float, float]] = []  # of the micro-batches' frames of this step: stamp, arrival
         self._delays: deque[float] = deque(maxlen=_CLOCK_STEPS)
         self._reading = group.create_task(self._read())
         self._writing = group.create_task(self._write())
+        self._living = [group.create_task(self._beat()), group.create_task(self._watch())]
 
     async def stop(self) -> None:
         """Ends the tasks; what is under way is written first."""
-        await self._out.join()
-        self._reading.cancel()
-        self._writing.cancel()
+        if self.failed is None:
+            await self._out.join()
+        for task in (self._reading, self._writing, *self._living):
+            task.cancel()
+
+    def _fail(self, error: ChainBroken) -> None:
+        self.failed = self.failed or error
+        self._arrived.set()
 
     # --- sending
 
@@ -151,36 +171,42 @@ class Link:
             head, body = await self._out.get()
             body = body if isinstance(body, bytes) else await body
             try:
-                stamped = head._replace(stamp=time.perf_counter())
-                sending = asyncio.ensure_future(self.stream.send(stamped.pack(), body, timeout=self.timeout))
-                sending.add_done_callback(_heard)
-                await asyncio.shield(sending)  # half a frame would leave no way to say goodbye
+                self._sending = True
+                await self._send_whole(head._replace(stamp=time.perf_counter()), body)
+                self._sending = False
             except RemoteError as error:
-                await asyncio.wait(
-                    {self._reading}, timeout=GOODBYE_S
-                )  # there may be a goodbye that names somebody else
-                while not self._in.empty():
-                    if isinstance(item := self._in.get_nowait(), ChainBroken):
-                        raise item from None
-                self.blame(str(error))
+                await asyncio.wait({self._reading}, timeout=GOODBYE_S)  # a goodbye may name somebody else
+                self._fail(ChainBroken(self.stream.remote, str(error)))
+                return
             self._out.task_done()
+
+    async def _send_whole(self, head: Head, body: bytes) -> None:
+        """Is not cancelled in the middle: half a frame would leave no way to say goodbye."""
+        sending = asyncio.ensure_future(self.stream.send(head.pack(), body, timeout=self.timeout))
+        sending.add_done_callback(_heard)
+        await asyncio.shield(sending)
+
+    async def _beat(self) -> None:
+        """Beside the queue: what is at its head may still be encoded."""
+        with contextlib.suppress(RemoteError):  # the writing or the reading side tells
+            while True:
+                await asyncio.sleep(BEAT_S)
+                if not self._sending:
+                    await self._send_whole(Head(BEAT), b"")
 
     # --- receiving
 
     @property
     def ready(self) -> bool:
-        """Whether `receive` returns, or raises, at once."""
-        return not self._in.empty()
+        """Whether `take` returns, or raises, at once."""
+        return not self._in.empty() or self.failed is not None
 
-    async def receive(self, expected: Head, body_bytes: int | None) -> Frame:
+    def take(self, expected: Head, body_bytes: int | None) -> Frame:
         """The one frame that may come now; None: of any length. Raises ChainBroken."""
-        try:
-            async with asyncio.timeout(self.timeout):
-                item = await self._in.get()
-        except TimeoutError:
-            self.silent()
-        if isinstance(item, ChainBroken):
-            raise item
+        if self._in.empty():
+            assert self.failed is not None
+            raise self.failed
+        item = self._in.get_nowait()
         compare(self.stream.remote, item.head, item.body, expected, body_bytes)
         return item
 
@@ -190,8 +216,9 @@ class Link:
                 frame = memoryview(await self.stream.recv(self._limit))
                 now = time.perf_counter()
                 head, body = parse(self.stream.remote, frame)
-                if head.kind in (PING, ECHO):
-                    self._delays.append(now - head.stamp)
+                if head.kind in (PING, ECHO, BEAT):
+                    if head.kind != BEAT:
+                        self._delays.append(now - head.stamp)
                     if head.kind == PING and self._out.empty():
                         self.send(Head(ECHO), b"", 0)
                     continue
@@ -199,16 +226,31 @@ class Link:
                 if head.kind in (FORWARD, BACKWARD):
                     self._times.append((head.stamp, now))
                     value = self._decode(head.kind, body)
-                await self._put(Frame(head, body, value))
+                await self._in.put(Frame(head, body, value))
+                self.most_waiting = max(self.most_waiting, self._in.qsize())
+                self._arrived.set()
         except ChainBroken as error:
-            await self._put(error)
+            self._fail(error)
         except RemoteError as error:
-            await self._put(ChainBroken(self.stream.remote, str(error)))
+            self._fail(ChainBroken(self.stream.remote, str(error)))
 
-    async def _put(self, item: Frame | ChainBroken) -> None:
-        await self._in.put(item)
-        self.most_waiting = max(self.most_waiting, self._in.qsize())
-        self._arrived.set()
+    async def _watch(self) -> None:
+        """Breaks the link when the neighbour gives no sign of life; see the module's docstring."""
+        gaps: deque[float] = deque([0.0], maxlen=_RECENT)
+        silence, received, tick = 0.0, -1, BEAT_S / 2
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(tick)
+            now = time.monotonic()
+            if self.stream.received != received or self._in.full():
+                gaps.append(silence)
+                silence, received = 0.0, self.stream.received
+            else:
+                silence += min(now - before, 2 * tick)
+            before = now
+            if silence > min(max(SILENT_S, GAPS * max(gaps)), LONGEST_SILENT_S):
+                self._fail(ChainBroken(self.stream.remote, f"gave no sign of life for {silence:.1f} s"))
+                return
 
     def silent(self) -> NoReturn:
         """Nothing came in time."""
@@ -234,3 +276,11 @@ class Link:
             total += max(0.0, arrival - max(stamp + delay, before))
             before = arrival
         return delay, total / len(times)
+
+
+async def keep_alive(stream: Stream, over: Callable[[], bool]) -> None:
+    """Beats on a stream that no Link has yet: its peer waits for us, and is to know that we live. Until `over()`."""
+    with contextlib.suppress(RemoteError):
+        while not over():
+            await stream.send(Head(BEAT).pack())
+            await asyncio.sleep(BEAT_S)

@@ -6,6 +6,9 @@ Streams are bidirectional, one per boundary (peer/link.py). An inner step, per s
     gather          NORM     squared norms of the shards' gradients, the loss and what each stage measured grow from the last
                              stage to the first, right behind the last gradients
                     TOTAL    global norm and loss go forward; every stage steps, the first one at once
+    the end         DONE     after the last step, from the last stage to the first: who hears it may leave
+    a repaired      RESUME   from the last stage to the first: the most steps that anybody behind has done, and their last TOTAL;
+    chain                    and back: the most of all. The chain goes on there
 
 A stage that is free goes backward if a gradient is there, else forward if activations are. Both directions are first in,
 first out, so gradients add up in micro-batch order whatever arrives when: the bits do not depend on timing. Only the
@@ -13,7 +16,12 @@ first stage limits how many micro-batches are under way: after each step it pick
 measured (protocol/cost.py), within what their memory holds. A stage whose memory is too small for the depth
 keeps only what came in and computes the rest anew before it goes backward. Every stage knows the token ids from the data
 assignment; a checksum of them comes with each frame. NORM and TOTAL carry the wish to stop, so that all stages end after
-the same inner step. A full replica runs the same code without neighbours. The model's work runs on the caller's one
+the same inner step.
+
+What a stage keeps when its chain breaks is its `Standing` (peer/standing.py). DONE lets nobody leave while somebody may still need
+its TOTAL.
+
+A full replica runs the same code without neighbours. The model's work runs on the caller's one
 worker thread, so a job that outlives a cancelled run ends before any later one begins; frames are encoded and decoded on
 other threads. Over 400 lines, because the order of an inner step, its ending and its failures are one thing to read.
 """
@@ -40,18 +48,22 @@ from peer import stats, tensors
 from peer.link import (
     ABORT,
     BACKWARD,
+    DONE,
     FORWARD,
     GOODBYE_S,
     HEAD_BYTES,
     NAME_BYTES,
     NORM,
+    RESUME,
     TOTAL,
     ChainBroken,
+    Frame,
     Head,
     Link,
     Refused,
 )
 from peer.net.base import Stream
+from peer.standing import TOTAL_BYTES, Standing, Total, catch_up
 from peer.stats import Measure, Running, Statistics
 from peer.trainer import StageTrainer
 from protocol import boundary, cost, layout
@@ -90,7 +102,7 @@ class StepReport:
     `forward_link_s`, `backward_link_s`: it took the activations from the previous stage, and the gradients from the next, to
     come through the link (peer/link.py); `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers
     included; `depth`: micro-batches that were let into the chain at once; `queued`: most frames that waited here for this
-    stage. `activations`, `gradients`: of what came so far from the previous and from the next stage (None: there is no such
+    stage; `paces`: seconds that each stage computed per micro-batch, where this is the first of several. `activations`, `gradients`: of what came so far from the previous and from the next stage (None: there is no such
     stage; peer/stats.py).
     """
 
@@ -110,6 +122,7 @@ class StepReport:
     queued: int
     activations: Running | None
     gradients: Running | None
+    paces: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +167,12 @@ class _Run:
         stop: StopSign | None,
         trace: Trace | None,
         statistics: Statistics,
+        first_step: int,
+        standing: Standing,
     ) -> None:
         self.statistics = statistics
         self.trainer, self.worker, self.windows, self.stop, self.trace = trainer, worker, windows, stop, trace
+        self.first_step, self.standing = first_step, standing
         self._codec = codec
         self.previous: Link | None = None
         self.following: Link | None = None
@@ -171,6 +187,7 @@ class _Run:
         self._before, self._shards = names.index(trainer.shards[0]), len(names)
         self._ids: list[tuple[Tensor, int]] = []
         self._losses: list[float] = []
+        self._paces: tuple[float, ...] = ()
         self._seconds = {FORWARD: 0.0, BACKWARD: 0.0, 0: 0.0}
         self._waits = {FORWARD: 0.0, BACKWARD: 0.0}
         self._transfers = (0.0, 0.0)
@@ -182,7 +199,7 @@ class _Run:
             raise UsageError(
                 f"micro-batch: a frame has {frame} bytes, at most {MAX_FRAME}; the manifest needs fewer rows"
             )
-        limit = max(*self._sizes.values(), _NORM.size + 8 * self._shards + MAX_STAGES * _MEASURED.size)
+        limit = max(*self._sizes.values(), _NORM.size + 8 * self._shards + MAX_STAGES * _MEASURED.size, TOTAL_BYTES)
         queue = min(self.train.micro_batches, self.most_depth) + 1
         return Link(stream, group, self.arrived, self._decode, queue=queue, limit=limit, timeout=timeout)
 
@@ -206,8 +223,55 @@ class _Run:
 
         return await asyncio.get_running_loop().run_in_executor(self.worker, timed)
 
-    async def step(self, step: int) -> tuple[StepReport, bool]:
-        """One inner step, and whether somebody wishes to stop after it."""
+    async def receive(self, link: Link, expected: Head, body_bytes: int | None) -> Frame:
+        """The one frame of `link` that may come now; None: of any length. Raises ChainBroken, also where the other link broke."""
+        try:
+            async with asyncio.timeout(link.timeout):
+                while not link.ready:
+                    self.arrived.clear()
+                    self._check()
+                    await self.arrived.wait()
+        except TimeoutError:
+            link.silent()
+        return link.take(expected, body_bytes)
+
+    def _check(self) -> None:
+        """Raises what broke a link. Nothing that came before it is of use to a stage that has to wait."""
+        for link in self._links:
+            if link.failed is not None:
+                raise link.failed
+
+    async def resume(self, steps: int) -> None:
+        """Agrees with the others where the repaired chain goes on in a round of `steps`; see the module's docstring."""
+        head, best = Head(RESUME), self.standing.total
+        if self.following is not None:
+            best = max(best, await self._resume_from(self.following, steps), key=lambda total: total.steps)
+        if self.previous is not None:
+            self.previous.send(head, best.pack(), TOTAL_BYTES)
+            told = await self._resume_from(self.previous, steps)
+            if told.steps < best.steps:
+                self.previous.blame(f"goes on after {told.steps} steps, {best.steps} are done")
+            best = told
+        if self.following is not None:
+            self.following.send(head, best.pack(), TOTAL_BYTES)
+        await catch_up(self.trainer, self.worker, self.standing, best, self.first_step)
+
+    async def _resume_from(self, link: Link, steps: int) -> Total:
+        body = (await self.receive(link, Head(RESUME), TOTAL_BYTES)).body
+        total = Total.unpack(body)
+        if total is None or total.steps > steps:
+            link.blame("sent an impossible place to go on")
+        return total
+
+    async def finish(self) -> None:
+        """After the last step: waits until all behind have done it."""
+        if self.following is not None:
+            await self.receive(self.following, Head(DONE), 0)
+        if self.previous is not None:
+            self.previous.send(Head(DONE), b"", 0)
+
+    async def step(self, step: int) -> StepReport:
+        """One inner step; `standing.total` says whether somebody wishes to stop after it."""
         start, sent, depth = time.perf_counter(), self._sent(), self.depth
         self._losses = []
         self._seconds, self._waits = dict.fromkeys(self._seconds, 0.0), dict.fromkeys(self._waits, 0.0)
@@ -218,8 +282,10 @@ class _Run:
             self.following.ping()
         await self.job(0, self._load, step)
         await self._micro_batches(step)
-        norm, loss, stop = await self._gather(step)
+        self.standing.summed = True
+        norm, loss = await self._gather(step)
         await self.job(0, self.trainer.step, step, norm)
+        self.standing.summed = False
         after, end = self._sent(), time.perf_counter()
         report = StepReport(
             step=step,
@@ -238,10 +304,11 @@ class _Run:
             queued=max((link.most_waiting for link in links), default=0),
             activations=None if self.previous is None else replace(self._running(self.previous, FORWARD)),
             gradients=None if self.following is None else replace(self._running(self.following, BACKWARD)),
+            paces=self._paces,
         )
         if self.trace is not None:
             self.trace("inner step", start, end, step=step, depth=report.depth, queued=report.queued)
-        return report, stop
+        return report
 
     def _sent(self) -> tuple[int, int]:
         following, previous = self.following, self.previous
@@ -287,7 +354,7 @@ class _Run:
         """The micro-batch's tensor from a neighbour, checked."""
         running = self._running(link, kind)
         try:
-            frame = await link.receive(self._head(kind, step, micro), self._sizes[kind])
+            frame = await self.receive(link, self._head(kind, step, micro), self._sizes[kind])
             if kind == FORWARD:
                 if frame.head.check != self._ids[micro][1]:
                     link.refuse("trains on other text; all peers of a run need the same files")
@@ -355,6 +422,7 @@ class _Run:
                 if self.trace is not None and end - start > 1e-4:
                     self.trace("wait for forward" if kind == FORWARD else "wait for backward", start, end)
                 return kind
+            self._check()
             try:
                 async with asyncio.timeout(silent_after - time.perf_counter()):
                     await self.arrived.wait()
@@ -386,8 +454,8 @@ class _Run:
 
     # --- the end of a step
 
-    async def _gather(self, step: int) -> tuple[float, float, bool]:
-        """The replica's gradient norm, its mean loss and the wish to stop, the same on every stage.
+    async def _gather(self, step: int) -> tuple[float, float]:
+        """The replica's gradient norm and its mean loss, the same on every stage, as is the wish to stop.
 
         Squares are added shard by shard in canonical order, so the norm does not depend on where the cuts are.
         """
@@ -404,25 +472,27 @@ class _Run:
             records = b"".join(_MEASURED.pack(*(getattr(m, f) for f in _Measured.__slots__)) for m in stages)
             norms = _NORM.pack(stop, loss) + struct.pack(f">{len(sums)}d", *sums) + records
             self.previous.send(Head(NORM, step=step, width=len(sums)), norms, len(norms))
-            body = (await self.previous.receive(Head(TOTAL, step=step), _TOTAL.size)).body
+            body = (await self.receive(self.previous, Head(TOTAL, step=step), _TOTAL.size)).body
             wished, norm, loss = _TOTAL.unpack(body)
             if wished > 1 or not _finite(norm, loss):
                 self.previous.blame("sent an impossible total")
             stop = wished == 1
         else:
             norm = math.sqrt(sum(sums))
+        self.standing.total = Total(step - self.first_step + 1, stop, norm, loss)
         if self.following is not None:
             self.following.send(Head(TOTAL, step=step), _TOTAL.pack(stop, norm, loss), _TOTAL.size)
         if self.previous is None and self.following is not None:
+            self._paces = tuple(m.forward_s + m.backward_s for m in stages)
             links = [a.link(b) for a, b in itertools.pairwise(stages)]
             picked = cost.pick_depth([m.stage() for m in stages], links, self.train.micro_batches)
             self.depth = min(picked, self.most_depth)
-        return norm, loss, stop
+        return norm, loss
 
     async def _norms(self, following: Link, step: int) -> tuple[bool, float, list[float], list[_Measured]]:
         """What came from behind: the wish to stop, the loss, squared norms in canonical order, each stage's measurements."""
         count = self._shards - self._before - len(self.trainer.shards)
-        body = (await following.receive(Head(NORM, step=step, width=count), None)).body
+        body = (await self.receive(following, Head(NORM, step=step, width=count), None)).body
         rest = len(body) - _NORM.size - 8 * count
         if rest <= 0 or rest % _MEASURED.size:
             following.blame(f"sent norms of {len(body)} bytes")
@@ -474,16 +544,18 @@ async def run_steps(
     on_step: Callable[[StepReport], None] | None = None,
     trace: Trace | None = None,
     statistics: Statistics | None = None,
+    standing: Standing | None = None,
+    resume: bool = False,
 ) -> tuple[StepReport, ...]:
     """Runs inner steps `first_step` .. `first_step + steps - 1` (counted from 1 over the run) of this stage.
 
     `wires`: number formats forward and backward. `windows(step)` gives the replica's integer tokens
     [micro_batches * rows, L+1]; it is called on the worker thread. `timeout`: seconds to wait for one frame of a neighbour.
     `depth`: micro-batches under way in the first step, used by the first stage. This stage's memory holds all activations
-    of `plain_depth` of them and the inputs of `most_depth` (None: any number). `statistics` go on with this call. Returns the
-    complete steps: fewer if `stop` was set on any stage. Streams stay open on success; on any failure and on cancellation the
-    neighbours are told and the streams closed. `trainer.steps` counts what was applied even then. Raises ChainBroken (names
-    the member) or LocalError.
+    of `plain_depth` of them and the inputs of `most_depth` (None: any number). `statistics` go on with this call. `resume`: the chain was repaired, all its stages
+    begin where `standing`, kept from the round's chain before, and those of the others let them. Returns the steps of this call:
+    fewer if `stop` was set on any stage. Streams stay open on success; on a failure the neighbours are told, and then and on
+    cancellation they are closed. `standing` is right even then. Raises ChainBroken (names the member) or LocalError.
     """
     if ("embed" in trainer.shards) != (previous is None) or ("head" in trainer.shards) != (following is None):
         raise LocalError(f"stage {trainer.shards[0]}..{trainer.shards[-1]}: wrong neighbours; this is a bug")
@@ -508,23 +580,31 @@ async def run_steps(
                 stop,
                 trace,
                 statistics or Statistics(),
+                first_step,
+                standing or Standing(),
             )
             run.previous = None if previous is None else run.connect(previous, group, timeout)
             run.following = None if following is None else run.connect(following, group, timeout)
-            await run.job(0, trainer.reset)
-            for step in range(first_step, first_step + steps):
-                report, stopping = await run.step(step)
+            if resume:
+                await run.resume(steps)
+            else:
+                await run.job(0, trainer.reset)
+            while run.standing.total.steps < steps and not run.standing.total.stop:
+                report = await run.step(first_step + run.standing.total.steps)
                 reports.append(report)
                 if on_step is not None:
                     on_step(report)
-                if stopping:
-                    break
+            await run.finish()
             for link in run._links:
                 await link.stop()
     except BaseExceptionGroup as failures:
         error = _worst(failures)
         await _leave(streams, error.peer if isinstance(error, ChainBroken) else "")
         raise error from None
+    except asyncio.CancelledError:
+        for stream in streams:
+            await stream.close()
+        raise
     except BaseException:
         await _leave(streams, "")
         raise

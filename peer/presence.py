@@ -22,7 +22,7 @@ from protocol import messages, wire
 from protocol.errors import RemoteError
 from protocol.identity import Identity
 from protocol.manifest import Manifest
-from protocol.messages import Announcement, Ask, Beat, Finished, Hello, Message, Offered, Record
+from protocol.messages import Announcement, Ask, Beat, Finished, Hello, Mend, Message, Offered, Record
 
 TTL_SECONDS = 60.0
 PUBLISH_SECONDS = 5.0
@@ -195,7 +195,7 @@ class Sessions:
                 message = messages.decode_any(bytes(raw), node)
                 if isinstance(message, Beat):
                     self._watch(node, message)
-                elif isinstance(message, Record | Finished | Offered):
+                elif isinstance(message, Record | Finished | Offered | Mend):
                     await on_message(message)
 
         sender, receiver = asyncio.create_task(send()), asyncio.create_task(receive())

@@ -67,16 +67,34 @@ class Result:
     boundary_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Train `plan.round` as a member of replica `replica`, in its `epoch`-th chain; see member.Train."""
+
+    plan: Plan
+    replica: int
+    epoch: int
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """How a training tells (epoch, peer, reason) that its chain lost a member, and is told how it goes on."""
+
+    broke: Callable[[int, str, str], None]
+    orders: asyncio.Queue[Order]
+
+
 class Engine(Protocol):
-    """The part of a peer that computes; see peer/daemon.py for the real one."""
+    """The part of a peer that computes; see peer/engine.py for the real one."""
 
     async def train(
         self,
-        plan: Plan,
-        replica: int,
+        order: Order,
         theta: Shards,
         stop: asyncio.Event,
         progress: Callable[[int, float | None], None],
+        repair: Repair,
     ) -> Result:
         """Inner steps of one round; ends early, with an error, when `stop` is set."""
         ...
@@ -95,7 +113,8 @@ class Engine(Protocol):
 
 
 class Rounds:
-    """See the module's docstring. `tell` sends to the leader, `threads` work at a round boundary."""
+    """See the module's docstring. `tell` sends to the leader, `threads` work at a round boundary; `warm`: whether to hold all shards
+    while there is no stage for us, so that we can take any."""
 
     def __init__(
         self,
@@ -110,9 +129,12 @@ class Rounds:
         tell: Callable[[Message], None],
         restored: Checkpoint | None,
         threads: int,
+        warm: bool,
     ) -> None:
         self.manifest = manifest
         self.peer = peer
+        self._warm = warm
+        self._task: tuple[Plan, asyncio.Queue[Order]] | None = None
         self.outer = Outer(
             manifest.model,
             manifest.outer.codec,
@@ -200,8 +222,10 @@ class Rounds:
         match effect:
             case member.Tell(message):
                 self._tell(message)
-            case member.Train(plan, replica):
-                self._begin_training(plan, replica)
+            case member.Train(plan, replica, epoch, steps):
+                self._begin_training(Order(plan, replica, epoch, steps))
+            case member.Resume(plan, replica, epoch, steps):
+                self._resume(Order(plan, replica, epoch, steps))
             case member.Stop():
                 self._stop.set()
             case member.Pack(plan, replica, steps, tokens, loss):
@@ -240,7 +264,15 @@ class Rounds:
 
     # --- training
 
-    def _begin_training(self, plan: Plan, replica: int) -> None:
+    def _resume(self, order: Order) -> None:
+        assert self._task is not None
+        peers = order.plan.replicas[order.replica].peers
+        self._emit("mended", round=order.plan.round, replica=order.replica, epoch=order.epoch, peers=list(peers))
+        self._task = (order.plan, self._task[1])
+        self._task[1].put_nowait(order)
+
+    def _begin_training(self, order: Order) -> None:
+        plan, replica = order.plan, order.replica
         spec = plan.replicas[replica]
         stage = spec.stage_of(self.peer)
         role = "full" if len(spec.stages) == 1 else "stage"
@@ -258,12 +290,17 @@ class Rounds:
         self._begin_saving()
         self._stop = asyncio.Event()
         theta = {shard: self.outer.theta[shard] for shard in self._held(plan)}
+        if order.epoch:  # a spare needs its memory for the stage
+            self.outer.theta = dict(theta)
+        self._task = (plan, asyncio.Queue())
         ahead = plan.round > self.member.applied + 1
-        self._training = asyncio.create_task(self._train(plan, replica, theta, ahead, self._stop))
+        self._training = asyncio.create_task(self._train(order, self._task[1], theta, ahead, self._stop))
 
-    async def _train(self, plan: Plan, replica: int, theta: Shards, ahead: bool, stop: asyncio.Event) -> None:
+    async def _train(
+        self, order: Order, orders: asyncio.Queue[Order], theta: Shards, ahead: bool, stop: asyncio.Event
+    ) -> None:
         began = last = time.monotonic()
-        step_tokens = self.manifest.train.step_tokens
+        plan, step_tokens = order.plan, self.manifest.train.step_tokens
 
         def progress(step: int, loss: float | None) -> None:
             nonlocal last
@@ -271,9 +308,13 @@ class Rounds:
             self._emit("step", round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last)
             last = now
 
+        def broke(epoch: int, peer: str, reason: str) -> None:
+            self._emit("broke", round=plan.round, epoch=epoch, peer=peer, reason=reason)
+            self.put(member.Broke(plan.round, epoch, peer, reason))
+
         if ahead:
             theta = await asyncio.to_thread(self._ahead, plan, theta)
-        result = await self._engine.train(plan, replica, theta, stop, progress)
+        result = await self._engine.train(order, theta, stop, progress, Repair(broke, orders))
         self._results[plan.round] = dataclasses.replace(result, seconds=time.monotonic() - began)
         if result.error is None:
             self.put(member.Trained(plan.round, result.steps, result.tokens, result.loss))
@@ -338,9 +379,9 @@ class Rounds:
             await saving
 
     def _fold(self, round: int) -> None:
-        plan, done = self.member.plan, self._results.get(round)
-        if plan is not None and plan.round == round and done and done.steps:
-            for shard in self._trained(plan):
+        done = self._results.get(round)
+        if self._task is not None and self._task[0].round == round and done and done.steps:
+            for shard in self._trained(self._task[0]):
                 self.outer.accumulate(shard, self._engine.displacement(shard))
             self._storage.save_feedback(round, self.outer.feedback)
             self._offer = None
@@ -402,6 +443,8 @@ class Rounds:
     async def _arrange(self, commit: Commit) -> None:
         await self._attested()
         wanted = set(self._held(commit.plan)) if commit.plan else set()
+        if self._warm and commit.plan is not None and self.peer in commit.plan.spares:
+            wanted = set(layout.shard_names(self.manifest.model))
         if wanted:
             for shard in [s for s in self.outer.theta if s not in wanted]:
                 del self.outer.theta[shard]

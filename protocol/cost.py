@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,3 +125,21 @@ def pick_depth(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_bat
     enough = min(depth for depth, took in seconds.items() if took <= best * (1 + TOLERANCE))
     without = [s.plain_depth for s in stages[:-1] if s.plain_depth is not None and s.plain_depth >= enough]
     return min([most, math.ceil(enough * MARGIN), *without])
+
+
+SLOWER, RELATIVE, WASTED_SECONDS, KNOWN = 4.0, 2.0, 2.0, 4
+"""A stage has become slow when in two steps it took SLOWER times as long as its median before (of KNOWN steps or more), the others
+hardly changed in comparison (RELATIVE), and that costs the step so much."""
+
+
+def slow_stage(paces: Sequence[Sequence[float]], micro_batches: int) -> int | None:
+    """Which stage has become slow, if one has; `paces`: of each step of a chain the stages' seconds of computing per micro-batch."""
+    if len(paces) < KNOWN + 2:
+        return None
+    usual = [statistics.median(times) for times in zip(*paces[:-2], strict=True)]
+    factors = [min(a, b) / max(u, 1e-9) for a, b, u in zip(*paces[-2:], usual, strict=True)]
+    slowest = max(range(len(factors)), key=factors.__getitem__)
+    others = [f for i, f in enumerate(factors) if i != slowest]
+    wasted = (min(paces[-2][slowest], paces[-1][slowest]) - usual[slowest]) * micro_batches
+    slow = factors[slowest] >= SLOWER and factors[slowest] >= RELATIVE * max(others, default=0.0)
+    return slowest if slow and wasted >= WASTED_SECONDS else None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from protocol import messages, planner, quorum
+from protocol import messages, planner, quorum, repair
 from protocol.errors import PotluckError, RemoteError
 from protocol.manifest import Manifest
-from protocol.messages import Commit, Contribution, Plan, Record, ReplicaSpec
+from protocol.messages import Commit, Contribution, Plan, Record
 
 
 class BadCommit(PotluckError):
@@ -40,8 +40,11 @@ def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[
         yield f"decides about replicas {sorted(decided)}, the plan has {len(replicas)}"
     wrong = {d.peer for d in commit.diverged}
     for contribution in commit.contributions:
-        if 0 <= contribution.replica < len(replicas):
-            yield from _contribution(manifest, replicas[contribution.replica], contribution, wrong)
+        if plan is not None and 0 <= contribution.replica < len(replicas):
+            yield from _contribution(manifest, plan, contribution, wrong)
+    took_part = [share.peer for c in commit.contributions for share in c.shares]
+    if len(set(took_part)) < len(took_part):
+        yield "counts a peer twice"
     if commit.plan is not None:
         if commit.plan.round != commit.round + 1:
             yield f"plans round {commit.plan.round}, not the next one"
@@ -51,10 +54,11 @@ def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[
                 yield f"plans replica {index} with stages that are not the whole model"
 
 
-def _contribution(manifest: Manifest, spec: ReplicaSpec, contribution: Contribution, wrong: set[str]) -> Iterator[str]:
-    name, train = f"replica {contribution.replica}", manifest.train
-    if tuple(share.peer for share in contribution.shares) != spec.peers:
-        yield f"{name} has other peers than its plan"
+def _contribution(manifest: Manifest, plan: Plan, contribution: Contribution, wrong: set[str]) -> Iterator[str]:
+    name, train, spec = f"replica {contribution.replica}", manifest.train, plan.replicas[contribution.replica]
+    peers = tuple(share.peer for share in contribution.shares)
+    if peers != spec.peers and (len(spec.stages) == 1 or not repair.is_allowed(plan, spec, peers)):
+        yield f"{name} has other peers than its plan and its spares"
         return
     if (
         not 1 <= contribution.steps <= train.inner_steps

@@ -3,6 +3,7 @@
     state      event                                     next       effects
     gathering  start_peers are ready                     deciding   Propose(commit 0: the first plan)
     open       Offered, valid                            open       Fetch(parts that are not held yet)
+    open       Broken: a chain lost a member             open       Tell(Mend), again until all follow (protocol/repair.py)
     open       no replica pending, or the deadline       deciding   Propose(commit r)
     deciding   Decided(commit r)                         open       (round r+1 begins)
     deciding   Decided(the last round)                   closing
@@ -11,10 +12,12 @@
 `Lead(True)` makes this node propose, `Lead(False)` stops it: what it proposed before may or may not be decided.
 
 A planned replica is *complete* when every stage has offered and every payload is held here, *failed* when a member
-withdrew, diverged, or is gone without an offer, else *pending*. A commit takes the complete ones, in plan order. A round in
-which all failed commits nothing but a new plan, at the earliest `gone_after` seconds after it began. Nobody is taken for
+withdrew, diverged, or is gone without an offer, or its chain ended its round, else *pending*. Its members are those of the
+newest mend. The next plan keeps a mended chain as it is; who was lost is planned again when it was heard again. A commit takes
+the complete ones, in plan order. A round in which all failed commits nothing but a new plan, at the earliest `gone_after` seconds after it began. Nobody is taken for
 gone before that either: a leader that has just restarted has heard of nobody yet. It is too late to attest the final state
-after `gone_after` for a member that is gone, after `round_deadline` for one that is still applying.
+after `gone_after` for a member that is gone, after `round_deadline` for one that is still applying. Over 400 lines: the table and
+everything that carries it out.
 """
 
 from __future__ import annotations
@@ -29,18 +32,22 @@ from protocol import layout, planner, sparse
 from protocol.manifest import Manifest
 from protocol.messages import (
     Attest,
+    Broken,
     Commit,
     Contribution,
     Diverged,
     LeftOut,
+    Mend,
     Offer,
     Part,
     Plan,
     ReplicaSpec,
     Share,
+    StageSpec,
     Withdraw,
 )
 from protocol.planner import Candidate
+from protocol.repair import SLOW, Repairs
 
 NORM_LIMIT = 10.0
 """A contribution whose norm exceeds the round's median so many times is left out."""
@@ -62,10 +69,10 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A peer sent an offer, an attestation or a withdrawal."""
+    """A peer sent an offer, an attestation, a withdrawal, or about its chain: that it broke, or which mend it follows."""
 
     peer: str
-    message: Offer | Attest | Withdraw
+    message: Offer | Attest | Withdraw | Broken | Mend
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,15 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True)
+class Tell:
+    """Effect: send this to those of `peers` who have a session; `first`: it is not a repetition."""
+
+    peers: tuple[str, ...]
+    message: Mend
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Effect: tell whoever watches: `peer`'s bits of `shard` after `round` differ from the majority's."""
 
@@ -126,7 +142,7 @@ class Done:
 
 
 Event = Ready | Gone | Received | Held | Lead | Decided | Tick
-Effect = Fetch | Propose | Report | Done
+Effect = Fetch | Propose | Tell | Report | Done
 
 
 class Leader:
@@ -141,6 +157,7 @@ class Leader:
         self._majorities: dict[int, dict[str, str]] = {}
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self._held = set(held)
+        self.repairs = Repairs(self.plan)
         self._offers: dict[str, Offer] = {}
         self._failures: dict[str, str] = {}
         self._leads = False
@@ -162,18 +179,26 @@ class Leader:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine."""
         effects: list[Effect] = []
+        if isinstance(event, Received):
+            self.repairs.away.discard(event.peer)
         match event:
             case Ready(candidate):
                 self.ready[candidate.peer] = candidate
             case Gone(peer):
                 self.ready.pop(peer, None)
+                effects += self._lost(peer, "gone")
             case Held(digest):
                 self._held.add(digest)
             case Received(peer, Attest() as attest):
                 effects += self._attest(peer, attest)
             case Received(peer, Withdraw() as withdraw):
-                if withdraw.round == self.round and self.plan and self.plan.replica_of(peer) is not None:
+                if withdraw.round == self.round and self.plan and self._replica_of(peer) is not None:
                     self._failures.setdefault(peer, withdraw.reason[:200])
+                    effects += self._lost(peer, withdraw.reason, must_go_on=True)
+            case Received(peer, Broken() as broken):
+                effects += self._broken(peer, broken)
+            case Received(peer, Mend() as mend):
+                self.repairs.heard(peer, mend)
             case Received(peer, Offer() as offer):
                 effects += self._offer(peer, offer)
             case Lead(leads):
@@ -181,10 +206,59 @@ class Leader:
             case Decided(commit):
                 self._begin(commit, now)
             case Tick():
-                pass
+                if self._leads and self.repairs.mends:
+                    effects += [Tell((peer,), mend, False) for peer, mend in self.repairs.unheard()]
         return effects + self._advance(now)
 
     # --- what comes in
+
+    def _replica_of(self, peer: str) -> int | None:
+        """The replica that has `peer` as a member now."""
+        return self.repairs.plan.replica_of(peer) if self.repairs.plan else None
+
+    def _broken(self, peer: str, broken: Broken) -> list[Effect]:
+        repairs, replica = self.repairs, broken.replica
+        if not self._leads or broken.round != self.round or repairs.plan is None:
+            return []
+        if not 0 <= replica < len(repairs.plan.replicas) or broken.epoch > repairs.epoch(replica):
+            return []
+        spec = repairs.plan.replicas[replica]
+        known = repairs.mends.get(replica)
+        if known is not None and (broken.epoch < known.epoch or not known.peers or peer not in spec.peers):
+            return [Tell((peer,), known, False)]
+        if peer not in spec.peers or len(spec.stages) < 2:
+            return []
+        if broken.peer in spec.peers:
+            return self._lost(broken.peer, broken.reason, must_go_on=broken.reason != SLOW)
+        return self._tell(repairs.again(replica, spec.peers, "its members knew different chains", 0))
+
+    def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> list[Effect]:
+        """A chain goes on with a spare in the place of `peer`; `must_go_on`: without one, it is not waited upon."""
+        replica, repairs = self._replica_of(peer), self.repairs
+        if replica is None or repairs.plan is None or not self._leads or self._proposed or repairs.ended(replica):
+            return []
+        spec = repairs.plan.replicas[replica]
+        if len(spec.stages) < 2:
+            return []
+        offers = {p: o for p in spec.peers if (o := self._offer_of(replica, p)) is not None}
+        steps = max((o.steps for o in offers.values()), default=0)
+        text = f"peer {peer[-8:]}: {reason}"
+        if peer in offers:
+            return self._tell(repairs.again(replica, spec.peers, text, steps)) if must_go_on else []
+        mend = repairs.replace(replica, peer, text, steps, self._suits)
+        if mend is None and must_go_on:
+            mend = repairs.without_spare(replica, peer, text, steps, may_return=peer not in self._failures)
+        return [] if mend is None else self._tell(mend)
+
+    def _suits(self, spare: str, stage: StageSpec) -> bool:
+        """Whether a spare is ready to take `stage`: it holds the right state of it."""
+        known, majority = self.attests.get(self.round - 1, {}).get(spare, {}), self.majority(self.round - 1)
+        wanted = planner.held_shards(self.manifest, stage.first, stage.last)
+        right = all(shard in known and known[shard] == majority.get(shard, known[shard]) for shard in wanted)
+        return right and spare in self.ready and planner.can_take(self.manifest, self.ready[spare], stage)
+
+    def _tell(self, mend: Mend) -> list[Effect]:
+        return [Tell(self.repairs.audience(mend.replica), mend, True)]
 
     def _attest(self, peer: str, attest: Attest) -> list[Effect]:
         if not max(self.round - 2, 0) <= attest.round < self.round:
@@ -200,15 +274,21 @@ class Leader:
         return [Report(attest.round, d.peer, d.shard) for d in fresh]
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
-        replica = self.plan.replica_of(peer) if self.plan else None
-        if replica is None or offer.round != self.round or self.plan is None:
+        replica, plan = self._replica_of(peer), self.repairs.plan
+        if plan is not None and 0 <= offer.replica < len(plan.replicas) and peer in plan.replicas[offer.replica].peers:
+            replica = offer.replica  # a spare may have been named twice, by two leaders
+        if replica is None or offer.round != self.round or plan is None:
             return []
-        problem = self._problem(self.plan.replicas[replica], peer, offer, replica)
+        problem = self._problem(plan.replicas[replica], peer, offer, replica)
         if problem:
             self._failures.setdefault(peer, f"offer refused: {problem}")
             return []
         self._offers[peer] = offer
-        return [Fetch(peer, part) for part in offer.parts if part.digest not in self._held]
+        effects: list[Effect] = [Fetch(peer, part) for part in offer.parts if part.digest not in self._held]
+        mend = self.repairs.mends.get(replica)
+        if self._leads and mend is not None and mend.peers and not mend.steps:  # it may have left before the mend
+            effects += self._tell(self.repairs.again(replica, mend.peers, mend.reason, offer.steps))
+        return effects
 
     def _problem(self, spec: ReplicaSpec, peer: str, offer: Offer, replica: int) -> str | None:
         stage = spec.stage_of(peer)
@@ -261,6 +341,8 @@ class Leader:
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
         self._offers, self._failures = {}, {}
+        away, self.repairs = self.repairs.away, Repairs(commit.plan)
+        self.repairs.away = away
         self._proposed, self._began = False, now
         for round in [r for r in self.attests if r < commit.round - 1]:
             del self.attests[round]
@@ -268,7 +350,8 @@ class Leader:
 
     def _candidates(self) -> list[Candidate]:
         """Ready peers that attested the state before the open round (round 0: all, there is no state yet)."""
-        return [c for p, c in sorted(self.ready.items()) if self._newest.get(p, -1) >= self.round - 1]
+        there = [c for p, c in sorted(self.ready.items()) if p not in self.repairs.away]
+        return [c for c in there if self._newest.get(c.peer, -1) >= self.round - 1]
 
     def _advance(self, now: float) -> list[Effect]:
         if self.head is not None and self.head.round >= self.manifest.rounds:
@@ -285,14 +368,14 @@ class Leader:
     def _round(self, now: float) -> list[Effect]:
         waited = now - self._began
         late = waited >= self.manifest.timing.round_deadline
-        replicas = self.plan.replicas if self.plan else ()
+        replicas = self.repairs.plan.replicas if self.repairs.plan else ()
         diverged = self._diverged(self.round - 1, ties=True)
         wrong = {d.peer for d in diverged}
         complete: list[Contribution] = []
         left_out: list[LeftOut] = []
         for index, replica in enumerate(replicas):
-            reason = self._failure(replica, wrong, waited)
-            if reason is None and self._is_complete(replica):
+            reason = self.repairs.ended(index) or self._failure(replica, wrong, waited)
+            if reason is None and self._is_complete(index, replica):
                 complete.append(self._contribution(index, replica))
             elif reason is None and not late:
                 return []
@@ -319,12 +402,17 @@ class Leader:
                 return f"peer {peer[-8:]}: gone"
         return None
 
-    def _is_complete(self, replica: ReplicaSpec) -> bool:
+    def _offer_of(self, index: int, peer: str) -> Offer | None:
+        """What `peer` offered as a member of replica `index`."""
+        offer = self._offers.get(peer)
+        return offer if offer is not None and offer.replica == index else None
+
+    def _is_complete(self, index: int, replica: ReplicaSpec) -> bool:
         based = self.attests.get(self.round - 1, {})
         return all(
-            peer in self._offers
+            (offer := self._offer_of(index, peer)) is not None
             and peer in based
-            and all(part.digest in self._held for part in self._offers[peer].parts)
+            and all(part.digest in self._held for part in offer.parts)
             for peer in replica.peers
         )
 
@@ -352,7 +440,8 @@ class Leader:
             slot = planner.following(manifest, self.plan) if self.plan else 0
             if self.plan is None and self._last_plan is not None:
                 slot = planner.following(manifest, self._last_plan)
-            plan = planner.make_plan(manifest, self._candidates(), round=round + 1, slot=slot, previous=self._last_plan)
+            previous = self.repairs.plan or self._last_plan
+            plan = planner.make_plan(manifest, self._candidates(), round=round + 1, slot=slot, previous=previous)
             if plan is None and not contributions:
                 return []
         self._proposed = True

@@ -16,6 +16,14 @@
     any        Digested                                the same   Tell(Attest)
     waiting    RunOver, the last round is attested     done       Finish
 
+A chain that loses a member is repaired within the round (protocol/repair.py): the phase stays *training*, and the work is kept.
+
+    phase      event                                   next       effects
+    training   Broke: our chain lost a neighbour       training   Tell(Broken), again with every Tick until there is a Mend
+    training   Mended, with us                         training   Tell(Mend), Resume
+    training   Mended, without us, or nobody           stopping   Stop  (and Tell(Withdraw) where the chain has ended)
+    waiting    Mended, with us, a spare                training   Tell(Mend), Train
+
 With `overlap = 1` a peer trains the round after its offer's while that offer is decided and applied; it follows the plan that
 it expects, the present one again. `ahead` is that training's state beside the phase:
 
@@ -32,7 +40,8 @@ it expects, the present one again. `ahead` is that training's state beside the p
 Rules that carry the promises: commits are applied one after the other, each once, in the order of their rounds (P1, P2); an
 offer leaves only after it and its payloads are durable (the error feedback without them soon after), and what was not committed
 goes back into the feedback before anything else is added (P3). After a crash the machine starts with `applied` of the newest durable state and
-with the newest durable offer; both are resolved against the log again, so every step may be repeated (design, section 5).
+with the newest durable offer; both are resolved against the log again, so every step may be repeated (design, section 5). Over 400 lines: the tables and
+everything that carries them out.
 """
 
 from __future__ import annotations
@@ -41,8 +50,9 @@ from dataclasses import dataclass
 
 from protocol import planner
 from protocol.manifest import Manifest
-from protocol.messages import Ask, Attest, Commit, Message, Offer, Plan, Record, Withdraw, is_decided
+from protocol.messages import Ask, Attest, Broken, Commit, Mend, Message, Offer, Plan, Record, Withdraw, is_decided
 from protocol.quorum import problem
+from protocol.repair import SLOW, mended
 
 RESEND_SECONDS = 5.0
 
@@ -76,6 +86,23 @@ class Failed:
     round: int
     steps: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broke:
+    """The chain that trains `round`, the `epoch`-th of its replica, lost `peer`, or `peer` is SLOW; our work is kept."""
+
+    round: int
+    epoch: int
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mended:
+    """The leader says who the members of a chain are."""
+
+    mend: Mend
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +147,23 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed."""
+    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed. `epoch`: of its
+    chain; `steps` > 0: so many are done by the others and no more are needed."""
 
     plan: Plan
     replica: int
+    epoch: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Effect: go on with the training, with the members that `plan` names now; as Train."""
+
+    plan: Plan
+    replica: int
+    epoch: int
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +227,10 @@ class Finish:
     """Effect: the run is over; make the state durable and leave."""
 
 
-Event = Connected | Committed | Trained | Failed | Packed | Applied | Arranged | Digested | RunOver | Tick
-Effect = Train | Stop | Pack | Fold | GiveBack | Apply | Arrange | Tell | Finish
+Event = (
+    Connected | Committed | Trained | Failed | Broke | Mended | Packed | Applied | Arranged | Digested | RunOver | Tick
+)
+Effect = Train | Resume | Stop | Pack | Fold | GiveBack | Apply | Arrange | Tell | Finish
 
 
 class ForkError(Exception):
@@ -217,6 +259,8 @@ class Member:
         self._run_over = False
         self._sent_at = float("-inf")
         self._task: tuple[Plan, int] | None = None
+        self._mend: Mend | None = None
+        self._broken: Broken | None = None
         self.ahead = "none"
         self._expected: tuple[Plan, int] | None = None
         self._ready: Trained | None = None
@@ -235,6 +279,8 @@ class Member:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine. Raises ForkError."""
         effects: list[Effect] = []
+        if isinstance(event, Trained | Failed) and self._broken is not None and self._broken.round == event.round:
+            self._broken = None
         match event:
             case Connected():
                 effects += self._resend(now)
@@ -246,6 +292,10 @@ class Member:
                 effects += self._trained(round, steps, tokens, loss)
             case Failed(round, steps, reason):
                 effects += self._failed(round, reason)
+            case Broke(round, epoch, peer, reason):
+                effects += self._broke(round, epoch, peer, reason)
+            case Mended(mend):
+                effects += self._mended(mend)
             case Packed(round, offer):
                 self.phase = "waiting"
                 if offer is not None:
@@ -264,6 +314,8 @@ class Member:
             case Tick():
                 if now - self._sent_at >= RESEND_SECONDS:
                     effects += self._resend(now)
+                elif self._broken is not None:
+                    effects.append(Tell(self._broken))
         return effects + self._advance()
 
     def _learn(self, record: Record) -> list[Effect]:
@@ -304,14 +356,60 @@ class Member:
         self._withdraw = Withdraw(round=round, reason=reason)
         return [Tell(self._withdraw), Fold(round)]
 
+    # --- a chain that lost a member
+
+    def _epoch(self, round: int) -> int:
+        return self._mend.epoch if self._mend is not None and self._mend.round == round else 0
+
+    def _broke(self, round: int, epoch: int, peer: str, reason: str) -> list[Effect]:
+        ahead = self._expected if self.ahead == "running" else None
+        task = ahead or (self._task if self.phase == "training" else None)
+        if task is None or task[0].round != round or epoch != self._epoch(round):
+            return []
+        broken = Broken(round=round, replica=task[1], epoch=epoch, peer=peer, reason=reason[:200])
+        if reason != SLOW:  # that chain still trains
+            self._broken = broken
+        return [Tell(broken)]
+
+    def _mended(self, mend: Mend) -> list[Effect]:
+        plan, joins = self.plan, self.peer in mend.peers
+        if plan is None or mend.round != plan.round or mend.round in self.commits:
+            return []
+        new = mended(plan, mend)
+        if mend.epoch <= self._epoch(mend.round) or (mend.peers and new is None):
+            return [Tell(mend)] if mend == self._mend else []
+        trains = self.phase == "training" and self._task is not None and self._task[1] == mend.replica
+        if trains and joins:
+            assert new is not None
+            self._mend, self._broken, self._task = mend, None, (new, mend.replica)
+            return [Tell(mend), Resume(new, mend.replica, mend.epoch, mend.steps)]
+        if trains:
+            self._mend, self._broken, self.phase = mend, None, "stopping"
+            if mend.peers:
+                return [Stop(mend.round)]
+            self._withdraw = Withdraw(round=mend.round, reason=mend.reason)
+            return [Tell(mend), Tell(self._withdraw), Stop(mend.round)]
+        if not joins:
+            return []
+        if self._attempted >= mend.round:  # our part of it is done
+            self._mend = mend
+            return [Tell(mend)]
+        ready = self.phase == "waiting" and self.ahead == "none"
+        if not ready or self._arranged != self.applied:
+            return []  # it is told again
+        assert new is not None
+        self._mend, self._task = mend, (new, mend.replica)
+        self.phase, self._attempted = "training", mend.round
+        return [Tell(mend), Train(new, mend.replica, mend.epoch, mend.steps)]
+
     # --- the round after the one that is being decided
 
     def _run_ahead(self, offer: Offer) -> list[Effect]:
         if not self.manifest.outer.overlap or self.plan is None or not offer.round < self.manifest.rounds:
             return []
-        expected = Plan(
-            round=offer.round + 1, slot=planner.following(self.manifest, self.plan), replicas=self.plan.replicas
-        )
+        assert self._task is not None
+        replicas = self._task[0].replicas  # a mended chain stays as it is
+        expected = Plan(round=offer.round + 1, slot=planner.following(self.manifest, self.plan), replicas=replicas)
         decided = self.commits.get(offer.round)
         if decided is not None and not _same_work(expected, decided.plan, offer.replica):
             return []
@@ -347,7 +445,8 @@ class Member:
         out: list[Effect] = [Tell(Ask(after=self.head))]
         if self._attest is not None:
             out.append(Tell(self._attest))
-        out += [Tell(m) for m in (self._pending, self._withdraw) if m is not None and m.round == self.applied + 1]
+        told = (self._mend, self._broken, self._pending, self._withdraw)
+        out += [Tell(m) for m in told if m is not None and m.round == self.applied + 1]
         return out
 
     def _advance(self) -> list[Effect]:

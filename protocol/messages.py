@@ -3,7 +3,8 @@
 On the wire a message is a msgpack map `{"t": type, …fields}`; unknown fields are ignored, a missing or ill-typed one is
 refused (`MessageError`). What must be believed later, by others, is signed (Ed25519): an announcement is *sealed*,
 `{"p": peer, "b": body, "s": signature of the domain and the body}`; a commit travels as a *record*, `{"c": body, "n": ballot,
-"v": {peer: signature of the vote}}`. Units are in the names: bytes, bps (bits per second), seconds.
+"v": {peer: signature of the vote}}`. Units are in the names: bytes, bps (bits per second), seconds. Over 400 lines,
+since all that travels is here.
 """
 
 from __future__ import annotations
@@ -160,6 +161,30 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """The sender's chain, the `epoch`-th of its replica in `round`, lost `peer`; the sender keeps its work and waits for a Mend."""
+
+    round: int
+    replica: int
+    epoch: int
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mend:
+    """The members of a replica's chain from now on, under a new epoch (protocol/repair.py); nobody: its round is over. `steps` > 0:
+    so many inner steps are done and no more are needed, offer them. A member sends it back when it follows."""
+
+    round: int
+    replica: int
+    epoch: int
+    peers: tuple[str, ...]
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attest:
     """The digests of the sender's shards after `round` was applied."""
 
@@ -209,7 +234,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One replica's committed contribution; its weight in the mean is tokens / sum of tokens."""
+    """One replica's committed contribution; its weight in the mean is tokens / sum of tokens. A share may be a spare's of the
+    round's plan, in the place of a member that was lost."""
 
     replica: int
     tokens: int
@@ -336,6 +362,8 @@ Message = (
     Offer
     | Offered
     | Withdraw
+    | Broken
+    | Mend
     | Attest
     | Beat
     | Hello

@@ -5,7 +5,7 @@ a chain have like links, and taken in that order until a chain is complete: cont
 member, that minimize the largest share of its memory that any member uses (exact for the given order, dynamic programming;
 if they do not fit in order of uplink, other orders are tried).
 Where neighbours by uplink make no chain any more, the peers with the most memory are tried.
-Peers that cannot hold even one block stay spares. Replicas of the previous plan whose members are all still there are kept as they are, so that nobody reloads blocks for
+Who is left is a spare, and takes the place of a chain's member that is lost (protocol/repair.py). Replicas of the previous plan whose members are all still there are kept as they are, so that nobody reloads blocks for
 nothing. k is the largest allowed one whose boundary traffic of a whole round takes at most half of the round's deadline on
 the chain's slowest uplink.
 
@@ -16,6 +16,7 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp
     in flight   4 r L (B (17 d + 4 F) + [head] 3 V) x micro-batches in flight
     backward    4 r L (17 d + 4 F)  the gradients within the block that goes backward
+    spare        4 M        a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
 with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
 peaks.
@@ -91,6 +92,17 @@ def stage_memory(manifest: Manifest, first: int, last: int) -> int:
     reader = 0 if first == 0 else 8 * spec.vocab_size * spec.d_model
     flight = activation_bytes(manifest, first, last) * in_flight(manifest, first, last)
     return (24 + 4 * manifest.outer.overlap) * params + reader + flight + _block_bytes(manifest)
+
+
+def keeps_warm(manifest: Manifest, memory_bytes: int) -> bool:
+    """Whether a spare with this memory keeps all shards, so that it can take any stage that its memory allows."""
+    return memory_bytes >= 4 * sum(layout.parameters(manifest.model, s) for s in layout.shard_names(manifest.model))
+
+
+def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:
+    """Whether a spare can take this stage in the middle of a round."""
+    enough = spare.memory_bytes >= _needs(manifest)[stage.first, stage.last]
+    return enough and keeps_warm(manifest, spare.memory_bytes)
 
 
 def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> tuple[int, int]:

@@ -21,14 +21,13 @@ from peer import commands, daemon
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.rounds import Result
+from peer.rounds import Order, Result
 from peer.storage import Storage
 from protocol import layout, planner, wire
 from protocol.identity import Identity
 from protocol.layout import ModelSpec
 from protocol.leader import Leader
 from protocol.manifest import Manifest, TimingSpec, TokenizerSpec
-from protocol.messages import Plan
 from tests import tiny
 
 TOKENIZER = b'{"not": "read"}'
@@ -54,14 +53,15 @@ def noise(spec: ModelSpec, peer: str, round: int, shard: str) -> list[np.ndarray
 
 
 class Engine:
-    """In place of peer.daemon.Engine. `hold(peer, round)` may be awaited before a round's work is done."""
+    """In place of peer.engine.Engine. `hold(peer, round)` may be awaited before a round's work is done."""
 
     hold: Callable[[str, int], Any] | None = None
 
     def __init__(self, manifest: Manifest, peer: str, *_: Any) -> None:
         self.manifest, self.peer, self.round = manifest, peer, 0
 
-    async def train(self, plan: Plan, replica: int, theta: Any, stop: asyncio.Event, progress: Any) -> Result:
+    async def train(self, order: Order, theta: Any, stop: asyncio.Event, progress: Any, repair: Any) -> Result:
+        plan = order.plan
         if Engine.hold is not None:
             held = asyncio.create_task(Engine.hold(self.peer, plan.round))
             stopped = asyncio.create_task(stop.wait())
@@ -80,8 +80,6 @@ class Engine:
 
     def optimizer(self) -> dict[str, Any]:
         return {}
-
-    async def on_pipe(self, *_: Any) -> None: ...
 
     def close(self) -> None: ...
 

@@ -86,10 +86,12 @@ class Traffic:
 
 
 class Stream(Protocol):
-    """Frames both ways between us and `remote` (its authenticated peer id) under protocol `name`."""
+    """Frames both ways between us and `remote` (its authenticated peer id) under protocol `name`. `received`: bytes that came so
+    far, those of unfinished frames too."""
 
     remote: str
     name: str
+    received: int
 
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         """One frame whose body is the parts; returns when it is on its way, the parts may change then. Waits while the

@@ -45,6 +45,7 @@ class FrameStream:
     ) -> None:
         self.remote = remote
         self.name = name
+        self.received = 0
         self._reader = reader
         self._writer = writer
         self._abort = abort
@@ -143,6 +144,7 @@ class FrameStream:
             data = await self._reader.read(CHUNK)
             if not data:
                 raise EOFError
+            self.received += len(data)
             self._frames.feed(data)
 
     def _over(self, reason: str) -> Closed:

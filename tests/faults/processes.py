@@ -23,7 +23,7 @@ DEADLINE = 300.0
 
 class Swarm:
     """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full replica;
-    `places`: the address of a process and what its command begins with, if not on this machine's loopback."""
+    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`: what is run."""
 
     def __init__(
         self,
@@ -32,8 +32,10 @@ class Swarm:
         keys: tuple[Identity, ...],
         memory: dict[str, int] | None = None,
         places: dict[str, tuple[str, list[str]]] | None = None,
+        module: str = "peer.cli",
     ) -> None:
         self.folder = folder
+        self.module = module
         self.memory = memory or {}
         self.places = places or {}
         self.manifest = manifest
@@ -72,7 +74,7 @@ class Swarm:
             arguments = ["join", self.addresses[0], *common, *offer]
         with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
             self.running[name] = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "peer.cli", *map(str, arguments)], stdout=out, stderr=errors
+                [*prefix, sys.executable, "-m", self.module, *map(str, arguments)], stdout=out, stderr=errors
             )
 
     def start_node(self, name: str) -> None:

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from protocol import leader, quorum
+from protocol import history, leader, quorum
 from protocol.leader import Leader
-from protocol.messages import Ask, Attest, Beat, Commit, Finished, Message, Offer, Part, Promise, Record, Withdraw
+from protocol.messages import (
+    Ask,
+    Attest,
+    Beat,
+    Broken,
+    Commit,
+    Finished,
+    Mend,
+    Message,
+    Offer,
+    Part,
+    Promise,
+    Record,
+    Withdraw,
+)
 from protocol.quorum import Quorum
-from tests.sim.ledger import Vector
+from tests.sim.ledger import Vector, Violation
 from tests.sim.world import Node
 
 if TYPE_CHECKING:
@@ -18,6 +32,8 @@ if TYPE_CHECKING:
 
 class BootstrapNode(Node):
     """Disk: `log`, `vote`, `payloads`. Memory: the machines, the sessions, when each peer was last heard."""
+
+    leader_class: type[Leader] = Leader
 
     def __init__(self, swarm: Swarm, name: str) -> None:
         super().__init__(swarm.world, name)
@@ -44,7 +60,7 @@ class BootstrapNode(Node):
     def started(self) -> None:
         commits, held = self.commits, tuple(self.payloads)
         head = commits[-1] if commits else None
-        self.leader = Leader(self.swarm.manifest, commits, held, self.world.now)
+        self.leader = self.leader_class(self.swarm.manifest, commits, held, self.world.now)
         self.quorum = Quorum(
             self.swarm.manifest,
             self.name,
@@ -98,7 +114,7 @@ class BootstrapNode(Node):
                     self.tell(peer, record)
                 if self.done:
                     self.tell(peer, Finished(round=self.log[-1].commit.round))
-            case Offer() | Attest() | Withdraw():
+            case Offer() | Attest() | Withdraw() | Broken() | Mend():
                 self.work(leader.Received(peer, message))
             case _:
                 pass
@@ -148,6 +164,8 @@ class BootstrapNode(Node):
                 case leader.Propose(commit):
                     self.boundary("before Propose")
                     self.soon.append(quorum.Proposed(commit))
+                case leader.Tell(peers, mend, first):
+                    self.mends(peers, mend, first)
                 case leader.Report(round, peer, shard):
                     self.trace(f"reports: {peer} diverged on {shard} after round {round}")
                     self.reports.add((round, peer, shard))
@@ -158,6 +176,16 @@ class BootstrapNode(Node):
                     for peer in list(self.sessions):
                         self.tell(peer, Finished(round=round))
                         self.boundary("half broadcast")
+
+    def mends(self, peers: tuple[str, ...], mend: Mend, first: bool) -> None:
+        if first:
+            self.boundary("before Mend")
+            kind = "ended" if not mend.peers else "finished" if mend.steps else "mended"
+            self.world.stats[f"chains {kind}"] += 1
+            self.trace(f"{mend}")
+        for peer in peers:
+            self.tell(peer, mend)
+            self.boundary("half broadcast")
 
     def quorum_does(self, event: quorum.Event) -> None:
         for effect in self.quorum.handle(event, self.world.now):
@@ -200,10 +228,15 @@ class BootstrapNode(Node):
     def write(self, record: Record) -> None:
         commit = record.commit
         self.swarm.ledger.saw(commit, f"the log of {self.name}")
+        plan = self.log[-1].commit.plan if self.log else None
+        for problem in history.problems(self.swarm.manifest, plan, commit):
+            raise Violation("P2", f"{self.name} writes a commit of round {commit.round} that {problem}")
         self.log.append(record)
         if commit.leader == self.name:
             self.world.stats["commits"] += 1
             self.world.stats["contributions"] += len(commit.contributions)
+            spares = plan.spares if plan else ()
+            self.world.stats["spares' shares"] += sum(s.peer in spares for c in commit.contributions for s in c.shares)
             self.world.stats["left out"] += len(commit.left_out)
         self.world.stats["higher ballots"] += record.ballot > 0
         self.trace(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.member import Effect, Event, GiveBack, Member
-from protocol.messages import Offer, Record
+from protocol.leader import Leader
+from protocol.member import Effect, Event, GiveBack, Member, Train
+from protocol.messages import Commit, Mend, Offer, Record
 from protocol.quorum import Appended
+from protocol.repair import Repairs
 from tests.sim.bootstrap_node import BootstrapNode
 from tests.sim.ledger import Vector
 from tests.sim.peer_node import Checkpoint, PeerNode, Written
@@ -83,6 +85,47 @@ class HastyBootstrap(BootstrapNode):
         self.later(self.world.rng.uniform(0.0, 1.0), self.write, record)
 
 
+class GenerousRepairs(Repairs):
+    """Gives a spare to several chains."""
+
+    def _is_free(self, spare: str) -> bool:
+        return True
+
+
+class DoublingLeader(Leader):
+    """Counts the share of a spare in every chain that it was given to."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.repairs = GenerousRepairs(self.plan)
+
+    def _begin(self, commit: Commit, now: float) -> None:
+        super()._begin(commit, now)
+        self.repairs = GenerousRepairs(commit.plan)
+
+    def _offer_of(self, index: int, peer: str) -> Offer | None:
+        return self._offers.get(peer)
+
+
+class DoublingBootstrap(BootstrapNode):
+    leader_class = DoublingLeader
+
+
+class TwiceMember(Member):
+    """A spare that does not remember that it took part in the round: replaced itself, it begins again."""
+
+    def _mended(self, mend: Mend) -> list[Effect]:
+        before = self._attempted
+        effects = super()._mended(mend)
+        if any(isinstance(effect, Train) for effect in effects):
+            self._attempted = before
+        return effects
+
+
+class TwicePeer(PeerNode):
+    member_class = TwiceMember
+
+
 @dataclass(frozen=True)
 class Bug:
     """What replaces the right classes, and the promise by which it is found."""
@@ -97,5 +140,7 @@ BUGS = {
     "an offer is told before it is durable": Bug({"peer_class": HastyPeer}, "P3"),
     "feedback older than the offer": Bug({"peer_class": LateFeedback}, "P3"),
     "what was not committed is not given back": Bug({"peer_class": ForgetfulPeer}, "P3"),
+    "a spare counts in two chains": Bug({"bootstrap_class": DoublingBootstrap}, "P2"),
+    "a spare takes part twice": Bug({"peer_class": TwicePeer}, "P3"),
     "a decision is told before the log is durable": Bug({"bootstrap_class": HastyBootstrap}, "P2"),
 }

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from protocol import planner
+from protocol import layout, planner
 from protocol.member import (
     Applied,
     Apply,
     Arrange,
     Arranged,
+    Broke,
     Committed,
     Connected,
     Digested,
@@ -29,8 +30,10 @@ from protocol.member import (
     ForkError,
     GiveBack,
     Member,
+    Mended,
     Pack,
     Packed,
+    Resume,
     RunOver,
     Stop,
     Tell,
@@ -38,7 +41,7 @@ from protocol.member import (
     Train,
     Trained,
 )
-from protocol.messages import Ask, Attest, Beat, Commit, Finished, Message, Offer, Part, Plan, Record
+from protocol.messages import Ask, Attest, Beat, Commit, Finished, Mend, Message, Offer, Part, Plan, Record
 from protocol.planner import Candidate
 from tests.sim import ledger
 from tests.sim.ledger import SIZE, ZERO, Entry, Vector, Violation
@@ -99,8 +102,7 @@ class PeerNode(Node):
         self.delta: dict[str, Vector] = {}
         self.volatile: dict[str, Vector] = {}
         self.writing: Callable[[], None] | None = None
-        self.job: tuple[Plan, int] | None = None
-        self.steps = 0
+        self.job: tuple[Plan, int, int] | None = None  # plan, replica, epoch
         self.swarm.left(self.name)
 
     def started(self) -> None:
@@ -181,6 +183,8 @@ class PeerNode(Node):
                 self.feed(Committed(message))
             case Finished():
                 self.feed(RunOver())
+            case Mend():
+                self.feed(Mended(message))
             case _:
                 pass
 
@@ -197,10 +201,14 @@ class PeerNode(Node):
     def carry_out(self, effect: Effect) -> None:
         rng = self.world.rng
         match effect:
-            case Train(plan, replica):
+            case Train(plan, replica, epoch, steps):
                 self.boundary("before Train")
-                self.train(plan, replica)
+                self.train(plan, replica, epoch, steps)
                 self.boundary("after Train")
+            case Resume(plan, replica, epoch, steps):
+                self.boundary("before Resume")
+                if self.job is not None:  # else its answer is under way
+                    self.train(plan, replica, epoch, steps)
             case Stop():
                 self.world.stats["ahead in vain"] += self.member.ahead == "dropped"
                 self.later(rng.uniform(0.0, 1.0), self.answer, rng.choice((0, 1, 2)), "stopped")
@@ -237,17 +245,31 @@ class PeerNode(Node):
 
     # --- training
 
-    def train(self, plan: Plan, replica: int) -> None:
-        self.trace(f"trains round {plan.round} in replica {replica}")
-        self.job, self.steps = (plan, replica), 0
+    def train(self, plan: Plan, replica: int, epoch: int, steps: int) -> None:
+        self.trace(f"trains round {plan.round} in replica {replica}, epoch {epoch}")
+        self.job = (plan, replica, epoch)
         self.world.stats["ahead"] += plan.round > self.member.applied + 1
-        self.swarm.joins(self, plan, replica)
+        if steps:
+            self.later(self.world.rng.uniform(0.0, 1.0), self.finish, epoch, steps)
+        else:
+            self.swarm.joins(self, plan, replica, epoch)
+
+    def finish(self, epoch: int, steps: int) -> None:
+        """The inner steps are done, as far as this chain is still the one of `epoch`."""
+        if self.job is not None and self.job[2] == epoch:
+            self.answer(steps, "")
+
+    def broke(self, round: int, replica: int, epoch: int, who: str) -> None:
+        """The chain lost a member; the work is kept until somebody says how it goes on."""
+        if self.job is not None and (self.job[0].round, *self.job[1:]) == (round, replica, epoch):
+            self.trace(f"lost {who} in round {round}, epoch {epoch}")
+            self.feed(Broke(round, epoch, who, "lost"))
 
     def answer(self, steps: int, reason: str) -> None:
         """Training is over after `steps` steps; with a `reason` it was cut short."""
         if self.job is None:
             return
-        (plan, replica), self.job = self.job, None
+        (plan, replica, _), self.job = self.job, None
         rng = self.world.rng
         loud = 1000 if rng.random() < 0.02 else 1
         self.delta = {
@@ -387,6 +409,8 @@ class PeerNode(Node):
         stage = commit.plan.stage_of(self.name) if commit.plan else None
         if stage is not None:
             wanted = planner.held_shards(self.swarm.manifest, stage.first, stage.last)
+        elif commit.plan and self.name in commit.plan.spares:
+            wanted = layout.shard_names(self.swarm.manifest.model)
         missing = [shard for shard in wanted if shard not in self.theta]
         digests: set[str] = set().union(*(self.history(shard, commit) for shard in missing))
         self.gather(digests, lambda: self.arranged(commit, wanted))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from fractions import Fraction
 
 from protocol.manifest import OuterSpec
@@ -18,6 +19,8 @@ PEERS = (6, 6, 6, 9, 12)
 QUORUMS = ((1, 1), (3, 3), (3, 3), (3, 4), (5, 5), (5, 6))
 """Sizes of the quorum, and operators' nodes."""
 CHAIN_PATIENCE = 20.0
+Key = tuple[int, int, int]
+"""A chain: round, replica, epoch."""
 LATEST = 150.0
 """By then everybody has started."""
 
@@ -49,7 +52,8 @@ class Swarm:
             rng.choice((Fraction(1), Fraction(1, 2), Fraction(19, 20))), Fraction(1), self.manifest.run_id
         )
         self._sessions = 0
-        self._chains: dict[tuple[int, int], dict[str, int]] = {}
+        self._chains: dict[tuple[Key, tuple[str, ...]], set[str]] = {}
+        self._torn: set[tuple[Key, tuple[str, ...]]] = set()
         self.peers: dict[str, PeerNode] = {}
         self.nodes = {name: bootstrap_class(self, name) for name in names}
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
@@ -133,40 +137,68 @@ class Swarm:
 
     # --- chains: all members train together or not at all
 
-    def joins(self, peer: PeerNode, plan: Plan, replica: int) -> None:
-        """A peer is ready to train; once all members of its replica are, they train."""
-        rng, key, members = self.world.rng, (plan.round, replica), plan.replicas[replica].peers
-        together = self._chains.setdefault(key, {})
-        together[peer.name] = peer.life
-        if set(together) == set(members):
-            speed = max(self.peers[p].speed for p in members)
+    def joins(self, peer: PeerNode, plan: Plan, replica: int, epoch: int) -> None:
+        """A peer is ready to train; once all members of its chain are, they train, and may lose one of them."""
+        rng, key, members = self.world.rng, (plan.round, replica, epoch), plan.replicas[replica].peers
+        together = self._chains.setdefault((key, members), set())
+        together.add(peer.name)
+        if together == set(members) and (key, members) not in self._torn:
+            after = max(self.peers[p].speed for p in members)
+            if self.world.chance(0.15):
+                after *= rng.random()
+                rng.choice((self._fails, self._hangs, self._cut))(key, list(members), after)
+                return
             steps = rng.randint(1, self.manifest.train.inner_steps)
-            fails = self.world.chance(0.03)
-            after = speed * (rng.random() if fails else 1.0)
             for name in members:
-                node, delay = self.peers[name], after + rng.uniform(0.0, 1.0)
-                node.later(delay, self._ends, node, key, steps - fails, "out of memory" if fails else "")
+                node = self.peers[name]
+                node.later(after + rng.uniform(0.0, 1.0), self._ends, node, key, steps, "")
         elif len(members) > 1:
-            peer.later(CHAIN_PATIENCE, self._gives_up, peer, key)
+            others = [p for p in members if p != peer.name]
+            peer.later(CHAIN_PATIENCE, self._gives_up, peer, key, others)
 
-    def _ends(self, peer: PeerNode, key: tuple[int, int], steps: int, reason: str) -> None:
-        if self._trains(peer, key):
-            if reason:
-                self._chains[key].pop(peer.name, None)
+    def _fails(self, key: Key, members: list[str], after: float) -> None:
+        """A member cannot go on, and says so."""
+        victim = self.world.rng.choice(members)
+        node = self.peers[victim]
+        node.later(after, self._ends, node, key, self.world.rng.randint(0, 2), "out of memory")
+        self._loses(key, victim, members, after)
+
+    def _hangs(self, key: Key, members: list[str], after: float) -> None:
+        """A member is silent, and does not know it."""
+        victim = self.world.rng.choice(members)
+        self._loses(key, victim, members, after)
+        node = self.peers[victim]
+        node.later(CHAIN_PATIENCE, node.broke, *key, self.world.rng.choice(members))
+
+    def _cut(self, key: Key, members: list[str], after: float) -> None:
+        """Two neighbours hear each other no more, the others hear of it from either."""
+        if len(members) > 1:
+            place = self.world.rng.randrange(len(members) - 1)
+            for i, name in enumerate(members):
+                lost = members[place + 1] if i <= place else members[place]
+                node = self.peers[name]
+                node.later(after + self.world.rng.uniform(0.1, 3.0), node.broke, *key, lost)
+
+    def _loses(self, key: Key, victim: str, members: Iterable[str], after: float = 0.0) -> None:
+        self.world.stats["lost members"] += 1
+        for other in sorted(set(members) - {victim}):
+            node = self.peers[other]
+            node.later(after + self.world.rng.uniform(0.1, 3.0), node.broke, *key, victim)
+
+    def _ends(self, peer: PeerNode, key: Key, steps: int, reason: str) -> None:
+        if peer.job is not None and (peer.job[0].round, *peer.job[1:]) == key:
             peer.answer(steps, reason)
 
-    def _gives_up(self, peer: PeerNode, key: tuple[int, int]) -> None:
-        members = self._chains[key]
-        if self._trains(peer, key) and peer.job and set(members) != set(peer.job[0].replicas[key[1]].peers):
-            self._ends(peer, key, 0, "a member of the chain did not come")
-
-    def _trains(self, peer: PeerNode, key: tuple[int, int]) -> bool:
-        return peer.job is not None and (peer.job[0].round, peer.job[1]) == key
+    def _gives_up(self, peer: PeerNode, key: Key, others: list[str]) -> None:
+        """Somebody did not come."""
+        if peer.job is not None:
+            members = peer.job[0].replicas[peer.job[1]].peers
+            if self._chains.get((key, members)) != set(members) or (key, members) in self._torn:
+                peer.broke(*key, self.world.rng.choice(others))
 
     def left(self, name: str) -> None:
-        """A process died: whoever trained with it notices."""
-        for key, members in self._chains.items():
-            if members.pop(name, None) is not None:
-                for other in members:
-                    node = self.peers[other]
-                    node.later(self.world.rng.uniform(0.1, 3.0), self._ends, node, key, 1, f"lost {name}")
+        """A process died: whoever trains with it notices, and its chain does not come together again."""
+        for (key, members), together in list(self._chains.items()):
+            if name in together:
+                self._torn.add((key, members))
+                self._loses(key, name, together)

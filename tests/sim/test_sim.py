@@ -66,9 +66,21 @@ def test_the_faults_do_happen_and_the_work_is_done_nevertheless(lives: list[Life
         "higher ballots",
         "rebuilt",
         "ahead in vain",
+        "chains ended",
+        "spares' shares",
     )
     assert {name: stats[name] for name in rare if stats[name] < 20} == {}
-    often = ("deaths PeerNode", "deaths BootstrapNode", "give-backs", "folds", "left out", "leads", "ahead")
+    often = (
+        "deaths PeerNode",
+        "deaths BootstrapNode",
+        "give-backs",
+        "folds",
+        "left out",
+        "leads",
+        "ahead",
+        "chains mended",
+        "chains finished",
+    )
     assert {name: stats[name] for name in often if stats[name] < 200} == {}
     assert stats["contributions"] > stats["commits"] > 3 * len(lives)
 

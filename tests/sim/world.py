@@ -20,7 +20,7 @@ BOUNDARIES = (
     "before Train", "after Train", "before Pack", "payload durable", "offer durable", "record durable", "before Packed", "before Tell",
     "after Tell", "before GiveBack", "after GiveBack", "give-back durable", "before Apply", "theta changed", "after Apply", "before Fold",
     "before Arrange", "after Arrange", "before Finish", "checkpoint written", "before Fetch", "payload held",
-    "before Propose", "before Save", "vote durable", "before Send", "after Send", "before Append", "log durable", "before broadcast",
+    "before Propose", "before Mend", "before Resume", "before Save", "vote durable", "before Send", "after Send", "before Append", "log durable", "before broadcast",
     "half broadcast", "before Done",
 )  # fmt: skip
 """Where a process may die."""

@@ -83,3 +83,24 @@ def test_what_is_no_chain_is_refused() -> None:
     for wrong in ((stages, links[1:], 1, 1), ([], [], 1, 1), (stages, links, 0, 1), (stages, links, 1, 0)):
         with pytest.raises(ValueError, match="a chain needs"):
             step_seconds(*wrong)
+
+
+USUAL = [(0.5, 0.6, 0.4)] * 4
+
+
+@pytest.mark.parametrize(
+    ("last", "slow"),
+    [
+        ([(0.5, 3.0, 0.4)] * 2, 1),
+        ([(0.5, 3.0, 0.4), (0.5, 0.6, 0.4)], None),  # once
+        ([(0.5, 2.0, 0.4)] * 2, None),  # not that much
+        ([(3.0, 4.0, 3.0)] * 2, None),  # as the others
+        ([(3.0, 6.0, 0.4)] * 2, None),
+        ([(3.0, 0.6, 0.4)] * 2, 0),
+    ],
+)
+def test_a_stage_that_becomes_slow_is_found(last: list[tuple[float, ...]], slow: int | None) -> None:
+    assert cost.slow_stage(USUAL + last, micro_batches=4) == slow
+    assert cost.slow_stage(USUAL[1:] + last, micro_batches=4) is None, "too little is known"
+    tiny = [tuple(t / 1000 for t in step) for step in USUAL + last]
+    assert cost.slow_stage(tiny, micro_batches=4) is None, "it does not matter"

@@ -250,7 +250,7 @@ def test_a_withdrawal_is_not_waited_upon() -> None:
     driver.offered("a", "b", "c", "d")
     commit = driver.decide(driver.do(Received("e", Withdraw(round=1, reason="out of memory"))))
     assert replicas(commit) == [0, 1]
-    assert left_out(commit) == [(2, "peer e: out of memory")]
+    assert left_out(commit) == [(2, "peer e: out of memory; no spare is ready")]
 
 
 def test_withdrawals_of_strangers_and_of_other_rounds_are_ignored() -> None:

@@ -76,7 +76,9 @@ def test_latency_and_transfer_are_told_from_waiting_whatever_the_clocks_say() ->
 def test_a_ping_is_echoed_and_both_sides_learn_the_way() -> None:
     async def ping(here: Link, other: Any) -> Head:
         await other.send(Head(link.PING, stamp=1.0).pack())
-        head, body = link.parse("P1", memoryview(await other.recv()))
+        head = Head(link.BEAT)
+        while head.kind == link.BEAT:  # on a busy machine
+            head, body = link.parse("P1", memoryview(await other.recv()))
         assert not body
         assert len(here._delays) == 1
         assert not here.ready, "it is no frame to wait for"

@@ -18,6 +18,7 @@ from protocol.messages import (
     Ask,
     Attest,
     Beat,
+    Broken,
     ChainReport,
     Commit,
     Contribution,
@@ -25,6 +26,7 @@ from protocol.messages import (
     Finished,
     Hello,
     LeftOut,
+    Mend,
     Message,
     MessageError,
     Offer,
@@ -98,6 +100,8 @@ SAMPLES: list[Message] = [
     Accept(round=2, ballot=4, commit=dataclasses.replace(COMMIT, plan=None)),
     Vote(round=2, ballot=4, digest=COMMIT.digest, signature=b"s"),
     Reject(round=2, ballot=4, promised=5),
+    Broken(round=1, replica=0, epoch=2, peer="p", reason="silent"),
+    Mend(round=1, replica=0, epoch=3, peers=("a", "b"), steps=0, reason="p is lost"),
 ]
 
 

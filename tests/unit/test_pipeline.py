@@ -169,8 +169,9 @@ def _hears(
             other = wired.following[0] if stage else wired.previous[1]
 
             async def talk() -> None:
-                for _ in range(after):
-                    await other.recv()
+                heard = 0
+                while heard < after:
+                    heard += link.parse("us", memoryview(await other.recv()))[0].kind != link.BEAT
                 for frame in frames:
                     await other.send(frame)
 
@@ -325,6 +326,8 @@ def test_the_depth_follows_what_the_stages_measured(monkeypatch: pytest.MonkeyPa
     reports = asyncio.run(run_chain(chain, steps=2, depth=3, most_depth=3))
     assert [report.depth for report in reports[0]] == [3, 2]
     assert [report.depth for report in reports[2]] == [3, 2]
+    assert [[len(report.paces) for report in stage] for stage in reports] == [[3, 3], [0, 0], [0, 0]]
+    assert all(pace > 0 for report in reports[0] for pace in report.paces)
     for stages, links, micro_batches in asked:
         assert (len(stages), len(links), micro_batches) == (3, 2, TRAIN.micro_batches)
         assert all(stage.forward > 0 for stage in stages)

@@ -1,0 +1,136 @@
+"""The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
+
+A pipe belongs to one *epoch* of a replica's chain in a round (protocol/repair.py): the members of another chain never meet. Whoever
+is not ready yet, because it still applies the round before, does not know of the mend or waits for its other neighbour, says
+that it lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from peer.link import ChainBroken, keep_alive
+from peer.net.base import Stream, Transport
+from protocol import framing, wire
+from protocol.errors import RemoteError
+from protocol.messages import Plan
+
+DIAL_SECONDS = 10.0
+"""How long a neighbour may be out of reach."""
+ACCEPT_SECONDS = 90.0
+"""How long a round's first chain waits for a neighbour to dial: it may still fetch shards."""
+MENDED_SECONDS = 30.0
+"""How long a mended one does."""
+MAX_PIPES = 16
+AHEAD = 3
+"""A neighbour may be one commit ahead of us, and train one round ahead of that."""
+
+Key = tuple[int, int, int, str]
+"""Round, epoch, replica, peer."""
+
+
+class Pipes:
+    """One per daemon. `reach(peer)` connects to a peer, `lost(peer)` forgets how it was reached."""
+
+    def __init__(
+        self, transport: Transport, reach: Callable[[str], Awaitable[None]], lost: Callable[[str], None]
+    ) -> None:
+        self._transport = transport
+        self._reach = reach
+        self._lost = lost
+        self._incoming: dict[Key, asyncio.Future[Stream]] = {}
+        self._taken: set[Key] = set()
+        self._living: set[asyncio.Task[None]] = set()
+        self._oldest = (0, 0)
+        self._over = asyncio.Event()
+
+    async def neighbours(
+        self, plan: Plan, replica: int, epoch: int, position: int
+    ) -> tuple[Stream | None, Stream | None]:
+        """Streams to the stages before and after `position`. Raises ChainBroken."""
+        self.forget(plan.round, epoch)
+        stages, complete = plan.replicas[replica].stages, asyncio.Event()
+        tasks: dict[str, asyncio.Task[Stream]] = {}
+        if position:
+            key = (plan.round, epoch, replica, stages[position - 1].peer)
+            tasks["previous"] = asyncio.create_task(self._accept(key))
+        if position + 1 < len(stages):
+            work = self._dial(plan.round, epoch, replica, stages[position + 1].peer, complete)
+            tasks["following"] = asyncio.create_task(work)
+        try:
+            found = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
+            if position:
+                self._taken.add(key)
+            return found.get("previous"), found.get("following")
+        except BaseException:
+            for task in tasks.values():
+                task.cancel()
+            for stream in await asyncio.gather(*tasks.values(), return_exceptions=True):
+                if not isinstance(stream, BaseException):
+                    await stream.close()
+            raise
+        finally:
+            complete.set()
+
+    async def _dial(self, round: int, epoch: int, replica: int, peer: str, complete: asyncio.Event) -> Stream:
+        """The stream, which says that we live until all neighbours are there."""
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                while True:
+                    try:
+                        await self._reach(peer)
+                        stream = await self._transport.open(peer, wire.PIPE, timeout=DIAL_SECONDS)
+                        await stream.send(framing.pack_message({"round": round, "replica": replica, "epoch": epoch}))
+                        living = asyncio.create_task(keep_alive(stream, complete.is_set))
+                        self._living.add(living)
+                        living.add_done_callback(self._living.discard)
+                        return stream
+                    except RemoteError:
+                        self._lost(peer)  # it may have come back elsewhere
+                        await asyncio.sleep(0.5)
+        except TimeoutError:
+            raise ChainBroken(peer, f"did not answer for {DIAL_SECONDS:g} s") from None
+
+    async def _accept(self, key: Key) -> Stream:
+        seconds = MENDED_SECONDS if key[1] else ACCEPT_SECONDS
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._expect(key)
+        except TimeoutError:
+            raise ChainBroken(key[3], f"did not dial for {seconds:g} s") from None
+
+    def _expect(self, key: Key) -> asyncio.Future[Stream]:
+        if key not in self._incoming:
+            self._incoming[key] = asyncio.get_running_loop().create_future()
+        return self._incoming[key]
+
+    def forget(self, round: int, epoch: int = 0) -> None:
+        """Ends the handlers of the pipes that are older."""
+        self._oldest = max(self._oldest, (round, epoch))
+        for key in [k for k in self._incoming if k[:2] < (round, epoch)]:
+            self._incoming.pop(key).cancel()
+            self._taken.discard(key)
+        self._over.set()
+        self._over = asyncio.Event()
+
+    async def serve(self, stream: Stream, applied: int) -> None:
+        """An incoming pipe: hands the stream to the training that waits for it, and stays until that is over."""
+        hello = framing.unpack_message(bytes(await stream.recv(256)))
+        match hello:
+            case {"round": int(round), "epoch": int(epoch), "replica": int(replica)}:
+                pass
+            case _:
+                raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not a pipe's beginning; it was closed")
+        if not applied < round <= applied + AHEAD or (round, epoch) < self._oldest:
+            raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not for this chain; it was closed")
+        if len(self._incoming) >= MAX_PIPES:
+            raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: too many wait here; it was closed")
+        key = (round, epoch, replica, stream.remote)
+        waiting = self._expect(key)
+        if waiting.done():
+            raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: there is one already; it was closed")
+        waiting.set_result(stream)
+        await keep_alive(stream, lambda: key in self._taken or key not in self._incoming)
+        while key in self._incoming:
+            await self._over.wait()

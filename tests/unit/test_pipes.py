@@ -1,0 +1,156 @@
+"""Streams between a chain's neighbours: who waits is heard, and chains of other epochs never meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from peer import link, pipes
+from peer.link import ChainBroken
+from peer.net.base import Closed
+from peer.net.memory import MemoryNetwork
+from peer.pipes import Pipes
+from protocol import framing, wire
+from protocol.messages import Plan, ReplicaSpec, StageSpec
+
+NAMES = ("a", "b", "c")
+PLAN = Plan(
+    round=4,
+    slot=0,
+    replicas=(ReplicaSpec(k=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(NAMES))),),
+)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "BEAT_S", 0.02)
+
+
+def run(story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]]) -> Any:
+    """`story` with everybody's pipes; they have applied round 3."""
+
+    async def main() -> Any:
+        network = MemoryNetwork()
+        made = {}
+        for name in NAMES:
+            transport = network.transport(name)
+
+            async def reach(peer: str, here: Any = transport) -> None:
+                await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
+
+            mine = Pipes(transport, reach, lambda peer: None)
+            await transport.serve(wire.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
+            made[name] = mine
+        async with asyncio.timeout(30):
+            try:
+                return await story(made, network)
+            finally:
+                for peer in list(network.peers.values()):
+                    await peer.aclose()
+
+    return asyncio.run(main())
+
+
+def test_neighbours_find_each_other_whoever_comes_first() -> None:
+    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+        late = asyncio.create_task(made["c"].neighbours(PLAN, 0, 0, 2))
+        first, middle = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate("ab")))
+        last = await late
+        assert (first[0], last[1]) == (None, None)
+        for here, there in ((first[1], middle[0]), (middle[1], last[0])):
+            await here.send(b"frame")
+            frame = await there.recv()
+            while frame != b"frame":
+                assert link.Head(*link._HEAD.unpack_from(frame)).kind == link.BEAT
+                frame = await there.recv()
+
+    run(story)
+
+
+def test_who_is_not_ready_gives_signs_of_life() -> None:
+    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+        stream = (await made["a"].neighbours(PLAN, 0, 0, 0))[1]  # b has not begun
+        for _ in range(3):
+            assert await kind(stream) == link.BEAT
+        heard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        async def serve(stream: Any) -> None:
+            await stream.recv()  # the hello
+            heard.set_result(await kind(stream))
+
+        await network.peers["c"].serve(wire.PIPE, serve)
+        waits = asyncio.create_task(made["b"].neighbours(PLAN, 0, 1, 1))  # b has, and waits for a
+        assert await heard == link.BEAT
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+
+    async def kind(stream: Any) -> int:
+        return link.Head(*link._HEAD.unpack_from(await stream.recv())).kind
+
+    run(story)
+
+
+def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
+    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+        old = (await made["a"].neighbours(PLAN, 0, 0, 0))[1]
+        made["b"].forget(4, 1)
+        for stream in (old, (await made["a"].neighbours(PLAN, 0, 0, 0))[1]):
+            with pytest.raises(Closed):
+                await drain(stream)
+        found = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 1, i) for i, p in enumerate(NAMES)))
+        assert [(a is None, b is None) for a, b in found] == [(True, False), (False, False), (False, True)]
+
+    async def drain(stream: Any) -> None:
+        while True:
+            await stream.recv()
+
+    run(story)
+
+
+def test_who_cannot_be_reached_is_named_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipes, "DIAL_SECONDS", 0.1)
+    monkeypatch.setattr(pipes, "MENDED_SECONDS", 0.2)
+
+    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+        await network.peers["c"].aclose()
+        with pytest.raises(ChainBroken) as caught:
+            await made["b"].neighbours(PLAN, 0, 1, 1)
+        assert (caught.value.peer, caught.value.reason) == ("c", "did not answer for 0.1 s")
+        with pytest.raises(ChainBroken) as caught:
+            await made["b"].neighbours(Plan(round=4, slot=0, replicas=(two,)), 0, 2, 1)
+        assert (caught.value.peer, caught.value.reason) == ("a", "did not dial for 0.2 s")
+
+    two = ReplicaSpec(k=4, stages=PLAN.replicas[0].stages[:2])
+    run(story)
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [{}, {"round": 4, "replica": 0}, {"round": "4", "epoch": 0, "replica": 0}, [4], None]
+    + [{"round": r, "epoch": 0, "replica": 0} for r in (3, 7, -1)],
+)
+def test_other_beginnings_are_refused(hello: Any) -> None:
+    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+        stream = await network.peers["a"].open("b", wire.PIPE, timeout=1.0)
+        await stream.send(framing.pack_message(hello))
+        with pytest.raises(Closed):
+            await stream.recv()
+
+    run(story)
+
+
+def test_waiting_pipes_are_bounded() -> None:
+    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> int:
+        streams = [await network.peers["a"].open("b", wire.PIPE, timeout=1.0) for _ in range(pipes.MAX_PIPES + 4)]
+        for number, stream in enumerate(streams):
+            await stream.send(framing.pack_message({"round": 4, "epoch": number, "replica": 0}))
+            while len(made["b"]._incoming) <= min(number, pipes.MAX_PIPES - 1):
+                await asyncio.sleep(0)
+        with pytest.raises(Closed):
+            await streams[-1].recv()
+        return len(made["b"]._incoming)
+
+    assert run(story) == pipes.MAX_PIPES

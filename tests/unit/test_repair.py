@@ -1,0 +1,242 @@
+"""A chain that is repaired within its round: whoever is hit, and when, the others' steps are kept and the bits are known."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peer import link
+from peer.link import BACKWARD, DONE, FORWARD, NORM, TOTAL, ChainBroken, Head
+from peer.pipeline import run_steps
+from peer.standing import Standing, Total
+from peer.trainer import StageTrainer
+from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, windows_of, worker
+
+CUTS, K, STEPS, HIT = (2, 3, 4), 8, 3, 2
+"""A chain of four in a round of three steps, hit in the second."""
+LAST = len(CUTS)
+
+
+class Fate:
+    """What befalls the victim: as soon as it sends (or gets) the frame, nothing goes out of it or into it any more."""
+
+    def __init__(self, moment: str, position: int) -> None:
+        step, micro = HIT, 1
+        match moment, position:
+            case "forward", _:
+                self.kind, self.sends = FORWARD, position < LAST
+            case "backward", _:
+                self.kind, self.sends = BACKWARD, position == LAST
+            case "norm", _:
+                self.kind, self.sends, micro = NORM, position > 0, 0
+            case "total", _:
+                self.kind, self.sends, micro = TOTAL, position == 0, 0
+            case _:
+                self.kind, self.sends, step, micro = DONE, position == LAST, 0, 0
+        self.at = (step, micro)
+        self.struck = asyncio.Event()
+
+    async def meets(self, frame: bytes | memoryview, sends: bool) -> None:
+        head = Head(*link._HEAD.unpack_from(frame))
+        if (head.kind, (head.step, head.micro), sends) == (self.kind, self.at, self.sends):
+            self.struck.set()
+        await self.blocks()
+
+    async def blocks(self) -> None:
+        if self.struck.is_set():
+            await asyncio.Event().wait()
+
+
+class Hit:
+    """One end of a stream of somebody with a fate."""
+
+    def __init__(self, stream: Any, fate: Fate) -> None:
+        self.stream, self.fate = stream, fate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    async def send(self, head: bytes, *body: Any, **options: Any) -> None:
+        await self.fate.meets(head, True)
+        await self.stream.send(head, *body, **options)
+
+    async def recv(self, *arguments: Any, **options: Any) -> bytes:
+        frame: bytes = await self.stream.recv(*arguments, **options)
+        await self.fate.meets(frame, False)
+        return frame
+
+
+def _stage(trainer: StageTrainer, i: int, wired: Wired, standing: Standing, **changes: Any) -> asyncio.Task[Any]:
+    options = {"previous": wired.previous[i], "following": wired.following[i], "windows": windows_of(), **changes}
+    work = run_steps(
+        trainer,
+        worker(i),
+        first_step=1,
+        steps=STEPS,
+        wires=("fp32", "fp32"),
+        timeout=DEADLINE_S,
+        depth=2,
+        standing=standing,
+        **options,
+    )
+    return asyncio.create_task(work)
+
+
+async def _break(chain: list[Recording], victim: int, moment: str, kill: bool) -> tuple[list[Standing], list[Any]]:
+    """The round until the fault: where each stage stands, and what the survivors say."""
+    standings = [Standing() for _ in chain]
+    fate = Fate(moment, victim)
+    async with asyncio.timeout(DEADLINE_S), Wired(len(chain)) as wired:
+        for ends in (wired.previous, wired.following):
+            ends[victim] = Hit(ends[victim], fate) if ends[victim] is not None else None
+        tasks = [_stage(t, i, wired, s) for i, (t, s) in enumerate(zip(chain, standings, strict=True))]
+        await fate.struck.wait()
+        if kill:
+            await wired.peers[victim].aclose()
+        survivors = [task for i, task in enumerate(tasks) if i != victim]
+        said = await asyncio.gather(*survivors, return_exceptions=True)
+        tasks[victim].cancel()
+        await asyncio.gather(tasks[victim], return_exceptions=True)
+    return standings, said
+
+
+async def _repaired(chain: list[Recording], standings: list[Standing]) -> list[Any]:
+    async with asyncio.timeout(DEADLINE_S), Wired(len(chain)) as wired:
+        pairs = enumerate(zip(chain, standings, strict=True))
+        return await asyncio.gather(*(_stage(t, i, wired, s, resume=True) for i, (t, s) in pairs))
+
+
+def _fresh(position: int) -> Recording:
+    return make_chain(CUTS, K)[position]
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "BEAT_S", 0.05)
+    monkeypatch.setattr(link, "SILENT_S", 0.5)
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "frozen"])
+@pytest.mark.parametrize("moment", ["forward", "backward", "norm", "total", "done"])
+@pytest.mark.parametrize("victim", range(LAST + 1))
+def test_the_chain_goes_on_from_its_last_complete_step(victim: int, moment: str, kill: bool) -> None:
+    chain = make_chain(CUTS, K)
+    standings, said = asyncio.run(_break(chain, victim, moment, kill))
+    stay = said[:victim] if moment == "done" else said  # those behind have said that they are done, and left
+    assert [error.peer for error in stay if isinstance(error, ChainBroken)] == [f"P{victim}"] * len(stay)
+    assert not any(isinstance(error, Exception) for error in said[len(stay) :])
+    chain[victim], standings[victim] = _fresh(victim), Standing()
+    asyncio.run(_repaired(chain, standings))
+
+    complete = {"total": HIT if victim else HIT - 1, "done": STEPS}.get(moment, HIT - 1)
+    plain = make_chain(CUTS, K)
+    asyncio.run(run_chain(plain, steps=complete))
+    plain[victim] = _fresh(victim)
+    if complete < STEPS:
+        asyncio.run(run_chain(plain, first_step=complete + 1, steps=STEPS - complete))
+    for ours, theirs, standing in zip(chain, plain, standings, strict=True):
+        assert standing.total.steps == STEPS == standing.skipped + ours.steps
+        for shard in ours.shards:
+            for a, b in zip(ours.delta(shard), theirs.delta(shard), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_two_faults_in_one_round() -> None:
+    chain = make_chain(CUTS, K)
+    standings, _ = asyncio.run(_break(chain, 2, "total", True))
+    chain[2], standings[2] = _fresh(2), Standing()
+
+    async def again() -> None:
+        """The first stage dies before the repaired chain has agreed where to go on."""
+        async with asyncio.timeout(DEADLINE_S), Wired(len(chain)) as wired:
+            tasks = [_stage(t, i, wired, standings[i], resume=True) for i, t in enumerate(chain) if i]
+            await wired.peers[0].aclose()
+            said = await asyncio.gather(*tasks, return_exceptions=True)
+            assert {error.peer for error in said} == {"P0"}
+
+    asyncio.run(again())
+    chain[0], standings[0] = _fresh(0), Standing()
+    asyncio.run(_repaired(chain, standings))
+    assert [standing.total.steps for standing in standings] == [STEPS] * 4
+    assert [trainer.steps for trainer in chain] == [STEPS - HIT, STEPS, STEPS - HIT, STEPS] or [
+        trainer.steps for trainer in chain
+    ] == [STEPS - HIT + 1, STEPS, STEPS - HIT + 1, STEPS]
+
+
+def test_a_stage_that_was_only_away_finds_its_place_again() -> None:
+    chain = make_chain(CUTS, K)
+    standings, _ = asyncio.run(_break(chain, 1, "total", False))
+    asyncio.run(_repaired(chain, standings))
+    plain = make_chain(CUTS, K)
+    asyncio.run(run_chain(plain, steps=STEPS))
+    for ours, theirs in zip(chain, plain, strict=True):
+        for shard in ours.shards:
+            for a, b in zip(ours.delta(shard), theirs.delta(shard), strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_nobody_goes_on_behind_what_is_done() -> None:
+    chain = make_chain((3,), K)
+    standings = [Standing(), Standing(total=Total(steps=2), skipped=2)]
+
+    async def lie() -> Any:
+        async with asyncio.timeout(DEADLINE_S), Wired(2) as wired:
+            task = _stage(chain[1], 1, wired, standings[1], resume=True)
+            await wired.following[0].recv()
+            await wired.following[0].send(Head(link.RESUME).pack(), bytes(21))
+            return (await asyncio.gather(task, return_exceptions=True))[0]
+
+    error = asyncio.run(lie())
+    assert isinstance(error, ChainBroken)
+    assert "goes on after 0 steps, 2 are done" in error.reason
+
+
+# --- signs of life
+
+
+def test_a_frame_that_takes_long_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of an unfinished frame count: here one frame takes four times as long as a neighbour may be silent."""
+    train = dataclasses.replace(TRAIN, rows=8)
+
+    class Slow:
+        def __init__(self, stream: Any) -> None:
+            self.stream, self.slowed = stream, False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.stream, name)
+
+        async def send(self, head: bytes, *body: Any, **options: Any) -> None:
+            if Head(*link._HEAD.unpack_from(head)).kind == FORWARD and not self.slowed:
+                self.slowed = True
+                write = self.stream._writer.write
+
+                def drop(data: bytes) -> None:
+                    parts.append(data)
+
+                parts: list[bytes] = []
+                self.stream._writer.write = drop
+                await self.stream.send(head, *body, **options)
+                self.stream._writer.write = write
+                whole = b"".join(parts)
+                for at in range(0, len(whole), -(-len(whole) // 20)):
+                    write(whole[at : at + -(-len(whole) // 20)])
+                    await asyncio.sleep(4 * link.SILENT_S / 20)
+            else:
+                await self.stream.send(head, *body, **options)
+
+    async def main() -> list[Any]:
+        chain = make_chain((3,), K, train)
+        async with asyncio.timeout(DEADLINE_S), Wired(2) as wired:
+            wired.following[0] = Slow(wired.following[0])
+            pairs = enumerate(chain)
+            return await asyncio.gather(
+                *(_stage(t, i, wired, Standing(), windows=windows_of(train=train)) for i, t in pairs)
+            )
+
+    first, _ = asyncio.run(main())
+    assert len(first) == STEPS
+    assert max(report.seconds for report in first) > 4 * link.SILENT_S
