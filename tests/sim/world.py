@@ -24,6 +24,8 @@ BOUNDARIES = (
     "half broadcast", "before Done",
 )  # fmt: skip
 """Where a process may die."""
+ONCE = "before Finish"
+"""A process comes there once in its life, and seldom while anything goes wrong."""
 DECIDING = ("vote durable", "before Send", "after Send", "log durable", "before broadcast")
 """Those at which a bootstrap node knows more than the others."""
 
@@ -122,7 +124,8 @@ class World:
         assert where in BOUNDARIES, where
         weather = self.weather
         self.stats[f"at {where}"] += 1
-        if self.chance(weather.focus_boundary if where in weather.focus else weather.boundary):
+        probability = weather.focus_boundary if where in weather.focus else weather.boundary
+        if self.chance(20 * probability if where == ONCE else probability):
             self.stats[f"crash {where}"] += 1
             self.trace(who, f"CRASH {where}")
             raise Crash(where)
