@@ -112,9 +112,13 @@ def entropy_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> float:
     return size_bits / 8
 
 
-@functools.lru_cache(maxsize=1024)
 def _segments(tiling: Tiling) -> tuple[Tiling, ...]:
-    return tuple(tiling.cut(_SEGMENT * tiling.n // tiling.keep))
+    return _cut(tiling, _SEGMENT * tiling.n // tiling.keep)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(tiling: Tiling, elements: int) -> tuple[Tiling, ...]:
+    return tuple(tiling.cut(elements))
 
 
 def _index_bits(codec: Codec, tiling: Tiling) -> int:

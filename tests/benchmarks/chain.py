@@ -56,13 +56,15 @@ TIMEOUT = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row. `rate`: Mb/s of a boundary and direction; `latency`: one-way ms; `divisor`: d/k; `pace`: seconds."""
+    """One row. `rate`: Mb/s of a boundary and direction; `latency`: one-way ms; `divisor`: d/k; `pace`: seconds; `wire`: number
+    format, both ways."""
 
     rate: float
     latency: float
     divisor: int
     micro_batches: int
     pace: float
+    wire: str
 
     @property
     def tokens(self) -> int:
@@ -71,7 +73,7 @@ class Case:
     @property
     def transfer(self) -> float:
         """Seconds that a frame occupies a link."""
-        return self.tokens * boundary.bytes_per_token("bf16", D // self.divisor) * 8 / (self.rate * 1e6)
+        return self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8 / (self.rate * 1e6)
 
     @property
     def ideal(self) -> float:
@@ -275,8 +277,8 @@ class Chain:
                 "width": D // case.divisor,
                 "pace": case.pace,
                 "steps": steps,
-                "forward": "bf16",
-                "backward": "bf16",
+                "forward": case.wire,
+                "backward": case.wire,
                 "depth": depth,
                 "most": most,
             }
@@ -284,7 +286,7 @@ class Chain:
         return [self.processes.hear(s)["reports"] for s in self.processes.stages]
 
 
-HEAD = "| Mb/s | ms | k/d | M | transfer / pace | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|"
+HEAD = "| Mb/s | ms | k/d | format | M | transfer / pace | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|---|"
 
 
 def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
@@ -293,7 +295,7 @@ def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
     ours = chain.run(case, depth or 2 * STAGES, None, steps)[0][-1]
     textbook = chain.run(case, STAGES, STAGES, 1)[0][-1]
     row = {
-        "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "micro_batches": case.micro_batches,
+        "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "format": case.wire, "micro_batches": case.micro_batches,
         "ratio": case.transfer / case.pace, "depth": ours["depth"],
         "share": case.ideal / ours["seconds"], "predicted": case.predicted(ours["depth"]),
         "textbook": case.ideal / textbook["seconds"], "textbook_predicted": case.predicted(STAGES),
@@ -302,7 +304,7 @@ def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
     part = "1" if case.divisor == 1 else f"1/{case.divisor}"
     shares = " | ".join(f"{100 * row[n]:.1f} %" for n in ("share", "predicted", "textbook", "textbook_predicted"))
     print(
-        f"| {case.rate:g} | {case.latency:g} | {part} | {case.micro_batches} | {row['ratio']:.2f} | {row['depth']} | {shares} |",
+        f"| {case.rate:g} | {case.latency:g} | {part} | {case.wire} | {case.micro_batches} | {row['ratio']:.2f} | {row['depth']} | {shares} |",
         flush=True,
     )
     return row, ours["depth"]
@@ -310,18 +312,21 @@ def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
 
 def cases(chosen: argparse.Namespace) -> Iterator[Case]:
     if chosen.target:
-        yield Case(rate=100, latency=25, divisor=8, micro_batches=32, pace=2048 * TOKEN_SECONDS)
-        yield Case(rate=100, latency=25, divisor=8, micro_batches=128, pace=512 * TOKEN_SECONDS)
+        for wire in chosen.formats:
+            yield Case(rate=100, latency=25, divisor=8, micro_batches=32, pace=2048 * TOKEN_SECONDS, wire=wire)
+            yield Case(rate=100, latency=25, divisor=8, micro_batches=128, pace=512 * TOKEN_SECONDS, wire=wire)
         return
     for rate in chosen.rates:
         for latency in chosen.latencies:
             for divisor in chosen.divisors:
                 for micro_batches in chosen.micro_batches:
-                    case = Case(
-                        rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches, pace=chosen.pace
-                    )  # fmt: skip
-                    if micro_batches == 32 or case.transfer <= 2 * case.pace:
-                        yield case
+                    for wire in chosen.formats:
+                        case = Case(
+                            rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches, pace=chosen.pace,
+                            wire=wire,
+                        )  # fmt: skip
+                        if micro_batches == 32 or case.transfer <= 2 * case.pace:
+                            yield case
 
 
 def main() -> int:
@@ -333,6 +338,7 @@ def main() -> int:
     parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
     parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
     parser.add_argument("--micro-batches", type=int, nargs="*", default=(32, 128))
+    parser.add_argument("--formats", nargs="*", default=("bf16",), choices=boundary.FORMATS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
@@ -347,7 +353,7 @@ def main() -> int:
     print(HEAD)
     with Chain.start(chosen.netlab) as chain:
         for case in cases(chosen):
-            link = (case.rate, case.latency, case.divisor, case.pace)
+            link = (case.rate, case.latency, case.divisor, case.pace, case.wire)
             if link != before:
                 chain.links(case.rate, case.latency)
                 depth, before = 0, link

@@ -73,7 +73,7 @@ def test_no_step_is_faster_than_its_slowest_part_and_the_picked_depth_is_good(st
     between = [LinkCost(forward=f, backward=b, latency=x) for f, b, x in links[: len(chain) - 1]]
     slowest = max(*(s.forward + s.backward for s in chain), *(max(k.forward, k.backward) for k in between))
     took = [step_seconds(chain, between, micro_batches, depth) for depth in range(1, micro_batches + 1)]
-    assert min(took) >= slowest * micro_batches
+    assert min(took) >= slowest * micro_batches * (1 - 1e-12)  # sums are rounded
     assert took[0] == pytest.approx(micro_batches * cost.least_depth(chain, between) * slowest)
     assert took[pick_depth(chain, between, micro_batches) - 1] <= min(took) * 1.05
 
