@@ -69,20 +69,19 @@ class Outer:
                 np.multiply(e_block, self.beta, out=e_block)
                 np.add(e_block, delta, out=e_block)
 
-    def encode(self, shard: str) -> bytes:
-        """The payload to offer; e loses what it says. Raises PayloadError if e is not finite."""
+    def encode(self, shard: str) -> tuple[bytes, float]:
+        """The payload to offer, and the L2 norm of what it sends; e loses that. Raises PayloadError if e is not finite."""
         buffers = self._feedback(shard)
         with self._pool() as run:
             payload = sparse.encode(self.codec, buffers, run)
-        for e, sent in zip(buffers, self._decode(shard, payload), strict=True):
-            e.reshape(-1)[sent.index] -= sent.values
-        return payload
+        sent = self._decode(shard, payload)
+        for e, x in zip(buffers, sent, strict=True):
+            e.reshape(-1)[x.index] -= x.values
+        return payload, _norm(sent)
 
     def norm(self, shard: str, payload: bytes | memoryview) -> float:
         """L2 norm of what `payload` sends. Raises PayloadError."""
-        return math.sqrt(
-            sum(float(np.sum(np.square(x.values, dtype=np.float64))) for x in self._decode(shard, payload))
-        )
+        return _norm(self._decode(shard, payload))
 
     def without_delta(self, shard: str, payload: bytes | memoryview) -> None:
         """e = β e - sent, where `payload` is out and its δ is lost. Raises PayloadError."""
@@ -136,6 +135,10 @@ class Outer:
         if shard not in self.feedback:
             self.feedback[shard] = [np.zeros(s, dtype=np.float32) for s in layout.shapes(self.spec, shard)]
         return self.feedback[shard]
+
+
+def _norm(sent: Sequence[Sparse]) -> float:
+    return math.sqrt(sum(float(np.sum(np.square(x.values, dtype=np.float64))) for x in sent))
 
 
 def _blocks(array: Array) -> Iterator[Array]:

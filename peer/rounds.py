@@ -229,7 +229,7 @@ class Rounds:
             case member.Stop():
                 self._stop.set()
             case member.Pack(plan, replica, steps, tokens, loss):
-                await self._saved()
+                await self._timed("disk", self._saved())
                 offer = await self._timed("pack", self._work(self._pack, plan, replica, steps, tokens, loss))
                 self._save(plan.round)
                 self._emit("offered", round=plan.round, bytes=sum(p.size for p in offer.parts))
@@ -344,8 +344,7 @@ class Rounds:
         parts = []
         for shard in self._trained(plan):
             self.outer.accumulate(shard, self._engine.displacement(shard))
-            payload = self.outer.encode(shard)
-            norm = self.outer.norm(shard, payload)
+            payload, norm = self.outer.encode(shard)
             parts.append(
                 Part(
                     shard=shard,

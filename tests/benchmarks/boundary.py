@@ -77,7 +77,7 @@ def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
             trainer.step(r * train.inner_steps + step + 1, norm)
         for shard in shards:
             outer.accumulate(shard, trainer.displacement(shard))
-            outer.apply(shard, [(1.0, outer.encode(shard))])
+            outer.apply(shard, [(1.0, outer.encode(shard)[0])])
     held_out = corpus.valid_windows(VALID_WINDOWS)
     trainer.begin_round(outer.theta)
     plain = StageTrainer(spec, train, shards)

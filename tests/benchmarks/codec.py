@@ -78,7 +78,7 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
                 outer.accumulate(shard, trainer.displacement(shard))
                 if m == 0:
                     yield [e.copy() for e in outer.feedback[shard]]
-                payloads[-1][shard] = outer.encode(shard)
+                payloads[-1][shard], _ = outer.encode(shard)
         slot = assign.next_slot(slot, len(outers), train.inner_steps, train.step_rows)
         for outer in outers:
             for shard in shards:

@@ -113,7 +113,7 @@ def test_nothing_is_lost(plays: list[list[tuple[int, str]]], values: str, beta: 
             earned[m] = beta64 * earned[m] + flat(delta)
             gone[m] = beta64 * gone[m]
             largest = max(largest, float(np.abs(flat(peers[m].feedback[SHARD])).max()))
-            payload = peers[m].encode(SHARD)
+            payload = peers[m].encode(SHARD)[0]
             gone[m] += dense(peers[m], payload)
             if fate == "returned":
                 peers[m].give_back(SHARD, payload)
@@ -150,7 +150,7 @@ def test_updates_and_buffers_are_the_decayed_work(values: str) -> None:
             delta = pseudo_gradient(100 * r + m)
             worked += flat(delta)
             peer.accumulate(SHARD, alone(delta))
-            payload = peer.encode(SHARD)
+            payload = peer.encode(SHARD)[0]
             if (r + m) % 4 == 0:
                 peer.give_back(SHARD, payload)
             else:
@@ -169,13 +169,13 @@ def test_the_arithmetic_is_the_stated_one() -> None:
     held = o.theta[SHARD]
     o.accumulate(SHARD, alone(first))
     assert all((e == d).all() for e, d in zip(o.feedback[SHARD], first, strict=True))
-    a = o.encode(SHARD)
+    a = o.encode(SHARD)[0]
     assert all((e == 0).all() for e in o.feedback[SHARD])
     o.give_back(SHARD, a)
     o.accumulate(SHARD, alone(second))
     expected = [np.float32(0.95) * d1 + d2 for d1, d2 in zip(first, second, strict=True)]
     assert all((e == x).all() for e, x in zip(o.feedback[SHARD], expected, strict=True))
-    b = o.encode(SHARD)
+    b = o.encode(SHARD)[0]
     o.apply(SHARD, [(0.3, a), (0.7, b)])
     for now, was, x, y in zip(o.theta[SHARD], before, first, expected, strict=True):
         total = np.float32(0.3) * x + np.float32(0.7) * y
@@ -188,7 +188,7 @@ def test_the_arithmetic_is_the_stated_one() -> None:
 def test_a_bad_contribution_changes_nothing() -> None:
     o = outer()
     o.accumulate(SHARD, alone(pseudo_gradient(1)))
-    good = o.encode(SHARD)
+    good = o.encode(SHARD)[0]
     before = o.digest(SHARD)
     buffers = flat(o.feedback[SHARD])
     with pytest.raises(PayloadError):
@@ -236,7 +236,7 @@ def test_memory_that_is_taken_again_changes_no_bits() -> None:
     o, other, room = outer(), outer(), []
     for seed in range(3):
         o.accumulate(SHARD, alone(pseudo_gradient(seed)))
-        payload = o.encode(SHARD)
+        payload = o.encode(SHARD)[0]
         former = o.theta[SHARD]
         o.apply(SHARD, [(0.5, payload)], room)
         other.apply(SHARD, [(0.5, payload)])
@@ -250,7 +250,7 @@ def test_feedback_needs_no_holding() -> None:
     """A stage that has moved on still takes back what an earlier round left out."""
     o = outer()
     o.accumulate(SHARD, alone(pseudo_gradient(1)))
-    payload = o.encode(SHARD)
+    payload = o.encode(SHARD)[0]
     del o.theta[SHARD], o.feedback[SHARD]
     o.give_back(SHARD, payload)
     assert (flat(o.feedback[SHARD]) == dense(o, payload)).all()
@@ -261,7 +261,7 @@ def test_threads_change_no_bits() -> None:
     four.threads = 4
     for o in (one, four):
         o.accumulate(SHARD, alone(pseudo_gradient(1)))
-        o.apply(SHARD, [(0.5, o.encode(SHARD)), (0.5, o.encode(SHARD))])
+        o.apply(SHARD, [(0.5, o.encode(SHARD)[0]), (0.5, o.encode(SHARD)[0])])
     assert one.digest(SHARD) == four.digest(SHARD)
     assert (flat(one.feedback[SHARD]) == flat(four.feedback[SHARD])).all()
 
@@ -270,11 +270,11 @@ def test_a_lost_delta_counts_as_zero_and_what_was_sent_of_it_comes_back_later() 
     """A crash after the offer and before the feedback: e(r-1) is on disk, the payload of r is out."""
     o = outer()
     o.accumulate(SHARD, alone(pseudo_gradient(1)))
-    o.encode(SHARD)
+    o.encode(SHARD)[0]
     before = flat(o.feedback[SHARD])
     on_disk = [e.copy() for e in o.feedback[SHARD]]
     o.accumulate(SHARD, alone(pseudo_gradient(2)))
-    payload = o.encode(SHARD)
+    payload = o.encode(SHARD)[0]
     o.feedback[SHARD] = on_disk
     o.without_delta(SHARD, payload)
     np.testing.assert_allclose(
