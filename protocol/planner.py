@@ -17,7 +17,7 @@ chain's blocks move between its members, whose order stays, when it pays. With t
     8 bytes moved / slowest link <= 10 rounds x min(inner steps x micro-batches x t, round's deadline) x (1 - t' / t)
 
 that is, the moved shards' fp32 state, over the slowest uplink or downlink that a member announced, takes no longer than what is saved
-in 10 rounds: about as long as volunteers can be trusted to stay, and the default distance of checkpoints. A round never lasts longer than its
+in 10 rounds: so long we trust members to stay as they are, and it is the default distance of checkpoints. A round never lasts longer than its
 deadline. That a chain may have to wait for its links is left out.
 
 k is the largest allowed one whose boundary traffic of a whole round takes at most half of the round's deadline on
