@@ -55,9 +55,9 @@ class Speedometer:
         Raises KeyError for a range that the model has not."""
         work = self._work[first, last]
         if seconds > 0:
-            self._recent.append(work / seconds)
+            self._recent.append(min(work / seconds, MAX_SPEED))
         if len(self._recent) >= LEAST:
             median = statistics.median(self._recent)
             if abs(median - self._said) > STEADY * self._said:
-                self._said = min(max(int(median), 1), MAX_SPEED)
+                self._said = max(int(median), 1)
         return self._said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -64,6 +64,7 @@ def test_a_single_slow_step_and_small_changes_are_not_said() -> None:
     assert set(_steps(meter, 1e6, 1.04e9, 0.97e9, 1e9, 1e12)) == {before}
 
 
+@example([(0, 5e-324)] * LEAST)
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1e6)), max_size=40))
 def test_what_is_said_can_be_announced(steps: list[tuple[int, float]]) -> None:
     meter = Speedometer(M)
