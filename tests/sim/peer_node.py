@@ -156,11 +156,11 @@ class PeerNode(Node):
                 node = self.swarm.nodes[name]
                 node.post(self.world.rng.uniform(0.0, 5.0), node.closed, self.name, session)
                 self.closed(name, session)
-        if self.world.rng.random() < 0.02:
-            self.candidate = dataclasses.replace(self.candidate, speed_flops=self.world.rng.choice(SPEEDS))
+        if self.swarm.speeds.random() < 0.02:
+            self.candidate = dataclasses.replace(self.candidate, speed_flops=self.swarm.speeds.choice(SPEEDS))
             for name in self.sessions:
                 node = self.swarm.nodes[name]
-                node.post(self.world.rng.uniform(0.0, 5.0), node.announced, self.name)
+                node.post(self.swarm.speeds.uniform(0.0, 5.0), node.announced, self.name)
         early = self.round < self.swarm.manifest.rounds
         if early and self.theta and not self.corrupted and self.world.chance(weather.corrupt):
             shard = self.world.rng.choice(sorted(self.theta))
@@ -376,6 +376,8 @@ class PeerNode(Node):
         self.world.stats["give-backs"] += 1
         self.written()
         for part in offer.parts:
+            if part.digest not in self.payloads:
+                raise Violation("P3", f"{self.name}: {part.shard} of round {offer.round} was offered and is lost")
             self.feedback[part.shard] = ledger.add(self.feedback[part.shard], self.payloads[part.digest])
         feedback = dict(self.feedback)
 

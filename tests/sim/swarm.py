@@ -36,6 +36,7 @@ class Swarm:
         verbose: bool = False,
     ) -> None:
         rng = random.Random(seed)
+        self.speeds = random.Random(f"speeds {seed}")
         rounds = rng.randint(3, 8)
         count = rng.choice(PEERS)
         size, nodes = rng.choice(QUORUMS)
@@ -59,13 +60,13 @@ class Swarm:
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
         full = rng.choice((0, 1, 2, 2, 2, 3))
         for i in range(count):
-            memory = whole if i < full else rng.choice((third, third, third, whole - 1))
+            memory = whole if i < full else self.speeds.choice((third, third, third, whole - 1))
             candidate = Candidate(
                 peer=f"peer-{i}",
                 memory_bytes=memory,
                 up_bps=rng.choice((10**6, 10**7)),
-                down_bps=rng.choice((0, 10**7)),
-                speed_flops=rng.choice(SPEEDS),
+                down_bps=self.speeds.choice((0, 10**7)),
+                speed_flops=self.speeds.choice(SPEEDS),
             )
             self.peers[candidate.peer] = peer_class(self, candidate, rng.uniform(2.0, 25.0))
         for node in self.nodes.values():
