@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import time
 from collections import deque
@@ -247,17 +248,14 @@ class Node:
                     await self._directory.refresh()
             now = time.time()
             for peer, announcement in self._directory.known.items():
-                candidate = Candidate(peer=peer, memory_bytes=announcement.memory_bytes, up_bps=announcement.up_bps)
-                if peer in self._sessions and self._ready.get(peer) != candidate:
-                    self._ready[peer] = candidate
-                    self._events.put_nowait(leader.Ready(candidate))
-                    self._emit(
-                        "ready",
-                        peer=peer,
-                        memory_bytes=candidate.memory_bytes,
-                        up_bps=candidate.up_bps,
-                        device=announcement.device,
-                    )
+                said = {name: getattr(announcement, name) for name in Candidate.__slots__}
+                candidate, known = Candidate(**said), self._ready.get(peer)
+                if peer not in self._sessions or known == candidate:
+                    continue
+                self._ready[peer] = candidate
+                self._events.put_nowait(leader.Ready(candidate))
+                if known is None or known != dataclasses.replace(candidate, speed_flops=known.speed_flops):
+                    self._emit("ready", **said, device=announcement.device)
             for peer in list(self._ready):
                 if now - self._last_heard.get(peer, now) > self.manifest.timing.gone_after:
                     del self._ready[peer]
@@ -302,6 +300,16 @@ class Node:
                         self._post(self._sessions[peer].outbox, messages.encode(mend))
                 case leader.Report(round, peer, shard):
                     self._emit("diverged", peer=peer, round=round, shard=shard)
+                case leader.Moved(round, replica, before, after, reason):
+                    self._emit(
+                        "moved",
+                        round=round,
+                        replica=replica,
+                        peers=list(after.peers),
+                        before=list(before.blocks),
+                        after=list(after.blocks),
+                        reason=reason,
+                    )
                 case leader.Done(round):
                     self._finish(round)
         return following

@@ -25,6 +25,8 @@ def describe(event: Event, names: Mapping[str, str]) -> tuple[str, str] | None:
             return "warning", f"{called(f['peer'], names)} is gone"
         case "commit":
             return _describe_commit(f, names)
+        case "moved":
+            return "info", f"chain {int(f['replica'])}: {readable(f['reason'], names)}"
         case "diverged":
             return (
                 "error",

@@ -28,6 +28,7 @@ from protocol.errors import LocalError, PotluckError
 from protocol.manifest import Manifest
 from protocol.messages import StageSpec
 from protocol.repair import SLOW
+from protocol.speed import Speedometer
 
 T = TypeVar("T")
 STUCK_SECONDS = 60.0
@@ -66,6 +67,8 @@ class Engine:
         self._depth: tuple[object, int] = ((), 0)  # a chain's stages, and the depth of its last inner step
         self._basis: NDArray[np.float32] | None = None
         self._paces: tuple[object, deque[tuple[float, ...]]] = ((), deque())  # the same, and the stages' pace of late
+        self._directory = directory
+        self._speed = Speedometer(manifest)
         self._training = False
         self._statistics = Statistics()
         self._closing: set[asyncio.Task[None]] = set()
@@ -107,6 +110,7 @@ class Engine:
         loses a member waits for the next order, and goes on."""
         plan, train = order.plan, self.manifest.train
         spec = plan.replicas[order.replica]
+        position = spec.peers.index(self.peer)
         soft = asyncio.Event()
         timer = asyncio.get_running_loop().call_later(SOFT_DEADLINE * self.manifest.timing.round_deadline, soft.set)
         standing, reports = Standing(), list[pipeline.StepReport]()
@@ -117,6 +121,8 @@ class Engine:
             stages = order.plan.replicas[order.replica].stages
             self._depth = (stages, report.depth)
             self._look(stages, report.paces, lambda peer: repair.broke(order.epoch, peer, SLOW))
+            stage = stages[position]
+            self._directory.update(speed_flops=self._speed.add(stage.first, stage.last, report.pace))
             if self._trace is not None:
                 self._trace.flush()
             if len(spec.stages) > 1:
@@ -132,7 +138,6 @@ class Engine:
         error = None
         self._training = True
         try:
-            position = spec.peers.index(self.peer)
             await self._prepare(spec.stages[position], spec.k, theta)
             assert self._trainer is not None
             while not order.steps:

@@ -102,8 +102,9 @@ class StepReport:
     `forward_link_s`, `backward_link_s`: it took the activations from the previous stage, and the gradients from the next, to
     come through the link (peer/link.py); `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers
     included; `depth`: micro-batches that were let into the chain at once; `queued`: most frames that waited here for this
-    stage; `paces`: seconds that each stage computed per micro-batch, where this is the first of several. `activations`, `gradients`: of what came so far from the previous and from the next stage (None: there is no such
-    stage; peer/stats.py).
+    stage; `pace`: seconds of forward and backward per micro-batch, without what was computed anew; `paces`: of every stage, where
+    this is the first of several. `activations`, `gradients`: of what came so far from the previous and from the next stage
+    (None: there is no such stage; peer/stats.py).
     """
 
     step: int
@@ -122,6 +123,7 @@ class StepReport:
     queued: int
     activations: Running | None
     gradients: Running | None
+    pace: float
     paces: tuple[float, ...] = ()
 
 
@@ -187,7 +189,7 @@ class _Run:
         self._before, self._shards = names.index(trainer.shards[0]), len(names)
         self._ids: list[tuple[Tensor, int]] = []
         self._losses: list[float] = []
-        self._paces: tuple[float, ...] = ()
+        self._pace, self._paces = 0.0, tuple[float, ...]()
         self._seconds = {FORWARD: 0.0, BACKWARD: 0.0, 0: 0.0}
         self._waits = {FORWARD: 0.0, BACKWARD: 0.0}
         self._transfers = (0.0, 0.0)
@@ -209,7 +211,9 @@ class _Run:
         def timed() -> T:
             start = time.perf_counter()
             try:
-                return work(*args)
+                done = work(*args)
+                self.trainer.synchronize()
+                return done
             except (RuntimeError, MemoryError) as error:
                 reason = (str(error).splitlines() or ["out of memory"])[0]
                 raise LocalError(f"training: {reason}; lower the resources you offer, or restart") from error
@@ -304,6 +308,7 @@ class _Run:
             queued=max((link.most_waiting for link in links), default=0),
             activations=None if self.previous is None else replace(self._running(self.previous, FORWARD)),
             gradients=None if self.following is None else replace(self._running(self.following, BACKWARD)),
+            pace=self._pace,
             paces=self._paces,
         )
         if self.trace is not None:
@@ -468,6 +473,7 @@ class _Run:
             wish, loss, behind, stages = await self._norms(self.following, step)
             stop, sums = stop or wish, sums + behind
         stages.insert(0, self._measured())
+        self._pace = stages[0].forward_s + stages[0].backward_s
         if self.previous is not None:
             records = b"".join(_MEASURED.pack(*(getattr(m, f) for f in _Measured.__slots__)) for m in stages)
             norms = _NORM.pack(stop, loss) + struct.pack(f">{len(sums)}d", *sums) + records

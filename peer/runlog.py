@@ -25,7 +25,7 @@ from peer.events import commit_fields
 from peer.net.base import Transport, call, short
 from peer.net.blobs import BlobStore, Fetcher
 from peer.storage import read_theta
-from protocol import framing, history, layout, messages, wire
+from protocol import framing, history, layout, messages, planner, wire
 from protocol import manifest as manifests
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.history import BadCommit
@@ -250,6 +250,11 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
             f"  {'plan':<13} {full} full, {len(chains)} chain{'' if len(chains) == 1 else 's'}{lengths},"
             f" {count(commit.plan.spares, 'spare')}"
         )
+        for replica, before, after in planner.moves(plan, commit.plan):
+            shapes = (" > ".join(map(str, chain.blocks)) for chain in (before, after))
+            lines.append(
+                f"  {f'{replica} moved':<13} blocks {' become '.join(shapes)}  {_peers({'peers': after.peers})}"
+            )
     elif commit.plan is None and commit.round < rounds:
         lines.append(f"  {'plan':<13} none: nobody was there to train the next round")
     return lines

@@ -133,6 +133,13 @@ class StageTrainer:
         for parameter in self.stage.parameters():
             parameter.grad = None
 
+    def synchronize(self) -> None:
+        """Waits until the device has computed what it was given: seconds that are measured mean something then."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 

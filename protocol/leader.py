@@ -135,6 +135,17 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Effect: tell whoever watches: from `round` on, replica `replica` has other numbers of blocks in its stages, and why."""
+
+    round: int
+    replica: int
+    before: ReplicaSpec
+    after: ReplicaSpec
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Effect: the run is over and its final state was compared."""
 
@@ -142,7 +153,7 @@ class Done:
 
 
 Event = Ready | Gone | Received | Held | Lead | Decided | Tick
-Effect = Fetch | Propose | Tell | Report | Done
+Effect = Fetch | Propose | Tell | Report | Moved | Done
 
 
 class Leader:
@@ -204,7 +215,7 @@ class Leader:
             case Lead(leads):
                 self._leads, self._proposed = leads, False
             case Decided(commit):
-                self._begin(commit, now)
+                effects += self._begin(commit, now)
             case Tick():
                 if self._leads and self.repairs.mends:
                     effects += [Tell((peer,), mend, False) for peer, mend in self.repairs.unheard()]
@@ -337,7 +348,8 @@ class Leader:
 
     # --- deciding
 
-    def _begin(self, commit: Commit, now: float) -> None:
+    def _begin(self, commit: Commit, now: float) -> list[Effect]:
+        before = self.repairs.plan or self._last_plan
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
         self._offers, self._failures = {}, {}
@@ -347,6 +359,10 @@ class Leader:
         for round in [r for r in self.attests if r < commit.round - 1]:
             del self.attests[round]
             self._majorities.pop(round, None)
+        return [
+            Moved(commit.round + 1, replica, old, new, planner.why_moved(self.manifest, old, new, self.ready))
+            for replica, old, new in planner.moves(before, commit.plan)
+        ]
 
     def _candidates(self) -> list[Candidate]:
         """Ready peers that attested the state before the open round (round 0: all, there is no state yet)."""

@@ -22,6 +22,8 @@ from protocol.schema import SchemaError, build, plain
 VERSION = 1
 DOMAIN = b"potluck/1/"
 MAX_VOTES = 16
+MAX_SPEED = 10**18
+"""Operations a second: more than any one machine."""
 T = TypeVar("T")
 
 
@@ -53,8 +55,9 @@ class ChainReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a peer says of itself in the DHT. `memory_bytes` is what Potluck may use above an idle process; `chain`: of a member
-    of a chain."""
+    """What a peer says of itself in the DHT. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
+    floating-point operations a second that its training reached (protocol/speed.py), 0 while that is unknown; `chain`: of a
+    member of a chain."""
 
     run: str
     peer: str
@@ -63,6 +66,7 @@ class Announcement:
     memory_bytes: int = 0
     up_bps: int = 0
     down_bps: int = 0
+    speed_flops: int = 0
     device: str = "cpu"
     serial: int = 0
     phase: str = "starting"
@@ -72,6 +76,10 @@ class Announcement:
     bytes_sent: int = 0
     bytes_received: int = 0
     chain: ChainReport | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.speed_flops <= MAX_SPEED:
+            raise ValueError(f"speed_flops must be in 0..{MAX_SPEED}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +101,11 @@ class ReplicaSpec:
     @property
     def peers(self) -> tuple[str, ...]:
         return tuple(stage.peer for stage in self.stages)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """How many blocks each stage has."""
+        return tuple(stage.last - stage.first for stage in self.stages)
 
     def stage_of(self, peer: str) -> StageSpec:
         """The stage of a member. Raises ValueError for anybody else."""

@@ -99,7 +99,11 @@ class BootstrapNode(Node):
     def opened(self, peer: str, session: int) -> None:
         self.sessions[peer] = session
         self.heard[peer] = self.world.now
-        self.work(leader.Ready(self.swarm.peers[peer].candidate))
+        self.announced(peer)
+
+    def announced(self, peer: str) -> None:
+        if peer in self.sessions:
+            self.work(leader.Ready(self.swarm.peers[peer].candidate))
 
     def closed(self, peer: str, session: int) -> None:
         if self.sessions.get(peer) == session:
@@ -169,6 +173,9 @@ class BootstrapNode(Node):
                 case leader.Report(round, peer, shard):
                     self.trace(f"reports: {peer} diverged on {shard} after round {round}")
                     self.reports.add((round, peer, shard))
+                case leader.Moved(round, replica, before, after, reason):
+                    self.world.stats["moved"] += 1
+                    self.trace(f"replica {replica} from round {round}: {before.blocks} become {after.blocks}: {reason}")
                 case leader.Done(round):
                     self.boundary("before Done")
                     self.done = True

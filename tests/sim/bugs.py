@@ -99,9 +99,10 @@ class DoublingLeader(Leader):
         super().__init__(*arguments)
         self.repairs = GenerousRepairs(self.plan)
 
-    def _begin(self, commit: Commit, now: float) -> None:
-        super()._begin(commit, now)
+    def _begin(self, commit: Commit, now: float) -> list[Any]:
+        effects = super()._begin(commit, now)
         self.repairs = GenerousRepairs(commit.plan)
+        return effects
 
     def _offer_of(self, index: int, peer: str) -> Offer | None:
         return self._offers.get(peer)

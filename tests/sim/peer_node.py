@@ -6,6 +6,7 @@ round was packed, or after its offer was given back; written some time after the
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from tests.sim.bootstrap_node import BootstrapNode
     from tests.sim.swarm import Swarm
 
+SPEEDS = (0, 10**5, 2 * 10**5, 10**6)
+"""Operations a second that a peer announces; so slow that moving blocks pays."""
 TICK_SECONDS = 2.0
 """Also the time between two signs of life."""
 
@@ -153,6 +156,11 @@ class PeerNode(Node):
                 node = self.swarm.nodes[name]
                 node.post(self.world.rng.uniform(0.0, 5.0), node.closed, self.name, session)
                 self.closed(name, session)
+        if self.swarm.speeds.random() < 0.02:
+            self.candidate = dataclasses.replace(self.candidate, speed_flops=self.swarm.speeds.choice(SPEEDS))
+            for name in self.sessions:
+                node = self.swarm.nodes[name]
+                node.post(self.swarm.speeds.uniform(0.0, 5.0), node.announced, self.name)
         early = self.round < self.swarm.manifest.rounds
         if early and self.theta and not self.corrupted and self.world.chance(weather.corrupt):
             shard = self.world.rng.choice(sorted(self.theta))
@@ -368,6 +376,8 @@ class PeerNode(Node):
         self.world.stats["give-backs"] += 1
         self.written()
         for part in offer.parts:
+            if part.digest not in self.payloads:
+                raise Violation("P3", f"{self.name}: {part.shard} of round {offer.round} was offered and is lost")
             self.feedback[part.shard] = ledger.add(self.feedback[part.shard], self.payloads[part.digest])
         feedback = dict(self.feedback)
 

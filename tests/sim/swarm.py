@@ -12,7 +12,7 @@ from protocol.planner import Candidate
 from tests import tiny
 from tests.sim.bootstrap_node import BootstrapNode
 from tests.sim.ledger import Ledger, Vector, Violation
-from tests.sim.peer_node import PeerNode
+from tests.sim.peer_node import SPEEDS, PeerNode
 from tests.sim.world import Weather, World
 
 PEERS = (6, 6, 6, 9, 12)
@@ -36,6 +36,7 @@ class Swarm:
         verbose: bool = False,
     ) -> None:
         rng = random.Random(seed)
+        self.speeds = random.Random(f"speeds {seed}")
         rounds = rng.randint(3, 8)
         count = rng.choice(PEERS)
         size, nodes = rng.choice(QUORUMS)
@@ -59,8 +60,14 @@ class Swarm:
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
         full = rng.choice((0, 1, 2, 2, 2, 3))
         for i in range(count):
-            memory = whole if i < full else third
-            candidate = Candidate(peer=f"peer-{i}", memory_bytes=memory, up_bps=rng.choice((10**6, 10**7)))
+            memory = whole if i < full else self.speeds.choice((third, third, third, whole - 1))
+            candidate = Candidate(
+                peer=f"peer-{i}",
+                memory_bytes=memory,
+                up_bps=rng.choice((10**6, 10**7)),
+                down_bps=self.speeds.choice((0, 10**7)),
+                speed_flops=self.speeds.choice(SPEEDS),
+            )
             self.peers[candidate.peer] = peer_class(self, candidate, rng.uniform(2.0, 25.0))
         for node in self.nodes.values():
             self.world.at(rng.uniform(0.0, 5.0), node.start)

@@ -18,6 +18,7 @@ from protocol.leader import (
     Held,
     Lead,
     Leader,
+    Moved,
     Propose,
     Ready,
     Received,
@@ -453,3 +454,37 @@ def test_a_difference_after_the_last_round_is_reported() -> None:
             driver.attest("a", "b", "c")
     driver.attest("a", "b")
     assert driver.attest("c", digest="other") == [Report(3, "c", "embed"), Done(3)]
+
+
+# --- uneven stages
+
+
+def _measured(driver: Driver, **speeds: int) -> None:
+    """Peers announce what they reached, over quick links."""
+    for peer, reached in speeds.items():
+        known = Candidate(peer=peer, memory_bytes=driver.memory[peer], up_bps=10**12, down_bps=10**12)
+        assert driver.do(Ready(dataclasses.replace(known, speed_flops=reached))) == []
+
+
+def test_a_stage_at_half_speed_loses_blocks_in_the_next_plan_and_is_named() -> None:
+    driver = opened({"c": FULL - 1, "d": FULL - 1})
+    _measured(driver, c=10**6, d=10**6)
+    commit = driver.decide(driver.offered("c", "d"))
+    assert commit.plan is not None
+    (chain,) = commit.plan.replicas
+    assert chain.blocks == (2, 2)
+    driver.attest("c", "d")
+    _measured(driver, d=5 * 10**5)
+    (proposal,) = driver.offered("c", "d")
+    assert isinstance(proposal, Propose)
+    assert proposal.commit.plan is not None
+    assert proposal.commit.plan.replicas[0].blocks == (3, 1)
+    follower = Leader(driver.manifest, driver.commits, (), 0.0)
+    for leader, reason in (
+        (driver.leader, "…d is the slowest stage"),
+        (follower, "its blocks were shared out anew"),
+    ):
+        (moved,) = leader.handle(Decided(proposal.commit), 0.0)
+        assert isinstance(moved, Moved)
+        assert (moved.round, moved.replica, moved.before.blocks, moved.after.blocks) == (3, 0, (2, 2), (3, 1))
+        assert moved.reason.startswith(reason)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import time
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol import layout, planner
+from protocol import layout, planner, speed
 from protocol.layout import ModelSpec
-from protocol.manifest import ChainSpec, Manifest
-from protocol.messages import Plan
+from protocol.manifest import ChainSpec, Manifest, TimingSpec, TrainSpec
+from protocol.messages import Plan, ReplicaSpec, StageSpec
 from protocol.planner import Candidate, make_plan, stage_memory
 from tests import tiny
 
@@ -198,18 +201,26 @@ def test_slots_go_on_after_the_plan() -> None:
 
 def test_ten_thousand_announcements_take_seconds() -> None:
     big = ModelSpec(vocab_size=32_768, d_model=1024, n_layers=9, n_heads=8, d_ff=2688, context=2048)
-    manifest: Manifest = tiny.manifest(model=big)
+    train = TrainSpec(inner_steps=50, micro_batches=32, rows=1, sequence=2048, lr=1e-3, warmup_steps=0, total_steps=100)
+    manifest: Manifest = tiny.manifest(model=big, train=train)
     whole = stage_memory(manifest, 0, 9)
     candidates = [
-        Candidate(peer=f"p{i}", memory_bytes=whole * (5 + i * 7919 % 120) // 100, up_bps=1 + i * 104_729 % 997)
+        Candidate(
+            peer=f"p{i}",
+            memory_bytes=whole * (5 + i * 7919 % 120) // 100,
+            up_bps=(1 + i * 104_729 % 997) * 10**6,
+            speed_flops=(i * 15_485_863 % 50) * 10**12,
+        )
         for i in range(10_000)
     ]
     began = time.process_time()
     plan = make_plan(manifest, candidates, round=1, slot=0, previous=None)
     assert plan is not None
     assert len(plan.replicas) > 3000
-    assert make_plan(manifest, candidates, round=2, slot=0, previous=plan) is not None
+    other = [dataclasses.replace(c, speed_flops=(1 + i * 32_452_843 % 50) * 10**12) for i, c in enumerate(candidates)]
+    following = make_plan(manifest, other, round=2, slot=0, previous=plan)
     assert time.process_time() - began < 60
+    assert len(planner.moves(plan, following)) > 100
 
 
 def test_as_many_chains_as_their_ends_allow() -> None:
@@ -222,3 +233,193 @@ def test_as_many_chains_as_their_ends_allow() -> None:
     plan = _plan(candidates)
     assert plan is not None
     assert [set(r.peers) for r in plan.replicas] == [{f"p{3 * c + i}" for i in range(3)} for c in range(3)]
+
+
+# --- speed
+
+UP = 10**9
+"""Over which moving a block of the tiny model takes no time worth mentioning."""
+DEEP = tiny.manifest(
+    model=ModelSpec(vocab_size=16, d_model=8, n_layers=12, n_heads=2, d_ff=16, context=8),
+    train=TrainSpec(inner_steps=50, micro_batches=32, rows=1, sequence=1, lr=1e-3, warmup_steps=0, total_steps=100),
+    timing=TimingSpec(round_deadline=1e6, heartbeat=1.0, gone_after=2.0),
+)
+ROOM = stage_memory(DEEP, 0, 12) - 1
+"""Memory for any stage but the whole model."""
+
+
+def _swift(*speeds: int, memory: int = ROOM, up: int = UP) -> list[Candidate]:
+    return [
+        Candidate(peer=f"p{i:02}", memory_bytes=memory, up_bps=up - i, down_bps=up, speed_flops=s)
+        for i, s in enumerate(speeds)
+    ]
+
+
+def _kept(manifest: Manifest, blocks: tuple[int, ...]) -> Plan:
+    """A plan with one chain, of p00, p01, ... with so many blocks each."""
+    edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
+    stages = tuple(StageSpec(peer=f"p{i:02}", first=a, last=b) for i, (a, b) in enumerate(edges))
+    return Plan(round=1, slot=0, replicas=(ReplicaSpec(k=0, stages=stages),))
+
+
+def _next(candidates: list[Candidate], previous: Plan, manifest: Manifest = DEEP) -> tuple[int, ...]:
+    """How many blocks the members of the one chain have in the plan after `previous`."""
+    plan = make_plan(manifest, candidates, round=2, slot=0, previous=previous)
+    assert plan is not None
+    (replica,) = plan.replicas
+    assert replica.peers == previous.replicas[0].peers
+    return replica.blocks
+
+
+def _slowest(manifest: Manifest, ranges: planner.Ranges, speeds: Sequence[int]) -> float:
+    return max(speed.work(manifest)[r] / s for r, s in zip(ranges, speeds, strict=True))
+
+
+members = st.integers(1, 6).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.integers(LEAST, FULL), min_size=n, max_size=n),
+        st.lists(st.integers(1, 1000).map(lambda s: 2000 * s), min_size=n, max_size=n),
+    )
+)
+
+
+@given(chain=members)
+def test_split_makes_the_slowest_stage_as_quick_as_memory_allows_and_then_uses_the_least_share_of_it(
+    chain: tuple[list[int], list[int]],
+) -> None:
+    memory, speeds = chain
+    cuts = itertools.combinations(range(1, LAYERS), len(memory) - 1)
+    all_ranges = [tuple(itertools.pairwise((0, *cut, LAYERS))) for cut in cuts]
+
+    def share(ranges: planner.Ranges) -> float:
+        return max(stage_memory(M, a, b) / m for (a, b), m in zip(ranges, memory, strict=True))
+
+    fitting = [r for r in all_ranges if share(r) <= 1]
+    found = planner.split(M, memory, speeds)
+    assert (found is None) == (not fitting)
+    if found is not None:
+        best = min((_slowest(M, r, speeds), share(r)) for r in fitting)
+        assert (_slowest(M, found, speeds), share(found)) == best
+
+
+@given(chain=members, slower=st.integers(0, 5))
+def test_who_becomes_slower_never_gets_more_to_do(chain: tuple[list[int], list[int]], slower: int) -> None:
+    memory, speeds = chain
+    slower %= len(speeds)
+    before = planner.split(M, memory, speeds)
+    after = planner.split(M, memory, [s // 2 if i == slower else s for i, s in enumerate(speeds)])
+    assert (before is None) == (after is None)
+    if before is not None and after is not None:
+        assert speed.work(M)[after[slower]] <= speed.work(M)[before[slower]]
+
+
+@pytest.mark.parametrize("stages", range(1, 17))
+def test_stages_are_contiguous_and_follow_the_speeds_for_every_length(stages: int) -> None:
+    layers = 40
+    deep = tiny.manifest(model=ModelSpec(vocab_size=16, d_model=8, n_layers=layers, n_heads=2, d_ff=16, context=8))
+    speeds = [10**9 * (1 + i % 2) for i in range(stages)]
+    ranges = planner.split(deep, [stage_memory(deep, 0, layers)] * stages, speeds)
+    assert ranges is not None
+    assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
+    assert ranges[-1][1] == layers
+    assert all(a < b for a, b in ranges)
+    even = speed.work(deep)[0, layers] / sum(speeds)
+    block = speed.work(deep)[1, 2]
+    assert _slowest(deep, ranges, speeds) <= even + 2 * block / min(speeds)
+
+
+def test_the_head_counts_as_the_blocks_that_it_is_worth() -> None:
+    """V = 8 blocks' worth of operations: with equal machines the last stage has fewer blocks."""
+    block = (speed.work(DEEP)[1, 2]) // (DEEP.train.rows * DEEP.train.sequence)
+    wide = tiny.manifest(
+        model=ModelSpec(vocab_size=4 * block // (6 * 8), d_model=8, n_layers=12, n_heads=2, d_ff=16, context=8)
+    )
+    ranges = planner.split(wide, [stage_memory(wide, 0, 12)] * 2, [10**6] * 2)
+    assert ranges == ((0, 8), (8, 12))
+
+
+def test_an_unknown_speed_counts_as_the_median_of_the_known_ones() -> None:
+    for speeds, same in (((4, 0, 1, 2), (4, 2, 1, 2)), ((0, 3), (3, 3))):
+        assert planner.split(DEEP, [ROOM] * len(speeds), speeds) == planner.split(DEEP, [ROOM] * len(same), same)
+    assert planner.split(DEEP, [ROOM] * 3, (0, 0, 0)) == planner.split(DEEP, [ROOM] * 3)
+
+
+def test_a_new_chain_is_split_by_speed_and_the_order_of_announcements_does_not_matter() -> None:
+    candidates = _swift(3 * 10**6, 10**6)
+    plan = make_plan(DEEP, candidates, round=1, slot=0, previous=None)
+    assert make_plan(DEEP, candidates[::-1], round=1, slot=0, previous=None) == plan
+    assert plan is not None
+    assert [r.blocks for r in plan.replicas] == [(9, 3)]
+
+
+def test_blocks_move_away_from_a_stage_at_half_speed_and_only_then() -> None:
+    plan = _kept(DEEP, (4, 4, 4))
+    assert _next(_swift(10**6, 10**6, 10**6), plan) == (4, 4, 4)
+    assert _next(_swift(10**6, 5 * 10**5, 10**6), plan) == (5, 2, 5)
+    assert _next(_swift(10**6, 10**6, 10**6), _kept(DEEP, (5, 2, 5))) == (5, 2, 5), "a fifth is not worth it"
+    assert _next(_swift(10**6, 2 * 10**6, 10**6), _kept(DEEP, (5, 2, 5))) == (3, 6, 3)
+
+
+def test_a_guess_moves_nothing() -> None:
+    assert _next(_swift(10**6, 1, 0), _kept(DEEP, (4, 4, 4))) == (4, 4, 4)
+
+
+def test_what_takes_longer_to_move_than_ten_rounds_save_stays() -> None:
+    plan = _kept(DEEP, (4, 4, 4))
+    train, speeds = DEEP.train, (10**6, 5 * 10**5, 10**6)
+    work = speed.work(DEEP)
+    now, then = work[4, 8] / 5e5, max(work[5, 7] / 5e5, work[7, 12] / 1e6)
+    saved = 10 * train.inner_steps * train.micro_batches * (now - then)
+    moved = 2 * layout.shard_bytes(DEEP.model, "block.0")
+    enough = int(8 * moved / saved) + 4
+    assert _next(_swift(*speeds, up=enough), plan) == (5, 2, 5)
+    assert _next(_swift(*speeds, up=enough - 4), plan) == (4, 4, 4)
+    deadline = train.inner_steps * train.micro_batches * now / 2
+    short = dataclasses.replace(DEEP, timing=TimingSpec(round_deadline=deadline, heartbeat=1e-3, gone_after=1e-2))
+    assert _next(_swift(*speeds, up=enough), plan, short) == (4, 4, 4), "a round never lasts longer than its deadline"
+    assert _next(_swift(*speeds, up=2 * enough), plan, short) == (5, 2, 5)
+
+
+@given(
+    speeds=st.lists(st.integers(1, 100).map(lambda s: 10**5 * s), min_size=2, max_size=12),
+    wobbles=st.lists(st.lists(st.floats(0.9, 1.1), min_size=12, max_size=12), min_size=1, max_size=5),
+)
+def test_speeds_that_wobble_by_a_tenth_move_nothing(speeds: list[int], wobbles: list[list[float]]) -> None:
+    ranges = planner.split(DEEP, [ROOM] * len(speeds), speeds)
+    assert ranges is not None
+    plan = _kept(DEEP, tuple(b - a for a, b in ranges))
+    for wobble in wobbles:
+        now = [math.ceil(s * w) for s, w in zip(speeds, wobble, strict=False)]
+        assert _next(_swift(*now), plan) == plan.replicas[0].blocks
+
+
+@given(
+    speeds=st.lists(st.integers(1, 100).map(lambda s: 10**5 * s), min_size=2, max_size=12),
+    blocks=st.lists(st.integers(1, 11), min_size=1, max_size=11, unique=True),
+)
+def test_a_plan_settles_at_once(speeds: list[int], blocks: list[int]) -> None:
+    """Whatever was kept: the same announcements move blocks once at most, and everybody fits in memory."""
+    cuts = sorted(blocks)[: len(speeds) - 1]
+    speeds = speeds[: len(cuts) + 1]
+    first = _kept(DEEP, tuple(b - a for a, b in itertools.pairwise((0, *cuts, 12))))
+    candidates = _swift(*speeds)
+    second = make_plan(DEEP, candidates, round=2, slot=0, previous=first)
+    assert second is not None
+    assert _next(candidates, second) == second.replicas[0].blocks
+    assert all(stage_memory(DEEP, s.first, s.last) <= ROOM for s in second.replicas[0].stages)
+
+
+def test_the_bottleneck_is_named() -> None:
+    before, there = _kept(DEEP, (4, 4, 4)), {c.peer: c for c in _swift(10**6, 5 * 10**5, 10**6)}
+    after = make_plan(DEEP, list(there.values()), round=2, slot=0, previous=before)
+    ((index, old, new),) = planner.moves(before, after)
+    assert (index, old.blocks, new.blocks) == (0, (4, 4, 4), (5, 2, 5))
+    seconds = planner.stage_seconds(DEEP, old, there)
+    assert seconds is not None
+    text = planner.why_moved(DEEP, old, new, there)
+    assert text == (
+        f"…p01 is the slowest stage ({seconds[1]:.2g} s a micro-batch, the others at most {seconds[2]:.2g} s):"
+        " 2 blocks moved away from it"
+    )
+    assert planner.why_moved(DEEP, old, new, {}) == "its blocks were shared out anew"
+    assert planner.moves(before, before) == planner.moves(None, before) == planner.moves(before, None) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from peer.net.memory import MemoryNetwork
 from protocol import framing, history, messages, wire
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity
-from protocol.messages import Ask, Commit, Contribution
+from protocol.messages import Ask, Commit, Contribution, Plan, ReplicaSpec, StageSpec
 from tests import tiny
 
 MANIFEST = tiny.manifest(rounds=2)
@@ -163,3 +164,15 @@ def test_a_contribution_without_weight_is_no_commit() -> None:
     body = {**plain(commits(1)[0]), "contributions": [{**plain(made), "tokens": 0}]}
     with pytest.raises(messages.MessageError, match="tokens must be at least 1"):
         messages.decode_record(framing.pack_message({"c": body, "n": 0, "v": {}}), OTHER)
+
+
+def test_blocks_that_moved_are_shown() -> None:
+    def plan(cut: int) -> Plan:
+        stages = (StageSpec(peer="a" * 12, first=0, last=cut), StageSpec(peer="b" * 12, first=cut, last=4))
+        return Plan(round=2, slot=0, replicas=(ReplicaSpec(k=0, stages=stages),))
+
+    made = tiny.record(dataclasses.replace(commits(2)[1], plan=plan(3)))
+    assert (
+        runlog.round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  …aaaaaaaa > …bbbbbbbb"
+    )
+    assert "moved" not in "".join(runlog.round_lines(made, plan(3), 9))
