@@ -48,7 +48,7 @@ from protocol.messages import Commit, Message, Offer, Offered, Part, Plan
 T = TypeVar("T")
 TICK_SECONDS = 1.0
 SAVE_SECONDS = 5.0
-"""The longest that the feedback waits for the next training to begin, before it is written."""
+"""So long the feedback waits before it is written: the round's end, for which everybody waits, goes first."""
 LOOK_SECONDS = 60.0
 """How often a peer that is behind asks whether others have a later state."""
 
@@ -287,7 +287,6 @@ class Rounds:
             position=spec.stages.index(stage),
             stages=len(spec.stages),
         )
-        self._begin_saving()
         self._stop = asyncio.Event()
         theta = {shard: self.outer.theta[shard] for shard in self._held(plan)}
         if order.epoch:  # a spare needs its memory for the stage
