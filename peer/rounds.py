@@ -143,6 +143,7 @@ class Rounds:
             threads,
         )
         self.phase_seconds: dict[str, float] = {}
+        self._room: list[NDArray[np.float32]] = []
         self._worker = ThreadPoolExecutor(1, "rounds")
         self._quiet = ThreadPoolExecutor(1, "quiet", initializer=_be_quiet)
         self._transport = transport
@@ -404,11 +405,11 @@ class Rounds:
         await self._leap(commit)
         held = [s for s in self.outer.theta if s not in rebuild]
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
-        room: list[NDArray[np.float32]] | None = None
+        room = None
         if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
             await self._attested()
             self._engine.release()
-            room = []
+            room = self._room
 
         def work() -> None:
             for shard in held:

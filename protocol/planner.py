@@ -27,10 +27,11 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
 
     parameters  24 P        theta, local copy, gradient, two AdamW moments, error feedback: fp32 each
     overlap      4 P        where the next round's inner steps begin
+    room         4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into
     reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp
     in flight   4 r L (B (17 d + 4 F) + [head] 3 V) x micro-batches in flight
     backward    4 r L (17 d + 4 F)  the gradients within the block that goes backward
-    spare        4 M        a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
+    spare        4 M + room  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
 with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
 peaks.
@@ -113,12 +114,17 @@ def stage_memory(manifest: Manifest, first: int, last: int) -> int:
     params = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last))
     reader = 0 if first == 0 else 8 * spec.vocab_size * spec.d_model
     flight = activation_bytes(manifest, first, last) * in_flight(manifest, first, last)
-    return (24 + 4 * manifest.outer.overlap) * params + reader + flight + _block_bytes(manifest)
+    return (24 + 4 * manifest.outer.overlap) * params + reader + _room(manifest) + flight + _block_bytes(manifest)
+
+
+def _room(manifest: Manifest) -> int:
+    spec = manifest.model
+    return 4 * (spec.vocab_size * spec.d_model + layout.parameters(spec, "block.0"))
 
 
 def keeps_warm(manifest: Manifest, memory_bytes: int) -> bool:
     """Whether a spare with this memory keeps all shards, so that it can take any stage that its memory allows."""
-    return memory_bytes >= 4 * sum(layout.parameters(manifest.model, s) for s in layout.shard_names(manifest.model))
+    return memory_bytes >= 4 * layout.total_parameters(manifest.model) + _room(manifest)
 
 
 def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:
