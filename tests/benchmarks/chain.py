@@ -112,6 +112,9 @@ class Paced:
     def reset(self) -> None:
         return
 
+    def synchronize(self) -> None:
+        return
+
     def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> Any:
         self._wait(self.pace / 3)
         return 1.0 if self._last else self._values
