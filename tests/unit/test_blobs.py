@@ -16,7 +16,7 @@ import pytest
 
 from peer.net import p2p
 from peer.net.base import Closed, Stream, Transport, Unreachable
-from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, Uplink, fetch_named
+from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, Uplink, fetch_named, idle
 from peer.net.blobs import serving as serving_module
 from peer.net.memory import MemoryNetwork
 from protocol import framing, ranges, wire
@@ -330,6 +330,26 @@ def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
                 assert b.store.get(name) == data
             assert len(opened) == 2
             assert sum(a.server._streams.values()) == 1
+
+    run(work())
+
+
+def test_a_stream_may_be_taken_while_an_older_one_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle, "KEPT", 1)
+    streams = idle.IdleStreams()
+    taken: list[Any] = []
+
+    class Kept:
+        remote = "peer"
+
+        async def close(self) -> None:
+            taken.append(streams.take("peer"))
+
+    async def work() -> None:
+        older, newer = Kept(), Kept()
+        await streams.keep(older)  # type: ignore[arg-type]
+        await streams.keep(newer)  # type: ignore[arg-type]
+        assert taken == [newer]
 
     run(work())
 

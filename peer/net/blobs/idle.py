@@ -30,9 +30,11 @@ class IdleStreams:
     async def keep(self, stream: Stream) -> None:
         """Until it is taken, or has waited too long."""
         self._since[stream] = asyncio.get_running_loop().time()
-        while (oldest := next(iter(self._since))) and (len(self._since) > KEPT or not self._is_fresh(oldest)):
-            del self._since[oldest]
-            await oldest.close()
+        newest_first = list(reversed(self._since))
+        over = [old for i, old in enumerate(newest_first) if i >= KEPT or not self._is_fresh(old)]
+        for old in over:  # before anything is awaited: meanwhile others take and keep
+            del self._since[old]
+        await asyncio.gather(*(old.close() for old in over))
 
     async def aclose(self) -> None:
         """Closes them all."""
