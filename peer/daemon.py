@@ -119,6 +119,7 @@ async def join(
         threads=config.threads,
         warm=planner.keeps_warm(manifest, config.memory_bytes),
     )
+    del restored  # it would keep this θ in memory as long as the run lasts
 
     async def on_message(message: Message | Record) -> None:
         if isinstance(message, Record):
