@@ -52,6 +52,7 @@ from protocol.messages import (
 )
 from protocol.planner import Candidate
 from protocol.quorum import Quorum
+from protocol.schema import plain
 
 POLL_SECONDS = 1.0
 DHT_SECONDS = 3.0
@@ -294,8 +295,7 @@ class Node:
                     following.append(quorum.Proposed(commit))
                 case leader.Tell(peers, mend, first):
                     if first:
-                        fields = {name: getattr(mend, name) for name in mend.__slots__}
-                        self._emit("mended", **fields | {"peers": list(mend.peers)})
+                        self._emit("mended", **plain(mend))
                     for peer in (p for p in peers if p in self._sessions):
                         self._post(self._sessions[peer].outbox, messages.encode(mend))
                 case leader.Report(round, peer, shard):

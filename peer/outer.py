@@ -137,6 +137,11 @@ class Outer:
         return self.feedback[shard]
 
 
+def difference(displacement: Sequence[tuple[Array, Array | None]]) -> list[Array]:
+    """δ of a displacement (see `Outer.accumulate`)."""
+    return [a if b is None else a - b for a, b in displacement]
+
+
 def _norm(sent: Sequence[Sparse]) -> float:
     return math.sqrt(sum(float(np.sum(np.square(x.values, dtype=np.float64))) for x in sent))
 

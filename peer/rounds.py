@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from peer.events import Emitter
 from peer.exchange import Exchange
 from peer.net.base import Transport
-from peer.outer import Outer
+from peer.outer import Outer, difference
 from peer.recovery import Recovery
 from peer.storage import Checkpoint, Shards, Storage
 from protocol import layout, member, planner, sparse
@@ -325,8 +325,8 @@ class Rounds:
     def _ahead(self, plan: Plan, theta: Shards) -> Shards:
         """b of a round whose predecessor is not decided (see the module's docstring); `theta`: before that one."""
         trained = self._trained(plan)
-        moved = {s: zip(theta[s], self._engine.displacement(s), strict=True) for s in trained}
-        return theta | {s: [t - (a if b is None else a - b) for t, (a, b) in pairs] for s, pairs in moved.items()}
+        moved = {s: zip(theta[s], difference(self._engine.displacement(s)), strict=True) for s in trained}
+        return theta | {s: [t - d for t, d in pairs] for s, pairs in moved.items()}
 
     def _trained(self, plan: Plan) -> tuple[str, ...]:
         """The shards that `plan`, which names us, has us train."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from peer.model.stage import Stage, Theta
+from peer.outer import difference
 from protocol import layout
 from protocol.errors import LocalError
 from protocol.layout import ModelSpec
@@ -250,7 +251,7 @@ class StageTrainer:
 
     def delta(self, shard: str) -> list[np.ndarray]:
         """theta - local for one held shard, fp32, in canonical order."""
-        return [a.copy() if b is None else a - b for a, b in self.displacement(shard)]
+        return difference(self.displacement(shard))
 
     def release(self) -> None:
         """Forgets the arrays that `begin_round` got: they may change."""
