@@ -36,12 +36,13 @@ import torch
 
 from peer.net import p2p
 from peer.net.base import Stream
-from peer.pipeline import StepReport, run_steps
+from peer.pipeline import run_steps
 from peer.trainer import make_worker
 from protocol import boundary, cost, layout
 from protocol.cost import LinkCost, StageCost
 from protocol.layout import ModelSpec
 from protocol.manifest import TrainSpec
+from protocol.schema import plain
 
 STAGES = 4
 D = 8192
@@ -170,10 +171,6 @@ async def heard() -> Any:
     """The parent's next line; None at its end."""
     text = await asyncio.to_thread(sys.stdin.readline)
     return json.loads(text) if text else None
-
-
-def plain(reports: Sequence[StepReport]) -> list[dict[str, Any]]:
-    return [{name: getattr(r, name) for name in StepReport.__slots__} for r in reports]
 
 
 async def be_stage(stage: int, host: str, folder: Path) -> None:

@@ -26,7 +26,8 @@ from peer.trainer import StageTrainer, make_worker
 from protocol import layout, seeded, subspace
 from protocol.layout import ModelSpec
 from protocol.manifest import TrainSpec
-from tests.benchmarks.chain import Processes, joined, plain, say
+from protocol.schema import plain
+from tests.benchmarks.chain import Processes, joined, say
 
 MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=256)
 TRAIN = TrainSpec(inner_steps=1, micro_batches=8, rows=1, sequence=256, lr=1e-4, warmup_steps=0, total_steps=99)
