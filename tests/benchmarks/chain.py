@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -237,15 +238,19 @@ class Processes:
 class Chain:
     """Four processes in a lab; use as `with Chain.start(...)`."""
 
-    def __init__(self, netlab: Path, lab: str, processes: Processes) -> None:
-        self.netlab, self.lab, self.processes = netlab, lab, processes
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
 
     @classmethod
     @contextlib.contextmanager
-    def start(cls, netlab: Path) -> Iterator[Chain]:
+    def start(cls, netlab: Path, rate: float, latency: float) -> Iterator[Chain]:
+        """Every boundary has `rate` Mb/s each way and `latency` ms one way, from the first connection on: its round trip is what
+        libp2p sizes its windows by."""
         lab = f"chn{os.getpid() % 10**6}"
         names = [f"s{i}" for i in range(STAGES)]
-        subprocess.run([netlab, "up", lab, *names], check=True)
+        rates = [rate if i in (0, STAGES - 1) else 2 * rate for i in range(STAGES)]
+        links = [f"{name}:{mine:g}/{mine:g}:{latency:g}" for name, mine in zip(names, rates, strict=True)]
+        subprocess.run([netlab, "up", lab, *links], check=True)
         processes = Processes([])
         try:
             with tempfile.TemporaryDirectory(prefix="potluck-chain-") as folder:
@@ -256,17 +261,10 @@ class Chain:
                     commands.append(["ip", "netns", "exec", f"nl-{lab}-{name}", *stage, "--folder", folder])
                 processes = Processes(commands)
                 processes.introduce()
-                yield cls(netlab, lab, processes)
+                yield cls(processes)
         finally:
             processes.kill()
             subprocess.run([netlab, "down", lab], check=True)
-
-    def links(self, rate: float, latency: float) -> None:
-        """Gives every boundary `rate` Mb/s each way and `latency` ms one way."""
-        for i in range(STAGES):
-            mine = rate if i in (0, STAGES - 1) else 2 * rate
-            text = f"set s{i} up={mine:g} down={mine:g} rtt={latency:g}"
-            subprocess.run([self.netlab, "ctl", self.lab, text], check=True, stdout=subprocess.DEVNULL)
 
     def run(self, case: Case, depth: int, most: int | None, steps: int) -> list[list[dict[str, Any]]]:
         """The reports of each stage, step by step."""
@@ -349,16 +347,16 @@ def main() -> int:
         return 0
     if chosen.netlab is None:
         parser.error("--netlab is needed: the chain runs behind emulated links")
-    rows, depth, before = [], 0, None
+    rows = []
     print(HEAD)
-    with Chain.start(chosen.netlab) as chain:
-        for case in cases(chosen):
-            link = (case.rate, case.latency, case.divisor, case.pace, case.wire)
-            if link != before:
-                chain.links(case.rate, case.latency)
-                depth, before = 0, link
-            row, depth = measure(chain, case, depth)
-            rows.append(row)
+    for (rate, latency), some in itertools.groupby(cases(chosen), lambda case: (case.rate, case.latency)):
+        with Chain.start(chosen.netlab, rate, latency) as chain:
+            depth, before = 0, None
+            for case in some:
+                if before != (shape := (case.divisor, case.pace, case.wire)):
+                    depth, before = 0, shape
+                row, depth = measure(chain, case, depth)
+                rows.append(row)
     worst = max(abs(r[a] - r[b]) for r in rows for a, b in (("share", "predicted"), ("textbook", "textbook_predicted")))
     print(f"largest difference between measurement and prediction: {100 * worst:.1f} points")
     if chosen.json:
