@@ -35,7 +35,7 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     result = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else run()
-    chosen = options(Path("unused"), full=2, chains=1, stages=3, k=(16,))
+    chosen = options(Path("unused"), full=2, chains=1, stages=3, k=(64,))
     manifest = demo.make_manifest(chosen)
     wrong = 0
 
