@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from peer import data, pipeline, trace, trainer
 from peer.config import JoinConfig
+from peer.measured import StepReport
 from peer.net.base import Stream, Transport
 from peer.pipes import Pipes
 from peer.presence import Directory
@@ -113,10 +114,10 @@ class Engine:
         position = spec.peers.index(self.peer)
         soft = asyncio.Event()
         timer = asyncio.get_running_loop().call_later(SOFT_DEADLINE * self.manifest.timing.round_deadline, soft.set)
-        standing, reports = Standing(), list[pipeline.StepReport]()
+        standing, reports = Standing(), list[StepReport]()
         first_step = (plan.round - 1) * train.inner_steps + 1
 
-        def on_step(report: pipeline.StepReport) -> None:
+        def on_step(report: StepReport) -> None:
             reports.append(report)
             stages = order.plan.replicas[order.replica].stages
             self._depth = (stages, report.depth)
@@ -213,7 +214,7 @@ class Engine:
         standing: Standing,
         stop: asyncio.Event,
         end: pipeline.StopSign,
-        on_step: Callable[[pipeline.StepReport], None],
+        on_step: Callable[[StepReport], None],
     ) -> None:
         """The inner steps that are left, with the members that `order` names. Raises PotluckError."""
         plan, train = order.plan, self.manifest.train

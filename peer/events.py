@@ -11,7 +11,7 @@ bootstrap  listening {address}; ready {peer, memory_bytes, up_bps, down_bps, spe
 peer       started {peer, pid, device, memory_bytes, rss_bytes}; role {round, role: full|stage|spare|waiting, replica, first, last, k, position, stages};
            step {round, step, loss, tokens, seconds}; chain {round, step, seconds, busy_s, wait_forward_s, wait_backward_s,
            forward_link_s, backward_link_s, forward_bytes, backward_bytes, depth, queued, pace, activations, gradients: null or {rms,
-           largest, sampled, frames, refused}} (of pipeline.StepReport and stats.Running); offered {round, bytes}; withdrew {round, reason};
+           largest, sampled, frames, refused}} (of measured.StepReport and stats.Running); offered {round, bytes}; withdrew {round, reason};
            broke {round, epoch, peer, reason}; mended {round, replica, epoch, peers} (our chain lost a member, goes on with these);
            round {round, seconds: {train, pack, fetch, apply}, bytes_sent, bytes_received, boundary_forward_bytes,
            boundary_backward_bytes, boundary_tokens, peak_rss_bytes};

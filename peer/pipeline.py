@@ -30,14 +30,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
 import struct
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -62,22 +61,19 @@ from peer.link import (
     Link,
     Refused,
 )
+from peer.measured import Measured, Norms, StepReport, finite, pick_depth
 from peer.net.base import Stream
 from peer.standing import TOTAL_BYTES, Standing, Total, catch_up
 from peer.stats import Measure, Running, Statistics
 from peer.trainer import StageTrainer
-from protocol import boundary, cost, layout
-from protocol.cost import LinkCost, StageCost
+from protocol import boundary, layout
 from protocol.errors import LocalError, PotluckError, UsageError
 from protocol.framing import MAX_FRAME
 
-__all__ = ["ChainBroken", "StepReport", "StopSign", "run_steps"]
+__all__ = ["ChainBroken", "StopSign", "run_steps"]
 
 T = TypeVar("T")
-MAX_STAGES = 64
 _TOTAL = struct.Struct(">Bdd")
-_NORM = struct.Struct(">Bd")
-_MEASURED = struct.Struct(">6dII")
 _ANY_DEPTH = 2**32 - 1
 
 
@@ -91,68 +87,6 @@ class Trace(Protocol):
     """Takes what this stage did and when (time.perf_counter); see peer/trace.py."""
 
     def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """One complete inner step. `loss`: nats per token; `norm`: of the whole replica's gradient, before the clip.
-
-    `tokens`: trained by the whole replica; `seconds`: of which `busy_s` this stage computed, `wait_forward_s` it waited
-    for activations and `wait_backward_s` for gradients (the one that came first ends a wait for either);
-    `forward_link_s`, `backward_link_s`: it took the activations from the previous stage, and the gradients from the next, to
-    come through the link (peer/link.py); `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers
-    included; `depth`: micro-batches that were let into the chain at once; `queued`: most frames that waited here for this
-    stage; `pace`: seconds of forward and backward per micro-batch, without what was computed anew; `paces`: of every stage, where
-    this is the first of several. `activations`, `gradients`: of what came so far from the previous and from the next stage
-    (None: there is no such stage; peer/stats.py).
-    """
-
-    step: int
-    loss: float
-    norm: float
-    tokens: int
-    seconds: float
-    busy_s: float
-    wait_forward_s: float
-    wait_backward_s: float
-    forward_link_s: float
-    backward_link_s: float
-    forward_bytes: int
-    backward_bytes: int
-    depth: int
-    queued: int
-    activations: Running | None
-    gradients: Running | None
-    pace: float
-    paces: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """One stage's step: seconds per micro-batch of computing, (delay, transfer) of what came from either side (peer/link.py),
-    and for how many micro-batches its memory holds all activations, or only their inputs."""
-
-    forward_s: float
-    backward_s: float
-    forward_delay: float
-    forward_transfer: float
-    backward_delay: float
-    backward_transfer: float
-    plain_depth: int
-    most_depth: int
-
-    def stage(self) -> StageCost:
-        return StageCost(
-            forward=self.forward_s, backward=self.backward_s, plain_depth=self.plain_depth, most_depth=self.most_depth
-        )
-
-    def link(self, following: _Measured) -> LinkCost:
-        """The boundary between this stage and the next."""
-        return LinkCost(
-            forward=following.forward_transfer,
-            backward=self.backward_transfer,
-            latency=max(0.0, (following.forward_delay + self.backward_delay) / 2),
-        )
 
 
 class _Run:
@@ -201,7 +135,7 @@ class _Run:
             raise UsageError(
                 f"micro-batch: a frame has {frame} bytes, at most {MAX_FRAME}; the manifest needs fewer rows"
             )
-        limit = max(*self._sizes.values(), _NORM.size + 8 * self._shards + MAX_STAGES * _MEASURED.size, TOTAL_BYTES)
+        limit = max(*self._sizes.values(), Norms.most_bytes(self._shards), TOTAL_BYTES)
         queue = min(self.train.micro_batches, self.most_depth) + 1
         return Link(stream, group, self.arrived, self._decode, queue=queue, limit=limit, timeout=timeout)
 
@@ -466,52 +400,40 @@ class _Run:
         """
         sums = [value for _, value in await self.job(0, self.trainer.grad_sumsq)]
         stop = self.stop is not None and self.stop.is_set()
-        stages: list[_Measured] = []
         if self.following is None:
-            loss = sum(self._losses) / len(self._losses)
+            norms = Norms(stop, sum(self._losses) / len(self._losses), sums, [self._measured()])
         else:
-            wish, loss, behind, stages = await self._norms(self.following, step)
-            stop, sums = stop or wish, sums + behind
-        stages.insert(0, self._measured())
-        self._pace = stages[0].forward_s + stages[0].backward_s
+            behind = await self._norms(self.following, step)
+            norms = Norms(stop or behind.stop, behind.loss, sums + behind.sums, [self._measured(), *behind.stages])
+        self._pace, loss, stop = norms.stages[0].pace, norms.loss, norms.stop
         if self.previous is not None:
-            records = b"".join(_MEASURED.pack(*(getattr(m, f) for f in _Measured.__slots__)) for m in stages)
-            norms = _NORM.pack(stop, loss) + struct.pack(f">{len(sums)}d", *sums) + records
-            self.previous.send(Head(NORM, step=step, width=len(sums)), norms, len(norms))
-            body = (await self.receive(self.previous, Head(TOTAL, step=step), _TOTAL.size)).body
-            wished, norm, loss = _TOTAL.unpack(body)
-            if wished > 1 or not _finite(norm, loss):
+            body = norms.pack()
+            self.previous.send(Head(NORM, step=step, width=len(norms.sums)), body, len(body))
+            total = (await self.receive(self.previous, Head(TOTAL, step=step), _TOTAL.size)).body
+            wished, norm, loss = _TOTAL.unpack(total)
+            if wished > 1 or not finite(norm, loss):
                 self.previous.blame("sent an impossible total")
             stop = wished == 1
         else:
-            norm = math.sqrt(sum(sums))
+            norm = math.sqrt(sum(norms.sums))
         self.standing.total = Total(step - self.first_step + 1, stop, norm, loss)
         if self.following is not None:
             self.following.send(Head(TOTAL, step=step), _TOTAL.pack(stop, norm, loss), _TOTAL.size)
         if self.previous is None and self.following is not None:
-            self._paces = tuple(m.forward_s + m.backward_s for m in stages)
-            links = [a.link(b) for a, b in itertools.pairwise(stages)]
-            picked = cost.pick_depth([m.stage() for m in stages], links, self.train.micro_batches)
-            self.depth = min(picked, self.most_depth)
+            self._paces = tuple(m.pace for m in norms.stages)
+            self.depth = min(pick_depth(norms.stages, self.train.micro_batches), self.most_depth)
         return norm, loss
 
-    async def _norms(self, following: Link, step: int) -> tuple[bool, float, list[float], list[_Measured]]:
-        """What came from behind: the wish to stop, the loss, squared norms in canonical order, each stage's measurements."""
+    async def _norms(self, following: Link, step: int) -> Norms:
+        """What came from behind."""
         count = self._shards - self._before - len(self.trainer.shards)
-        body = (await self.receive(following, Head(NORM, step=step, width=count), None)).body
-        rest = len(body) - _NORM.size - 8 * count
-        if rest <= 0 or rest % _MEASURED.size:
-            following.blame(f"sent norms of {len(body)} bytes")
-        wish, loss = _NORM.unpack_from(body)
-        sums = list(struct.unpack_from(f">{count}d", body, _NORM.size))
-        stages = [_Measured(*values) for values in _MEASURED.iter_unpack(body[-rest:])]
-        if wish > 1 or not _finite(loss, *sums):
-            following.blame("sent impossible gradient norms")
-        if not all(map(_plausible, stages)):
-            following.blame("sent impossible measurements")
-        return wish == 1, loss, sums, stages
+        frame = await self.receive(following, Head(NORM, step=step, width=count), None)
+        try:
+            return Norms.unpack(frame.body, count)
+        except ValueError as error:
+            following.blame(f"sent {error}")
 
-    def _measured(self) -> _Measured:
+    def _measured(self) -> Measured:
         count = self.train.micro_batches
         forward, backward = self._seconds[FORWARD] / count, self._seconds[BACKWARD] / count
         if self.following is not None and self.depth > self.plain_depth:
@@ -519,17 +441,7 @@ class _Run:
         ahead = self.previous.measured() if self.previous is not None else (0.0, 0.0)
         behind = self.following.measured() if self.following is not None else (0.0, 0.0)
         self._transfers = count * ahead[1], count * behind[1]
-        return _Measured(forward, backward, *ahead, *behind, self.plain_depth, self.most_depth)
-
-
-def _finite(*values: float) -> bool:
-    return all(math.isfinite(value) and value >= 0 for value in values)
-
-
-def _plausible(m: _Measured) -> bool:
-    times = (m.forward_s, m.backward_s, m.forward_transfer, m.backward_transfer)
-    known = all(math.isfinite(value) for value in (m.forward_delay, m.backward_delay))
-    return known and _finite(*times) and max(times) < 1e6 and m.plain_depth >= 1 and m.most_depth >= 1
+        return Measured(forward, backward, *ahead, *behind, self.plain_depth, self.most_depth)
 
 
 async def run_steps(

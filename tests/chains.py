@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from peer import tensors
+from peer.measured import StepReport
 from peer.net.base import Stream
 from peer.net.memory import MemoryNetwork
-from peer.pipeline import StepReport, run_steps
+from peer.pipeline import run_steps
 from peer.trainer import StageTrainer, make_worker
 from protocol import layout
 from protocol.layout import ModelSpec

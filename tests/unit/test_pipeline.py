@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer import link, pipeline
-from peer.pipeline import ChainBroken, StepReport, run_steps
+from peer import link
+from peer.measured import StepReport
+from peer.pipeline import ChainBroken, run_steps
 from peer.stats import Statistics
 from peer.trainer import StageTrainer
-from protocol import layout
+from protocol import cost, layout
 from protocol.errors import LocalError, UsageError
 from protocol.layout import ModelSpec
 from protocol.subspace import basis
@@ -321,7 +322,7 @@ def test_wrong_use_is_refused() -> None:
 
 def test_the_depth_follows_what_the_stages_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(pipeline.cost, "pick_depth", lambda *measured: asked.append(measured) or 2)
+    monkeypatch.setattr(cost, "pick_depth", lambda *measured: asked.append(measured) or 2)
     chain = make_chain((1, 4), 8)
     reports = asyncio.run(run_chain(chain, steps=2, depth=3, most_depth=3))
     assert [report.depth for report in reports[0]] == [3, 2]
