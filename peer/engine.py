@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from peer import data, pipeline, trace, trainer
+from peer import data, pipeline, resources, trace, trainer
 from peer.config import JoinConfig
 from peer.measured import StepReport
 from peer.net.base import Stream, Transport
@@ -159,7 +159,8 @@ class Engine:
         finally:
             timer.cancel()
             self.pipes.forget(plan.round + 1)
-            await asyncio.get_running_loop().run_in_executor(self._worker, lambda: None)  # weights are at rest now
+            # weights are at rest then; what the outer step needs takes the place of activations
+            await asyncio.get_running_loop().run_in_executor(self._worker, resources.return_memory)
             self._training = False
         steps = standing.total.steps
         tokens = steps * train.step_tokens

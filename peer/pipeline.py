@@ -480,7 +480,7 @@ async def run_steps(
     most = most_depth or _ANY_DEPTH
     plain = min(plain_depth or most, most)
     if following is None:  # it goes backward right after forward
-        plain = most = _ANY_DEPTH
+        plain = _ANY_DEPTH
     if min(depth, plain, most) < 1:
         raise LocalError("a stage needs room for at least one micro-batch; this is a bug")
     streams = [stream for stream in (previous, following) if stream is not None]

@@ -116,7 +116,7 @@ def least_depth(stages: Sequence[StageCost], links: Sequence[LinkCost]) -> float
 def pick_depth(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int) -> int:
     """The smallest depth of those tried, from Little's to four times that, whose step is hardly longer than the best, and a
     margin, as far as that costs no recomputation."""
-    most = min([micro_batches, *(s.most_depth for s in stages[:-1] if s.most_depth is not None)])
+    most = min([micro_batches, *(s.most_depth for s in stages if s.most_depth is not None)])
     least = least_depth(stages, links)
     tried = {max(1, min(most, math.ceil(least * slack))) for slack in _SLACK}
     tried |= {max(1, min(most, s.plain_depth)) for s in stages[:-1] if s.plain_depth is not None}

@@ -23,18 +23,23 @@ deadline. That a chain may have to wait for its links is left out.
 k is the largest allowed one whose boundary traffic of a whole round takes at most half of the round's deadline on
 the chain's slowest uplink.
 
-Memory, in bytes above an idle process (P parameters of the stage, E = V d of the embedding, R k boundary):
+Memory, in bytes above an idle process (P parameters of the stage, E = V d of the embedding, k the widest allowed boundary):
 
     parameters  24 P        theta, local copy, gradient, two AdamW moments, error feedback: fp32 each
+    first stage 16 E + 20 V k  of a compressed chain, instead of 24 E: theta, T_perp, error feedback, what moved; A, A0, and of A
+                            the gradient and two moments
     overlap      4 P        where the next round's inner steps begin
     room         4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into
-    reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp
+    reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp of a compressed chain
     in flight   4 r L (B (17 d + 4 F) + [head] 3 V) x micro-batches in flight
-    backward    4 r L (17 d + 4 F)  the gradients within the block that goes backward
+    frames      r L (4 k + f) x micro-batches in flight  what came in: a frame with f bytes a token, and its tensor
+    backward    8 r L (17 d + 4 F) + [table] 4 E  the gradients within the block that goes backward, and of a head or embedding
+                            that is trained as a whole, before they are added
+    or, if more  8 T        than the last three: AdamW on the largest tensor (T parameters), when nothing is in flight
     spare        4 M + room  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
 with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
-peaks.
+peaks. Of the 17 d, tensors are 10 d: the rest, and half of "backward", is what glibc's heap cannot use again.
 """
 
 from __future__ import annotations
@@ -87,7 +92,7 @@ def held_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
 
 
 def in_flight(manifest: Manifest, first: int, last: int) -> int:
-    """For how many micro-batches at once a stage needs memory: the last one goes backward right after forward."""
+    """The activations of how many micro-batches a stage keeps at once: the last one goes backward right after forward."""
     return 1 if last == manifest.model.n_layers else window(manifest)
 
 
@@ -108,13 +113,52 @@ def _block_bytes(manifest: Manifest) -> int:
     return 4 * train.rows * train.sequence * (17 * spec.d_model + 4 * spec.d_ff)
 
 
+def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
+    """Bytes of a micro-batch that came in: its frame and its tensor. None for a full replica."""
+    if last - first == manifest.model.n_layers:
+        return 0
+    chains, width = manifest.chains, max(k or manifest.model.d_model for k in manifest.chains.k)
+    most = max(boundary.bytes_per_token(f, width) for f in (chains.forward, chains.backward))
+    return manifest.train.rows * manifest.train.sequence * (4 * width + most)
+
+
 def stage_memory(manifest: Manifest, first: int, last: int) -> int:
     """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above)."""
-    spec = manifest.model
+    plain = in_flight(manifest, first, last)
+    return memory_at(manifest, first, last, plain, window(manifest))
+
+
+def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int) -> int:
+    """The same with all activations of `plain` micro-batches and `most` of them in flight."""
+    flight = activation_bytes(manifest, first, last) * plain + frame_bytes(manifest, first, last) * most
+    step = 8 * max(_table(manifest, first, last), manifest.model.d_ff * manifest.model.d_model)
+    return _kept(manifest, first, last) + max(flight + _backward(manifest, first, last), step)
+
+
+def _kept(manifest: Manifest, first: int, last: int) -> int:
+    """What stays from step to step."""
+    spec, widths = manifest.model, manifest.chains.k
+    E, overlap = spec.vocab_size * spec.d_model, 4 * manifest.outer.overlap
     params = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last))
-    reader = 0 if first == 0 else 8 * spec.vocab_size * spec.d_model
-    flight = activation_bytes(manifest, first, last) * in_flight(manifest, first, last)
-    return (24 + 4 * manifest.outer.overlap) * params + reader + _room(manifest) + flight + _block_bytes(manifest)
+    whole, compressed = last - first == spec.n_layers, max(widths) > 0
+    if first > 0:
+        around = (8 if compressed else 4) * E
+    elif whole or 0 in widths:
+        around = 0
+    else:
+        around = 20 * spec.vocab_size * max(widths) - 8 * E
+    return (24 + overlap) * params + around + _room(manifest)
+
+
+def _backward(manifest: Manifest, first: int, last: int) -> int:
+    return 2 * _block_bytes(manifest) + 4 * _table(manifest, first, last)
+
+
+def _table(manifest: Manifest, first: int, last: int) -> int:
+    """Parameters of the embedding or the head where the stage may train one as a whole, else 0."""
+    spec = manifest.model
+    trained = last == spec.n_layers or (first == 0 and 0 in manifest.chains.k)
+    return spec.vocab_size * spec.d_model if trained else 0
 
 
 def _room(manifest: Manifest) -> int:
@@ -136,13 +180,12 @@ def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:
 def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> tuple[int, int]:
     """For how many micro-batches under way this memory is enough: with all activations, and with only their inputs.
 
-    The second keeps all activations of one micro-batch, and of each its input and its frame (at most 4 d bytes a token).
+    The second keeps all activations of one micro-batch, and of each what came in.
     """
-    one, spec, train = activation_bytes(manifest, first, last), manifest.model, manifest.train
-    free = memory_bytes - stage_memory(manifest, first, last) + one * in_flight(manifest, first, last)
-    inputs = 8 * train.rows * train.sequence * spec.d_model
-    plain = max(free // (one + inputs), window(manifest))
-    return plain, max(plain, (free - one) // inputs)
+    one, frame = activation_bytes(manifest, first, last), frame_bytes(manifest, first, last)
+    free = memory_bytes - _kept(manifest, first, last) - _backward(manifest, first, last)
+    plain = max(free // (one + frame), window(manifest))
+    return plain, max(plain, (free - one) // max(frame, 1))
 
 
 @functools.lru_cache(maxsize=8)

@@ -38,6 +38,11 @@ def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
     return x_BNLH * cos_LH + torch.cat((-second, first), dim=-1) * sin_LH
 
 
+def _shared(array: np.ndarray) -> Tensor:
+    """The array as a tensor: without a copy where torch allows it."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
 class _Table(nn.Module):
     """A `weight` without initial values (`load` gives them): nn.Linear would spend minutes on random ones."""
 
@@ -162,8 +167,8 @@ class Stage(nn.Module):
         """Takes this stage's shards, and in a compressed chain U's split of `embed`, from `theta`. Raises KeyError."""
         held = dict(self.named_parameters())
         if self._u_DK is not None:
-            te_VD = torch.tensor(theta["embed"][0], device=self._u_DK.device)
-            a_VK, t_perp_VD = split(te_VD, self._u_DK)
+            self.boundary = None  # the next one takes its memory
+            a_VK, t_perp_VD = split(_shared(theta["embed"][0]).to(self._u_DK.device), self._u_DK)
             self.boundary = Boundary(self._u_DK, t_perp_VD)
             if self.has_embed:
                 held["model.embed_tokens.coordinates"].copy_(a_VK)
@@ -171,7 +176,7 @@ class Stage(nn.Module):
         for shard in self.shards:
             for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True):
                 if name in held:
-                    held[name].copy_(torch.from_numpy(array if array.flags.writeable else array.copy()))
+                    held[name].copy_(_shared(array))
 
     @torch.no_grad()
     def displacement(self, shard: str, theta: Theta) -> list[tuple[np.ndarray, np.ndarray | None]]:

@@ -15,6 +15,7 @@ Shapes: B rows, L positions, V vocabulary, D model width, K subspace width. k = 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -22,7 +23,8 @@ from torch.nn import functional
 def split(te_VD: Tensor, u_DK: Tensor) -> tuple[Tensor, Tensor]:
     """The embedding as (A [V, K], T_perp [V, D]) with TE = A U^T + T_perp up to rounding."""
     a_VK = te_VD @ u_DK
-    return a_VK, te_VD - a_VK @ u_DK.T
+    t_s_VD = a_VK @ u_DK.T
+    return a_VK, torch.sub(te_VD, t_s_VD, out=t_s_VD)
 
 
 class Boundary:

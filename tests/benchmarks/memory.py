@@ -1,99 +1,319 @@
-"""Peak memory of a chain's stage beside the planner's formula, for every depth from 1 to 16.
+"""Peak memory of a chain's stage beside the planner's formula: first, middle and last stage, several shapes, depth 1 to 16.
 
-    python -m tests.benchmarks.memory [--recompute]
+    python -m tests.benchmarks.memory                  # the grid (about 20 minutes)
+    python -m tests.benchmarks.memory --shape wide --stage last --depth 16
 
-One process per depth: the first of two stages, one inner step of 16 micro-batches whose gradients come back as late as the
-depth allows. Above an idle process: one that has torch loaded and has trained a tiny stage. The formula is
-protocol/planner.py's, with the depth in place of its least window; with --recompute only the inputs are kept.
+The measured stage is a process of its own with all that a peer keeps: theta, error feedback, AdamW's moments, the memory into which
+the next state is written. It does two rounds of one inner step and an outer step, and talks through `peer.pipeline` and sockets
+to neighbours in other processes, which give what a neighbour may: activations for as many micro-batches as are let under way, and
+no gradient before so many went forward. With a daemon the sockets would lead there; its own memory is not counted.
+
+Above an idle process: one that has torch loaded and has done the same with a tiny model. The formula is protocol/planner.py's.
 Exits with 1 if a peak is off by more than a tenth.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
-import subprocess
+import multiprocessing
+import socket
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Semaphore
+from typing import Any
 
 import numpy as np
 import torch
 
 from peer import resources
-from peer.trainer import StageTrainer
-from protocol import layout, planner
+from peer.net.base import Stream, Traffic
+from peer.net.stream import FrameStream
+from peer.outer import Outer
+from peer.pipeline import run_steps
+from peer.trainer import StageTrainer, make_worker
+from protocol import layout, planner, sparse, subspace
 from protocol.layout import ModelSpec
-from protocol.manifest import TrainSpec
+from protocol.manifest import ChainSpec, Manifest, TrainSpec
 from tests import tiny
 
 MICRO_BATCHES = 16
-MODEL = ModelSpec(vocab_size=4096, d_model=256, n_layers=8, n_heads=4, d_ff=704, context=256)
-TRAIN = TrainSpec(
-    inner_steps=1, micro_batches=MICRO_BATCHES, rows=4, sequence=256, lr=1e-3, warmup_steps=0, total_steps=9
-)
-CUT = 4
+ROUNDS = 2
+TIMEOUT = 300.0
 WITHIN = 0.1
+STAGES = ("first", "middle", "last")
 
 
-def step(model: ModelSpec, train: TrainSpec, cut: int, depth: int, recompute: bool) -> object:
-    """One inner step of the first stage; returns all that a peer keeps."""
-    shards = layout.shard_names(model)[: cut + 1]
-    rng = np.random.default_rng(0)
-    theta = {s: [rng.standard_normal(shape, np.float32) * 0.02 for shape in layout.shapes(model, s)] for s in shards}
-    feedback = {s: [np.zeros_like(array) + 1 for array in theta[s]] for s in shards}
-    trainer = StageTrainer(model, train, shards)
-    trainer.begin_round(theta)
-    gradient = torch.full((train.rows, train.sequence, model.d_model), 1e-3)
-    for micro in range(train.micro_batches + depth):
-        if micro >= depth:
-            trainer.backward(micro - depth, gradient)
-        if micro < train.micro_batches:
-            ids = torch.tensor(rng.integers(0, model.vocab_size, (train.rows, train.sequence + 1)))
-            trainer.forward(micro, ids, recompute=recompute)
-    trainer.step(1, 1.0)
-    return trainer, theta, feedback
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A chain of three equal stages of `blocks` blocks. `k`: 0 for whole activations."""
+
+    vocab: int
+    d: int
+    blocks: int
+    rows: int
+    sequence: int
+    k: int
+    wire: str = "int4"
+
+    def manifest(self, depth: int = MICRO_BATCHES) -> Manifest:
+        """Of a step that keeps so many micro-batches under way for a while."""
+        model = ModelSpec(
+            vocab_size=self.vocab, d_model=self.d, n_layers=3 * self.blocks, n_heads=self.d // 64,
+            d_ff=self.d * 11 // 4, context=self.sequence,
+        )  # fmt: skip
+        train = TrainSpec(
+            inner_steps=1, micro_batches=min(2 * depth + 2, MICRO_BATCHES), rows=self.rows, sequence=self.sequence, lr=1e-3,
+            warmup_steps=0, total_steps=9,
+        )  # fmt: skip
+        return tiny.manifest(
+            model=model, train=train, chains=ChainSpec(k=(self.k,), forward=self.wire, backward=self.wire)
+        )
+
+    def range(self, stage: str) -> tuple[int, int]:
+        """Its blocks."""
+        at = STAGES.index(stage)
+        return at * self.blocks, (at + 1) * self.blocks
 
 
-def measure(depth: int, recompute: bool) -> int:
-    """Bytes of the peak above an idle process."""
+SHAPES = {
+    "small": Shape(vocab=4096, d=256, blocks=4, rows=4, sequence=256, k=32),
+    "whole": Shape(vocab=4096, d=256, blocks=4, rows=4, sequence=256, k=0, wire="bf16"),
+    "wide": Shape(vocab=32768, d=512, blocks=2, rows=1, sequence=256, k=64),
+    "wide-whole": Shape(vocab=32768, d=512, blocks=2, rows=1, sequence=256, k=0, wire="bf16"),
+    "long": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64),
+    "large": Shape(vocab=16384, d=768, blocks=2, rows=1, sequence=512, k=96),
+}
+FEW = (1, 2, 4, 8, 16)
+
+
+Ends = tuple[socket.socket | None, socket.socket | None]
+"""Of the sockets to the previous stage and to the next."""
+
+
+# --- the processes
+
+
+class Neighbour:
+    """Stands where a StageTrainer does, and computes nothing. `gate`: to be passed by each micro-batch before its gradient."""
+
+    def __init__(self, manifest: Manifest, shards: tuple[str, ...], width: int, gate: Semaphore | None) -> None:
+        self.spec, self.train, self.shards, self.width = manifest.model, manifest.train, shards, width
+        self.device = torch.device("cpu")
+        self._gate = gate
+        self._values = torch.full((self.train.rows, self.train.sequence, width), 1e-3)
+
+    def reset(self) -> None:
+        return
+
+    def synchronize(self) -> None:
+        return
+
+    def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> Any:
+        if self._gate is not None:
+            self._gate.acquire()
+        return 1.0 if "head" in self.shards else self._values
+
+    def backward(self, micro: int, wire: torch.Tensor | None = None) -> Any:
+        return None if "embed" in self.shards else self._values
+
+    def grad_sumsq(self) -> list[tuple[str, float]]:
+        return [(shard, 1.0) for shard in self.shards]
+
+    def step(self, step: int, total_norm: float) -> None:
+        return
+
+
+class Gated(StageTrainer):
+    """Lets the gradients of a micro-batch come once `depth` of them went forward. `most`: how many were under way here."""
+
+    gate: Semaphore | None = None
+    depth = most = 0
+
+    def forward(self, micro: int, *args: Any, **options: Any) -> Any:
+        out = super().forward(micro, *args, **options)
+        self.most = max(self.most, len(self._kept))
+        if self.gate is not None:
+            last = micro + 1 == self.train.micro_batches
+            for _ in range(self.depth if last else int(micro + 1 >= self.depth)):
+                self.gate.release()
+        return out
+
+
+async def run(
+    trainer: Any,
+    ends: Ends,
+    depth: int,
+    plain: int,
+    wire: str,
+    before: Callable[[], object],
+    after: Callable[[], object],
+) -> int:
+    """All rounds' inner steps, `before` and `after` each of them something else. Returns most frames that waited."""
+
+    async def stream(end: socket.socket | None) -> Stream | None:
+        if end is None:
+            return None
+        reader, writer = await asyncio.open_unix_connection(sock=end)
+        return FrameStream("other", "pipe", reader, writer, writer.transport.abort, Traffic())
+
+    previous, following = [await stream(end) for end in ends]
+    rng, queued = np.random.default_rng(0), 0
+    shape = (trainer.train.step_rows, trainer.train.sequence + 1)
+    windows = rng.integers(0, trainer.spec.vocab_size, shape)
+    worker = make_worker()
+    for step in range(1, ROUNDS + 1):
+        before()
+        reports = await run_steps(
+            trainer, worker, first_step=step, steps=1, wires=(wire, wire), timeout=TIMEOUT, windows=lambda step: windows,
+            previous=previous, following=following, depth=depth, plain_depth=plain, most_depth=depth,
+        )  # fmt: skip
+        queued = max(queued, reports[0].queued)
+        after()
+    return queued
+
+
+def neighbour(
+    shape: Shape, shards: tuple[str, ...], ends: Ends, depth: int, ready: Semaphore, gate: Semaphore | None
+) -> None:
     torch.set_num_threads(1)
-    small = dataclasses.replace(MODEL, vocab_size=64, d_model=8, n_heads=1, d_ff=8)
-    step(small, dataclasses.replace(TRAIN, rows=1, sequence=8), CUT, 1, recompute)
+    manifest = shape.manifest(depth)
+    stand_in = Neighbour(manifest, shards, shape.k or shape.d, gate)
+    asyncio.run(run(stand_in, ends, depth, depth, shape.wire, ready.acquire, lambda: None))
+
+
+def peer(
+    shape: Shape,
+    shards: tuple[str, ...],
+    ends: Ends,
+    depth: int,
+    recompute: bool,
+    ready: Semaphore,
+    gate: Semaphore | None,
+) -> tuple[int, int]:
+    """All that a peer with these shards keeps and does. Returns most micro-batches under way, and frames that waited."""
+    manifest = shape.manifest(depth)
+    spec, rng = manifest.model, np.random.default_rng(0)
+    k = shape.k if any(ends) else 0
+    basis = subspace.basis(b"memory", spec.d_model, k) if k else None
+    outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
+    held = shards if shards[0] == "embed" else ("embed", *shards)
+    for shard in held:
+        outer.theta[shard] = [np.empty(shape, np.float32) for shape in layout.shapes(spec, shard)]
+        for array in outer.theta[shard]:
+            for row in array.reshape(-1, array.shape[-1]):
+                row[:] = rng.standard_normal(row.size, np.float32) * 0.02
+    others = {"embed": sparse.encode(manifest.outer.codec, [np.zeros((spec.vocab_size, spec.d_model), np.float32)])}
+    trainer = Gated(spec, manifest.train, shards, k=k, basis=basis)
+    trainer.gate, trainer.depth = gate, depth
+    room: list[Any] = []
+
+    def go() -> None:
+        for _ in filter(None, ends):
+            ready.release()
+
+    def outer_step() -> None:
+        resources.return_memory()
+        payloads = dict(others)
+        for shard in shards:
+            outer.accumulate(shard, trainer.displacement(shard))
+            payloads[shard], _ = outer.encode(shard)
+        trainer.release()
+        for shard in held:
+            outer.apply(shard, [(0.5, payloads[shard])] * 2, room)
+            outer.digest(shard)
+        trainer.begin_round(outer.theta)
+
+    trainer.begin_round(outer.theta)
+    plain = 1 if recompute else depth
+    queued = asyncio.run(run(trainer, ends, depth, plain, shape.wire, go, outer_step))
+    return trainer.most, queued
+
+
+def measured(
+    shape: Shape, shards: tuple[str, ...], ends: Ends, depth: int, recompute: bool, ready: Semaphore,
+    gate: Semaphore | None, result: Connection,
+) -> None:  # fmt: skip
+    """Sends bytes of the peak above the idle process."""
+    torch.set_num_threads(1)
+    small = dataclasses.replace(shape, vocab=64, d=64, blocks=1, rows=1, sequence=8, k=0)
+    peer(small, layout.shard_names(small.manifest().model), (None, None), depth, False, ready, None)
     idle = resources.peak_rss()
-    kept = step(MODEL, TRAIN, CUT, depth, recompute)
-    peak = resources.peak_rss()
-    del kept
-    return peak - idle
+    most, queued = peer(shape, shards, ends, depth, recompute, ready, gate)
+    result.send((resources.peak_rss() - idle, most, queued))
 
 
-def formula(depth: int, recompute: bool) -> int:
-    manifest = tiny.manifest(model=MODEL, train=TRAIN)
-    one = planner.activation_bytes(manifest, 0, CUT)
-    fixed = planner.stage_memory(manifest, 0, CUT) - one * planner.in_flight(manifest, 0, CUT)
-    return fixed + (one if recompute else one * depth)  # the first stage's inputs are token ids: nothing
+def measure(shape: Shape, stage: str, depth: int, recompute: bool) -> tuple[int, int, int]:
+    """The stage between its neighbours: bytes of its peak, and what `peer` returns."""
+    context = multiprocessing.get_context("spawn")
+    model, (first, last) = shape.manifest().model, shape.range(stage)
+    names = layout.shard_names(model)
+    shards = planner.stage_shards(shape.manifest(), first, last)
+    at = names.index(shards[0])
+    before, behind = names[:at], names[at + len(shards) :]
+    gate, ready = context.Semaphore(0) if behind else None, context.Semaphore(0)
+    ends: list[socket.socket | None] = [None, None]
+    here, there = context.Pipe(duplex=False)
+    processes, sockets = [], []
+    for side, theirs in enumerate((before, behind)):
+        if theirs:
+            ends[side], other = socket.socketpair()
+            sockets += [ends[side], other]
+            links = (other, None) if side else (None, other)
+            args = (shape, theirs, links, depth, ready, gate if side else None)
+            processes.append(context.Process(target=neighbour, args=args, daemon=True))
+    args = (shape, shards, tuple(ends), depth, recompute, ready, gate, there)
+    processes.append(context.Process(target=measured, args=args, daemon=True))
+    try:
+        for process in processes:
+            process.start()
+        for end in (*sockets, there):
+            end.close()
+        found: tuple[int, int, int] = here.recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return found
+
+
+def grid(chosen: argparse.Namespace) -> Iterator[tuple[str, str, bool, int]]:
+    for name in chosen.shape or SHAPES:
+        for stage in chosen.stage or STAGES:
+            for recompute in (False, True) if stage != "last" else (False,):
+                for depth in chosen.depth or (range(1, MICRO_BATCHES + 1) if name == "small" else FEW):
+                    if recompute <= (depth > 1):
+                        yield name, stage, recompute, depth
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--depth", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--shape", nargs="*", choices=SHAPES)
+    parser.add_argument("--stage", nargs="*", choices=STAGES)
+    parser.add_argument("--depth", nargs="*", type=int)
     chosen = parser.parse_args()
-    if chosen.depth is not None:
-        print(measure(chosen.depth, chosen.recompute))
-        return 0
     worst = 0.0
-    print("| depth | peak | formula | off by |\n|---|---|---|---|")
-    for depth in range(1, MICRO_BATCHES + 1):
-        command = [sys.executable, "-m", "tests.benchmarks.memory", "--depth", str(depth)]
-        command += ["--recompute"] if chosen.recompute else []
-        peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-        expected = formula(depth, chosen.recompute)
-        worst = max(worst, abs(peak / expected - 1))
+    print(
+        "| shape | stage | recomputed | depth | peak | formula | off by | under way | waited |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for name, stage, recompute, depth in grid(chosen):
+        shape = SHAPES[name]
+        peak, most, queued = measure(shape, stage, depth, recompute)
+        manifest, (first, last) = shape.manifest(), shape.range(stage)
+        plain = 1 if recompute or stage == "last" else depth
+        expected = planner.memory_at(manifest, first, last, plain, depth)
+        off = peak / expected - 1
+        worst = max(worst, abs(off))
+        again = "yes" if recompute else "no"
         print(
-            f"| {depth} | {peak / 1e6:.1f} MB | {expected / 1e6:.1f} MB | {100 * (peak / expected - 1):+.1f} % |",
+            f"| {name} | {stage} | {again} | {depth} | {peak / 1e6:.1f} MB | {expected / 1e6:.1f} MB | {100 * off:+.1f} % | {most} | {queued} |",
             flush=True,
         )
     return 0 if worst <= WITHIN else 1
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

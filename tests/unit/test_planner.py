@@ -165,7 +165,25 @@ def test_memory_of_a_full_replica_by_hand() -> None:
     params = layout.total_parameters(M.model)
     block = 17 * 8 + 4 * 16
     room = 4 * (16 * 8 + layout.parameters(M.model, "block.0"))
-    assert 24 * params + room + 4 * 1 * 8 * (4 * block + 3 * 16 + block) == FULL
+    head = 4 * 16 * 8
+    assert 24 * params + room + 4 * 1 * 8 * (4 * block + 3 * 16 + 2 * block) + head == FULL
+
+
+def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
+    m = tiny.manifest(chains=ChainSpec(k=(4, 2), forward="bf16", backward="int8"))
+    embed, one = 16 * 8, layout.parameters(M.model, "block.0")
+    room, block, frame = 4 * (embed + one), 17 * 8 + 4 * 16, 6 * 4
+    work, head = 4 * 8 * 2 * (block + 2 * block) + 8 * frame * 2, layout.parameters(M.model, "head")
+    assert (
+        stage_memory(m, 0, 2)
+        == 24 * 2 * one + 16 * embed + 20 * 16 * 4 + room + 4 * 8 * 2 * (2 * block + block) + 8 * frame * 2
+    )
+    assert stage_memory(m, 1, 3) == 24 * 2 * one + 8 * embed + room + work
+    logits = 4 * 8 * 3 * 16
+    last = (
+        24 * (2 * one + head) + 8 * embed + room + 4 * 8 * (2 * block + 2 * block) + logits + 8 * frame * 2 + 4 * embed
+    )
+    assert stage_memory(m, 2, 4) == last
 
 
 def test_what_memory_is_left_over_makes_the_chain_deeper() -> None:

@@ -1,0 +1,115 @@
+"""A sender that writes as fast as it can to a stage that takes nothing: two processes, each with its own daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import multiprocessing
+import os
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from peer import link
+from peer.net import p2p
+from peer.net.base import Stream, Timeout
+from peer.pipeline import ChainBroken, run_steps
+from peer.trainer import make_worker
+from protocol import wire
+from tests.chains import SPEC, TRAIN, make_chain
+from tests.unit.test_net import SOON, anything, run, socket_base, swarm
+
+socket_base = socket_base
+WIDE = dataclasses.replace(TRAIN, rows=400, micro_batches=4)
+FRAME = 4 * WIDE.rows * WIDE.sequence * SPEC.d_model
+"""1.2 MB."""
+FLOOD = 200
+WAITING = WIDE.micro_batches + 1
+"""Frames that may wait in a stage; one more may wait for a place there, and one may be arriving."""
+IN_DAEMON = 48 << 20
+"""What both daemons and the sockets hold of one stream, at most; also how much a daemon may grow."""
+
+
+def _stage(folder: Path, sockets: str, bootstrap: str, up: Connection) -> None:
+    """Another process: the last of two stages, whose worker is kept busy until we hear something."""
+    p2p._socket_base = lambda: sockets
+    free, begun = threading.Event(), threading.Event()
+
+    def windows(step: int) -> np.ndarray:
+        begun.set()
+        free.wait()
+        return np.zeros((WIDE.step_rows, WIDE.sequence + 1), np.int64)
+
+    async def live() -> None:
+        peer = await p2p.start(folder / "stage", host="127.0.0.1", bootstrap=[bootstrap], validate=anything)
+        over = asyncio.Event()
+
+        async def take(stream: Stream) -> None:
+            try:
+                await run_steps(
+                    make_chain((3,), 0, WIDE)[1], make_worker(), first_step=1, steps=1, wires=("fp32", "fp32"),
+                    timeout=SOON, windows=windows, previous=stream,
+                )  # fmt: skip
+            except ChainBroken as error:
+                up.send(error.peer)
+            over.set()
+
+        await peer.serve(wire.PIPE, take)
+        up.send((peer.peer_id, os.getpid(), peer._p2p._child.pid))
+        await asyncio.to_thread(begun.wait)
+        up.send("busy")
+        await asyncio.to_thread(up.recv)
+        free.set()
+        await over.wait()
+        await peer.aclose()
+
+    asyncio.run(live())
+
+
+def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path, socket_base: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+
+    async def work() -> None:
+        async with swarm("p2p", tmp_path, 1) as (a,):
+            args: Any = (tmp_path, str(socket_base), a.addresses[0], there)
+            process = context.Process(target=_stage, args=args, daemon=True)
+            process.start()
+            there.close()
+            try:
+                peer, *pids = await asyncio.to_thread(here.recv)
+                stage, daemon = map(psutil.Process, pids)
+                stream = await a.open(peer, wire.PIPE, timeout=SOON)
+                await stream.send(link.Head(link.BEAT).pack())
+                assert await asyncio.to_thread(here.recv) == "busy"
+                before, sent = [p.memory_info().rss for p in (stage, daemon)], 0
+
+                async def flood() -> None:
+                    nonlocal sent
+                    while sent < FLOOD:
+                        await stream.send(link.Head(link.FORWARD).pack(), bytes(FRAME), timeout=3.0)
+                        sent += 1
+
+                with pytest.raises(Timeout, match="read nothing"):
+                    await flood()
+                grown, more = (p.memory_info().rss - b for p, b in zip((stage, daemon), before, strict=True))
+                assert WAITING <= sent <= WAITING + 2 + IN_DAEMON // FRAME
+                assert grown < (WAITING + 5) * 2 * FRAME, f"{grown} bytes: each frame as bytes and as a tensor"
+                assert more < IN_DAEMON, f"{more} bytes"
+                here.send("go on")
+                assert await asyncio.to_thread(here.recv) == a.peer_id, "the sender is blamed for what it sent"
+                await asyncio.to_thread(process.join, SOON)
+                assert process.exitcode == 0
+            finally:
+                process.kill()
+                process.join()
+
+    try:
+        run(work())
+    finally:
+        here.close()
