@@ -138,16 +138,15 @@ def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int) 
 def _kept(manifest: Manifest, first: int, last: int) -> int:
     """What stays from step to step."""
     spec, widths = manifest.model, manifest.chains.k
-    E, overlap = spec.vocab_size * spec.d_model, 4 * manifest.outer.overlap
     params = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last))
-    whole, compressed = last - first == spec.n_layers, max(widths) > 0
+    embed = spec.vocab_size * spec.d_model
     if first > 0:
-        around = (8 if compressed else 4) * E
-    elif whole or 0 in widths:
-        around = 0
-    else:
-        around = 20 * spec.vocab_size * max(widths) - 8 * E
-    return (24 + overlap) * params + around + _room(manifest)
+        table = 8 * embed if max(widths) else 4 * embed
+    elif last == spec.n_layers:
+        table = 0
+    else:  # it is among the parameters
+        table = max(20 * spec.vocab_size * k - 8 * embed if k else 0 for k in widths)
+    return (24 + 4 * manifest.outer.overlap) * params + table + _room(manifest)
 
 
 def _backward(manifest: Manifest, first: int, last: int) -> int:
