@@ -114,17 +114,18 @@ def least_depth(stages: Sequence[StageCost], links: Sequence[LinkCost]) -> float
 
 
 def pick_depth(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int) -> int:
-    """The smallest depth of those tried, from Little's to four times that, whose step is hardly longer than the best, and a
-    margin, as far as that costs no recomputation."""
+    """The smallest depth of those tried, from Little's to four times that and all, whose step is hardly longer than the best, and a
+    margin, as far as that costs no recomputation and does no harm."""
     most = min([micro_batches, *(s.most_depth for s in stages if s.most_depth is not None)])
     least = least_depth(stages, links)
-    tried = {max(1, min(most, math.ceil(least * slack))) for slack in _SLACK}
+    tried = {most} | {max(1, min(most, math.ceil(least * slack))) for slack in _SLACK}
     tried |= {max(1, min(most, s.plain_depth)) for s in stages[:-1] if s.plain_depth is not None}
     seconds = {depth: step_seconds(stages, links, micro_batches, depth) for depth in tried}
     best = min(seconds.values())
     enough = min(depth for depth, took in seconds.items() if took <= best * (1 + TOLERANCE))
     without = [s.plain_depth for s in stages[:-1] if s.plain_depth is not None and s.plain_depth >= enough]
-    return min([most, math.ceil(enough * MARGIN), *without])
+    deeper = min([most, math.ceil(enough * MARGIN), *without])
+    return deeper if step_seconds(stages, links, micro_batches, deeper) <= seconds[enough] * (1 + TOLERANCE) else enough
 
 
 SLOWER, RELATIVE, WASTED_SECONDS, KNOWN = 4.0, 2.0, 2.0, 4
