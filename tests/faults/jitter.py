@@ -4,8 +4,8 @@ python -m tests.faults.jitter --netlab PATH/netlab.sh [--dir FOLDER]
 
 One bootstrap node and four weak peers that make a chain, each behind an emulated home link. Four phases: as it is; with 3 % loss and 100 ms jitter on the link of LOSSY; with SLOW at
 half its speed as well, until a plan moves blocks away from it; and after that. In each the chain must do all inner steps of every
-round and be committed, and nobody may be mended. While SLOW is slow, what `potluck monitor` names as the bottleneck must be SLOW, or
-a link of LOSSY. In the end the log is replayed: everybody must have attested those bits.
+round and be committed, and nobody may be mended. While SLOW is slow, the bottleneck of most steps must be SLOW or
+a link of LOSSY, and so must be what `potluck monitor` names last before the move; announcements are some seconds old. In the end the log is replayed: everybody must have attested those bits.
 
 Printed, per phase: seconds of an inner step, seconds of a round, and what was the bottleneck of how many steps.
 """
@@ -46,7 +46,7 @@ def make_manifest() -> Manifest:
         made,
         start_peers=STAGES,
         model=dataclasses.replace(made.model, n_layers=24, d_model=64, d_ff=384),
-        train=dataclasses.replace(made.train, micro_batches=16, rows=1, sequence=32),
+        train=dataclasses.replace(made.train, micro_batches=12, rows=1, sequence=32),
         timing=dataclasses.replace(made.timing, round_deadline=120.0, gone_after=10.0),
     )
 
@@ -146,8 +146,8 @@ class Uneven:
         found = self.report("lossy and slow", first, moved["round"] - 1, begin)
         print(f"  potluck monitor: {'; '.join(map(self.named, said))}")
         print(f"  moved in round {moved['round']}: {moved['before']} -> {moved['after']} blocks, {moved['reason']}")
-        for bottlenecks in (found, said):
-            assert sum(map(self.expected, bottlenecks)) > len(bottlenecks) / 2, "something else was named more often"
+        assert sum(map(self.expected, found)) > len(found) / 2, "something else was the bottleneck of more steps"
+        assert self.expected(said[-1]), "the monitor named something else in the end"
 
     def run(self) -> None:
         print(f"the chain: {', '.join(self.chain)}; lossy: {self.chain[LOSSY]}, slow: {self.chain[SLOW]}", flush=True)
