@@ -263,7 +263,10 @@ class Node:
                     self._directory.lost(peer)
                     self._events.put_nowait(leader.Gone(peer))
                     self._emit("gone", peer=peer)
-            self._events.put_nowait(leader.Tick())
+            closed = (p for p in self._ready if p not in self._sessions)
+            patience = leader.ABSENT_BEATS * self.manifest.timing.heartbeat
+            absent = frozenset(p for p in closed if now - self._last_heard.get(p, now) > patience)
+            self._events.put_nowait(leader.Tick(absent))
             self._events.put_nowait(quorum.Tick())
             await asyncio.sleep(POLL_SECONDS)
 

@@ -3,7 +3,8 @@
     state      event                                     next       effects
     gathering  start_peers are ready                     deciding   Propose(commit 0: the first plan)
     open       Offered, valid                            open       Fetch(parts that are not held yet)
-    open       Broken: a chain lost a member             open       Tell(Mend), again until all follow (protocol/repair.py)
+    open       Broken: a chain lost a member; or a       open       Tell(Mend), again until all follow (protocol/repair.py)
+               member is absent and a spare is ready
     open       no replica pending, or the deadline       deciding   Propose(commit r)
     deciding   Decided(commit r)                         open       (round r+1 begins)
     deciding   Decided(the last round)                   closing
@@ -49,6 +50,8 @@ from protocol.messages import (
 from protocol.planner import Candidate
 from protocol.repair import SLOW, Repairs
 
+ABSENT_BEATS = 2
+"""After so many heartbeats without a session a chain's member is replaced, if a spare is ready."""
 NORM_LIMIT = 10.0
 """A contribution whose norm exceeds the round's median so many times is left out."""
 
@@ -98,7 +101,9 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Time passed. `absent`: ready peers whose session ended and was not opened again for ABSENT_BEATS heartbeats."""
+
+    absent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,7 @@ class Leader:
         self.repairs = Repairs(self.plan)
         self._offers: dict[str, Offer] = {}
         self._failures: dict[str, str] = {}
+        self._absent: frozenset[str] = frozenset()
         self._leads = False
         self._proposed = False
         self._done = False
@@ -216,9 +222,12 @@ class Leader:
                 self._leads, self._proposed = leads, False
             case Decided(commit):
                 effects += self._begin(commit, now)
-            case Tick():
+            case Tick(absent):
+                self._absent = absent
                 if self._leads and self.repairs.mends:
                     effects += [Tell((peer,), mend, False) for peer, mend in self.repairs.unheard()]
+                for peer in sorted(absent):
+                    effects += self._lost(peer, "its session ended")
         return effects + self._advance(now)
 
     # --- what comes in
@@ -266,7 +275,8 @@ class Leader:
         known, majority = self.attests.get(self.round - 1, {}).get(spare, {}), self.majority(self.round - 1)
         wanted = planner.held_shards(self.manifest, stage.first, stage.last)
         right = all(shard in known and known[shard] == majority.get(shard, known[shard]) for shard in wanted)
-        return right and spare in self.ready and planner.can_take(self.manifest, self.ready[spare], stage)
+        there = spare in self.ready and spare not in self._absent
+        return right and there and planner.can_take(self.manifest, self.ready[spare], stage)
 
     def _tell(self, mend: Mend) -> list[Effect]:
         return [Tell(self.repairs.audience(mend.replica), mend, True)]

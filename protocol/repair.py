@@ -10,6 +10,9 @@ part is what the commit's contribution says. Of a chain that lost a member
     else, once per member and round    the same members again: it may be back, as it was or from its checkpoint
     else                               nobody: the chain ends its round, its members keep their work in the error feedback
 
+Who died before its neighbours had streams to it is reported by nobody: the leading node replaces a member whose session is closed
+for a while (protocol/leader.py) as soon as a spare is ready, and waits as long as there is none.
+
 A stage that has become slow (protocol/cost.py) is reported by the first one, and replaced if a spare is ready, else nothing happens.
 
 A report of an older epoch gets the present `Mend` again; the first report of an epoch decides. Mends are repeated until every

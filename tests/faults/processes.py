@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,29 @@ from protocol.manifest import Manifest
 
 DEADLINE = 300.0
 """Seconds for anything to happen."""
+
+
+class Thief:
+    """Steals a process's time while the block lasts: of every `period` seconds it runs for this `share`, and is stopped for the rest."""
+
+    def __init__(self, process: subprocess.Popen[bytes], share: float, period: float) -> None:
+        self._process, self._running, self._stopped = process, share * period, (1 - share) * period
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._steal)
+
+    def _steal(self) -> None:
+        while not self._over.wait(self._running):
+            self._process.send_signal(signal.SIGSTOP)
+            self._over.wait(self._stopped)
+            self._process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> Thief:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 class Swarm:

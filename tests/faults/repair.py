@@ -58,14 +58,20 @@ def make_manifest() -> Manifest:
     )
 
 
-def weak_memory(manifest: Manifest) -> int:
-    """The least memory of which four peers make a chain; three do not."""
+def least_memory(manifest: Manifest, stages: int) -> int:
+    """The least memory with which so many peers make a chain."""
     low, high = 0, tiny.full_memory(manifest)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if planner.split(manifest, [middle] * STAGES) is None else (low, middle)
-    assert planner.split(manifest, [high] * (STAGES - 1)) is None
+        low, high = (middle, high) if planner.split(manifest, [middle] * stages) is None else (low, middle)
     return high
+
+
+def weak_memory(manifest: Manifest) -> int:
+    """The least memory of which four peers make a chain; three do not."""
+    least = least_memory(manifest, STAGES)
+    assert planner.split(manifest, [least] * (STAGES - 1)) is None
+    return least
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +113,7 @@ class Tail:
 class Campaign:
     """The swarm, and what befalls it."""
 
-    def __init__(self, swarm: Swarm, names: list[str], lab: Callable[[str, str], None] | None) -> None:
+    def __init__(self, swarm: Swarm, names: list[str], lab: Callable[..., None] | None) -> None:
         self.swarm, self.lab = swarm, lab
         self.tails = {name: Tail(swarm.folder / name / "events.jsonl") for name in (NODE, *names)}
         self.names = names
@@ -219,10 +225,8 @@ class Campaign:
 
 
 @contextlib.contextmanager
-def netlab(
-    script: Path, names: list[str]
-) -> Iterator[tuple[dict[str, tuple[str, list[str]]], Callable[[str, str], None]]]:
-    """A home link of 50 Mb/s and 10 ms for everybody; where each lives, and what cuts and heals a link."""
+def netlab(script: Path, names: list[str]) -> Iterator[tuple[dict[str, tuple[str, list[str]]], Callable[..., None]]]:
+    """A home link of 50 Mb/s and 10 ms for everybody; where each lives, and what cuts, heals and sets a link."""
     lab = f"rep{os.getpid() % 10**6}"
     homes = {name: name.replace("-", "") for name in names}
     try:
@@ -233,8 +237,10 @@ def netlab(
             host = subprocess.run([script, "ip", lab, home], capture_output=True, text=True, check=True).stdout.strip()
             places[name] = (host, ["ip", "netns", "exec", f"nl-{lab}-{home}"])
 
-        def control(word: str, name: str) -> None:
-            subprocess.run([script, "ctl", lab, f"{word} {homes[name]}"], check=True, stdout=subprocess.DEVNULL)
+        def control(word: str, name: str, values: str = "") -> None:
+            subprocess.run(
+                [script, "ctl", lab, f"{word} {homes[name]} {values}"], check=True, stdout=subprocess.DEVNULL
+            )
 
         yield places, control
     finally:

@@ -3,12 +3,7 @@ plans move blocks away from it, the chain goes on, and all bits agree."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import signal
-import subprocess
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from peer import demo
@@ -16,30 +11,9 @@ from peer.events import Event
 from protocol.manifest import TimingSpec
 from tests import tiny
 from tests.e2e import swarms
-from tests.faults.processes import Swarm
+from tests.faults.processes import Swarm, Thief
 
 PEERS = ("weak-0", "weak-1")
-STOPPED_S, RUNNING_S = 0.1, 0.05
-
-
-@contextlib.contextmanager
-def slow(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The process has two thirds of all time stolen: it is stopped and continued, again and again."""
-    over = threading.Event()
-
-    def steal() -> None:
-        while not over.wait(RUNNING_S):
-            process.send_signal(signal.SIGSTOP)
-            over.wait(STOPPED_S)
-            process.send_signal(signal.SIGCONT)
-
-    thief = threading.Thread(target=steal)
-    thief.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thief.join()
 
 
 def test_blocks_move_away_from_a_stage_that_became_slow(tmp_path: Path) -> None:
@@ -64,7 +38,7 @@ def test_blocks_move_away_from_a_stage_that_became_slow(tmp_path: Path) -> None:
             named = f"…{first[-8:]} is the slowest stage" in event.fields.get("reason", "")
             return event.kind == "moved" and named and event.fields["after"][0] < event.fields["before"][0]
 
-        with slow(swarm.running[ids[first]]):
+        with Thief(swarm.running[ids[first]], share=1 / 3, period=0.15):
             moved = swarm.wait("node-0", away, "the move of blocks away from the slow stage").fields
             assert moved["peers"][0] == first
 

@@ -81,16 +81,20 @@ class BootstrapNode(Node):
             self.trace("KILLED")
             self.die()
             return
-        gone_after = self.swarm.manifest.timing.gone_after
+        timing = self.swarm.manifest.timing
         for peer, heard in list(self.heard.items()):
-            if self.world.now - heard >= gone_after:
+            if self.world.now - heard >= timing.gone_after:
                 del self.heard[peer]
                 self.trace(f"{peer} is gone")
                 session = self.sessions.pop(peer, None)
                 if session is not None:
                     self.swarm.peers[peer].post(0.1, self.swarm.peers[peer].closed, self.name, session)
                 self.work(leader.Gone(peer))
-        self.work(leader.Tick())
+        closed = [(p, heard) for p, heard in self.heard.items() if p not in self.sessions]
+        patience = leader.ABSENT_BEATS * timing.heartbeat
+        absent = frozenset(p for p, heard in closed if self.world.now - heard > patience)
+        self.world.stats["absent"] += len(absent)
+        self.work(leader.Tick(absent))
         self.work(quorum.Tick())
         self.later(1.0, self.tick)
 

@@ -69,6 +69,7 @@ def test_the_faults_do_happen_and_the_work_is_done_nevertheless(lives: list[Life
         "chains ended",
         "spares' shares",
         "moved",
+        "absent",
     )
     assert {name: stats[name] for name in rare if stats[name] < 20} == {}
     often = (

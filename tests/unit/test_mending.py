@@ -179,6 +179,33 @@ def test_who_is_gone_is_replaced_without_a_report() -> None:
     assert Driver().do(Gone("c")) == []
 
 
+def test_who_is_absent_is_replaced_without_a_report_as_soon_as_a_spare_is_ready() -> None:
+    absent = leading.Tick(frozenset({"c"}))
+    driver = Driver("f")
+    found = mend(driver.do(absent))
+    assert (found.peers, found.reason) == (("f", "d", "e"), "peer c: its session ended")
+    driver.follow(found)
+    assert driver.do(absent) == []
+    late = Driver("f")
+    late.attest("f", digests={"embed": "same"})
+    assert late.do(absent) == [], "it is waited upon while no spare holds the state"
+    late.attest("f", digests=dict.fromkeys(SHARDS, "same"))
+    assert mend(late.do(absent)).peers == ("f", "d", "e")
+
+
+def test_who_is_absent_is_waited_upon_without_a_spare_that_is_there() -> None:
+    assert Driver().do(leading.Tick(frozenset({"c"}))) == []
+    driver = Driver("f")
+    assert driver.do(leading.Tick(frozenset({"c", "f"}))) == []
+    assert mend(driver.do(leading.Tick(frozenset({"c"})))).peers == ("f", "d", "e")
+
+
+def test_who_offered_before_it_was_absent_is_not_replaced() -> None:
+    driver = Driver("f")
+    driver.offered_by(Mend(round=1, replica=0, epoch=0, peers=(), steps=0, reason=""), "c")
+    assert driver.do(leading.Tick(frozenset({"c"}))) == []
+
+
 def test_where_one_has_offered_the_steps_are_done() -> None:
     driver = Driver("f")
     assert driver.offered_by(Mend(round=1, replica=0, epoch=0, peers=(), steps=0, reason=""), "c", "e", steps=3) == []
