@@ -109,10 +109,9 @@ class Repairs:
         reason: str,
         steps: int,
         suits: Callable[[str, StageSpec], bool],
-        retry: bool = True,
     ) -> Mend | None:
         """What is to be done about the `lost` member, who did not offer; None where nothing is: it is waited upon. `suits`: whether
-        a spare is ready for a stage; `retry`: whether to try without a spare, too. `steps` > 0: so many are done by all."""
+        a spare is ready for a stage. `steps` > 0: so many are done by all."""
         assert self.plan is not None
         spec = self.plan.replicas[replica]
         stage = spec.stage_of(lost)
