@@ -237,7 +237,8 @@ class P2PTransport(Endpoint):
     async def serve(self, name: str, handler: Handler) -> None:
         async def serve(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             remote = info.peer_id.to_base58()
-            await self.run(handler, self.stream(remote, name, reader, writer, writer.transport.abort))
+            with contextlib.suppress(asyncio.CancelledError):  # nothing comes after, and asyncio would call it an error
+                await self.run(handler, self.stream(remote, name, reader, writer, writer.transport.abort))
 
         await self._within(self._p2p.add_binary_stream_handler(name, serve), CLOSE_SECONDS)
 

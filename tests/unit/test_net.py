@@ -391,6 +391,28 @@ def test_leaving_ends_every_stream(kind: str, tmp_path: Path) -> None:
     run(work())
 
 
+def test_who_leaves_while_a_served_stream_ends_reports_no_error(kind: str, tmp_path: Path) -> None:
+    async def work() -> None:
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        async with swarm(kind, tmp_path, 3) as (_, a, b):
+            served = asyncio.Event()
+
+            async def serve(stream: Stream) -> None:
+                served.set()
+
+            await b.serve("short", serve)
+            stream = await a.open(b.peer_id, "short", timeout=SOON)
+            await stream.send(b"hello")
+            await served.wait()
+            with pytest.raises(Ended):
+                await stream.recv(timeout=SOON)
+            await b.aclose()  # waits for our end of the stream, which does not come
+        assert errors == []
+
+    run(work())
+
+
 def test_junk_blob_requests_are_dropped_quietly(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def work() -> None:
         async with swarm(kind, tmp_path, 2) as (a, b):
