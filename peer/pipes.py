@@ -1,8 +1,8 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
-A pipe belongs to one *epoch* of a replica's chain in a round (protocol/repair.py): the members of another chain never meet. Whoever
-is not ready yet, because it still applies the round before, does not know of the mend or waits for its other neighbour, says
-that it lives.
+A pipe is a few streams (peer/net/lanes.py), each of which begins with a hello that names its lane. It belongs to one *epoch* of
+a replica's chain in a round (protocol/repair.py): the members of another chain never meet. Whoever is not ready yet, because it
+still applies the round before, does not know of the mend or waits for its other neighbour, says that it lives.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from peer.link import ChainBroken, keep_alive
 from peer.net.base import Stream, Transport
+from peer.net.lanes import LANES, Lanes
 from protocol import framing, wire
 from protocol.errors import RemoteError
 from protocol.messages import Plan
@@ -40,6 +41,7 @@ class Pipes:
         self._reach = reach
         self._lost = lost
         self._incoming: dict[Key, asyncio.Future[Stream]] = {}
+        self._lanes: dict[Key, dict[int, Stream]] = {}
         self._taken: set[Key] = set()
         self._living: set[asyncio.Task[None]] = set()
         self._oldest = (0, 0)
@@ -80,17 +82,36 @@ class Pipes:
                 while True:
                     try:
                         await self._reach(peer)
-                        stream = await self._transport.open(peer, wire.PIPE, timeout=DIAL_SECONDS)
-                        await stream.send(framing.pack_message({"round": round, "replica": replica, "epoch": epoch}))
-                        living = asyncio.create_task(keep_alive(stream, complete.is_set))
+                        pipe = await self._open(peer, {"round": round, "replica": replica, "epoch": epoch})
+                        living = asyncio.create_task(keep_alive(pipe, complete.is_set))
                         self._living.add(living)
                         living.add_done_callback(self._living.discard)
-                        return stream
+                        return pipe
                     except RemoteError:
                         self._lost(peer)  # it may have come back elsewhere
                         await asyncio.sleep(0.5)
         except TimeoutError:
             raise ChainBroken(peer, f"did not answer for {DIAL_SECONDS:g} s") from None
+
+    async def _open(self, peer: str, chain: dict[str, int]) -> Stream:
+        """A pipe of all lanes. Raises RemoteError."""
+        streams: dict[int, Stream] = {}
+
+        async def open(lane: int) -> None:
+            streams[lane] = await self._transport.open(peer, wire.PIPE, timeout=DIAL_SECONDS)
+            await streams[lane].send(framing.pack_message({**chain, "lane": lane}))
+
+        tasks = [asyncio.create_task(open(lane)) for lane in range(LANES)]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for stream in streams.values():
+                await stream.close()
+            raise
+        return Lanes([streams[lane] for lane in range(LANES)])
 
     async def _accept(self, key: Key) -> Stream:
         seconds = MENDED_SECONDS if key[1] else ACCEPT_SECONDS
@@ -110,7 +131,12 @@ class Pipes:
         self._oldest = max(self._oldest, (round, epoch))
         for key in [k for k in self._incoming if k[:2] < (round, epoch)]:
             self._incoming.pop(key).cancel()
+            self._lanes.pop(key, None)
             self._taken.discard(key)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Lets the handlers see whether they are needed still."""
         self._over.set()
         self._over = asyncio.Event()
 
@@ -118,11 +144,11 @@ class Pipes:
         """An incoming pipe: hands the stream to the training that waits for it, and stays until that is over."""
         hello = framing.unpack_message(bytes(await stream.recv(256)))
         match hello:
-            case {"round": int(round), "epoch": int(epoch), "replica": int(replica)}:
+            case {"round": int(round), "epoch": int(epoch), "replica": int(replica), "lane": int(lane)}:
                 pass
             case _:
                 raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not a pipe's beginning; it was closed")
-        if not applied < round <= applied + AHEAD or (round, epoch) < self._oldest:
+        if not applied < round <= applied + AHEAD or (round, epoch) < self._oldest or not 0 <= lane < LANES:
             raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not for this chain; it was closed")
         if len(self._incoming) >= MAX_PIPES:
             raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: too many wait here; it was closed")
@@ -130,7 +156,12 @@ class Pipes:
         waiting = self._expect(key)
         if waiting.done():
             raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: there is one already; it was closed")
-        waiting.set_result(stream)
-        await keep_alive(stream, lambda: key in self._taken or key not in self._incoming)
-        while key in self._incoming:
+        lanes = self._lanes.setdefault(key, {})
+        lanes[lane] = stream  # one that was there before is of a dial that failed
+        self._wake()
+        if len(lanes) == LANES:
+            pipe = Lanes([lanes[i] for i in range(LANES)])
+            waiting.set_result(pipe)
+            await keep_alive(pipe, lambda: key in self._taken or key not in self._incoming)
+        while key in self._incoming and lanes[lane] is stream:
             await self._over.wait()

@@ -91,7 +91,9 @@ class Stream(Protocol):
 
     remote: str
     name: str
-    received: int
+
+    @property
+    def received(self) -> int: ...
 
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         """One frame whose body is the parts; returns when it is on its way, the parts may change then. Waits while the

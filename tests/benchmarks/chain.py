@@ -37,6 +37,7 @@ import torch
 
 from peer.net import p2p
 from peer.net.base import Stream
+from peer.net.lanes import LANES, Lanes
 from peer.pipeline import run_steps
 from peer.trainer import make_worker
 from protocol import boundary, cost, layout
@@ -140,10 +141,13 @@ async def joined(
     torch.set_num_threads(1)
     transport = await p2p.start(folder / f"key-{stage}", host=host, validate=lambda *_: False)
     arrived: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
+    lanes: dict[int, Stream] = {}
     over = asyncio.Event()
 
     async def keep(stream: Stream) -> None:
-        arrived.set_result(stream)
+        lanes[int(await stream.recv())] = stream
+        if len(lanes) == LANES:
+            arrived.set_result(Lanes([lanes[i] for i in range(LANES)]))
         await over.wait()
 
     await transport.serve(NAME, keep)
@@ -152,11 +156,12 @@ async def joined(
     previous = following = None
     if stage + 1 < stages:
         await transport.connect([peers[stage + 1]["address"]], timeout=60)
-        following = await transport.open(peers[stage + 1]["peer"], NAME, timeout=60)
-        await following.send(b"hello")
+        streams = [await transport.open(peers[stage + 1]["peer"], NAME, timeout=60) for _ in range(LANES)]
+        for lane, stream in enumerate(streams):
+            await stream.send(str(lane).encode())
+        following = Lanes(streams)
     if stage:
         previous = await arrived
-        await previous.recv()
     say(ready=True)
     yield previous, following
     over.set()

@@ -11,6 +11,7 @@ import pytest
 from peer import link, pipes
 from peer.link import ChainBroken
 from peer.net.base import Closed
+from peer.net.lanes import LANES, SPLIT, Lanes
 from peer.net.memory import MemoryNetwork
 from peer.pipes import Pipes
 from protocol import framing, wire
@@ -75,15 +76,17 @@ def test_who_is_not_ready_gives_signs_of_life() -> None:
         stream = (await made["a"].neighbours(PLAN, 0, 0, 0))[1]  # b has not begun
         for _ in range(3):
             assert await kind(stream) == link.BEAT
-        heard: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        dialled = dict[int, Any]()
 
         async def serve(stream: Any) -> None:
-            await stream.recv()  # the hello
-            heard.set_result(await kind(stream))
+            dialled[framing.unpack_message(await stream.recv())["lane"]] = stream
+            await asyncio.Event().wait()
 
         await network.peers["c"].serve(wire.PIPE, serve)
         waits = asyncio.create_task(made["b"].neighbours(PLAN, 0, 1, 1))  # b has, and waits for a
-        assert await heard == link.BEAT
+        while len(dialled) < LANES:
+            await asyncio.sleep(0)
+        assert await kind(Lanes([dialled[i] for i in range(LANES)])) == link.BEAT
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
 
@@ -129,8 +132,9 @@ def test_who_cannot_be_reached_is_named_and_nothing_stays_open(monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "hello",
-    [{}, {"round": 4, "replica": 0}, {"round": "4", "epoch": 0, "replica": 0}, [4], None]
-    + [{"round": r, "epoch": 0, "replica": 0} for r in (3, 7, -1)],
+    [{}, {"round": 4, "replica": 0, "lane": 0}, {"round": "4", "epoch": 0, "replica": 0, "lane": 0}, [4], None]
+    + [{"round": r, "epoch": 0, "replica": 0, "lane": 0} for r in (3, 7, -1)]
+    + [{"round": 4, "epoch": 0, "replica": 0, "lane": lane} for lane in (-1, LANES)],
 )
 def test_other_beginnings_are_refused(hello: Any) -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
@@ -142,11 +146,29 @@ def test_other_beginnings_are_refused(hello: Any) -> None:
     run(story)
 
 
+def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> None:
+    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+        halves = [await network.peers["a"].open("b", wire.PIPE, timeout=1.0) for _ in range(LANES - 1)]
+        for lane, half in enumerate(halves):
+            await half.send(framing.pack_message({"round": 4, "epoch": 0, "replica": 0, "lane": lane}))
+        while len(made["b"]._lanes.get((4, 0, 0, "a"), ())) < LANES - 1:
+            await asyncio.sleep(0)
+        found = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
+        for half in halves:
+            with pytest.raises(Closed):
+                await half.recv()
+        await found[0][1].send(bytes(SPLIT))
+        while len(frame := await found[1][0].recv()) != SPLIT:
+            assert link.Head(*link._HEAD.unpack_from(frame)).kind == link.BEAT
+
+    run(story)
+
+
 def test_waiting_pipes_are_bounded() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> int:
         streams = [await network.peers["a"].open("b", wire.PIPE, timeout=1.0) for _ in range(pipes.MAX_PIPES + 4)]
         for number, stream in enumerate(streams):
-            await stream.send(framing.pack_message({"round": 4, "epoch": number, "replica": 0}))
+            await stream.send(framing.pack_message({"round": 4, "epoch": number, "replica": 0, "lane": 0}))
             while len(made["b"]._incoming) <= min(number, pipes.MAX_PIPES - 1):
                 await asyncio.sleep(0)
         with pytest.raises(Closed):

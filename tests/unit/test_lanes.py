@@ -1,0 +1,195 @@
+"""Several streams as one: what is sent comes whole and in order, whatever is interrupted; lies end all lanes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+
+from peer.net.base import Closed, Ended, Stream, Timeout
+from peer.net.lanes import LANES, SPLIT, Lanes, sizes
+from peer.net.memory import MemoryNetwork
+from protocol.errors import RemoteError
+from protocol.framing import MAX_FRAME, FrameError
+
+SIZES = (0, 1, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + 7, 1_000_003)
+
+
+@contextlib.asynccontextmanager
+async def connected() -> AsyncIterator[tuple[list[Stream], list[Stream]]]:
+    """The ends of LANES streams."""
+    network, there, over = MemoryNetwork(), dict[int, Stream](), asyncio.Event()
+    a, b = network.transport("a"), network.transport("b")
+
+    async def serve(stream: Stream) -> None:
+        there[int(await stream.recv())] = stream
+        await over.wait()
+
+    await b.serve("lanes", serve)
+    await a.connect(b.addresses, timeout=1.0)
+    here: list[Stream] = []
+    for lane in range(LANES):
+        here.append(await a.open("b", "lanes", timeout=1.0))
+        await here[-1].send(str(lane).encode())
+    while len(there) < LANES:
+        await asyncio.sleep(0)
+    try:
+        yield here, [there[i] for i in range(LANES)]
+    finally:
+        over.set()
+        await a.aclose()
+        await b.aclose()
+
+
+def run(story: Callable[[list[Stream], list[Stream]], Awaitable[Any]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30), connected() as (here, there):
+            await story(here, there)
+
+    asyncio.run(main())
+
+
+def body(size: int) -> bytes:
+    return bytes(i * 31 % 251 for i in range(size))
+
+
+async def drain(stream: Stream) -> None:
+    while True:
+        await stream.recv()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_slices_are_the_frame_and_nearly_equal(size: int) -> None:
+    cut = sizes(size, LANES)
+    assert (len(cut), sum(cut)) == (LANES, size)
+    assert max(cut) - min(cut) <= 1 or (size < SPLIT and cut[0] == size)
+
+
+def test_frames_come_whole_and_in_order_both_ways() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        one, two = Lanes(here), Lanes(there)
+        assert (one.remote, one.name) == ("b", "lanes")
+
+        async def send(stream: Stream) -> None:
+            for size in SIZES:
+                await stream.send(body(size)[: size // 3], memoryview(body(size))[size // 3 :])
+
+        async def take(stream: Stream) -> list[bytes]:
+            return [await stream.recv() for _ in SIZES]
+
+        before = two.received
+        _, _, *came = await asyncio.gather(send(one), send(two), take(one), take(two))
+        assert came == [[body(size) for size in SIZES]] * 2
+        slices = sum(1 if size < SPLIT else LANES for size in SIZES)
+        assert two.received - before == sum(SIZES) + 4 * len(SIZES) + 4 * slices, "lengths and the slices' prefixes"
+
+    run(story)
+
+
+def test_an_interrupted_recv_loses_nothing() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        frame, taking = body(SPLIT), Lanes(there)
+        cut, at = sizes(SPLIT, LANES), 0
+        for lane, size in enumerate(cut):
+            with pytest.raises(Timeout):
+                await taking.recv(timeout=0.01)
+            head = len(frame).to_bytes(4, "big") if lane == 0 else b""
+            await here[lane].send(head + frame[at : at + size])
+            at += size
+        assert await taking.recv() == frame
+
+    run(story)
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        (b"", ()),
+        (b"\x00\x00\x00", ()),
+        (b"\x00\x00\x00\x05four", ()),
+        (b"\x00\x00\x00\x03four", ()),
+        (b"\xff\xff\xff\xff" + bytes(SPLIT), ()),
+        (SPLIT.to_bytes(4, "big") + bytes(SPLIT), ()),
+        (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, SPLIT // 4 - 1, SPLIT // 4)),
+        (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, SPLIT // 4 + 1, SPLIT // 4)),
+    ],
+)
+def test_who_sends_what_is_no_frame_is_cut_off(first: bytes, others: Sequence[int]) -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        taking = Lanes(there)
+        await here[0].send(first)
+        for stream, size in zip(here[1:], others, strict=False):
+            await stream.send(bytes(size))
+        with pytest.raises(Closed):
+            await taking.recv(limit=2 * SPLIT)
+        for stream in here:
+            with pytest.raises(RemoteError):
+                await stream.recv()
+
+    run(story)
+
+
+def test_a_frame_above_the_limit_is_refused_at_once() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        sending = asyncio.create_task(Lanes(here).send(body(10 * SPLIT)))
+        with pytest.raises(Closed):
+            await Lanes(there).recv(limit=SPLIT)
+        await asyncio.gather(sending, return_exceptions=True)
+
+    run(story)
+
+
+def test_the_end_and_a_death_are_told_apart() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        one, two = Lanes(here), Lanes(there)
+        await one.send(body(SPLIT))
+        await one.finish()
+        assert await two.recv() == body(SPLIT)
+        with pytest.raises(Ended):
+            await two.recv()
+        await two.close()
+        with pytest.raises(Closed):
+            await one.recv()
+
+    run(story)
+
+
+def test_a_send_that_fails_on_one_lane_ends_all() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        await here[-1].close()
+        with pytest.raises(RemoteError):
+            await Lanes(here).send(body(SPLIT))
+        for stream in there[:-1]:
+            with pytest.raises(Closed):
+                await drain(stream)
+
+    run(story)
+
+
+def test_the_longest_frame_passes_and_a_longer_one_is_not_sent() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        one, two = Lanes(here), Lanes(there)
+        with pytest.raises(FrameError):
+            await one.send(bytes(MAX_FRAME), b"x")
+        _, came = await asyncio.gather(one.send(bytes(MAX_FRAME)), two.recv())
+        assert len(came) == MAX_FRAME
+
+    run(story)
+
+
+def test_a_cancelled_send_ends_all() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        sending = asyncio.create_task(Lanes(here).send(bytes(MAX_FRAME)))  # more than memory streams hold
+        while not any(stream.received > SPLIT for stream in there):
+            with contextlib.suppress(Timeout):
+                await there[1].recv(timeout=0.01)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        for stream in there:
+            with pytest.raises(Closed):
+                await drain(stream)
+
+    run(story)
