@@ -1,6 +1,6 @@
 """How busy home links keep a chain: four stage processes behind emulated links, computing replaced by a wait.
 
-    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid (about 25 minutes)
+    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid (about 45 minutes)
     python -m tests.benchmarks.chain --netlab PATH/netlab.sh --target     # 100 Mb/s, 25 ms, d/8 at full size
 
 Everything but the model's arithmetic is real: daemons, streams, frames, queues, tensors of the true size, number formats,
@@ -11,8 +11,8 @@ each has two neighbours).
 
 Ideal: the same chain if bytes took no time, (M + S - 1) x pace for M micro-batches. Beside the measured share of it stand the
 cost model's prediction, and both for textbook 1F1B, whose depth is the number of stages. Depth: what the chain picked from its
-own measurements in the step before. Where transfers take over twice the computing, only 32 micro-batches are run: more would
-give the same share.
+own measurements in the step before. A row is the median of three steps. Where transfers take over twice the computing, only 32
+micro-batches are run: more would give the same share.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ RATES = (10, 50, 100, 1000)
 LATENCIES = (10, 25, 75)
 SPEC = ModelSpec(vocab_size=97, d_model=8, n_layers=STAGES, n_heads=1, d_ff=8, context=4096)
 NAME = "chain-benchmark"
+CARRIED = (1448 - 52 / 2) / 1500
+"""Of a link's rate: packets of 1500 bytes carry 1448, and every other one that comes is answered by 52 bytes."""
 TIMEOUT = 900.0
+SAMPLES = 3
+"""Steps of which the one with the median time counts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,7 @@ class Case:
     @property
     def transfer(self) -> float:
         """Seconds that a frame occupies a link."""
-        return self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8 / (self.rate * 1e6)
+        return self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8 / (self.rate * 1e6 * CARRIED)
 
     @property
     def ideal(self) -> float:
@@ -292,11 +296,15 @@ class Chain:
 HEAD = "| Mb/s | ms | k/d | format | M | transfer / pace | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|---|"
 
 
+def _middle(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The one of the last SAMPLES steps with the median time."""
+    return sorted(steps[-SAMPLES:], key=lambda report: float(report["seconds"]))[SAMPLES // 2]
+
+
 def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
     """One row, and the depth that the chain used. `depth` 0: unknown yet, the chain finds it in a step of its own."""
-    steps = 1 if depth else 3
-    ours = chain.run(case, depth or 2 * STAGES, None, steps)[0][-1]
-    textbook = chain.run(case, STAGES, STAGES, 1)[0][-1]
+    ours = _middle(chain.run(case, depth or 2 * STAGES, None, SAMPLES + (0 if depth else 2))[0])
+    textbook = _middle(chain.run(case, STAGES, STAGES, SAMPLES)[0])
     row = {
         "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "format": case.wire, "micro_batches": case.micro_batches,
         "ratio": case.transfer / case.pace, "depth": ours["depth"],
