@@ -150,6 +150,12 @@ class Transport(Protocol):
         """Closes all streams and leaves; never raises."""
 
 
+def nothing_came(stream: Stream, timeout: float | None) -> Timeout:
+    """What `recv` raises after so many seconds."""
+    text = f"stream {stream.name} from {short(stream.remote)}: nothing came for {timeout:g} s; try again"
+    return Timeout(stream.remote, text)
+
+
 def short(peer: str) -> str:
     """How messages name a peer."""
     return f"…{peer[-8:]}" if len(peer) > 8 else peer

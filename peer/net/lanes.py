@@ -12,7 +12,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from peer.net.base import SEND_SECONDS, Closed, Ended, Stream, Timeout, short
+from peer.net.base import SEND_SECONDS, Closed, Ended, Stream, nothing_came, short
 from protocol import framing
 from protocol.errors import RemoteError
 from protocol.framing import MAX_FRAME, PREFIX
@@ -62,9 +62,7 @@ class Lanes:
             async with asyncio.timeout(timeout):
                 return await self._next(limit)
         except TimeoutError:
-            raise Timeout(
-                self.remote, f"stream {self.name} from {short(self.remote)}: nothing came for {timeout:g} s; try again"
-            ) from None
+            raise nothing_came(self, timeout) from None
         except Ended:
             raise
         except RemoteError:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
-from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, short
+from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came, short
 from protocol import framing
 from protocol.errors import RemoteError
 from protocol.framing import MAX_FRAME, FrameError, FrameReader
@@ -115,9 +115,7 @@ class FrameStream:
             async with asyncio.timeout(timeout):
                 return await self._next(limit)
         except TimeoutError:
-            raise Timeout(
-                self.remote, f"stream {self.name} from {short(self.remote)}: nothing came for {timeout:g} s; try again"
-            ) from None
+            raise nothing_came(self, timeout) from None
         except FrameError as error:
             self.abort()
             raise self._over(f"it sent a {error}") from None
