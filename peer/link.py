@@ -1,4 +1,4 @@
-"""One stage boundary: frames both ways over one stream, queues on both sides of it, and what they tell about the link.
+"""One stage boundary: frames both ways over one pipe (peer/net/lanes.py), queues on both sides of it, and what they tell about the link.
 
 Frames are written, read and decoded behind the computation's back. What is read waits in a queue of bounded length; when it
 is full nothing more is read, and the sender is held back by its stream. What is to be written is bounded by the
