@@ -8,11 +8,11 @@ most, and whoever is one behind can take it when it is told the norm. A newcomer
 from __future__ import annotations
 
 import asyncio
-import math
 import struct
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from peer.measured import finite
 from peer.trainer import StageTrainer
 
 _TOTAL = struct.Struct(">IBdd")
@@ -35,8 +35,7 @@ class Total:
     def unpack(cls, body: memoryview) -> Total | None:
         """None where these `TOTAL_BYTES` cannot be one."""
         steps, stop, norm, loss = _TOTAL.unpack(body)
-        plausible = stop <= 1 and all(math.isfinite(value) and value >= 0 for value in (norm, loss))
-        return cls(steps, stop == 1, norm, loss) if plausible else None
+        return cls(steps, stop == 1, norm, loss) if stop <= 1 and finite(norm, loss) else None
 
 
 @dataclass(slots=True)
