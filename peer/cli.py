@@ -17,6 +17,9 @@ import typer
 
 from protocol.errors import PotluckError
 
+DEMO_K = "64"
+"""Of the demo's recipe: values per token at a chain's boundaries."""
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -147,7 +150,7 @@ def demo(
     k: Annotated[
         str,
         typer.Option(help="Values per token at chain boundaries; 0 = whole; a list gives one for each chain."),
-    ] = "64",
+    ] = DEMO_K,
     inner_steps: Annotated[int | None, typer.Option(min=1, help="Inner steps per round, H.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data order and the demo's keys.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "cpu",

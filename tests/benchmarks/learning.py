@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peer import demo
+from peer import cli, demo
 from tests.e2e.swarms import options
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -35,7 +35,15 @@ def main() -> int:
         for seed in range(chosen.seeds):
             with tempfile.TemporaryDirectory(prefix="potluck-learning-") as name:
                 out = Path(name) / "run"
-                run = options(out, **swarm, stages=3, k=(64,), rounds=chosen.rounds, inner_steps=None, seed=seed)
+                run = options(
+                    out,
+                    **swarm,
+                    stages=3,
+                    k=demo.parse_k(cli.DEMO_K),
+                    rounds=chosen.rounds,
+                    inner_steps=None,
+                    seed=seed,
+                )
                 asyncio.run(demo.run(run))
                 table.setdefault(arm, []).append(json.loads(Path(f"{out}.json").read_text()))
     print("\n| arm | seed | nats per token | bits per byte | below unigram entropy | tokens | same bits | seconds |")

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peer import demo, link
+from peer import cli, demo, link
 from protocol import boundary, layout, planner, sparse
 from tests.e2e.swarms import options
 
@@ -35,7 +35,7 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     result = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else run()
-    chosen = options(Path("unused"), full=2, chains=1, stages=3, k=(64,))
+    chosen = options(Path("unused"), full=2, chains=1, stages=3, k=demo.parse_k(cli.DEMO_K))
     manifest = demo.make_manifest(chosen)
     wrong = 0
 
