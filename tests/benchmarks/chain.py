@@ -37,13 +37,14 @@ import torch
 
 from peer.net import p2p
 from peer.net.base import Stream
-from peer.net.lanes import LANES, Lanes
 from peer.pipeline import run_steps
+from peer.pipes import Pipes
 from peer.trainer import make_worker
-from protocol import boundary, cost, layout
+from protocol import boundary, cost, layout, wire
 from protocol.cost import LinkCost, StageCost
 from protocol.layout import ModelSpec
 from protocol.manifest import TrainSpec
+from protocol.messages import Plan, ReplicaSpec, StageSpec
 from protocol.schema import plain
 
 STAGES = 4
@@ -53,7 +54,6 @@ PACE = 128 * TOKEN_SECONDS
 RATES = (10, 50, 100, 1000)
 LATENCIES = (10, 25, 75)
 SPEC = ModelSpec(vocab_size=97, d_model=8, n_layers=STAGES, n_heads=1, d_ff=8, context=4096)
-NAME = "chain-benchmark"
 CARRIED = (1448 - 52 / 2) / 1500
 """Of a link's rate: packets of 1500 bytes carry 1448, and every other one that comes is answered by 52 bytes."""
 TIMEOUT = 900.0
@@ -138,37 +138,25 @@ class Paced:
 
 
 @contextlib.asynccontextmanager
-async def joined(
-    stage: int, stages: int, host: str, folder: Path
-) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
+async def joined(stage: int, host: str, folder: Path) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
     """This stage's streams to the one before and the one after. Says its address, reads the others' from standard input."""
     torch.set_num_threads(1)
     transport = await p2p.start(folder / f"key-{stage}", host=host, validate=lambda *_: False)
-    arrived: asyncio.Future[Stream] = asyncio.get_running_loop().create_future()
-    lanes: dict[int, Stream] = {}
-    over = asyncio.Event()
+    addresses: dict[str, str] = {}
 
-    async def keep(stream: Stream) -> None:
-        lanes[int(await stream.recv())] = stream
-        if len(lanes) == LANES:
-            arrived.set_result(Lanes([lanes[i] for i in range(LANES)]))
-        await over.wait()
+    async def reach(peer: str) -> None:
+        await transport.connect([addresses[peer]], timeout=60)
 
-    await transport.serve(NAME, keep)
+    pipes = Pipes(transport, reach, lambda peer: None)
+    await transport.serve(wire.PIPE, lambda stream: pipes.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()
-    previous = following = None
-    if stage + 1 < stages:
-        await transport.connect([peers[stage + 1]["address"]], timeout=60)
-        streams = [await transport.open(peers[stage + 1]["peer"], NAME, timeout=60) for _ in range(LANES)]
-        for lane, stream in enumerate(streams):
-            await stream.send(str(lane).encode())
-        following = Lanes(streams)
-    if stage:
-        previous = await arrived
+    addresses |= {p["peer"]: p["address"] for p in peers}
+    chain = ReplicaSpec(k=0, stages=tuple(StageSpec(peer=p["peer"], first=i, last=i + 1) for i, p in enumerate(peers)))
+    previous, following = await pipes.neighbours(Plan(round=1, slot=0, replicas=(chain,)), 0, 0, stage)
     say(ready=True)
     yield previous, following
-    over.set()
+    pipes.forget(2)
     await transport.aclose()
 
 
@@ -186,7 +174,7 @@ async def heard() -> Any:
 async def be_stage(stage: int, host: str, folder: Path) -> None:
     """Takes one case after the other from standard input, and reports."""
     worker = make_worker()
-    async with joined(stage, STAGES, host, folder) as (previous, following):
+    async with joined(stage, host, folder) as (previous, following):
         while (asked := await heard()) is not None:
             train = TrainSpec(
                 inner_steps=1, micro_batches=asked["micro_batches"], rows=1, sequence=asked["tokens"],
@@ -302,7 +290,7 @@ def _middle(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
-    """One row, and the depth that the chain used. `depth` 0: unknown yet, the chain finds it in a step of its own."""
+    """One row, and the depth that the chain used. `depth` 0: unknown yet, the chain finds it in steps of their own."""
     ours = _middle(chain.run(case, depth or 2 * STAGES, None, SAMPLES + (0 if depth else 2))[0])
     textbook = _middle(chain.run(case, STAGES, STAGES, SAMPLES)[0])
     row = {

@@ -50,7 +50,7 @@ async def be_stage(stage: int, stages: int, steps: int, folder: Path) -> None:
     def windows(step: int) -> np.ndarray:
         return np.random.default_rng(step).integers(0, MODEL.vocab_size, (TRAIN.step_rows, TRAIN.sequence + 1))
 
-    async with joined(stage, stages, "127.0.0.1", folder) as (previous, following):
+    async with joined(stage, "127.0.0.1", folder) as (previous, following):
         torch.set_num_threads(2 // stages)
         reports = await run_steps(
             trainer, make_worker(2 // stages), first_step=1, steps=steps, wires=("bf16", "bf16"), timeout=300.0,
