@@ -17,10 +17,12 @@ import pytest
 
 from peer import link
 from peer.net import p2p
-from peer.net.base import Stream, Timeout
+from peer.net.base import Timeout, Transport
 from peer.pipeline import ChainBroken, run_steps
+from peer.pipes import Pipes
 from peer.trainer import make_worker
 from protocol import wire
+from protocol.messages import Plan, ReplicaSpec, StageSpec
 from tests.chains import SPEC, TRAIN, make_chain
 from tests.unit.test_net import SOON, anything, run, socket_base, swarm
 
@@ -32,7 +34,18 @@ FLOOD = 200
 WAITING = WIDE.micro_batches + 1
 """Frames that may wait in a stage; one more may wait for a place there, and one may be arriving."""
 IN_DAEMON = 48 << 20
-"""What both daemons and the sockets hold of one stream, at most; also how much a daemon may grow."""
+"""What both daemons and the sockets hold of a pipe, at most; also how much a daemon may grow."""
+
+
+async def _pipes(transport: Transport) -> Pipes:
+    """A peer's pipes; whom it dials it knows from the DHT's connections."""
+
+    async def reach(peer: str) -> None:
+        return
+
+    pipes = Pipes(transport, reach, lambda peer: None)
+    await transport.serve(wire.PIPE, lambda stream: pipes.serve(stream, 0))
+    return pipes
 
 
 def _stage(folder: Path, sockets: str, bootstrap: str, up: Connection) -> None:
@@ -47,25 +60,26 @@ def _stage(folder: Path, sockets: str, bootstrap: str, up: Connection) -> None:
 
     async def live() -> None:
         peer = await p2p.start(folder / "stage", host="127.0.0.1", bootstrap=[bootstrap], validate=anything)
-        over = asyncio.Event()
 
-        async def take(stream: Stream) -> None:
+        async def take() -> None:
+            previous, _ = await pipes.neighbours(plan, 0, 0, 1)
             try:
                 await run_steps(
                     make_chain((3,), 0, WIDE)[1], make_worker(), first_step=1, steps=1, wires=("fp32", "fp32"),
-                    timeout=SOON, windows=windows, previous=stream,
+                    timeout=SOON, windows=windows, previous=previous,
                 )  # fmt: skip
             except ChainBroken as error:
                 up.send(error.peer)
-            over.set()
 
-        await peer.serve(wire.PIPE, take)
+        pipes = await _pipes(peer)
         up.send((peer.peer_id, os.getpid(), peer._p2p._child.pid))
+        plan = await asyncio.to_thread(up.recv)
+        taking = asyncio.create_task(take())
         await asyncio.to_thread(begun.wait)
         up.send("busy")
         await asyncio.to_thread(up.recv)
         free.set()
-        await over.wait()
+        await taking
         await peer.aclose()
 
     asyncio.run(live())
@@ -84,8 +98,11 @@ def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path, s
             try:
                 peer, *pids = await asyncio.to_thread(here.recv)
                 stage, daemon = map(psutil.Process, pids)
-                stream = await a.open(peer, wire.PIPE, timeout=SOON)
-                await stream.send(link.Head(link.BEAT).pack())
+                stages = tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate((a.peer_id, peer)))
+                plan = Plan(round=1, slot=0, replicas=(ReplicaSpec(k=0, stages=stages),))
+                here.send(plan)
+                _, stream = await (await _pipes(a)).neighbours(plan, 0, 0, 0)
+                assert stream is not None
                 assert await asyncio.to_thread(here.recv) == "busy"
                 before, sent = [p.memory_info().rss for p in (stage, daemon)], 0
 
