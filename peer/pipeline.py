@@ -66,6 +66,7 @@ from peer.net.base import Stream
 from peer.standing import TOTAL_BYTES, Standing, Total, catch_up
 from peer.stats import Measure, Running, Statistics
 from peer.trainer import StageTrainer
+from peer.turns import Turns
 from protocol import boundary, layout
 from protocol.errors import LocalError, PotluckError, UsageError
 from protocol.framing import MAX_FRAME
@@ -140,7 +141,11 @@ class _Run:
         return Link(stream, group, self.arrived, self._decode, queue=queue, limit=limit, timeout=timeout)
 
     async def job(self, kind: int, work: Callable[..., T], *args: object) -> T:
-        """Runs `work` on the worker thread. What torch raises (no memory left, most often) becomes a LocalError."""
+        """Runs `work` on the worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.worker, self._timed(kind, work, *args))
+
+    def _timed(self, kind: int, work: Callable[..., T], *args: object) -> Callable[[], T]:
+        """For the worker thread: `work`, measured. What torch raises (no memory left, most often) becomes a LocalError."""
 
         def timed() -> T:
             start = time.perf_counter()
@@ -159,7 +164,7 @@ class _Run:
                 if self.trace is not None:
                     self.trace(work.__name__.strip("_"), start, end)
 
-        return await asyncio.get_running_loop().run_in_executor(self.worker, timed)
+        return timed
 
     async def receive(self, link: Link, expected: Head, body_bytes: int | None) -> Frame:
         """The one frame of `link` that may come now; None: of any length. Raises ChainBroken, also where the other link broke."""
@@ -264,30 +269,68 @@ class _Run:
 
     async def _micro_batches(self, step: int) -> None:
         """Every micro-batch forward and backward."""
-        forwards = backwards = 0
-        while backwards < self.train.micro_batches:
-            if await self._next(forwards, backwards) == BACKWARD:
-                assert self.following is not None
-                gradient = await self._take(self.following, BACKWARD, step, backwards)
-                if backwards == forwards:
-                    self.following.blame("sent gradients before it got activations")
-                self._send(
-                    self.previous,
-                    BACKWARD,
-                    step,
-                    backwards,
-                    await self.job(BACKWARD, self._backward, backwards, gradient),
-                )
-                backwards += 1
-                continue
-            inward = None if self.previous is None else await self._take(self.previous, FORWARD, step, forwards)
-            outward = await self.job(FORWARD, self._forward, forwards, inward)
-            if self.following is not None:
-                self._send(self.following, FORWARD, step, forwards, outward)
+        last = self.following is None
+        ended, prepared = {FORWARD: 0, BACKWARD: 0}, {FORWARD: 0, BACKWARD: 0}
+
+        def done(kind: int, outward: Tensor | None) -> None:
+            if kind == FORWARD and not last:
+                self._send(self.following, FORWARD, step, ended[kind], outward)
             else:
-                self._send(self.previous, BACKWARD, step, forwards, outward)
-                backwards += 1
-            forwards += 1
+                self._send(self.previous, BACKWARD, step, ended[kind], outward)
+            ended[kind] += 1
+
+        async def prepare() -> bool:
+            """Whether there was something to prepare."""
+            micro = prepared[BACKWARD]
+            may = micro < self.train.micro_batches and not turns.has(BACKWARD)
+            if may and self.following is not None and self.following.ready:
+                gradient = await self._take(self.following, BACKWARD, step, micro)
+                if micro >= ended[FORWARD]:
+                    self.following.blame("sent gradients before it got activations")
+                prepared[BACKWARD] += 1
+                turns.put(BACKWARD, self._timed(BACKWARD, self._backward, micro, gradient))
+                return True
+            micro = prepared[FORWARD]
+            may = micro < self.train.micro_batches and not turns.has(FORWARD)
+            if may and (
+                last or micro - prepared[BACKWARD] < self.depth if self.previous is None else self.previous.ready
+            ):
+                inward = None if self.previous is None else await self._take(self.previous, FORWARD, step, micro)
+                prepared[FORWARD] += 1
+                turns.put(FORWARD, self._timed(FORWARD, self._forward, micro, inward))
+                return True
+            return False
+
+        turns = Turns[Tensor | None](self.worker, (BACKWARD, FORWARD), done, self.arrived.set, self._waited)
+        try:
+            while ended[FORWARD if last else BACKWARD] < self.train.micro_batches:
+                self.arrived.clear()
+                turns.check()
+                if await prepare():
+                    continue
+                if turns.idle:
+                    waits_behind = prepared[FORWARD] > prepared[BACKWARD] or self.previous is None
+                    await self._arrival(self.following if waits_behind and not last else self.previous)
+                else:
+                    await self.arrived.wait()
+        finally:
+            turns.end()
+
+    async def _arrival(self, owing: Link | None) -> None:
+        """Waits for anything to come. Raises ChainBroken in the name of the neighbour who owes it, if nothing does."""
+        assert owing is not None
+        self._check()
+        try:
+            async with asyncio.timeout(min(link.timeout for link in self._links)):
+                await self.arrived.wait()
+        except TimeoutError:
+            owing.silent()
+
+    def _waited(self, kind: int, start: float, end: float) -> None:
+        """The worker had nothing to do."""
+        self._waits[kind] += end - start
+        if self.trace is not None and end - start > 1e-4:
+            self.trace("wait for forward" if kind == FORWARD else "wait for backward", start, end)
 
     async def _take(self, link: Link, kind: int, step: int, micro: int) -> Tensor:
         """The micro-batch's tensor from a neighbour, checked."""
@@ -338,37 +381,6 @@ class _Run:
                 return error
 
         return asyncio.get_running_loop().run_in_executor(self._codec, decode)
-
-    async def _next(self, forwards: int, backwards: int) -> int:
-        """Waits until something can be done after so many forwards and backwards, and says which."""
-        start = time.perf_counter()
-        silent_after = (
-            start + min(link.timeout for link in (self.previous, self.following) if link) if self._links else 0
-        )
-        while True:
-            self.arrived.clear()
-            kind = 0
-            if self.following is not None and self.following.ready:
-                kind = BACKWARD
-            elif forwards < self.train.micro_batches:
-                if self.previous is not None:
-                    kind = FORWARD if self.previous.ready else 0
-                elif self.following is None or forwards - backwards < self.depth:
-                    kind = FORWARD
-            if kind:
-                end = time.perf_counter()
-                self._waits[kind] += end - start
-                if self.trace is not None and end - start > 1e-4:
-                    self.trace("wait for forward" if kind == FORWARD else "wait for backward", start, end)
-                return kind
-            self._check()
-            try:
-                async with asyncio.timeout(silent_after - time.perf_counter()):
-                    await self.arrived.wait()
-            except TimeoutError:
-                owing = self.following if forwards > backwards or self.previous is None else self.previous
-                assert owing is not None
-                owing.silent()
 
     @property
     def _links(self) -> list[Link]:

@@ -33,6 +33,7 @@ import psutil
 
 from protocol import layout
 from protocol.layout import ModelSpec
+from tests.lab import lab
 
 COMPRESSIONS = ("none", "fp16", "8bit")
 DEADLINE = 1800.0
@@ -103,20 +104,12 @@ def loopback(peers: int) -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def lab(netlab: Path, peers: int, up: float, down: float, rtt: float) -> Iterator[Place]:
+def homes(netlab: Path, peers: int, up: float, down: float, rtt: float) -> Iterator[Place]:
     """Each behind a link of `up`/`down` Mb/s with `rtt` ms between any two; see the lab's README."""
-    name = f"avg{os.getpid() % 10**6}"
     names = [f"p{i}" for i in range(peers)]
-    subprocess.run([netlab, "up", name, *(f"{p}:{up:g}/{down:g}:{rtt / 2:g}" for p in names)], check=True)
-    try:
-        hosts = [
-            subprocess.run([netlab, "ip", name, p], capture_output=True, text=True, check=True).stdout.strip()
-            for p in names
-        ]
-        prefix = [["ip", "netns", "exec", f"nl-{name}-{p}"] for p in names]
-        yield Place(f"{up:g}/{down:g} Mb/s, {rtt:g} ms", hosts, prefix, False)
-    finally:
-        subprocess.run([netlab, "down", name], check=True)
+    with lab(netlab, dict.fromkeys(names, f"{up:g}/{down:g}:{rtt / 2:g}")) as links:
+        hosts, prefixes = zip(*(links.places[n] for n in names), strict=True)
+        yield Place(f"{up:g}/{down:g} Mb/s, {rtt:g} ms", list(hosts), list(prefixes), False)
 
 
 # --- one process
@@ -297,7 +290,7 @@ def main() -> None:
     results = []
     for compression in chosen.compression:
         there = (
-            lab(chosen.netlab, chosen.peers, chosen.up, chosen.down, chosen.rtt)
+            homes(chosen.netlab, chosen.peers, chosen.up, chosen.down, chosen.rtt)
             if chosen.netlab
             else loopback(chosen.peers)
         )

@@ -1,6 +1,6 @@
 """How busy home links keep a chain: four stage processes behind emulated links, computing replaced by a wait.
 
-    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid (about 45 minutes)
+    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid (over two hours)
     python -m tests.benchmarks.chain --netlab PATH/netlab.sh --target     # 100 Mb/s, 25 ms, d/8 at full size
 
 Everything but the model's arithmetic is real: daemons, streams, frames, queues, tensors of the true size, number formats,
@@ -9,10 +9,16 @@ from it, so that transfer and computing have the ratio of a 70 B model (d = 8192
 takes 262.5 microseconds. Every boundary has the link's rate in each direction (the two inner stages have twice the rate, since
 each has two neighbours).
 
+Where the links together carry more than LOAD, this machine would measure itself. There the clock goes slower: rates are divided, and
+latencies, routers' queues and the pace multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
+among them (time dilation; Gupta et al., NSDI 2006).
+
+TCP keeps its windows while a connection rests (net.ipv4.tcp_slow_start_after_idle=0, see the README), but for --idle-restart.
+
 Ideal: the same chain if bytes took no time, (M + S - 1) x pace for M micro-batches. Beside the measured share of it stand the
 cost model's prediction, and both for textbook 1F1B, whose depth is the number of stages. Depth: what the chain picked from its
-own measurements in the step before. A row is the median of three steps. Where transfers take over twice the computing, only 32
-micro-batches are run: more would give the same share.
+own measurements in the step before. A row is the median of three steps, or one long one. Where transfers take over twice the computing,
+only 32 micro-batches are run: more would give the same share.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
+import math
 import subprocess
 import sys
 import tempfile
@@ -46,11 +52,12 @@ from protocol.layout import ModelSpec
 from protocol.manifest import TrainSpec
 from protocol.messages import Plan, ReplicaSpec, StageSpec
 from protocol.schema import plain
+from tests.lab import lab
 
 STAGES = 4
 D = 8192
 TOKEN_SECONDS = 6 * 70e9 / (STAGES * 400e12)
-PACE = 128 * TOKEN_SECONDS
+PACE = 512 * TOKEN_SECONDS
 RATES = (10, 50, 100, 1000)
 LATENCIES = (10, 25, 75)
 SPEC = ModelSpec(vocab_size=97, d_model=8, n_layers=STAGES, n_heads=1, d_ff=8, context=4096)
@@ -58,7 +65,13 @@ CARRIED = (1448 - 52 / 2) / 1500
 """Of a link's rate: packets of 1500 bytes carry 1448, and every other one that comes is answered by 52 bytes."""
 TIMEOUT = 900.0
 SAMPLES = 3
-"""Steps of which the one with the median time counts."""
+"""Steps of which the one with the median time counts,"""
+LONG = 20.0
+"""but if the first takes so many seconds, no others are made: it is a mean over many micro-batches."""
+LOAD = 200.0
+"""Mb/s over all boundaries and directions of which two cores take little notice; they can do twice as much."""
+QUEUE_MS = 100
+"""What a router's queue holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +96,25 @@ class Case:
         return self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8 / (self.rate * 1e6 * CARRIED)
 
     @property
+    def slower(self) -> int:
+        """How many times slower the clock of rates, latencies, queues and pace goes, so that the links and not this machine are
+        measured."""
+        used = self.transfer / max(self.transfer, self.pace)
+        return math.ceil(2 * (STAGES - 1) * self.rate * used / LOAD)
+
+    def costs(self) -> tuple[list[StageCost], list[LinkCost]]:
+        """For the cost model."""
+        stage = StageCost(forward=self.pace / 3, backward=self.pace * 2 / 3)
+        link = LinkCost(forward=self.transfer, backward=self.transfer, latency=self.latency / 1e3)
+        return [stage] * STAGES, [link] * (STAGES - 1)
+
+    @property
     def ideal(self) -> float:
         return (self.micro_batches + STAGES - 1) * self.pace
 
     def predicted(self, depth: int) -> float:
         """Share of the ideal by the cost model."""
-        stages = [StageCost(forward=self.pace / 3, backward=self.pace * 2 / 3)] * STAGES
-        link = LinkCost(forward=self.transfer, backward=self.transfer, latency=self.latency / 1e3)
-        return self.ideal / cost.step_seconds(stages, [link] * (STAGES - 1), self.micro_batches, depth)
+        return self.ideal / cost.step_seconds(*self.costs(), self.micro_batches, depth)
 
 
 # --- one stage
@@ -240,70 +264,73 @@ class Chain:
 
     @classmethod
     @contextlib.contextmanager
-    def start(cls, netlab: Path, rate: float, latency: float) -> Iterator[Chain]:
+    def start(cls, netlab: Path, idle_restart: bool, rate: float, latency: float, slower: int) -> Iterator[Chain]:
         """Every boundary has `rate` Mb/s each way and `latency` ms one way, from the first connection on: its round trip is what
         libp2p sizes its windows by."""
-        lab = f"chn{os.getpid() % 10**6}"
-        names = [f"s{i}" for i in range(STAGES)]
-        rates = [rate if i in (0, STAGES - 1) else 2 * rate for i in range(STAGES)]
-        links = [f"{name}:{mine:g}/{mine:g}:{latency:g}" for name, mine in zip(names, rates, strict=True)]
-        subprocess.run([netlab, "up", lab, *links], check=True)
-        processes = Processes([])
-        try:
-            with tempfile.TemporaryDirectory(prefix="potluck-chain-") as folder:
-                commands = []
-                for i, name in enumerate(names):
-                    host = subprocess.run([netlab, "ip", lab, name], capture_output=True, text=True, check=True).stdout
-                    stage = [sys.executable, "-m", "tests.benchmarks.chain", "--stage", str(i), "--host", host.strip()]
-                    commands.append(["ip", "netns", "exec", f"nl-{lab}-{name}", *stage, "--folder", folder])
-                processes = Processes(commands)
+        rates = [(1 if i in (0, STAGES - 1) else 2) * rate / slower for i in range(STAGES)]
+        links = {f"s{i}": f"{mine:.3f}/{mine:.3f}:{latency * slower:g}" for i, mine in enumerate(rates)}
+        with (
+            lab(netlab, links, idle_restart=idle_restart) as there,
+            tempfile.TemporaryDirectory(prefix="potluck-chain-") as folder,
+        ):
+            for name in there.places:
+                there.control("set", name, f"queue={QUEUE_MS * slower}")
+            commands = []
+            for i, (host, prefix) in enumerate(there.places.values()):
+                stage = [sys.executable, "-m", "tests.benchmarks.chain", "--stage", str(i), "--host", host]
+                commands.append([*prefix, *stage, "--folder", folder])
+            processes = Processes(commands)
+            try:
                 processes.introduce()
                 yield cls(processes)
-        finally:
-            processes.kill()
-            subprocess.run([netlab, "down", lab], check=True)
+            finally:
+                processes.kill()
 
-    def run(self, case: Case, depth: int, most: int | None, steps: int) -> list[list[dict[str, Any]]]:
-        """The reports of each stage, step by step."""
+    def steps(self, case: Case, depth: int, most: int | None, count: int) -> list[dict[str, Any]]:
+        """The first stage's reports of so many inner steps, the first at `depth`, the others at what the chain picks up to `most`."""
         self.processes.tell(
             {
                 "micro_batches": case.micro_batches,
                 "tokens": case.tokens,
                 "width": D // case.divisor,
-                "pace": case.pace,
-                "steps": steps,
+                "pace": case.pace * case.slower,
+                "steps": count,
                 "forward": case.wire,
                 "backward": case.wire,
                 "depth": depth,
                 "most": most,
             }
         )
-        return [self.processes.hear(s)["reports"] for s in self.processes.stages]
+        reports: list[list[dict[str, Any]]] = [self.processes.hear(s)["reports"] for s in self.processes.stages]
+        return reports[0]
+
+    def middle(self, case: Case, depth: int, most: int | None = None) -> dict[str, Any]:
+        """The one of SAMPLES steps with the median time. `depth` 0: unknown yet, the chain finds it in a step of its own."""
+        guess = depth or cost.pick_depth(*case.costs(), case.micro_batches)
+        found = self.steps(case, guess, most, 1 if depth else 2)[-1]
+        samples = [found]
+        while len(samples) < SAMPLES and found["seconds"] < LONG:
+            samples += self.steps(case, found["depth"], most, 1)
+        return sorted(samples, key=lambda report: float(report["seconds"]))[len(samples) // 2]
 
 
-HEAD = "| Mb/s | ms | k/d | format | M | transfer / pace | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|---|"
-
-
-def _middle(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The one of the last SAMPLES steps with the median time."""
-    return sorted(steps[-SAMPLES:], key=lambda report: float(report["seconds"]))[SAMPLES // 2]
+HEAD = "| Mb/s | ms | k/d | format | M | clock | transfer / pace | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 
 
 def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
-    """One row, and the depth that the chain used. `depth` 0: unknown yet, the chain finds it in steps of their own."""
-    ours = _middle(chain.run(case, depth or 2 * STAGES, None, SAMPLES + (0 if depth else 2))[0])
-    textbook = _middle(chain.run(case, STAGES, STAGES, SAMPLES)[0])
+    """One row, and the depth that the chain used; `depth`: see `Chain.middle`."""
+    ours = chain.middle(case, depth)
+    textbook = chain.middle(case, STAGES, STAGES)
     row = {
         "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "format": case.wire, "micro_batches": case.micro_batches,
-        "ratio": case.transfer / case.pace, "depth": ours["depth"],
-        "share": case.ideal / ours["seconds"], "predicted": case.predicted(ours["depth"]),
-        "textbook": case.ideal / textbook["seconds"], "textbook_predicted": case.predicted(STAGES),
-        "wait_forward_s": ours["wait_forward_s"], "wait_backward_s": ours["wait_backward_s"],
+        "slower": case.slower, "ratio": case.transfer / case.pace, "depth": ours["depth"],
+        "share": case.ideal * case.slower / ours["seconds"], "predicted": case.predicted(ours["depth"]),
+        "textbook": case.ideal * case.slower / textbook["seconds"], "textbook_predicted": case.predicted(STAGES),
     }  # fmt: skip
     part = "1" if case.divisor == 1 else f"1/{case.divisor}"
     shares = " | ".join(f"{100 * row[n]:.1f} %" for n in ("share", "predicted", "textbook", "textbook_predicted"))
     print(
-        f"| {case.rate:g} | {case.latency:g} | {part} | {case.wire} | {case.micro_batches} | {row['ratio']:.2f} | {row['depth']} | {shares} |",
+        f"| {case.rate:g} | {case.latency:g} | {part} | {case.wire} | {case.micro_batches} | 1/{case.slower} | {row['ratio']:.2f} | {row['depth']} | {shares} |",
         flush=True,
     )
     return row, ours["depth"]
@@ -333,6 +360,9 @@ def main() -> int:
     parser.add_argument("--netlab", type=Path, help="the lab's script")
     parser.add_argument("--pace", type=float, default=PACE)
     parser.add_argument("--target", action="store_true")
+    parser.add_argument(
+        "--idle-restart", action="store_true", help="leave TCP's windows to shrink at rest, Linux's default"
+    )
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="Mb/s")
     parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
     parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
@@ -350,8 +380,8 @@ def main() -> int:
         parser.error("--netlab is needed: the chain runs behind emulated links")
     rows = []
     print(HEAD)
-    for (rate, latency), some in itertools.groupby(cases(chosen), lambda case: (case.rate, case.latency)):
-        with Chain.start(chosen.netlab, rate, latency) as chain:
+    for link, some in itertools.groupby(cases(chosen), lambda case: (case.rate, case.latency, case.slower)):
+        with Chain.start(chosen.netlab, chosen.idle_restart, *link) as chain:
             depth, before = 0, None
             for case in some:
                 if before != (shape := (case.divisor, case.pace, case.wire)):

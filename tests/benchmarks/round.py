@@ -16,7 +16,6 @@ import argparse
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -33,8 +32,9 @@ from tests import tiny
 from tests.benchmarks import averaging
 from tests.e2e import swarms
 from tests.faults.processes import Swarm
+from tests.lab import Place, lab
 
-Places = dict[str, tuple[str, list[str]]]
+Places = dict[str, Place]
 NODE = "node-0"
 
 
@@ -61,20 +61,11 @@ def loopback(names: list[str]) -> Iterator[Places]:
 
 
 @contextlib.contextmanager
-def lab(netlab: Path, names: list[str], up: float, down: float, rtt: float) -> Iterator[Places]:
+def homes(netlab: Path, names: list[str], up: float, down: float, rtt: float) -> Iterator[Places]:
     """Peers behind links; the bootstrap node, a server, has no limit."""
-    name = f"rnd{os.getpid() % 10**6}"
-    hosts = {n: n.replace("-", "") for n in names}
-    links = [f"{hosts[n]}:{'0/0' if n == NODE else f'{up:g}/{down:g}'}:{rtt / 2:g}" for n in names]
-    subprocess.run([netlab, "up", name, *links], check=True)
-    try:
-        ips = {
-            n: subprocess.run([netlab, "ip", name, host], capture_output=True, text=True, check=True).stdout.strip()
-            for n, host in hosts.items()
-        }
-        yield {n: (ips[n], ["ip", "netns", "exec", f"nl-{name}-{hosts[n]}"]) for n in names}
-    finally:
-        subprocess.run([netlab, "down", name], check=True)
+    links = {n: f"{'0/0' if n == NODE else f'{up:g}/{down:g}'}:{rtt / 2:g}" for n in names}
+    with lab(netlab, links) as there:
+        yield there.places
 
 
 def bytes_of(prefix: list[str]) -> tuple[int, int]:
@@ -156,7 +147,7 @@ def main() -> int:
     chosen = parser.parse_args()
     names = [NODE, *(f"p{i}" for i in range(chosen.peers))]
     link = (chosen.up, chosen.down, chosen.rtt)
-    with lab(chosen.netlab, names, *link) if chosen.netlab else loopback(names) as places:
+    with homes(chosen.netlab, names, *link) if chosen.netlab else loopback(names) as places:
         began = time.monotonic()
         ours = measure(places, chosen.parameters, chosen.rounds, chosen.overlap)
     print(
@@ -168,7 +159,7 @@ def main() -> int:
     theirs = []
     for compression in chosen.dense:
         with (
-            averaging.lab(chosen.netlab, chosen.peers, *link)
+            averaging.homes(chosen.netlab, chosen.peers, *link)
             if chosen.netlab
             else averaging.loopback(chosen.peers) as place
         ):

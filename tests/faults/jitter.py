@@ -154,7 +154,7 @@ class Uneven:
         print(f"the chain: {', '.join(self.chain)}; lossy: {self.chain[LOSSY]}, slow: {self.chain[SLOW]}", flush=True)
         self.steady("as it is")
         assert self.campaign.lab is not None
-        self.campaign.lab("set", self.chain[LOSSY], LINK)
+        self.campaign.lab.control("set", self.chain[LOSSY], LINK)
         self.steady("lossy")
         with Thief(self.swarm.running[self.chain[SLOW]], share=1 / 2, period=0.1):
             self.slow()
@@ -172,10 +172,10 @@ def main() -> int:
     manifest = make_manifest()
     memory = dict.fromkeys(WEAK, repair.least_memory(manifest, STAGES - 1) - 1)  # as much as a chain of four can have
     with (
-        repair.netlab(chosen.netlab, [NODE, *WEAK]) as (places, lab),
-        Swarm(folder, manifest, tiny.OPERATORS[:1], memory, places) as swarm,
+        repair.homes(chosen.netlab, [NODE, *WEAK]) as links,
+        Swarm(folder, manifest, tiny.OPERATORS[:1], memory, links.places) as swarm,
     ):
-        Uneven(swarm, Campaign(swarm, WEAK, lab)).run()
+        Uneven(swarm, Campaign(swarm, WEAK, links)).run()
         for name in list(swarm.running):
             swarm.kill(name)
         print(f"all attested bits of {swarm.check()} rounds are those of the replayed log")

@@ -17,11 +17,9 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +34,7 @@ from protocol.manifest import Manifest, TimingSpec
 from tests import tiny
 from tests.e2e import swarms
 from tests.faults.processes import Swarm
+from tests.lab import Lab, lab
 
 STAGES, STEPS, MICRO = 4, 6, 4
 NODE, FULL = "node-0", "full-0"
@@ -113,7 +112,7 @@ class Tail:
 class Campaign:
     """The swarm, and what befalls it."""
 
-    def __init__(self, swarm: Swarm, names: list[str], lab: Callable[..., None] | None) -> None:
+    def __init__(self, swarm: Swarm, names: list[str], lab: Lab | None) -> None:
         self.swarm, self.lab = swarm, lab
         self.tails = {name: Tail(swarm.folder / name / "events.jsonl") for name in (NODE, *names)}
         self.names = names
@@ -174,7 +173,7 @@ class Campaign:
         (folder / "struck").unlink()
         if fault.kind == "cut":
             assert self.lab is not None
-            self.lab("cut", victim)
+            self.lab.control("cut", victim)
             (folder / "cut").touch()
         round = self.round() + 1
         mends = self.until(lambda: self._mends(round) or self.round() >= round, f"the mend after {fault} of {victim}")
@@ -197,7 +196,7 @@ class Campaign:
             self.swarm.running[victim].send_signal(signal.SIGCONT)
         else:
             assert self.lab is not None
-            self.lab("heal", victim)
+            self.lab.control("heal", victim)
         self.until(lambda: self._is_back(victim), f"the return of {victim}")
         return Outcome(seconds, kept, time.time() - begin)
 
@@ -224,27 +223,9 @@ class Campaign:
         return peer in plan["spares"] and holds
 
 
-@contextlib.contextmanager
-def netlab(script: Path, names: list[str]) -> Iterator[tuple[dict[str, tuple[str, list[str]]], Callable[..., None]]]:
-    """A home link of 50 Mb/s and 10 ms for everybody; where each lives, and what cuts, heals and sets a link."""
-    lab = f"rep{os.getpid() % 10**6}"
-    homes = {name: name.replace("-", "") for name in names}
-    try:
-        links = [f"{home}:50/50:10" for home in homes.values()]
-        subprocess.run([script, "up", lab, *links], check=True, stdout=subprocess.DEVNULL)
-        places = {}
-        for name, home in homes.items():
-            host = subprocess.run([script, "ip", lab, home], capture_output=True, text=True, check=True).stdout.strip()
-            places[name] = (host, ["ip", "netns", "exec", f"nl-{lab}-{home}"])
-
-        def control(word: str, name: str, values: str = "") -> None:
-            subprocess.run(
-                [script, "ctl", lab, f"{word} {homes[name]} {values}"], check=True, stdout=subprocess.DEVNULL
-            )
-
-        yield places, control
-    finally:
-        subprocess.run([script, "down", lab], check=True, stdout=subprocess.DEVNULL)
+def homes(script: Path, names: list[str]) -> contextlib.AbstractContextManager[Lab]:
+    """A home link of 50 Mb/s and 10 ms for everybody."""
+    return lab(script, dict.fromkeys(names, "50/50:10"))
 
 
 @contextlib.contextmanager
@@ -256,10 +237,11 @@ def campaign(folder: Path, script: Path | None = None, spare: bool = True) -> It
     manifest = dataclasses.replace(manifest, start_peers=len(names))
     memory = dict.fromkeys(weak, weak_memory(manifest))
     with contextlib.ExitStack() as stack:
-        places, lab = stack.enter_context(netlab(script, [NODE, *names])) if script else (None, None)
+        links = stack.enter_context(homes(script, [NODE, *names])) if script else None
+        places = links.places if links else None
         swarm = Swarm(folder, manifest, tiny.OPERATORS[:1], memory, places, module="tests.faults.victim")
         with swarm:
-            yield Campaign(swarm, names, lab)
+            yield Campaign(swarm, names, links)
             for name in list(swarm.running):
                 swarm.kill(name)
             swarm.check()

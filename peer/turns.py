@@ -1,0 +1,101 @@
+"""The worker's turns within an inner step: whenever it is free it takes the prepared backward, if there is one, else the prepared forward.
+
+The event loop prepares jobs while the worker does another, at most one of each kind, so that the worker never waits for the
+loop where there is something to do, and yet decides at the last moment. Only the event loop calls; the state
+that both threads see is under one lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Turns(Generic[T]):
+    """`kinds`: of jobs, the most urgent first. `done(kind, result)` is called in the event loop, in the order in which jobs end;
+    `stirred()` after it, and when a job raised: `check` raises that. `waited(kind, start, end)`: the worker had nothing to do
+    between (time.perf_counter) and goes on with this kind."""
+
+    def __init__(
+        self,
+        worker: Executor,
+        kinds: Sequence[int],
+        done: Callable[[int, T], None],
+        stirred: Callable[[], None],
+        waited: Callable[[int, float, float], None],
+    ) -> None:
+        self._worker, self._kinds, self._done, self._stirred, self._waited = worker, kinds, done, stirred, waited
+        self._loop = asyncio.get_running_loop()
+        self._failed: BaseException | None = None
+        self._lock = threading.Lock()
+        self._prepared: dict[int, Callable[[], T]] = {}
+        self._unheard = 0  # jobs that were put and have not ended, as far as the event loop knows
+        self._idle_since: float | None = time.perf_counter()
+        self._over = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was put has been done."""
+        return not self._unheard
+
+    def has(self, kind: int) -> bool:
+        """Whether a job of this kind waits for its turn."""
+        return kind in self._prepared
+
+    def put(self, kind: int, job: Callable[[], T]) -> None:
+        """A kind of which no job waits."""
+        with self._lock:
+            self._prepared[kind] = job
+            since, self._idle_since = self._idle_since, None
+        self._unheard += 1
+        if since is not None:
+            self._waited(kind, since, time.perf_counter())
+            self._worker.submit(self._work)
+
+    def check(self) -> None:
+        """Raises what a job raised."""
+        if self._failed is not None:
+            raise self._failed
+
+    def end(self) -> None:
+        """What is prepared is dropped; of a job under way nothing is heard any more."""
+        with self._lock:
+            self._over = True
+            self._prepared.clear()
+
+    def _work(self) -> None:
+        """On the worker: job after job."""
+        while True:
+            with self._lock:
+                kind = next((k for k in self._kinds if k in self._prepared), None)
+                if kind is None:
+                    self._idle_since = time.perf_counter()
+                    return
+                job = self._prepared.pop(kind)
+            try:
+                result = job()
+            except BaseException as error:
+                self._tell(self._fail, error)
+                return
+            self._tell(self._finish, kind, result)
+
+    def _tell(self, what: Callable[..., None], *args: object) -> None:
+        with self._lock:
+            if not self._over:
+                self._loop.call_soon_threadsafe(what, *args)
+
+    def _finish(self, kind: int, result: T) -> None:
+        self._unheard -= 1
+        if not self._over:
+            self._done(kind, result)
+            self._stirred()
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed = error
+        self._stirred()

@@ -1,0 +1,66 @@
+"""Emulated links for benchmarks and faults: one network namespace per peer, by the lab's script (`--netlab PATH/netlab.sh`, root)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+CONGESTION_CONTROL = "cubic"
+"""What home machines use. Some hosts' kernels default to bbr, which hides loss and paces short frames, and do not allow namespaces another."""
+
+
+Place = tuple[str, list[str]]
+"""A peer's address, and what a command begins with that is to run where it lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """One that is up."""
+
+    script: Path
+    name: str
+    places: dict[str, Place]
+
+    def control(self, word: str, peer: str, values: str = "") -> None:
+        """`set` (rate, loss, ..: see the script), `cut` or `heal` a peer's link."""
+        command = f"{word} {_home(peer)} {values}"
+        subprocess.run([self.script, "ctl", self.name, command], check=True, stdout=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def lab(script: Path, links: Mapping[str, str], *, idle_restart: bool = True) -> Iterator[Lab]:
+    """`links`: of each peer UP/DOWN:RTT, in Mb/s and in ms to the core, which is half of the way to another peer. `idle_restart`:
+    whether TCP's window shrinks while a connection rests, as is Linux's default."""
+    name = f"lab{os.getpid() % 10**6}"
+    specs = [f"{_home(peer)}:{link}" for peer, link in links.items()]
+    subprocess.run([script, "up", name, *specs], check=True, stdout=subprocess.DEVNULL)
+    try:
+        places: dict[str, Place] = {}
+        for peer in links:
+            prefix = ["ip", "netns", "exec", f"nl-{name}-{_home(peer)}"]
+            used = _said([*prefix, "cat", "/proc/sys/net/ipv4/tcp_congestion_control"])
+            if used != CONGESTION_CONTROL:
+                raise SystemExit(
+                    f"netlab: TCP uses {used} there, not {CONGESTION_CONTROL}; as root: "
+                    f'sysctl -w net.ipv4.tcp_allowed_congestion_control="reno {CONGESTION_CONTROL}"'
+                )
+            subprocess.run(
+                [*prefix, "sysctl", "-qw", f"net.ipv4.tcp_slow_start_after_idle={idle_restart:d}"], check=True
+            )
+            places[peer] = _said([script, "ip", name, _home(peer)]), prefix
+        yield Lab(script, name, places)
+    finally:
+        subprocess.run([script, "down", name], check=True, stdout=subprocess.DEVNULL)
+
+
+def _home(peer: str) -> str:
+    """The script's name for it."""
+    return peer.replace("-", "")
+
+
+def _said(command: list[str | Path]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
