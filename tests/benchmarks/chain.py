@@ -57,7 +57,7 @@ from tests.lab import lab
 STAGES = 4
 D = 8192
 TOKEN_SECONDS = 6 * 70e9 / (STAGES * 400e12)
-PACE = 512 * TOKEN_SECONDS
+PACE = 256 * TOKEN_SECONDS
 RATES = (10, 50, 100, 1000)
 LATENCIES = (10, 25, 75)
 SPEC = ModelSpec(vocab_size=97, d_model=8, n_layers=STAGES, n_heads=1, d_ff=8, context=4096)
