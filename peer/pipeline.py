@@ -10,7 +10,7 @@ Streams are bidirectional, one per boundary (peer/link.py). An inner step, per s
     a repaired      RESUME   from the last stage to the first: the most steps that anybody behind has done, and their last TOTAL;
     chain                    and back: the most of all. The chain goes on there
 
-A stage that is free goes backward if a gradient is there, else forward if activations are. Both directions are first in,
+A stage that is free goes backward if a gradient is there, else forward if activations are (peer/turns.py). Both directions are first in,
 first out, so gradients add up in micro-batch order whatever arrives when: the bits do not depend on timing. Only the
 first stage limits how many micro-batches are under way: after each step it picks the depth anew from what all stages
 measured (protocol/cost.py), within what their memory holds. A stage whose memory is too small for the depth

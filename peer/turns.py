@@ -70,20 +70,22 @@ class Turns(Generic[T]):
             self._prepared.clear()
 
     def _work(self) -> None:
-        """On the worker: job after job."""
-        while True:
-            with self._lock:
-                kind = next((k for k in self._kinds if k in self._prepared), None)
-                if kind is None:
-                    self._idle_since = time.perf_counter()
-                    return
-                job = self._prepared.pop(kind)
+        """On the worker: job after job. Keeps nothing of the one before."""
+        while (turn := self._turn()) is not None:
+            kind, job = turn
             try:
-                result = job()
+                self._tell(self._finish, kind, job())
             except BaseException as error:
                 self._tell(self._fail, error)
                 return
-            self._tell(self._finish, kind, result)
+
+    def _turn(self) -> tuple[int, Callable[[], T]] | None:
+        with self._lock:
+            for kind in self._kinds:
+                if kind in self._prepared:
+                    return kind, self._prepared.pop(kind)
+            self._idle_since = time.perf_counter()
+            return None
 
     def _tell(self, what: Callable[..., None], *args: object) -> None:
         with self._lock:
