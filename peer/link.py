@@ -10,8 +10,8 @@ of the clocks. A frame occupies the link from the later of `stamp + that` and th
 arrived. The offsets of both directions cancel.
 
 Life: a side that has nothing else to write sends a BEAT every BEAT_S, from the event loop, which is free while the model computes. What
-counts as life is bytes, not frames, so a large frame on a slow link is no silence. A neighbour of whom no byte came for SILENT_S, or for
-GAPS times the longest silence of late (jitter of the link, a loaded machine), is broken; while nothing is read, because the queue is full, and
+counts as life is bytes, not frames, so a large frame on a slow link is no silence. A neighbour of whom no byte came for SILENT_S and TRIPS round
+trips, or for GAPS times the longest silence of late (jitter of the link, a loaded machine), is broken; while nothing is read, because the queue is full, and
 while this process itself was stopped, no time counts.
 """
 
@@ -35,6 +35,7 @@ NAME_BYTES = 128
 GOODBYE_S = 1.0
 BEAT_S = 0.5
 SILENT_S = 2.5
+TRIPS = 4
 LONGEST_SILENT_S = 10.0
 GAPS = 3
 _RECENT = 64
@@ -57,8 +58,8 @@ class Refused(ChainBroken):
 
 
 class Head(NamedTuple):
-    """`code`: number format; `depth`: micro-batches that may be under way; `check`: CRC-32 of the micro-batch's token ids;
-    `stamp`: seconds, the sender's clock. What is not needed is 0."""
+    """`code`: number format; `depth`: micro-batches that may be under way; `check`: CRC-32 of the micro-batch's token ids, in a
+    PING the last round trip in microseconds; `stamp`: seconds, the sender's clock. What is not needed is 0."""
 
     kind: int
     code: int = 0
@@ -140,6 +141,8 @@ class Link:
         self._in: asyncio.Queue[Frame] = asyncio.Queue(queue)
         self._times: list[tuple[float, float]] = []  # of the micro-batches' frames of this step: stamp, arrival
         self._delays: deque[float] = deque(maxlen=_CLOCK_STEPS)
+        self._pinged = 0.0
+        self._trip = 0.0  # seconds there and back, as the last ping found
         self._reading = group.create_task(self._read())
         self._writing = group.create_task(self._write())
         self._living = [group.create_task(self._beat()), group.create_task(self._watch())]
@@ -163,8 +166,9 @@ class Link:
         self._out.put_nowait((head, body))
 
     def ping(self) -> None:
-        """Measures the way there and back."""
-        self.send(Head(PING), b"", 0)
+        """Measures the way there and back, and tells the neighbour what the last ping found."""
+        self._pinged = time.perf_counter()
+        self.send(Head(PING, check=round(self._trip * 1e6)), b"", 0)
 
     async def _write(self) -> None:
         while True:
@@ -219,8 +223,12 @@ class Link:
                 if head.kind in (PING, ECHO, BEAT):
                     if head.kind != BEAT:
                         self._delays.append(now - head.stamp)
-                    if head.kind == PING and self._out.empty():
-                        self.send(Head(ECHO), b"", 0)
+                    if head.kind == PING:
+                        self._trip = head.check / 1e6
+                        if self._out.empty():
+                            self.send(Head(ECHO), b"", 0)
+                    elif head.kind == ECHO:
+                        self._trip = min(now - self._pinged, LONGEST_SILENT_S)
                     continue
                 value = None
                 if head.kind in (FORWARD, BACKWARD):
@@ -248,7 +256,7 @@ class Link:
             else:
                 silence += min(now - before, 2 * tick)
             before = now
-            if silence > min(max(SILENT_S, GAPS * max(gaps)), LONGEST_SILENT_S):
+            if silence > min(max(SILENT_S + TRIPS * self._trip, GAPS * max(gaps)), LONGEST_SILENT_S):
                 self._fail(ChainBroken(self.stream.remote, f"gave no sign of life for {silence:.1f} s"))
                 return
 

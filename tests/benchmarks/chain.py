@@ -10,8 +10,11 @@ takes 262.5 microseconds. Every boundary has the link's rate in each direction (
 each has two neighbours).
 
 Where the links together carry more than LOAD, this machine would measure itself. There the clock goes slower: rates are divided, and
-latencies, routers' queues and the pace multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
+latencies, routers' queues, signs of life and the pace multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
 among them (time dilation; Gupta et al., NSDI 2006).
+
+Where links are the bottleneck both ways the prediction takes for their rate what plain TCP carried both ways over such a link just
+before (tests/benchmarks/tcp.py): with acknowledgements behind data that is two thirds to nine tenths.
 
 TCP keeps its windows while a connection rests (net.ipv4.tcp_slow_start_after_idle=0, see the README), but for --idle-restart.
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -41,6 +45,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from peer import link
 from peer.net import p2p
 from peer.net.base import Stream
 from peer.pipeline import run_steps
@@ -52,6 +57,7 @@ from protocol.layout import ModelSpec
 from protocol.manifest import TrainSpec
 from protocol.messages import Plan, ReplicaSpec, StageSpec
 from protocol.schema import plain
+from tests.benchmarks import tcp
 from tests.lab import lab
 
 STAGES = 4
@@ -70,6 +76,8 @@ LONG = 20.0
 """but if the first takes so many seconds, no others are made: it is a mean over many micro-batches."""
 LOAD = 200.0
 """Mb/s over all boundaries and directions of which two cores take little notice; they can do twice as much."""
+PROBE_S = 15.0
+"""For measuring what TCP carries."""
 QUEUE_MS = 100
 """What a router's queue holds."""
 
@@ -77,7 +85,7 @@ QUEUE_MS = 100
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One row. `rate`: Mb/s of a boundary and direction; `latency`: one-way ms; `divisor`: d/k; `pace`: seconds; `wire`: number
-    format, both ways."""
+    format, both ways; `both`: Mb/s that TCP carries each way with both directions full, if that was measured."""
 
     rate: float
     latency: float
@@ -85,6 +93,7 @@ class Case:
     micro_batches: int
     pace: float
     wire: str
+    both: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -93,7 +102,16 @@ class Case:
     @property
     def transfer(self) -> float:
         """Seconds that a frame occupies a link."""
-        return self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8 / (self.rate * 1e6 * CARRIED)
+        return self._bits / (self.rate * 1e6 * CARRIED)
+
+    @property
+    def _bits(self) -> float:
+        return self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8
+
+    @property
+    def full(self) -> bool:
+        """Whether the links are the bottleneck, in both directions."""
+        return self.transfer > self.pace
 
     @property
     def slower(self) -> int:
@@ -105,8 +123,9 @@ class Case:
     def costs(self) -> tuple[list[StageCost], list[LinkCost]]:
         """For the cost model."""
         stage = StageCost(forward=self.pace / 3, backward=self.pace * 2 / 3)
-        link = LinkCost(forward=self.transfer, backward=self.transfer, latency=self.latency / 1e3)
-        return [stage] * STAGES, [link] * (STAGES - 1)
+        transfer = self._bits / (self.both * 1e6) if self.full and self.both else self.transfer
+        between = LinkCost(forward=transfer, backward=transfer, latency=self.latency / 1e3)
+        return [stage] * STAGES, [between] * (STAGES - 1)
 
     @property
     def ideal(self) -> float:
@@ -259,14 +278,16 @@ class Processes:
 class Chain:
     """Four processes in a lab; use as `with Chain.start(...)`."""
 
-    def __init__(self, processes: Processes) -> None:
-        self.processes = processes
+    def __init__(self, processes: Processes, both: float | None) -> None:
+        self.processes, self.both = processes, both
 
     @classmethod
     @contextlib.contextmanager
-    def start(cls, netlab: Path, idle_restart: bool, rate: float, latency: float, slower: int) -> Iterator[Chain]:
+    def start(
+        cls, netlab: Path, idle_restart: bool, full: bool, rate: float, latency: float, slower: int
+    ) -> Iterator[Chain]:
         """Every boundary has `rate` Mb/s each way and `latency` ms one way, from the first connection on: its round trip is what
-        libp2p sizes its windows by."""
+        libp2p sizes its windows by. `full`: measure what TCP carries both ways, too."""
         rates = [(1 if i in (0, STAGES - 1) else 2) * rate / slower for i in range(STAGES)]
         links = {f"s{i}": f"{mine:.3f}/{mine:.3f}:{latency * slower:g}" for i, mine in enumerate(rates)}
         with (
@@ -275,14 +296,16 @@ class Chain:
         ):
             for name in there.places:
                 there.control("set", name, f"queue={QUEUE_MS * slower}")
+            here, *_, end = there.places.values()
+            both = tcp.measure(here, end, PROBE_S * slower) * slower / 1e6 if full else None
             commands = []
             for i, (host, prefix) in enumerate(there.places.values()):
                 stage = [sys.executable, "-m", "tests.benchmarks.chain", "--stage", str(i), "--host", host]
-                commands.append([*prefix, *stage, "--folder", folder])
+                commands.append([*prefix, *stage, "--folder", folder, "--clock", str(slower)])
             processes = Processes(commands)
             try:
                 processes.introduce()
-                yield cls(processes)
+                yield cls(processes, both)
             finally:
                 processes.kill()
 
@@ -323,7 +346,7 @@ def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
     textbook = chain.middle(case, STAGES, STAGES)
     row = {
         "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "format": case.wire, "micro_batches": case.micro_batches,
-        "slower": case.slower, "ratio": case.transfer / case.pace, "depth": ours["depth"],
+        "slower": case.slower, "both": case.both, "ratio": case.transfer / case.pace, "depth": ours["depth"],
         "share": case.ideal * case.slower / ours["seconds"], "predicted": case.predicted(ours["depth"]),
         "textbook": case.ideal * case.slower / textbook["seconds"], "textbook_predicted": case.predicted(STAGES),
     }  # fmt: skip
@@ -372,18 +395,23 @@ def main() -> int:
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--clock", type=int, default=1, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.stage is not None:
+        link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S = (
+            chosen.clock * seconds for seconds in (link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S)
+        )
         asyncio.run(be_stage(chosen.stage, chosen.host, chosen.folder))
         return 0
     if chosen.netlab is None:
         parser.error("--netlab is needed: the chain runs behind emulated links")
     rows = []
     print(HEAD)
-    for link, some in itertools.groupby(cases(chosen), lambda case: (case.rate, case.latency, case.slower)):
-        with Chain.start(chosen.netlab, chosen.idle_restart, *link) as chain:
+    for same, some in itertools.groupby(cases(chosen), lambda case: (case.full, case.rate, case.latency, case.slower)):
+        with Chain.start(chosen.netlab, chosen.idle_restart, *same) as chain:
             depth, before = 0, None
             for case in some:
+                case = dataclasses.replace(case, both=chain.both)
                 if before != (shape := (case.divisor, case.pace, case.wire)):
                     depth, before = 0, shape
                 row, depth = measure(chain, case, depth)

@@ -87,3 +87,45 @@ def test_a_ping_is_echoed_and_both_sides_learn_the_way() -> None:
     head = _with_link(ping)
     assert head.kind == link.ECHO
     assert head.stamp > 0
+
+
+@pytest.mark.parametrize("pings", [True, False])
+def test_a_neighbour_far_away_may_be_silent_for_longer(pings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A TCP time-out is several round trips, and nothing comes meanwhile."""
+    monkeypatch.setattr(link, "BEAT_S", 0.05)
+    monkeypatch.setattr(link, "SILENT_S", 0.1)
+
+    async def silence(here: Link, other: Any) -> str:
+        if pings:  # it is told
+            await other.send(Head(link.PING, check=500_000).pack())
+        else:  # it finds out
+            here.ping()
+            while Head(*link._HEAD.unpack_from(await other.recv())).kind != link.PING:
+                pass
+            here._pinged -= 0.5
+            await other.send(Head(link.ECHO).pack())
+        while here.failed is None:
+            here._arrived.clear()
+            await here._arrived.wait()
+        return here.failed.reason
+
+    told = _with_link(silence)
+    assert 0.5 * link.TRIPS < float(told.split()[-2]) < link.LONGEST_SILENT_S
+
+
+def test_the_neighbour_learns_the_round_trip_with_the_next_ping() -> None:
+    async def pings(here: Link, other: Any) -> list[int]:
+        found = []
+        for _ in range(2):
+            here.ping()
+            while (head := Head(*link._HEAD.unpack_from(await other.recv()))).kind != link.PING:
+                pass
+            found.append(head.check)
+            await other.send(Head(link.ECHO).pack())
+            while here._trip == 0.0:
+                await asyncio.sleep(0)
+        return found
+
+    first, second = _with_link(pings)
+    assert first == 0
+    assert 0 < second < DEADLINE_S * 1e6
