@@ -83,7 +83,7 @@ def join(
     down: Annotated[str, typer.Option(help='Downlink to announce, such as "100Mbps".')] = "100Mbps",
     up_limit: Annotated[
         str | None,
-        typer.Option(help='Most uplink for serving others payloads and states, such as "10Mbps" (default: no limit).'),
+        typer.Option(help='Most uplink that chains and serving others may take, such as "18Mbps" (default: no limit).'),
     ] = None,
     store_limit: Annotated[str, typer.Option(help="Disk for payloads that are kept for others.")] = "4GB",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2),

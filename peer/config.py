@@ -9,7 +9,7 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
     """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
-    `up_limit_bps`: the most that serving payloads and states may take; `store_bytes`: disk for payloads. None: no limit;
+    `up_limit_bps`: the most that chains and serving payloads and states may take; `store_bytes`: disk for payloads. None: no limit;
     `trace`: a file for peer/trace.py."""
 
     folder: Path

@@ -14,6 +14,7 @@ from peer.events import Emitter
 from peer.exchange import Exchange
 from peer.net.base import Transport
 from peer.net.blobs import fetch_named
+from peer.net.uplink import Uplink
 from peer.presence import Directory, Sessions
 from peer.rounds import Rounds
 from peer.storage import Storage
@@ -85,6 +86,7 @@ async def join(
     restored = await asyncio.to_thread(storage.load_checkpoint, lambda text: emit("warning", text=text))
     if restored is not None:
         emit("restored", round=restored.round)
+    uplink = Uplink(config.up_limit_bps)
     engine = Engine(
         manifest,
         identity.peer_id,
@@ -92,6 +94,7 @@ async def join(
         corpus,
         config,
         directory,
+        uplink,
         dict(restored.optimizer) if restored else {},
         follow,
     )
@@ -104,7 +107,7 @@ async def join(
         peers=directory.peers,
         find=storage.find,
         states=storage.states,
-        up_limit_bps=config.up_limit_bps,
+        uplink=uplink,
     )
     rounds = Rounds(
         manifest,

@@ -18,6 +18,7 @@ from peer import data, pipeline, resources, trace, trainer
 from peer.config import JoinConfig
 from peer.measured import StepReport
 from peer.net.base import Stream, Transport
+from peer.net.uplink import Uplink
 from peer.pipes import Pipes
 from peer.presence import Directory
 from peer.rounds import Order, Repair, Result
@@ -51,6 +52,7 @@ class Engine:
         corpus: data.Corpus,
         config: JoinConfig,
         directory: Directory,
+        uplink: Uplink,
         optimizer: dict[str, NDArray[np.generic]],
         emit: Callable[..., None],
     ) -> None:
@@ -58,7 +60,7 @@ class Engine:
         self._emit = emit
         self._trace = trace.TraceFile(config.trace, peer) if config.trace is not None else None
         self.peer = peer
-        self.pipes = Pipes(transport, directory.reach, directory.lost)
+        self.pipes = Pipes(transport, directory.reach, directory.lost, uplink)
         self._corpus = corpus
         self._config = config
         self._state = optimizer

@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from peer.events import Emitter
 from peer.net.base import Transport, call, serve_calls
-from peer.net.blobs import NO_ROUND, Blob, BlobServer, BlobStore, Fetcher, Uplink
+from peer.net.blobs import NO_ROUND, Blob, BlobServer, BlobStore, Fetcher
+from peer.net.uplink import Uplink
 from protocol import framing, layout, wire
 from protocol.errors import PotluckError, RemoteError
 from protocol.manifest import Manifest
@@ -40,7 +41,7 @@ AHEAD = 4
 
 class Exchange:
     """One per daemon. `reach(peer)` connects to a peer, `peers()` are those who may have states; `find`, `states`: the shards
-    that our checkpoints have; `up_limit_bps`: bits per second for all that is served."""
+    that our checkpoints have; what is served takes turns in `uplink`."""
 
     def __init__(
         self,
@@ -53,16 +54,14 @@ class Exchange:
         peers: Callable[[], Awaitable[Sequence[str]]],
         find: Callable[[str], Blob | None],
         states: Callable[[], Mapping[int, Collection[str]]],
-        up_limit_bps: int | None = None,
+        uplink: Uplink,
     ) -> None:
         self.manifest = manifest
         self.store = store
         self._transport = transport
         self._emit = emit
         self._fetcher = Fetcher(transport, store, reach=reach, warn=self._warn)
-        self._server = BlobServer(
-            store, others=find, coming=self._fetcher.coming, uplink=Uplink(up_limit_bps), warn=self._warn
-        )
+        self._server = BlobServer(store, others=find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn)
         self._reach = reach
         self._peers = peers
         self._states = states

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from peer.link import ChainBroken, keep_alive
 from peer.net.base import Stream, Transport
 from peer.net.lanes import LANES, Lanes
+from peer.net.uplink import Uplink
 from protocol import framing, wire
 from protocol.errors import RemoteError
 from protocol.messages import Plan
@@ -32,14 +33,19 @@ Key = tuple[int, int, int, str]
 
 
 class Pipes:
-    """One per daemon. `reach(peer)` connects to a peer, `lost(peer)` forgets how it was reached."""
+    """One per daemon. `reach(peer)` connects to a peer, `lost(peer)` forgets how it was reached; frames take turns in `uplink`."""
 
     def __init__(
-        self, transport: Transport, reach: Callable[[str], Awaitable[None]], lost: Callable[[str], None]
+        self,
+        transport: Transport,
+        reach: Callable[[str], Awaitable[None]],
+        lost: Callable[[str], None],
+        uplink: Uplink,
     ) -> None:
         self._transport = transport
         self._reach = reach
         self._lost = lost
+        self._uplink = uplink
         self._incoming: dict[Key, asyncio.Future[Stream]] = {}
         self._lanes: dict[Key, dict[int, Stream]] = {}
         self._taken: set[Key] = set()
@@ -111,7 +117,7 @@ class Pipes:
             for stream in streams.values():
                 await stream.close()
             raise
-        return Lanes([streams[lane] for lane in range(LANES)])
+        return Lanes([streams[lane] for lane in range(LANES)], self._uplink)
 
     async def _accept(self, key: Key) -> Stream:
         seconds = MENDED_SECONDS if key[1] else ACCEPT_SECONDS
@@ -160,7 +166,7 @@ class Pipes:
         lanes[lane] = stream  # one that was there before is of a dial that failed
         self._wake()
         if len(lanes) == LANES:
-            pipe = Lanes([lanes[i] for i in range(LANES)])
+            pipe = Lanes([lanes[i] for i in range(LANES)], self._uplink)
             waiting.set_result(pipe)
             await keep_alive(pipe, lambda: key in self._taken or key not in self._incoming)
         while key in self._incoming and lanes[lane] is stream:

@@ -3,7 +3,8 @@
 What is under way in one stream is bounded by its window: at first 256 KB in libp2p, so that a larger frame costs a round trip
 more, and a home link is not full; four streams have four windows (docs/results/chain.md). A frame of SPLIT bytes or more is cut into
 as many slices as there are lanes, a smaller one goes whole on the first. There every frame begins with its length, 4 bytes,
-big-endian, which says what comes on which lane.
+big-endian, which says what comes on which lane. A slice may come in pieces: a sender with a limited uplink sends little at once, since
+a burst that a router's queue cannot hold is lost, and TCP then takes longer than the link (docs/adr/0013).
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import itertools
 from collections.abc import Sequence
 
 from peer.net.base import SEND_SECONDS, Closed, Ended, Stream, nothing_came, short
+from peer.net.uplink import Uplink
 from protocol import framing
 from protocol.errors import RemoteError
 from protocol.framing import MAX_FRAME, PREFIX
 
 LANES = 4
 SPLIT = 64 * 1024
+SMALL = 1024
+"""Frames of so many bytes with their length, signs of life among them, do not wait for their turn."""
 
 
 def sizes(frame: int, lanes: int) -> list[int]:
@@ -32,27 +36,33 @@ def sizes(frame: int, lanes: int) -> list[int]:
 class Lanes:
     """See peer.net.base.Stream. Owns its streams: nobody else uses them any more."""
 
-    def __init__(self, streams: Sequence[Stream]) -> None:
+    def __init__(self, streams: Sequence[Stream], uplink: Uplink | None = None) -> None:
         self.remote, self.name = streams[0].remote, streams[0].name
         self._streams = streams
         self._sending = asyncio.Lock()
-        self._came: dict[int, bytes] = {}  # slices of the frame that comes
+        self._uplink = uplink or Uplink()
+        self._came: dict[int, bytearray] = {}  # slices of the frame that comes
 
     @property
     def received(self) -> int:
         return sum(stream.received for stream in self._streams)
 
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
-        frame = memoryview(b"".join(parts))
-        ends = itertools.accumulate(sizes(len(frame), len(self._streams)))
+        frame = memoryview(framing.header(sum(len(part) for part in parts)) + b"".join(parts))
+        first, *others = sizes(len(frame) - PREFIX, len(self._streams))
+        ends = itertools.accumulate((PREFIX + first, *others))
         slices = [frame[a:b] for a, b in itertools.pairwise((0, *ends))]
-        head = framing.header(len(frame))
+
+        async def put(stream: Stream, data: memoryview) -> None:
+            for at in range(0, len(data), self._uplink.piece):
+                piece = data[at : at + self._uplink.piece]
+                if len(frame) > SMALL:
+                    await self._uplink.turn(self.remote, len(piece))
+                await stream.send(piece, timeout=timeout)
+
         async with self._sending:  # the slices of two frames are in the same order on all lanes
             try:
-                await asyncio.gather(
-                    self._streams[0].send(head, slices[0], timeout=timeout),
-                    *(s.send(x, timeout=timeout) for s, x in zip(self._streams[1:], slices[1:], strict=True) if x),
-                )
+                await asyncio.gather(*(put(s, x) for s, x in zip(self._streams, slices, strict=True)))
             except BaseException:
                 await self.close()  # half a frame may be out
                 raise
@@ -70,23 +80,27 @@ class Lanes:
             raise
 
     async def _next(self, limit: int) -> bytes:
+        most = PREFIX + max(min(limit, SPLIT - 1), limit // len(self._streams))
         if 0 not in self._came:
-            most = max(min(limit, SPLIT - 1), limit // len(self._streams))
-            self._came[0] = await self._streams[0].recv(PREFIX + most)
-        head, first = self._came[0][:PREFIX], memoryview(self._came[0])[PREFIX:]
-        size = int.from_bytes(head, "big")
+            self._came[0] = bytearray(await self._streams[0].recv(most))
+        size = int.from_bytes(self._came[0][:PREFIX], "big")
         expected = sizes(size, len(self._streams))
-        if len(head) < PREFIX or size > limit or len(first) != expected[0]:
-            raise self._no_frame(f"{len(first)} bytes of a frame of {size}")
+        expected[0] += PREFIX
+        if len(self._came[0]) < PREFIX or size > limit:
+            raise self._no_frame(f"{len(self._came[0])} bytes of a frame of {size}")
 
         async def take(lane: int) -> None:
-            self._came[lane] = await self._streams[lane].recv(expected[lane])
+            came = self._came.setdefault(lane, bytearray())
+            while len(came) < expected[lane]:
+                piece = await self._streams[lane].recv(expected[lane] - len(came))
+                if not piece:
+                    raise self._no_frame("an empty piece")
+                came += piece
 
-        lanes = [i for i, x in enumerate(expected) if i and x]
-        await asyncio.gather(*(take(i) for i in lanes if i not in self._came))
-        if any(len(self._came[i]) != expected[i] for i in lanes):
-            raise self._no_frame(f"slices that are no frame of {size} bytes")
-        frame = b"".join((first, *(self._came[i] for i in lanes)))
+        await asyncio.gather(*(take(lane) for lane in range(len(expected))))
+        if len(self._came[0]) > expected[0]:
+            raise self._no_frame(f"more than a frame of {size} bytes")
+        frame = b"".join((memoryview(self._came[0])[PREFIX:], *(self._came[i] for i in range(1, len(expected)))))
         self._came = {}
         return frame
 

@@ -1,6 +1,6 @@
 """How busy home links keep a chain: four stage processes behind emulated links, computing replaced by a wait.
 
-    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid (over two hours)
+    python -m tests.benchmarks.chain --netlab PATH/netlab.sh              # the grid (about an hour and a half)
     python -m tests.benchmarks.chain --netlab PATH/netlab.sh --target     # 100 Mb/s, 25 ms, d/8 at full size
 
 Everything but the model's arithmetic is real: daemons, streams, frames, queues, tensors of the true size, number formats,
@@ -13,10 +13,8 @@ Where the links together carry more than LOAD, this machine would measure itself
 latencies, routers' queues, signs of life and the pace multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
 among them (time dilation; Gupta et al., NSDI 2006).
 
-Where links are the bottleneck both ways the prediction takes for their rate what plain TCP carried both ways over such a link just
-before (tests/benchmarks/tcp.py): with acknowledgements behind data that is two thirds to nine tenths.
-
-TCP keeps its windows while a connection rests (net.ipv4.tcp_slow_start_after_idle=0, see the README), but for --idle-restart.
+Peers know what their uplinks have (`potluck join --up-limit`, nine tenths of it), but for --no-limit; and TCP keeps its windows while a
+connection rests (net.ipv4.tcp_slow_start_after_idle=0, see the README), but for --idle-restart.
 
 Ideal: the same chain if bytes took no time, (M + S - 1) x pace for M micro-batches. Beside the measured share of it stand the
 cost model's prediction, and both for textbook 1F1B, whose depth is the number of stages. Depth: what the chain picked from its
@@ -29,7 +27,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
@@ -48,6 +45,7 @@ import torch
 from peer import link
 from peer.net import p2p
 from peer.net.base import Stream
+from peer.net.uplink import Uplink
 from peer.pipeline import run_steps
 from peer.pipes import Pipes
 from peer.trainer import make_worker
@@ -57,7 +55,6 @@ from protocol.layout import ModelSpec
 from protocol.manifest import TrainSpec
 from protocol.messages import Plan, ReplicaSpec, StageSpec
 from protocol.schema import plain
-from tests.benchmarks import tcp
 from tests.lab import lab
 
 STAGES = 4
@@ -67,8 +64,10 @@ PACE = 256 * TOKEN_SECONDS
 RATES = (10, 50, 100, 1000)
 LATENCIES = (10, 25, 75)
 SPEC = ModelSpec(vocab_size=97, d_model=8, n_layers=STAGES, n_heads=1, d_ff=8, context=4096)
+LIMIT = 0.9
+"""`potluck join --up-limit` of the peers, as a share of their uplinks."""
 CARRIED = (1448 - 52 / 2) / 1500
-"""Of a link's rate: packets of 1500 bytes carry 1448, and every other one that comes is answered by 52 bytes."""
+"""Of a link's rate without that: packets of 1500 bytes carry 1448, and every other one that comes is answered by 52 bytes."""
 TIMEOUT = 900.0
 SAMPLES = 3
 """Steps of which the one with the median time counts,"""
@@ -76,8 +75,6 @@ LONG = 20.0
 """but if the first takes so many seconds, no others are made: it is a mean over many micro-batches."""
 LOAD = 200.0
 """Mb/s over all boundaries and directions of which two cores take little notice; they can do twice as much."""
-PROBE_S = 15.0
-"""For measuring what TCP carries."""
 QUEUE_MS = 100
 """What a router's queue holds."""
 
@@ -85,7 +82,7 @@ QUEUE_MS = 100
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One row. `rate`: Mb/s of a boundary and direction; `latency`: one-way ms; `divisor`: d/k; `pace`: seconds; `wire`: number
-    format, both ways; `both`: Mb/s that TCP carries each way with both directions full, if that was measured."""
+    format, both ways; `limited`: whether the peers know what their uplinks have."""
 
     rate: float
     latency: float
@@ -93,7 +90,7 @@ class Case:
     micro_batches: int
     pace: float
     wire: str
-    both: float | None = None
+    limited: bool
 
     @property
     def tokens(self) -> int:
@@ -102,16 +99,9 @@ class Case:
     @property
     def transfer(self) -> float:
         """Seconds that a frame occupies a link."""
-        return self._bits / (self.rate * 1e6 * CARRIED)
-
-    @property
-    def _bits(self) -> float:
-        return self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8
-
-    @property
-    def full(self) -> bool:
-        """Whether the links are the bottleneck, in both directions."""
-        return self.transfer > self.pace
+        carried = LIMIT if self.limited else CARRIED
+        bits = self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8
+        return bits / (self.rate * 1e6 * carried)
 
     @property
     def slower(self) -> int:
@@ -123,8 +113,7 @@ class Case:
     def costs(self) -> tuple[list[StageCost], list[LinkCost]]:
         """For the cost model."""
         stage = StageCost(forward=self.pace / 3, backward=self.pace * 2 / 3)
-        transfer = self._bits / (self.both * 1e6) if self.full and self.both else self.transfer
-        between = LinkCost(forward=transfer, backward=transfer, latency=self.latency / 1e3)
+        between = LinkCost(forward=self.transfer, backward=self.transfer, latency=self.latency / 1e3)
         return [stage] * STAGES, [between] * (STAGES - 1)
 
     @property
@@ -181,7 +170,9 @@ class Paced:
 
 
 @contextlib.asynccontextmanager
-async def joined(stage: int, host: str, folder: Path) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
+async def joined(
+    stage: int, host: str, folder: Path, limit: int | None
+) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
     """This stage's streams to the one before and the one after. Says its address, reads the others' from standard input."""
     torch.set_num_threads(1)
     transport = await p2p.start(folder / f"key-{stage}", host=host, validate=lambda *_: False)
@@ -190,7 +181,7 @@ async def joined(stage: int, host: str, folder: Path) -> AsyncIterator[tuple[Str
     async def reach(peer: str) -> None:
         await transport.connect([addresses[peer]], timeout=60)
 
-    pipes = Pipes(transport, reach, lambda peer: None)
+    pipes = Pipes(transport, reach, lambda peer: None, Uplink(limit))
     await transport.serve(wire.PIPE, lambda stream: pipes.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()
@@ -214,10 +205,10 @@ async def heard() -> Any:
     return json.loads(text) if text else None
 
 
-async def be_stage(stage: int, host: str, folder: Path) -> None:
+async def be_stage(stage: int, host: str, folder: Path, limit: int | None) -> None:
     """Takes one case after the other from standard input, and reports."""
     worker = make_worker()
-    async with joined(stage, host, folder) as (previous, following):
+    async with joined(stage, host, folder, limit) as (previous, following):
         while (asked := await heard()) is not None:
             train = TrainSpec(
                 inner_steps=1, micro_batches=asked["micro_batches"], rows=1, sequence=asked["tokens"],
@@ -278,16 +269,16 @@ class Processes:
 class Chain:
     """Four processes in a lab; use as `with Chain.start(...)`."""
 
-    def __init__(self, processes: Processes, both: float | None) -> None:
-        self.processes, self.both = processes, both
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
 
     @classmethod
     @contextlib.contextmanager
     def start(
-        cls, netlab: Path, idle_restart: bool, full: bool, rate: float, latency: float, slower: int
+        cls, netlab: Path, idle_restart: bool, limited: bool, rate: float, latency: float, slower: int
     ) -> Iterator[Chain]:
         """Every boundary has `rate` Mb/s each way and `latency` ms one way, from the first connection on: its round trip is what
-        libp2p sizes its windows by. `full`: measure what TCP carries both ways, too."""
+        libp2p sizes its windows by. `limited`: see `Case`."""
         rates = [(1 if i in (0, STAGES - 1) else 2) * rate / slower for i in range(STAGES)]
         links = {f"s{i}": f"{mine:.3f}/{mine:.3f}:{latency * slower:g}" for i, mine in enumerate(rates)}
         with (
@@ -296,16 +287,16 @@ class Chain:
         ):
             for name in there.places:
                 there.control("set", name, f"queue={QUEUE_MS * slower}")
-            here, *_, end = there.places.values()
-            both = tcp.measure(here, end, PROBE_S * slower) * slower / 1e6 if full else None
             commands = []
             for i, (host, prefix) in enumerate(there.places.values()):
                 stage = [sys.executable, "-m", "tests.benchmarks.chain", "--stage", str(i), "--host", host]
+                if limited:
+                    stage += ["--limit", str(int(LIMIT * rates[i] * 1e6))]
                 commands.append([*prefix, *stage, "--folder", folder, "--clock", str(slower)])
             processes = Processes(commands)
             try:
                 processes.introduce()
-                yield cls(processes, both)
+                yield cls(processes)
             finally:
                 processes.kill()
 
@@ -346,7 +337,7 @@ def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
     textbook = chain.middle(case, STAGES, STAGES)
     row = {
         "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "format": case.wire, "micro_batches": case.micro_batches,
-        "slower": case.slower, "both": case.both, "ratio": case.transfer / case.pace, "depth": ours["depth"],
+        "slower": case.slower, "ratio": case.transfer / case.pace, "depth": ours["depth"],
         "share": case.ideal * case.slower / ours["seconds"], "predicted": case.predicted(ours["depth"]),
         "textbook": case.ideal * case.slower / textbook["seconds"], "textbook_predicted": case.predicted(STAGES),
     }  # fmt: skip
@@ -360,10 +351,15 @@ def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
 
 
 def cases(chosen: argparse.Namespace) -> Iterator[Case]:
+    limited = not chosen.no_limit
     if chosen.target:
         for wire in chosen.formats:
-            yield Case(rate=100, latency=25, divisor=8, micro_batches=32, pace=2048 * TOKEN_SECONDS, wire=wire)
-            yield Case(rate=100, latency=25, divisor=8, micro_batches=128, pace=512 * TOKEN_SECONDS, wire=wire)
+            yield Case(
+                rate=100, latency=25, divisor=8, micro_batches=32, pace=2048 * TOKEN_SECONDS, wire=wire, limited=limited
+            )
+            yield Case(
+                rate=100, latency=25, divisor=8, micro_batches=128, pace=512 * TOKEN_SECONDS, wire=wire, limited=limited
+            )
         return
     for rate in chosen.rates:
         for latency in chosen.latencies:
@@ -372,7 +368,7 @@ def cases(chosen: argparse.Namespace) -> Iterator[Case]:
                     for wire in chosen.formats:
                         case = Case(
                             rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches, pace=chosen.pace,
-                            wire=wire,
+                            wire=wire, limited=limited,
                         )  # fmt: skip
                         if micro_batches == 32 or case.transfer <= 2 * case.pace:
                             yield case
@@ -386,6 +382,7 @@ def main() -> int:
     parser.add_argument(
         "--idle-restart", action="store_true", help="leave TCP's windows to shrink at rest, Linux's default"
     )
+    parser.add_argument("--no-limit", action="store_true", help="peers do not know what their uplinks have")
     parser.add_argument("--rates", type=float, nargs="*", default=RATES, help="Mb/s")
     parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
     parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
@@ -395,23 +392,25 @@ def main() -> int:
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--clock", type=int, default=1, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.stage is not None:
         link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S = (
             chosen.clock * seconds for seconds in (link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S)
         )
-        asyncio.run(be_stage(chosen.stage, chosen.host, chosen.folder))
+        asyncio.run(be_stage(chosen.stage, chosen.host, chosen.folder, chosen.limit))
         return 0
     if chosen.netlab is None:
         parser.error("--netlab is needed: the chain runs behind emulated links")
     rows = []
     print(HEAD)
-    for same, some in itertools.groupby(cases(chosen), lambda case: (case.full, case.rate, case.latency, case.slower)):
+    for same, some in itertools.groupby(
+        cases(chosen), lambda case: (case.limited, case.rate, case.latency, case.slower)
+    ):
         with Chain.start(chosen.netlab, chosen.idle_restart, *same) as chain:
             depth, before = 0, None
             for case in some:
-                case = dataclasses.replace(case, both=chain.both)
                 if before != (shape := (case.divisor, case.pace, case.wire)):
                     depth, before = 0, shape
                 row, depth = measure(chain, case, depth)

@@ -38,6 +38,7 @@ from peer.exchange import Exchange
 from peer.net import keyfile, p2p
 from peer.net.base import Transport
 from peer.net.blobs import Blob
+from peer.net.uplink import Uplink
 from peer.outer import Outer
 from peer.storage import Checkpoint, Storage
 from protocol import layout, messages, seeded, sparse, wire
@@ -154,7 +155,7 @@ class Holder:
 
         self.exchange = Exchange(
             manifest(), transport, self.storage.blobs, Emitter("holder", lambda event: None), reach=reach, peers=nobody,
-            find=self.storage.find, states=self.storage.states, up_limit_bps=limit,
+            find=self.storage.find, states=self.storage.states, uplink=Uplink(limit),
         )  # fmt: skip
 
     def cheat(self) -> None:

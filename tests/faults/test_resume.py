@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from peer.net import p2p
-from peer.net.blobs import BlobServer, BlobStore, Fetcher, Uplink
+from peer.net.blobs import BlobServer, BlobStore, Fetcher
+from peer.net.uplink import Uplink
 from protocol import ranges, wire
 
 SIZE = 200_000_000

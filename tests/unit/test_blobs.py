@@ -16,9 +16,10 @@ import pytest
 
 from peer.net import p2p
 from peer.net.base import Closed, Stream, Transport, Unreachable
-from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, Uplink, fetch_named, idle
+from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, idle
 from peer.net.blobs import serving as serving_module
 from peer.net.memory import MemoryNetwork
+from peer.net.uplink import Uplink
 from protocol import framing, ranges, wire
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity

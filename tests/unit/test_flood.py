@@ -18,6 +18,7 @@ import pytest
 from peer import link
 from peer.net import p2p
 from peer.net.base import Timeout, Transport
+from peer.net.uplink import Uplink
 from peer.pipeline import ChainBroken, run_steps
 from peer.pipes import Pipes
 from peer.trainer import make_worker
@@ -43,7 +44,7 @@ async def _pipes(transport: Transport) -> Pipes:
     async def reach(peer: str) -> None:
         return
 
-    pipes = Pipes(transport, reach, lambda peer: None)
+    pipes = Pipes(transport, reach, lambda peer: None, Uplink())
     await transport.serve(wire.PIPE, lambda stream: pipes.serve(stream, 0))
     return pipes
 

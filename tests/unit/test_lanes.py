@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from peer.net.base import Closed, Ended, Stream, Timeout
-from peer.net.lanes import LANES, SPLIT, Lanes, sizes
+from peer.net.lanes import LANES, SMALL, SPLIT, Lanes, sizes
 from peer.net.memory import MemoryNetwork
+from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.framing import MAX_FRAME, FrameError
 
@@ -104,16 +105,52 @@ def test_an_interrupted_recv_loses_nothing() -> None:
     run(story)
 
 
+def test_a_limited_uplink_sends_in_pieces_and_keeps_its_rate() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        uplink, loop = Uplink(16_000_000), asyncio.get_running_loop()
+        assert uplink.piece < SPLIT
+        one, two = Lanes(here, uplink), Lanes(there)
+        began = loop.time()
+
+        async def send() -> None:
+            for size in SIZES:
+                await one.send(body(size))
+
+        async def take() -> list[bytes]:
+            return [await two.recv() for _ in SIZES]
+
+        _, came = await asyncio.gather(send(), take())
+        assert came == [body(size) for size in SIZES]
+        assert loop.time() - began > 8 * sum(SIZES) / 16_000_000 - Uplink.BURST_SECONDS
+
+    run(story)
+
+
+def test_signs_of_life_do_not_wait_for_their_turn() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        uplink = Uplink(8)
+        await uplink.turn("somebody else", 1 << 20)
+        await Lanes(here, uplink).send(body(SMALL - 4))
+        assert await Lanes(there).recv() == body(SMALL - 4)
+        waiting = asyncio.create_task(Lanes(here, uplink).send(body(SMALL)))
+        done, _ = await asyncio.wait({waiting}, timeout=0.05)
+        assert not done
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        uplink.close()
+
+    run(story)
+
+
 @pytest.mark.parametrize(
     ("first", "others"),
     [
         (b"", ()),
         (b"\x00\x00\x00", ()),
-        (b"\x00\x00\x00\x05four", ()),
         (b"\x00\x00\x00\x03four", ()),
         (b"\xff\xff\xff\xff" + bytes(SPLIT), ()),
         (SPLIT.to_bytes(4, "big") + bytes(SPLIT), ()),
-        (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, SPLIT // 4 - 1, SPLIT // 4)),
+        (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, 0, SPLIT // 4)),
         (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, SPLIT // 4 + 1, SPLIT // 4)),
     ],
 )

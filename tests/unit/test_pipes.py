@@ -13,6 +13,7 @@ from peer.link import ChainBroken
 from peer.net.base import Closed
 from peer.net.lanes import LANES, SPLIT, Lanes
 from peer.net.memory import MemoryNetwork
+from peer.net.uplink import Uplink
 from peer.pipes import Pipes
 from protocol import framing, wire
 from protocol.messages import Plan, ReplicaSpec, StageSpec
@@ -42,7 +43,7 @@ def run(story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]]) -> A
             async def reach(peer: str, here: Any = transport) -> None:
                 await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
 
-            mine = Pipes(transport, reach, lambda peer: None)
+            mine = Pipes(transport, reach, lambda peer: None, Uplink())
             await transport.serve(wire.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
             made[name] = mine
         async with asyncio.timeout(30):

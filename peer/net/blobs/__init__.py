@@ -1,7 +1,7 @@
 """Content-addressed blobs (protocol/ranges.py): kept on disk, served to anyone, fetched from anyone who holds them."""
 
 from peer.net.blobs.fetching import Fetcher, fetch_named
-from peer.net.blobs.serving import NODE_COPIES, BlobServer, Uplink
+from peer.net.blobs.serving import NODE_COPIES, BlobServer
 from peer.net.blobs.store import NO_ROUND, Blob, BlobStore, disk_error, sync_folder, write_durably
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "BlobServer",
     "BlobStore",
     "Fetcher",
-    "Uplink",
     "disk_error",
     "fetch_named",
     "sync_folder",

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport, short
 from peer.net.blobs.idle import KEPT_SECONDS
 from peer.net.blobs.store import Blob, BlobStore
+from peer.net.uplink import Uplink
 from protocol import framing, ranges, wire
 from protocol.errors import RemoteError
 
@@ -53,47 +54,6 @@ STREAMS_PER_PEER = 128
 """At once; a payload or shard takes one."""
 CACHED_LEAVES = 1024
 """Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
-
-
-class Uplink:
-    """A token bucket over everything that is sent, one requesting peer's piece after the other's. `bps`: bits per second;
-    None for no limit."""
-
-    BURST_SECONDS = 0.1
-
-    def __init__(self, bps: int | None = None) -> None:
-        self._bps = bps
-        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
-        self._free_at = float("-inf")
-        self._pump: asyncio.Task[None] | None = None
-
-    async def turn(self, peer: str, size: int) -> None:
-        """Returns when `size` bytes may be sent to `peer`."""
-        if self._bps is None:
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(peer, deque()).append((size, future))
-        if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run(self._bps))
-        await future
-
-    async def _run(self, bps: int) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            if self._free_at > loop.time():
-                await asyncio.sleep(self._free_at - loop.time())
-            peer, queue = self._waiting.popitem(last=False)
-            size, future = queue.popleft()
-            if queue:
-                self._waiting[peer] = queue  # at the end
-            if not future.cancelled():
-                self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + 8 * size / bps
-                future.set_result(None)
-
-    def close(self) -> None:
-        """Nobody gets a turn any more."""
-        if self._pump is not None:
-            self._pump.cancel()
 
 
 @dataclass(slots=True)

@@ -1,0 +1,50 @@
+"""What a machine's uplink may carry: `potluck join --up-limit`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+
+from protocol.framing import MAX_FRAME
+
+
+class Uplink:
+    """A token bucket over everything that is sent, one peer's piece after the other's. `bps`: bits per second; None for no limit.
+    `piece`: bytes that go out at once at most, where the sender may choose: routers' queues hold little more."""
+
+    BURST_SECONDS = 0.02
+
+    def __init__(self, bps: int | None = None) -> None:
+        self._bps = bps
+        self.piece = MAX_FRAME if bps is None else max(4096, int(bps / 8 * self.BURST_SECONDS))
+        self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
+        self._free_at = float("-inf")
+        self._pump: asyncio.Task[None] | None = None
+
+    async def turn(self, peer: str, size: int) -> None:
+        """Returns when `size` bytes may be sent to `peer`."""
+        if self._bps is None:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(peer, deque()).append((size, future))
+        if self._pump is None or self._pump.done():
+            self._pump = asyncio.create_task(self._run(self._bps))
+        await future
+
+    async def _run(self, bps: int) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            if self._free_at > loop.time():
+                await asyncio.sleep(self._free_at - loop.time())
+            peer, queue = self._waiting.popitem(last=False)
+            size, future = queue.popleft()
+            if queue:
+                self._waiting[peer] = queue  # at the end
+            if not future.cancelled():
+                self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + 8 * size / bps
+                future.set_result(None)
+
+    def close(self) -> None:
+        """Nobody gets a turn any more."""
+        if self._pump is not None:
+            self._pump.cancel()
