@@ -387,7 +387,7 @@ def main() -> int:
     parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
     parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
     parser.add_argument("--micro-batches", type=int, nargs="*", default=(32, 128))
-    parser.add_argument("--formats", nargs="*", default=("bf16",), choices=boundary.FORMATS)
+    parser.add_argument("--formats", nargs="*", default=("int4",), choices=boundary.FORMATS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)

@@ -31,8 +31,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "BEAT_S", 0.02)
 
 
-def run(story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]]) -> Any:
-    """`story` with everybody's pipes; they have applied round 3."""
+def run(story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]], limit: int | None = None) -> Any:
+    """`story` with everybody's pipes; they have applied round 3. `limit`: of each uplink, bits per second."""
 
     async def main() -> Any:
         network = MemoryNetwork()
@@ -43,7 +43,7 @@ def run(story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]]) -> A
             async def reach(peer: str, here: Any = transport) -> None:
                 await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
 
-            mine = Pipes(transport, reach, lambda peer: None, Uplink())
+            mine = Pipes(transport, reach, lambda peer: None, Uplink(limit))
             await transport.serve(wire.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
             made[name] = mine
         async with asyncio.timeout(30):
@@ -70,6 +70,24 @@ def test_neighbours_find_each_other_whoever_comes_first() -> None:
                 frame = await there.recv()
 
     run(story)
+
+
+def test_both_neighbours_share_the_uplink() -> None:
+    """Whoever dialled: 200 KB to each of them at 1 MB/s."""
+
+    async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
+        first, middle, last = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
+        began = asyncio.get_running_loop().time()
+
+        async def take(stream: Any) -> None:
+            while len(await stream.recv()) < 200_000:
+                pass
+
+        sends = [stream.send(bytes(200_000)) for stream in middle]
+        await asyncio.gather(*sends, take(first[1]), take(last[0]))
+        assert asyncio.get_running_loop().time() - began > 0.35
+
+    run(story, limit=8_000_000)
 
 
 def test_who_is_not_ready_gives_signs_of_life() -> None:
