@@ -9,8 +9,8 @@ from protocol.framing import MAX_FRAME
 
 
 class Uplink:
-    """A token bucket over everything that is sent, one peer's piece after the other's. `bps`: bits per second; None for no limit.
-    `piece`: bytes that go out at once at most, where the sender may choose: routers' queues hold little more."""
+    """A token bucket over everything that is sent, shared out by bytes: one piece for each peer that waits, in turn. `bps`: bits per
+    second; None for no limit. `piece`: bytes that are granted at once; who can sends no more at once, since routers' queues hold little."""
 
     BURST_SECONDS = 0.02
 
@@ -38,11 +38,15 @@ class Uplink:
                 await asyncio.sleep(self._free_at - loop.time())
             peer, queue = self._waiting.popitem(last=False)
             size, future = queue.popleft()
+            if not future.cancelled():
+                granted = min(size, self.piece)
+                self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + 8 * granted / bps
+                if granted < size:
+                    queue.appendleft((size - granted, future))
+                else:
+                    future.set_result(None)
             if queue:
                 self._waiting[peer] = queue  # at the end
-            if not future.cancelled():
-                self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + 8 * size / bps
-                future.set_result(None)
 
     def close(self) -> None:
         """Nobody gets a turn any more."""

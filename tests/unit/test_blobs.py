@@ -207,6 +207,28 @@ def test_an_uplink_serves_peers_in_turn() -> None:
     virtually(work())
 
 
+def test_an_uplink_is_shared_by_bytes() -> None:
+    """A peer that takes small pieces has as much of it as one that takes large ones."""
+
+    async def work() -> None:
+        uplink, taken = Uplink(8_000_000), dict[str, int]()
+
+        async def take(peer: str, size: int) -> None:
+            while True:
+                await uplink.turn(peer, size)
+                taken[peer] = taken.get(peer, 0) + size
+
+        tasks = [asyncio.create_task(take("large", 1 << 18)) for _ in range(4)]
+        tasks += [asyncio.create_task(take("small", uplink.piece)) for _ in range(4)]
+        await asyncio.sleep(10)
+        for task in tasks:
+            task.cancel()
+        assert taken["large"] == pytest.approx(taken["small"], rel=0.15), "but for unfinished pieces"
+        assert sum(taken.values()) == pytest.approx(10_000_000, rel=0.05)
+
+    virtually(work())
+
+
 def test_without_a_limit_nobody_waits() -> None:
     async def work() -> None:
         await Uplink().turn("a", 1 << 40)

@@ -129,7 +129,7 @@ def test_a_limited_uplink_sends_in_pieces_and_keeps_its_rate() -> None:
 def test_signs_of_life_do_not_wait_for_their_turn() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         uplink = Uplink(8)
-        await uplink.turn("somebody else", 1 << 20)
+        await uplink.turn("somebody else", uplink.piece)
         await Lanes(here, uplink).send(body(SMALL - 4))
         assert await Lanes(there).recv() == body(SMALL - 4)
         waiting = asyncio.create_task(Lanes(here, uplink).send(body(SMALL)))
