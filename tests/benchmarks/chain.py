@@ -18,7 +18,7 @@ connection rests (net.ipv4.tcp_slow_start_after_idle=0, see the README), but for
 
 Ideal: the same chain if bytes took no time, (M + S - 1) x pace for M micro-batches. Beside the measured share of it stand the
 cost model's prediction, and both for textbook 1F1B, whose depth is the number of stages. Depth: what the chain picked from its
-own measurements in the step before. A row is the median of three steps, or one long one. Where transfers take over twice the computing,
+own measurements in the steps before. A row is the median of three steps, or one long one. Where transfers take over twice the computing,
 only 32 micro-batches are run: more would give the same share.
 """
 
@@ -69,6 +69,8 @@ LIMIT = 0.9
 CARRIED = (1448 - 52 / 2) / 1500
 """Of a link's rate without that: packets of 1500 bytes carry 1448, and every other one that comes is answered by 52 bytes."""
 TIMEOUT = 900.0
+FINDING = 4
+"""Steps in which a chain finds its depth: in the first, windows of TCP and libp2p open, and links seem slow."""
 SAMPLES = 3
 """Steps of which the one with the median time counts,"""
 LONG = 20.0
@@ -319,9 +321,9 @@ class Chain:
         return reports[0]
 
     def middle(self, case: Case, depth: int, most: int | None = None) -> dict[str, Any]:
-        """The one of SAMPLES steps with the median time. `depth` 0: unknown yet, the chain finds it in a step of its own."""
+        """The one of SAMPLES steps with the median time. `depth` 0: unknown yet, the chain finds it in steps of their own."""
         guess = depth or cost.pick_depth(*case.costs(), case.micro_batches)
-        found = self.steps(case, guess, most, 1 if depth else 2)[-1]
+        found = self.steps(case, guess, most, 1 if depth or most else FINDING + 1)[-1]
         samples = [found]
         while len(samples) < SAMPLES and found["seconds"] < LONG:
             samples += self.steps(case, found["depth"], most, 1)
