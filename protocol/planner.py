@@ -31,7 +31,7 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     overlap      4 P        where the next round's inner steps begin
     room         4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into
     reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp of a compressed chain
-    in flight   4 r L (B (17 d + 4 F) + [head] 3 V) x micro-batches in flight
+    in flight   4 r L (B (17 d + 4 F) + [head] 4 V) x micro-batches in flight
     frames      r L (4 k + f) x micro-batches in flight  what came in: a frame with f bytes a token, and its tensor
     backward    8 r L (17 d + 4 F) + [table] 4 E  the gradients within the block that goes backward, and of a head or embedding
                             that is trained as a whole, before they are added
@@ -39,7 +39,7 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     spare        4 M + room  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
 with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
-peaks. Of the 17 d, tensors are 10 d: the rest, and half of "backward", is what glibc's heap cannot use again.
+peaks. Of the 17 d, tensors are 10 d: the rest, one V of the head's and half of "backward" is what glibc's heap cannot use again.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def window(manifest: Manifest) -> int:
 def activation_bytes(manifest: Manifest, first: int, last: int) -> int:
     """Bytes that one micro-batch keeps between its forward and its backward."""
     train = manifest.train
-    head = 3 * manifest.model.vocab_size if last == manifest.model.n_layers else 0
+    head = 4 * manifest.model.vocab_size if last == manifest.model.n_layers else 0
     return (last - first) * _block_bytes(manifest) + 4 * train.rows * train.sequence * head
 
 

@@ -166,7 +166,7 @@ def test_memory_of_a_full_replica_by_hand() -> None:
     block = 17 * 8 + 4 * 16
     room = 4 * (16 * 8 + layout.parameters(M.model, "block.0"))
     head = 4 * 16 * 8
-    assert 24 * params + room + 4 * 1 * 8 * (4 * block + 3 * 16 + 2 * block) + head == FULL
+    assert 24 * params + room + 4 * 1 * 8 * (4 * block + 4 * 16 + 2 * block) + head == FULL
 
 
 def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
@@ -179,7 +179,7 @@ def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
         == 24 * 2 * one + 16 * embed + 20 * 16 * 4 + room + 4 * 8 * 2 * (2 * block + block) + 8 * frame * 2
     )
     assert stage_memory(m, 1, 3) == 24 * 2 * one + 8 * embed + room + work
-    logits = 4 * 8 * 3 * 16
+    logits = 4 * 8 * 4 * 16
     last = (
         24 * (2 * one + head) + 8 * embed + room + 4 * 8 * (2 * block + 2 * block) + logits + 8 * frame * 2 + 4 * embed
     )
