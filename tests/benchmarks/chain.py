@@ -173,7 +173,7 @@ class Paced:
 
 @contextlib.asynccontextmanager
 async def joined(
-    stage: int, host: str, folder: Path, limit: int | None
+    stage: int, host: str, folder: Path, limit: int | None = None
 ) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
     """This stage's streams to the one before and the one after. Says its address, reads the others' from standard input."""
     torch.set_num_threads(1)
