@@ -218,8 +218,7 @@ class _Run:
         start, sent, depth = time.perf_counter(), self._sent(), self.depth
         self._losses = []
         self._seconds, self._waits = dict.fromkeys(self._seconds, 0.0), dict.fromkeys(self._waits, 0.0)
-        links = [link for link in (self.previous, self.following) if link is not None]
-        for link in links:
+        for link in self._links:
             link.most_waiting = 0
         if self.following is not None:
             self.following.ping()
@@ -244,7 +243,7 @@ class _Run:
             forward_bytes=after[0] - sent[0],
             backward_bytes=after[1] - sent[1],
             depth=depth if self.previous is None else self.depth,
-            queued=max((link.most_waiting for link in links), default=0),
+            queued=max((link.most_waiting for link in self._links), default=0),
             activations=None if self.previous is None else replace(self._running(self.previous, FORWARD)),
             gradients=None if self.following is None else replace(self._running(self.following, BACKWARD)),
             pace=self._pace,
@@ -279,6 +278,12 @@ class _Run:
                 self._send(self.previous, BACKWARD, step, ended[kind], outward)
             ended[kind] += 1
 
+        def comes() -> bool:
+            """Whether there is what the next forward needs."""
+            if self.previous is not None:
+                return self.previous.ready
+            return last or prepared[FORWARD] - prepared[BACKWARD] < self.depth
+
         async def prepare() -> bool:
             """Whether there was something to prepare."""
             micro = prepared[BACKWARD]
@@ -292,9 +297,7 @@ class _Run:
                 return True
             micro = prepared[FORWARD]
             may = micro < self.train.micro_batches and not turns.has(FORWARD)
-            if may and (
-                last or micro - prepared[BACKWARD] < self.depth if self.previous is None else self.previous.ready
-            ):
+            if may and comes():
                 inward = None if self.previous is None else await self._take(self.previous, FORWARD, step, micro)
                 prepared[FORWARD] += 1
                 turns.put(FORWARD, self._timed(FORWARD, self._forward, micro, inward))

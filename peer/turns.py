@@ -1,8 +1,8 @@
 """The worker's turns within an inner step: whenever it is free it takes the prepared backward, if there is one, else the prepared forward.
 
 The event loop prepares jobs while the worker does another, at most one of each kind, so that the worker never waits for the
-loop where there is something to do, and yet decides at the last moment. Only the event loop calls; the state
-that both threads see is under one lock.
+loop where there is something to do, and yet decides at the last moment. Only the event loop calls; what both threads change
+is under one lock.
 """
 
 from __future__ import annotations
@@ -70,14 +70,18 @@ class Turns(Generic[T]):
             self._prepared.clear()
 
     def _work(self) -> None:
-        """On the worker: job after job. Keeps nothing of the one before."""
-        while (turn := self._turn()) is not None:
+        """On the worker: job after job. Who hears that one has ended finds the next one's place free already."""
+        turn = self._turn()
+        while turn is not None:
             kind, job = turn
             try:
-                self._tell(self._finish, kind, job())
+                result = job()
             except BaseException as error:
                 self._tell(self._fail, error)
                 return
+            turn = self._turn()
+            self._tell(self._finish, kind, result)
+            del result  # the next job may need its memory
 
     def _turn(self) -> tuple[int, Callable[[], T]] | None:
         with self._lock:

@@ -17,6 +17,7 @@ from protocol import manifest as manifests
 from protocol import planner
 from protocol.identity import Identity
 from protocol.manifest import Manifest
+from tests.lab import Place
 
 DEADLINE = 300.0
 """Seconds for anything to happen."""
@@ -55,7 +56,7 @@ class Swarm:
         manifest: Manifest,
         keys: tuple[Identity, ...],
         memory: dict[str, int] | None = None,
-        places: dict[str, tuple[str, list[str]]] | None = None,
+        places: dict[str, Place] | None = None,
         module: str = "peer.cli",
     ) -> None:
         self.folder = folder

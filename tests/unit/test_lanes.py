@@ -169,6 +169,27 @@ def test_who_sends_what_is_no_frame_is_cut_off(first: bytes, others: Sequence[in
     run(story)
 
 
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        (b"\x00\x00\x00\x05four", ()),
+        (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, SPLIT // 4 - 1, SPLIT // 4)),
+    ],
+)
+def test_the_rest_of_a_frame_is_waited_for(first: bytes, others: Sequence[int]) -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        taking = Lanes(there)
+        await here[0].send(first)
+        for stream, size in zip(here[1:], others, strict=False):
+            await stream.send(bytes(size))
+        with pytest.raises(Timeout):
+            await taking.recv(timeout=0.05)
+        await here[2 if others else 0].send(b"\x00")
+        assert len(await taking.recv()) == int.from_bytes(first[:4], "big")
+
+    run(story)
+
+
 def test_a_frame_above_the_limit_is_refused_at_once() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         sending = asyncio.create_task(Lanes(here).send(body(10 * SPLIT)))

@@ -93,6 +93,23 @@ def test_the_worker_does_not_need_the_loop_to_go_on() -> None:
     _run(scene)
 
 
+def test_who_hears_of_an_end_finds_the_next_place_free() -> None:
+    async def scene(bench: Bench) -> None:
+        free: list[bool] = []
+        bench.turns._done = lambda kind, name: free.append(not bench.turns.has(USUAL))
+        first = bench.put(USUAL, "a")
+        assert bench.next() == "a"
+        second = bench.put(USUAL, "b")
+        assert bench.turns.has(USUAL)
+        first()
+        await bench.until(lambda: free != [])
+        assert free == [True]
+        second()
+        await bench.until(lambda: bench.turns.idle)
+
+    _run(scene)
+
+
 def test_a_rested_worker_begins_again() -> None:
     async def scene(bench: Bench) -> None:
         for name in ("a", "b", "c"):
