@@ -95,14 +95,21 @@ def test_the_worker_does_not_need_the_loop_to_go_on() -> None:
 
 def test_who_hears_of_an_end_finds_the_next_place_free() -> None:
     async def scene(bench: Bench) -> None:
-        free: list[bool] = []
-        bench.turns._done = lambda kind, name: free.append(not bench.turns.has(USUAL))
+        free, loop = list[bool](), bench.turns._loop
+
+        class Telling:
+            @staticmethod
+            def call_soon_threadsafe(*what: Any) -> None:
+                free.append(not bench.turns.has(USUAL))
+                loop.call_soon_threadsafe(*what)
+
+        bench.turns._loop = Telling()  # type: ignore[assignment]
         first = bench.put(USUAL, "a")
         assert bench.next() == "a"
         second = bench.put(USUAL, "b")
         assert bench.turns.has(USUAL)
         first()
-        await bench.until(lambda: free != [])
+        await bench.until(lambda: bench.ended != [])
         assert free == [True]
         second()
         await bench.until(lambda: bench.turns.idle)
