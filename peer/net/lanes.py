@@ -1,10 +1,10 @@
 """Several streams to one peer that carry frames as one.
 
-What is under way in one stream is bounded by its window: at first 256 KB in libp2p, so that a larger frame costs a round trip
-more, and a home link is not full; four streams have four windows (docs/results/chain.md). A frame of SPLIT bytes or more is cut into
-as many slices as there are lanes, a smaller one goes whole on the first. There every frame begins with its length, 4 bytes,
-big-endian, which says what comes on which lane. A slice may come in pieces: a sender with a limited uplink sends little at once, since
-a burst that a router's queue cannot hold is lost, and TCP then takes longer than the link (docs/adr/0013).
+What is under way in one stream is bounded by its window: in libp2p 256 KB at first, of which at worst a half is left when a frame comes;
+the other costs a round trip. Sixteen streams have sixteen windows (docs/adr/0011). A frame is cut into slices of SLICE bytes or more, one for
+each lane in turn, and the next frame begins where it ended, so that all windows are used alike. The first slice of a frame begins with the frame's
+length, 4 bytes, big-endian, which says what comes on which lane. A slice may come in pieces: a sender with a limited uplink sends
+little at once, since a burst that a router's queue cannot hold is lost, and TCP then takes longer than the link (docs/adr/0013).
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from protocol import framing
 from protocol.errors import RemoteError
 from protocol.framing import MAX_FRAME, PREFIX
 
-LANES = 4
-SPLIT = 64 * 1024
+LANES = 16
+SLICE = 32 * 1024
 SMALL = 1024
 """Frames of so many bytes with their length, signs of life among them, do not wait for their turn."""
 
 
-def sizes(frame: int, lanes: int) -> list[int]:
-    """How many bytes of a frame of so many go on each lane."""
-    if frame < SPLIT:
-        return [frame] + [0] * (lanes - 1)
-    cuts = [frame * i // lanes for i in range(lanes + 1)]
-    return [b - a for a, b in itertools.pairwise(cuts)]
+def slices(first: int, frame: int, lanes: int) -> list[tuple[int, int]]:
+    """Lane and bytes of each slice of a frame of so many bytes, whose first slice goes on lane `first`."""
+    count = max(1, min(lanes, frame // SLICE))
+    cuts = [frame * i // count for i in range(count + 1)]
+    return [((first + i) % lanes, b - a) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
 
 
 class Lanes:
@@ -41,6 +40,7 @@ class Lanes:
         self._streams = streams
         self._sending = asyncio.Lock()
         self._uplink = uplink or Uplink()
+        self._send_at = self._recv_at = 0  # the lanes where the next frames begin
         self._came: dict[int, bytearray] = {}  # slices of the frame that comes
 
     @property
@@ -49,9 +49,6 @@ class Lanes:
 
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         frame = memoryview(framing.header(sum(len(part) for part in parts)) + b"".join(parts))
-        first, *others = sizes(len(frame) - PREFIX, len(self._streams))
-        ends = itertools.accumulate((PREFIX + first, *others))
-        slices = [frame[a:b] for a, b in itertools.pairwise((0, *ends))]
 
         async def put(stream: Stream, data: memoryview) -> None:
             for at in range(0, len(data), self._uplink.piece):
@@ -61,11 +58,21 @@ class Lanes:
                 await stream.send(piece, timeout=timeout)
 
         async with self._sending:  # the slices of two frames are in the same order on all lanes
+            puts, at = [], 0
+            for lane, size in self._slices(self._send_at, len(frame) - PREFIX):
+                puts.append(put(self._streams[lane], frame[at : at + size]))
+                at += size
+            self._send_at = (self._send_at + len(puts)) % len(self._streams)
             try:
-                await asyncio.gather(*(put(s, x) for s, x in zip(self._streams, slices, strict=True)))
+                await asyncio.gather(*puts)
             except BaseException:
                 await self.close()  # half a frame may be out
                 raise
+
+    def _slices(self, first: int, frame: int) -> list[tuple[int, int]]:
+        """As `slices`, with the length that goes before the first."""
+        (lane, size), *others = slices(first, frame, len(self._streams))
+        return [(lane, PREFIX + size), *others]
 
     async def recv(self, limit: int = MAX_FRAME, *, timeout: float | None = None) -> bytes:
         try:
@@ -80,28 +87,30 @@ class Lanes:
             raise
 
     async def _next(self, limit: int) -> bytes:
-        most = PREFIX + max(min(limit, SPLIT - 1), limit // len(self._streams))
-        if 0 not in self._came:
-            self._came[0] = bytearray(await self._streams[0].recv(most))
-        size = int.from_bytes(self._came[0][:PREFIX], "big")
-        expected = sizes(size, len(self._streams))
-        expected[0] += PREFIX
-        if len(self._came[0]) < PREFIX or size > limit:
-            raise self._no_frame(f"{len(self._came[0])} bytes of a frame of {size}")
+        first = self._recv_at
+        most = PREFIX + max(min(limit, 2 * SLICE), -(-limit // len(self._streams)))
+        if first not in self._came:
+            self._came[first] = bytearray(await self._streams[first].recv(most))
+        beginning = self._came[first]
+        size = int.from_bytes(beginning[:PREFIX], "big")
+        if len(beginning) < PREFIX or size > limit:
+            raise self._no_frame(f"{len(beginning)} bytes of a frame of {size}")
+        expected = self._slices(first, size)
+        if len(beginning) > expected[0][1]:
+            raise self._no_frame(f"more than a slice of a frame of {size} bytes")
 
-        async def take(lane: int) -> None:
+        async def take(lane: int, size: int) -> None:
             came = self._came.setdefault(lane, bytearray())
-            while len(came) < expected[lane]:
-                piece = await self._streams[lane].recv(expected[lane] - len(came))
+            while len(came) < size:
+                piece = await self._streams[lane].recv(size - len(came))
                 if not piece:
                     raise self._no_frame("an empty piece")
                 came += piece
 
-        await asyncio.gather(*(take(lane) for lane in range(len(expected))))
-        if len(self._came[0]) > expected[0]:
-            raise self._no_frame(f"more than a frame of {size} bytes")
-        frame = b"".join((memoryview(self._came[0])[PREFIX:], *(self._came[i] for i in range(1, len(expected)))))
-        self._came = {}
+        await asyncio.gather(*(take(lane, size) for lane, size in expected))
+        others = (self._came[lane] for lane, _ in expected[1:])
+        frame = b"".join((memoryview(beginning)[PREFIX:], *others))
+        self._came, self._recv_at = {}, (first + len(expected)) % len(self._streams)
         return frame
 
     def _no_frame(self, what: str) -> Closed:

@@ -10,7 +10,7 @@ takes 262.5 microseconds. Every boundary has the link's rate in each direction (
 each has two neighbours).
 
 Where the links together carry more than LOAD, this machine would measure itself. There the clock goes slower: rates are divided, and
-latencies, routers' queues, signs of life and the pace multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
+latencies, routers' queues, deadlines of dials, signs of life and the pace multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
 among them (time dilation; Gupta et al., NSDI 2006).
 
 Peers know what their uplinks have (`potluck join --up-limit`, nine tenths of it), but for --no-limit; and TCP keeps its windows while a
@@ -42,7 +42,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from peer import link
+from peer import link, pipes
 from peer.net import p2p
 from peer.net.base import Stream
 from peer.net.uplink import Uplink
@@ -183,16 +183,16 @@ async def joined(
     async def reach(peer: str) -> None:
         await transport.connect([addresses[peer]], timeout=60)
 
-    pipes = Pipes(transport, reach, lambda peer: None, Uplink(limit))
-    await transport.serve(wire.PIPE, lambda stream: pipes.serve(stream, 0))
+    ours = Pipes(transport, reach, lambda peer: None, Uplink(limit))
+    await transport.serve(wire.PIPE, lambda stream: ours.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()
     addresses |= {p["peer"]: p["address"] for p in peers}
     chain = ReplicaSpec(k=0, stages=tuple(StageSpec(peer=p["peer"], first=i, last=i + 1) for i, p in enumerate(peers)))
-    previous, following = await pipes.neighbours(Plan(round=1, slot=0, replicas=(chain,)), 0, 0, stage)
+    previous, following = await ours.neighbours(Plan(round=1, slot=0, replicas=(chain,)), 0, 0, stage)
     say(ready=True)
     yield previous, following
-    pipes.forget(2)
+    ours.forget(2)
     await transport.aclose()
 
 
@@ -401,6 +401,7 @@ def main() -> int:
         link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S = (
             chosen.clock * seconds for seconds in (link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S)
         )
+        pipes.DIAL_SECONDS *= chosen.clock
         asyncio.run(be_stage(chosen.stage, chosen.host, chosen.folder, chosen.limit))
         return 0
     if chosen.netlab is None:

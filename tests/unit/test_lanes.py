@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from peer.net.base import Closed, Ended, Stream, Timeout
-from peer.net.lanes import LANES, SMALL, SPLIT, Lanes, sizes
+from peer.net.lanes import LANES, SLICE, SMALL, Lanes, slices
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.framing import MAX_FRAME, FrameError
 
-SIZES = (0, 1, SPLIT - 1, SPLIT, SPLIT + 1, SPLIT + 7, 1_000_003)
+WHOLE = LANES * SLICE
+"""A frame with a slice on every lane."""
+FOUR = 4 * SLICE
+"""One with four slices."""
+SIZES = (0, 1, SLICE - 1, SLICE, 2 * SLICE, 3 * SLICE - 1, WHOLE, WHOLE + 7, 1_000_003)
 
 
 @contextlib.asynccontextmanager
@@ -62,11 +66,28 @@ async def drain(stream: Stream) -> None:
         await stream.recv()
 
 
+@pytest.mark.parametrize("first", [0, LANES - 1])
 @pytest.mark.parametrize("size", SIZES)
-def test_slices_are_the_frame_and_nearly_equal(size: int) -> None:
-    cut = sizes(size, LANES)
-    assert (len(cut), sum(cut)) == (LANES, size)
-    assert max(cut) - min(cut) <= 1 or (size < SPLIT and cut[0] == size)
+def test_slices_are_the_frame_and_nearly_equal(size: int, first: int) -> None:
+    cut = slices(first, size, LANES)
+    assert [lane for lane, _ in cut] == [(first + i) % LANES for i in range(len(cut))]
+    assert sum(part for _, part in cut) == size
+    assert len(cut) == min(LANES, max(1, size // SLICE))
+    assert max(part for _, part in cut) - min(part for _, part in cut) <= 1
+
+
+def test_all_lanes_carry_alike() -> None:
+    async def story(here: list[Stream], there: list[Stream]) -> None:
+        one, two, count = Lanes(here), Lanes(there), 2 * LANES
+        before = [stream.received for stream in there]
+        for _ in range(count):  # each has three slices
+            _, frame = await asyncio.gather(one.send(body(3 * SLICE)), two.recv())
+            assert frame == body(3 * SLICE)
+        carried = [stream.received - was for stream, was in zip(there, before, strict=True)]
+        assert max(carried) - min(carried) <= 3 * SLICE / 3 + 64
+        assert min(carried) >= (3 * count // LANES - 1) * SLICE
+
+    run(story)
 
 
 def test_frames_come_whole_and_in_order_both_ways() -> None:
@@ -84,17 +105,16 @@ def test_frames_come_whole_and_in_order_both_ways() -> None:
         before = two.received
         _, _, *came = await asyncio.gather(send(one), send(two), take(one), take(two))
         assert came == [[body(size) for size in SIZES]] * 2
-        slices = sum(1 if size < SPLIT else LANES for size in SIZES)
-        assert two.received - before == sum(SIZES) + 4 * len(SIZES) + 4 * slices, "lengths and the slices' prefixes"
+        count = sum(len(slices(0, size, LANES)) for size in SIZES)
+        assert two.received - before == sum(SIZES) + 4 * len(SIZES) + 4 * count, "lengths and the slices' prefixes"
 
     run(story)
 
 
 def test_an_interrupted_recv_loses_nothing() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        frame, taking = body(SPLIT), Lanes(there)
-        cut, at = sizes(SPLIT, LANES), 0
-        for lane, size in enumerate(cut):
+        frame, taking, at = body(WHOLE), Lanes(there), 0
+        for lane, size in slices(0, WHOLE, LANES):
             with pytest.raises(Timeout):
                 await taking.recv(timeout=0.01)
             head = len(frame).to_bytes(4, "big") if lane == 0 else b""
@@ -108,7 +128,7 @@ def test_an_interrupted_recv_loses_nothing() -> None:
 def test_a_limited_uplink_sends_in_pieces_and_keeps_its_rate() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         uplink, loop = Uplink(16_000_000), asyncio.get_running_loop()
-        assert uplink.piece < SPLIT
+        assert uplink.piece < 2 * SLICE
         one, two = Lanes(here, uplink), Lanes(there)
         began = loop.time()
 
@@ -148,10 +168,10 @@ def test_signs_of_life_do_not_wait_for_their_turn() -> None:
         (b"", ()),
         (b"\x00\x00\x00", ()),
         (b"\x00\x00\x00\x03four", ()),
-        (b"\xff\xff\xff\xff" + bytes(SPLIT), ()),
-        (SPLIT.to_bytes(4, "big") + bytes(SPLIT), ()),
-        (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, 0, SPLIT // 4)),
-        (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, SPLIT // 4 + 1, SPLIT // 4)),
+        (b"\xff\xff\xff\xff" + bytes(SLICE), ()),
+        (FOUR.to_bytes(4, "big") + bytes(2 * SLICE), ()),
+        (FOUR.to_bytes(4, "big") + bytes(SLICE), (SLICE, 0, SLICE)),
+        (FOUR.to_bytes(4, "big") + bytes(SLICE), (SLICE, SLICE + 1, SLICE)),
     ],
 )
 def test_who_sends_what_is_no_frame_is_cut_off(first: bytes, others: Sequence[int]) -> None:
@@ -161,7 +181,7 @@ def test_who_sends_what_is_no_frame_is_cut_off(first: bytes, others: Sequence[in
         for stream, size in zip(here[1:], others, strict=False):
             await stream.send(bytes(size))
         with pytest.raises(Closed):
-            await taking.recv(limit=2 * SPLIT)
+            await taking.recv(limit=2 * FOUR)
         for stream in here:
             with pytest.raises(RemoteError):
                 await stream.recv()
@@ -173,7 +193,7 @@ def test_who_sends_what_is_no_frame_is_cut_off(first: bytes, others: Sequence[in
     ("first", "others"),
     [
         (b"\x00\x00\x00\x05four", ()),
-        (SPLIT.to_bytes(4, "big") + bytes(SPLIT // 4), (SPLIT // 4, SPLIT // 4 - 1, SPLIT // 4)),
+        (FOUR.to_bytes(4, "big") + bytes(SLICE), (SLICE, SLICE - 1, SLICE)),
     ],
 )
 def test_the_rest_of_a_frame_is_waited_for(first: bytes, others: Sequence[int]) -> None:
@@ -192,9 +212,9 @@ def test_the_rest_of_a_frame_is_waited_for(first: bytes, others: Sequence[int]) 
 
 def test_a_frame_above_the_limit_is_refused_at_once() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        sending = asyncio.create_task(Lanes(here).send(body(10 * SPLIT)))
+        sending = asyncio.create_task(Lanes(here).send(body(10 * SLICE)))
         with pytest.raises(Closed):
-            await Lanes(there).recv(limit=SPLIT)
+            await Lanes(there).recv(limit=SLICE)
         await asyncio.gather(sending, return_exceptions=True)
 
     run(story)
@@ -203,9 +223,9 @@ def test_a_frame_above_the_limit_is_refused_at_once() -> None:
 def test_the_end_and_a_death_are_told_apart() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         one, two = Lanes(here), Lanes(there)
-        await one.send(body(SPLIT))
+        await one.send(body(WHOLE))
         await one.finish()
-        assert await two.recv() == body(SPLIT)
+        assert await two.recv() == body(WHOLE)
         with pytest.raises(Ended):
             await two.recv()
         await two.close()
@@ -219,7 +239,7 @@ def test_a_send_that_fails_on_one_lane_ends_all() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         await here[-1].close()
         with pytest.raises(RemoteError):
-            await Lanes(here).send(body(SPLIT))
+            await Lanes(here).send(body(WHOLE))
         for stream in there[:-1]:
             with pytest.raises(Closed):
                 await drain(stream)
@@ -241,7 +261,7 @@ def test_the_longest_frame_passes_and_a_longer_one_is_not_sent() -> None:
 def test_a_cancelled_send_ends_all() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         sending = asyncio.create_task(Lanes(here).send(bytes(MAX_FRAME)))  # more than memory streams hold
-        while not any(stream.received > SPLIT for stream in there):
+        while not any(stream.received > SLICE for stream in there):
             with contextlib.suppress(Timeout):
                 await there[1].recv(timeout=0.01)
         sending.cancel()

@@ -11,7 +11,7 @@ import pytest
 from peer import link, pipes
 from peer.link import ChainBroken
 from peer.net.base import Closed
-from peer.net.lanes import LANES, SPLIT, Lanes
+from peer.net.lanes import LANES, SLICE, Lanes
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
 from peer.pipes import Pipes
@@ -176,8 +176,8 @@ def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> N
         for half in halves:
             with pytest.raises(Closed):
                 await half.recv()
-        await found[0][1].send(bytes(SPLIT))
-        while len(frame := await found[1][0].recv()) != SPLIT:
+        await found[0][1].send(bytes(LANES * SLICE))
+        while len(frame := await found[1][0].recv()) != LANES * SLICE:
             assert link.Head(*link._HEAD.unpack_from(frame)).kind == link.BEAT
 
     run(story)
