@@ -13,6 +13,7 @@ inner step could begin.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import hashlib
@@ -347,16 +348,18 @@ def round_bytes(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def workplace() -> Iterator[Path]:
-    if len(sys.argv) > 1:
-        yield Path(sys.argv[1])
+def workplace(kept: Path | None) -> Iterator[Path]:
+    if kept is not None:
+        yield kept
     else:
         with tempfile.TemporaryDirectory(prefix="potluck-newcomer-") as name:
             yield Path(name)
 
 
 def main() -> int:
-    with workplace() as folder:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help="keeps what was prepared")
+    with workplace(parser.parse_args().folder) as folder:
         if not (folder / "final.json").exists():
             prepare(folder)
         return asyncio.run(asyncio.wait_for(measure(folder), DEADLINE))
