@@ -138,17 +138,19 @@ class Uneven:
             moves = (f for f in self.moved()[known:] if slow in f["reason"])
             return next((f for f in moves if f["after"][SLOW] < f["before"][SLOW]), None)
 
-        said = []
+        said: list[tuple[chains.Bottleneck, float]] = []
         while away() is None:
             assert time.time() - begin < repair.PATIENCE, "no blocks moved away from the slow stage"
-            said.append(self.monitor())
+            said.append((self.monitor(), time.time()))
         moved = away()
         assert moved is not None
+        begun = next(e.time for e in self.campaign.commits() if e.fields["round"] == moved["round"] - 1)
+        looks = [look for look, ended in said if ended < begun]
         found = self.report("lossy and slow", first, moved["round"] - 1, begin)
-        print(f"  potluck monitor: {'; '.join(map(self.named, said))}")
+        print(f"  potluck monitor: {'; '.join(map(self.named, looks))}")
         print(f"  moved in round {moved['round']}: {moved['before']} -> {moved['after']} blocks, {moved['reason']}")
         assert sum(map(self.expected, found)) > len(found) / 2, "something else was the bottleneck of more steps"
-        assert self.expected(said[-1]), "the monitor named something else in the end"
+        assert self.expected(looks[-1]), "the monitor named something else in the end"
 
     def run(self) -> None:
         print(f"the chain: {', '.join(self.chain)}; lossy: {self.chain[LOSSY]}, slow: {self.chain[SLOW]}", flush=True)
