@@ -55,7 +55,7 @@ def read_manifest(path: Path) -> Manifest:
 def parse_run(text: str) -> Run:
     """RUN as a person gives it: a file, or `ADDRESS#RUN-ID`. Raises UsageError."""
     address, mark, run_id = text.partition("#")
-    if mark and "/p2p/" in address:
+    if "/p2p/" in address and (mark or address.startswith(("/ip", "/dns"))):
         if len(run_id) != 64 or any(c not in "0123456789abcdef" for c in run_id):
             raise UsageError(
                 f"RUN {text}: the part after # is not a run id of 64 hexadecimal digits; copy the whole line"
@@ -105,12 +105,12 @@ def tokenizer_bytes(manifest: Manifest, beside: Path | None) -> bytes | None:
     return None
 
 
-def _sink(json: bool) -> Sink:
+def _sink(json: bool, *, own: bool = False) -> Sink:
     if json:
         return json_sink()
 
     def show(event: Event) -> None:
-        line = tui.line(event)
+        line = tui.line(event, own=own)
         if line:
             print(line, flush=True)
 
@@ -221,7 +221,7 @@ async def join(
             tokenizer = tokenizer_bytes(run.manifest, Path(text).parent)
             if tokenizer is not None:
                 storage.save_tokenizer(tokenizer)
-        emit = Emitter(key.peer_id, _sink(json))
+        emit = Emitter(key.peer_id, _sink(json, own=True))
         manifest: Manifest | None = None
         while True:
             transport = await start_transport(folder, host, port, run.run_id)

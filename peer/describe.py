@@ -46,6 +46,26 @@ def describe(event: Event, names: Mapping[str, str]) -> tuple[str, str] | None:
     return None
 
 
+def describe_own(event: Event, names: Mapping[str, str]) -> tuple[str, str] | None:
+    """As `describe`, of what a peer tells of itself: its rounds too, which nobody else's screen needs line by line."""
+    f = event.fields
+    match event.kind:
+        case "started":
+            return "info", f"{called(f['peer'], names)} is here: {clean(f['device'], 12)}, {size(f['memory_bytes'])}"
+        case "role" if f["role"] == "full":
+            return "info", f"round {int(f['round'])}: trains as a full replica"
+        case "role":
+            first, last, place = int(f["first"]), int(f["last"]) - 1, f"stage {f['position'] + 1} of {int(f['stages'])}"
+            blocks = f"block {first}" if first == last else f"blocks {first}-{last}"
+            return "info", f"round {int(f['round'])}: trains {blocks}, {place} of a chain"
+        case "round" if f["round"]:
+            amounts = f"{size(f['bytes_sent'])} sent and {size(f['bytes_received'])} received since the start"
+            return "good", f"round {int(f['round'])} is applied; {amounts}"
+        case "finished" if "state_digest" not in f:
+            return "good", f"the run is over after round {int(f['round'])}"
+    return describe(event, names)
+
+
 def _describe_commit(f: Mapping[str, Any], names: Mapping[str, str]) -> tuple[str, str]:
     if f["round"] == 0:
         return "good", f"first plan: {count(f['plan']['replicas'], 'replica')}" if f["plan"] else "run begins"

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.chains import percent
-from peer.describe import clock, describe, duration, size
+from peer.describe import clock, describe, describe_own, duration, size
 from peer.events import Event
 from peer.plot import chart
 from peer.view import PeerView, View
@@ -38,10 +38,10 @@ _ASCII = str.maketrans({
 })  # fmt: skip
 
 
-def line(event: Event, names: Mapping[str, str] | None = None) -> str | None:
-    """An event as a line for people, or None where it is not worth one."""
+def line(event: Event, names: Mapping[str, str] | None = None, *, own: bool = False) -> str | None:
+    """An event as a line for people, or None where it is not worth one. `own`: they are the peer's that it tells of."""
     try:
-        found = describe(event, names or {})
+        found = (describe_own if own else describe)(event, names or {})
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     return None if found is None else f"{clock(event.time)} {LEVELS[found[0]][0]} {found[1]}"

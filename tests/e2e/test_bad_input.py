@@ -83,6 +83,7 @@ def test_manifest_is_missing_or_not_text(
     assert "No such file" in potluck(capsys, monkeypatch, "bootstrap", tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
     assert "not UTF-8 at byte 11" in potluck(capsys, monkeypatch, "join", tmp_path / "latin.toml")
+    assert "copy the whole line" in potluck(capsys, monkeypatch, "join", "/ip4/127.0.0.1/tcp/1/p2p/x")
 
 
 @pytest.mark.parametrize(

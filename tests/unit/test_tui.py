@@ -316,6 +316,32 @@ def test_without_a_terminal_it_prints_lines(monkeypatch: pytest.MonkeyPatch) -> 
     assert screen.view.committed == {1: 2.5}
 
 
+def test_a_peer_tells_of_its_own_rounds() -> None:
+    def told(kind: str, **fields: Any) -> str | None:
+        found = line(Event(1_700_000_000.0, PEERS[0], kind, fields), own=True)
+        return None if found is None else found.split(" ", 2)[2]
+
+    name, part = PEERS[0][-8:], {"replica": 1, "k": 8, "stages": 3}
+    assert (
+        told("started", peer=PEERS[0], pid=1, device="cpu", memory_bytes=8e9, rss_bytes=1)
+        == f"{name} is here: cpu, 8.0 GB"
+    )
+    assert told("role", round=4, role="full", first=0, last=4) == "round 4: trains as a full replica"
+    assert told("role", round=4, role="stage", first=1, last=3, position=1, **part) == (
+        "round 4: trains blocks 1-2, stage 2 of 3 of a chain"
+    )
+    assert told("role", round=4, role="stage", first=0, last=1, position=0, **part) == (
+        "round 4: trains block 0, stage 1 of 3 of a chain"
+    )
+    assert told("round", round=4, bytes_sent=1_200_000, bytes_received=5) == (
+        "round 4 is applied; 1.2 MB sent and 5 B received since the start"
+    )
+    assert told("finished", round=8, digests={}) == "the run is over after round 8"
+    assert told("warning", text="hot") == "hot"
+    for kind in ("started", "role", "round", "finished", "step"):
+        assert told(kind) is None
+
+
 def test_without_a_terminal_a_line_for_each_chain_follows_the_commit() -> None:
     out = io.StringIO()
     story = Story().begin()
