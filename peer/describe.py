@@ -55,9 +55,11 @@ def describe_own(event: Event, names: Mapping[str, str]) -> tuple[str, str] | No
         case "role" if f["role"] == "full":
             return "info", f"round {int(f['round'])}: trains as a full replica"
         case "role":
-            first, last, place = int(f["first"]), int(f["last"]) - 1, f"stage {f['position'] + 1} of {int(f['stages'])}"
-            blocks = f"block {first}" if first == last else f"blocks {first}-{last}"
-            return "info", f"round {int(f['round'])}: trains {blocks}, {place} of a chain"
+            place = f"stage {f['position'] + 1} of {int(f['stages'])}"
+            return (
+                "info",
+                f"round {int(f['round'])}: trains {blocks(int(f['first']), int(f['last']))}, {place} of a chain",
+            )
         case "round" if f["round"]:
             amounts = f"{size(f['bytes_sent'])} sent and {size(f['bytes_received'])} received since the start"
             return "good", f"round {int(f['round'])} is applied; {amounts}"
@@ -106,6 +108,11 @@ def clean(text: object, limit: int = 160) -> str:
 def count(items: Any, noun: str) -> str:
     """`1 replica`, `2 replicas`."""
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+
+
+def blocks(first: int, end: int) -> str:
+    """Those from `first` up to `end`, which is not one of them: `block 3`, `blocks 3-5`."""
+    return f"block {first}" if end - first == 1 else f"blocks {first}-{end - 1}"
 
 
 def size(n: float) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from peer.chains import Activity, Bottleneck, activity, bottleneck, percent
-from peer.describe import called, clean, describe, mean_loss, readable, size
+from peer.describe import blocks, called, clean, describe, mean_loss, readable, size
 from peer.events import Event
 from protocol import layout, planner
 from protocol.manifest import Manifest
@@ -204,9 +204,8 @@ class View:
         """What a peer does: `full`, or its stage of a chain; chains are counted from 0 in plan order."""
         if p.role != "stage" or p.replica is None:
             return p.role
-        blocks = f"block {p.first}" if p.last - p.first == 1 else f"blocks {p.first}-{p.last - 1}"
         word = "" if short else "stage "
-        return f"{self.replica_name(p.replica)} · {word}{p.position + 1}/{p.stages} · {blocks}"
+        return f"{self.replica_name(p.replica)} · {word}{p.position + 1}/{p.stages} · {blocks(p.first, p.last)}"
 
     def replica_name(self, index: int) -> str:
         """A replica for a reader: its peer's name, or `chain N`."""
