@@ -23,7 +23,7 @@ from peer.net.base import Transport, TransportLost, Validate
 from peer.net.blobs import BlobStore, fetch_named
 from protocol import manifest as manifests
 from protocol import messages, wire
-from protocol.errors import RemoteError, UsageError
+from protocol.errors import RemoteError, UsageError, shown
 from protocol.identity import Identity
 from protocol.manifest import Manifest
 
@@ -163,6 +163,16 @@ async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peer
         archive.close()
 
 
+def refuse_local_files(manifest: Manifest, node: str) -> None:
+    """For a manifest that `node` sent: it may not name files of this machine, or who runs the run could have a volunteer train on
+    his private key, and read it back from the updates. Raises UsageError."""
+    if manifest.data.source == "files":
+        raise UsageError(
+            f"manifest from {node[-8:]}: data.files names local files, such as {shown(manifest.data.files[0])!r}, which a"
+            " stranger may not choose; get the manifest file from the operator, read its [data] table, and join with that file"
+        )
+
+
 async def _manifest_of(run: Run, transport: Transport) -> Manifest:
     """Connects to the run and gives its manifest, from its file or from the bootstrap node. Raises UsageError, RemoteError."""
     try:
@@ -228,6 +238,8 @@ async def join(
             try:
                 if manifest is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
                     manifest = await _manifest_of(run, transport)
+                    if run.manifest is None:
+                        refuse_local_files(manifest, manifest.operators[0])
                 await daemon.join(manifest, key, transport, storage, config, run.bootstrap, emit)
                 return
             except TransportLost as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -137,6 +139,31 @@ def test_unreachable_bootstrap_address(
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}#{'0' * 64}"
     line = potluck(capsys, monkeypatch, "join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
     assert str(port) in line
+
+
+def test_a_manifest_from_the_network_may_not_name_local_files(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the run could otherwise read any file of a volunteer from the updates (docs/trust.md)."""
+    run_file.write_text(run_file.read_text().replace('source = "sotu"', 'source = "files"').replace(
+        "files = []", f'files = ["{tmp_path / "peer" / "identity.key"}"]'
+    ))  # fmt: skip
+    node = subprocess.Popen(
+        [sys.executable, "-m", "peer.cli", "bootstrap", str(run_file), "--dir", str(run_file.parent / "boot"),
+         "--host", "127.0.0.1", "--port", "0", "--json"],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    try:
+        assert node.stdout is not None
+        told = (json.loads(line) for line in node.stdout)
+        address = next(event["address"] for event in told if event["event"] == "listening")
+        line = potluck(capsys, monkeypatch, "join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
+    finally:
+        node.terminate()
+        node.communicate()
+    assert "data.files names local files" in line
+    assert not (tmp_path / "cache").exists(), "nothing was read"
 
 
 @pytest.mark.parametrize(
