@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from peer.net.blobs import BlobStore, disk_error, write_durably
-from protocol import framing, messages, quorum, wire
 from protocol.errors import UsageError
-from protocol.manifest import Manifest
-from protocol.messages import Commit, MessageError, Promise, Record
+from protocol.rounds import paxos
+from protocol.run.manifest import Manifest
+from protocol.wire import encoding, endpoints, framing
+from protocol.wire.ballot import Promise
+from protocol.wire.commit import Commit, Record
+from protocol.wire.encoding import MessageError
 
 _HEAD = struct.Struct(">II")
 HEAD_BYTES = _HEAD.size
@@ -119,7 +122,7 @@ class Archive:
 
     def append(self, record: Record) -> None:
         """Makes a decided commit durable. Raises UsageError; then the file is as before."""
-        raw = messages.encode_record(record)
+        raw = encoding.encode_record(record)
         size = self._file.seek(0, os.SEEK_END)
         try:
             self._file.write(_HEAD.pack(len(raw), zlib.crc32(raw)) + raw)
@@ -133,7 +136,7 @@ class Archive:
 
     def save_vote(self, vote: Promise) -> None:
         """Makes a vote durable. Raises UsageError."""
-        raw = messages.encode(vote)
+        raw = encoding.encode(vote)
         write_durably(self.folder / "vote", zlib.crc32(raw).to_bytes(4, "big") + raw)
         self.vote = vote
 
@@ -143,7 +146,7 @@ class Archive:
         size = 0
         for raw in self.records[max(round + 1, 0) :]:
             size += len(raw) + 8
-            if out and size > wire.LOG_REPLY:
+            if out and size > endpoints.LOG_REPLY:
                 break
             out.append(raw)
         return framing.pack_message(out)
@@ -159,8 +162,8 @@ class Archive:
     def _take(self, raw: bytes, at: int) -> None:
         head = self.commits[-1] if self.commits else None
         try:
-            record = messages.decode_record(raw, "the log")
-            problem = quorum.problem(self.manifest, head, record)
+            record = encoding.decode_record(raw, "the log")
+            problem = paxos.problem(self.manifest, head, record)
         except MessageError as error:
             problem = str(error)
         if problem is not None:
@@ -177,7 +180,7 @@ class Archive:
         except FileNotFoundError:
             return None
         try:
-            vote = messages.decode(data[4:], "vote")
+            vote = encoding.decode(data[4:], "vote")
         except MessageError:
             vote = None
         if not isinstance(vote, Promise) or zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:

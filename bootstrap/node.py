@@ -21,38 +21,24 @@ from bootstrap.archive import Archive
 from peer.events import Emitter, commit_fields
 from peer.net.base import REQUEST_SECONDS, Stream, Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer, Fetcher
-from peer.presence import Directory
+from peer.node.presence import Directory
 from protocol import identity as identities
-from protocol import layout, leader, messages, quorum, sparse, wire
+from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import Identity
-from protocol.leader import Leader
-from protocol.manifest import Manifest
-from protocol.messages import (
-    Accept,
-    Announcement,
-    Ask,
-    Attest,
-    Beat,
-    Broken,
-    Commit,
-    Finished,
-    Hello,
-    Mend,
-    Message,
-    Offer,
-    Offered,
-    Part,
-    Prepare,
-    Promise,
-    Record,
-    Reject,
-    Vote,
-    Withdraw,
-)
-from protocol.planner import Candidate
-from protocol.quorum import Quorum
-from protocol.schema import plain
+from protocol.planning.planner import Candidate
+from protocol.rounds import leader, paxos
+from protocol.rounds.leader import Leader
+from protocol.rounds.paxos import Quorum
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import VERSION, Announcement
+from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import Commit, Part, Record
+from protocol.wire.encoding import Message
+from protocol.wire.schema import plain
+from protocol.wire.session import Ask, Attest, Beat, Broken, Finished, Hello, Mend, Offer, Offered, Withdraw
 
 POLL_SECONDS = 1.0
 DHT_SECONDS = 3.0
@@ -97,7 +83,7 @@ class Node:
                 phase="serving",
             ),
         )
-        self._events: asyncio.Queue[leader.Event | quorum.Event] = asyncio.Queue()
+        self._events: asyncio.Queue[leader.Event | paxos.Event] = asyncio.Queue()
         self._sessions: dict[str, _Session] = {}
         self._links: dict[str, asyncio.Queue[bytes]] = {
             o: asyncio.Queue(OUTBOX) for o in manifest.operators if o != identity.peer_id
@@ -124,12 +110,12 @@ class Node:
 
     async def run(self) -> None:
         """Serves until it is cancelled. Raises UsageError when the disk refuses."""
-        await self._transport.serve(wire.SESSION, self._session)
-        await self._transport.serve(wire.QUORUM, self._vote_stream)
-        await serve_calls(self._transport, wire.LOG, self._log)
-        named = {wire.MANIFEST_NAME: self.manifest.to_bytes()}
+        await self._transport.serve(endpoints.SESSION, self._session)
+        await self._transport.serve(endpoints.QUORUM, self._vote_stream)
+        await serve_calls(self._transport, endpoints.LOG, self._log)
+        named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:
-            named[wire.TOKENIZER_NAME] = self.archive.tokenizer
+            named[endpoints.TOKENIZER_NAME] = self.archive.tokenizer
         blobs = BlobServer(self.archive.blobs, coming=self._fetcher.coming, named=named, copies=NODE_COPIES)
         await blobs.serve(self._transport)
         for commit in self.archive.commits[-1:]:
@@ -156,7 +142,7 @@ class Node:
         while True:
             try:
                 await self._directory.reach(operator)
-                stream = await self._transport.open(operator, wire.QUORUM, timeout=10.0)
+                stream = await self._transport.open(operator, endpoints.QUORUM, timeout=10.0)
                 try:
                     while not queue.empty():
                         queue.get_nowait()
@@ -174,36 +160,36 @@ class Node:
         if node not in self._links:
             raise RemoteError(node, f"peer {node[-8:]}: not an operator of this run; it has no vote")
         while True:
-            message = messages.decode_any(bytes(await stream.recv()), node)
+            message = encoding.decode_any(bytes(await stream.recv()), node)
             match message:
                 case Record():
-                    self._events.put_nowait(quorum.Learned(node, message))
+                    self._events.put_nowait(paxos.Learned(node, message))
                 case Prepare() | Promise() | Accept() | Vote() | Reject() | Beat():
-                    self._events.put_nowait(quorum.Heard(node, message))
+                    self._events.put_nowait(paxos.Heard(node, message))
                 case Ask(after=after):
                     self._send_log(self._links[node], after)
                 case _:
-                    raise messages.MessageError(node, f"votes of {node[-8:]}: unexpected {type(message).__name__}")
+                    raise encoding.MessageError(node, f"votes of {node[-8:]}: unexpected {type(message).__name__}")
 
     # --- the peers
 
     async def _log(self, remote: str, request: bytes) -> bytes:
-        ask = messages.expect(Ask, messages.decode(request, remote), remote)
+        ask = encoding.expect(Ask, encoding.decode(request, remote), remote)
         return self.archive.after(ask.after)
 
     async def _session(self, stream: Stream) -> None:
         peer = stream.remote
-        hello = messages.expect(Hello, messages.decode(await stream.recv(timeout=REQUEST_SECONDS), peer), peer)
-        if hello.run != self.manifest.run_id or hello.version != messages.VERSION:
+        hello = encoding.expect(Hello, encoding.decode(await stream.recv(timeout=REQUEST_SECONDS), peer), peer)
+        if hello.run != self.manifest.run_id or hello.version != VERSION:
             raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
         session = _Session(time.time())
         self._sessions[peer] = session
         sender = asyncio.create_task(self._send(stream, session))
         try:
             if self._finished is not None:
-                self._post(session.outbox, messages.encode(self._finished))
+                self._post(session.outbox, encoding.encode(self._finished))
             while True:
-                message = messages.decode(await stream.recv(), peer)
+                message = encoding.decode(await stream.recv(), peer)
                 session.heard = self._last_heard[peer] = time.time()
                 self._hear(peer, session, message)
         finally:
@@ -222,9 +208,9 @@ class Node:
                 self._send_log(session.outbox, after)
             case Beat():
                 phase = "stalled" if self._stalled else "leading" if self._quorum.leads else "following"
-                self._post(session.outbox, messages.encode(Beat(phase=phase, round=self._leader.round)))
+                self._post(session.outbox, encoding.encode(Beat(phase=phase, round=self._leader.round)))
             case _:
-                raise messages.MessageError(peer, f"session of {peer[-8:]}: unexpected {type(message).__name__}")
+                raise encoding.MessageError(peer, f"session of {peer[-8:]}: unexpected {type(message).__name__}")
 
     async def _send(self, stream: Stream, session: _Session) -> None:
         while True:
@@ -267,7 +253,7 @@ class Node:
             patience = leader.ABSENT_BEATS * self.manifest.timing.heartbeat
             absent = frozenset(p for p in closed if now - self._last_heard.get(p, now) > patience)
             self._events.put_nowait(leader.Tick(absent))
-            self._events.put_nowait(quorum.Tick())
+            self._events.put_nowait(paxos.Tick())
             await asyncio.sleep(POLL_SECONDS)
 
     # --- the machines
@@ -277,30 +263,30 @@ class Node:
         while True:
             await self._tell(await self._events.get())
 
-    async def _tell(self, event: leader.Event | quorum.Event) -> None:
+    async def _tell(self, event: leader.Event | paxos.Event) -> None:
         """Gives an event to its machine, and then those that its effects bring about: in their order, each when all effects of
         the one before are done, or an older effect would undo what a newer one said."""
         todo = deque([event])
         while todo:
             event = todo.popleft()
-            if isinstance(event, quorum.Event):
+            if isinstance(event, paxos.Event):
                 todo.extend(await self._tell_quorum(event))
             else:
                 todo.extend(self._tell_leader(event))
 
-    def _tell_leader(self, event: leader.Event) -> list[quorum.Event]:
-        following: list[quorum.Event] = []
+    def _tell_leader(self, event: leader.Event) -> list[paxos.Event]:
+        following: list[paxos.Event] = []
         for effect in self._leader.handle(event, time.time()):
             match effect:
                 case leader.Fetch(peer, part):
                     self._spawn(self._fetch((peer,), part, peer))
                 case leader.Propose(commit):
-                    following.append(quorum.Proposed(commit))
+                    following.append(paxos.Proposed(commit))
                 case leader.Tell(peers, mend, first):
                     if first:
                         self._emit("mended", **plain(mend))
                     for peer in (p for p in peers if p in self._sessions):
-                        self._post(self._sessions[peer].outbox, messages.encode(mend))
+                        self._post(self._sessions[peer].outbox, encoding.encode(mend))
                 case leader.Report(round, peer, shard):
                     self._emit("diverged", peer=peer, round=round, shard=shard)
                 case leader.Moved(round, replica, before, after, reason):
@@ -317,28 +303,28 @@ class Node:
                     self._finish(round)
         return following
 
-    async def _tell_quorum(self, event: quorum.Event) -> list[leader.Event | quorum.Event]:
-        following: list[leader.Event | quorum.Event] = []
+    async def _tell_quorum(self, event: paxos.Event) -> list[leader.Event | paxos.Event]:
+        following: list[leader.Event | paxos.Event] = []
         for effect in self._quorum.handle(event, time.time()):
             match effect:
-                case quorum.Save(vote):
+                case paxos.Save(vote):
                     await asyncio.to_thread(self.archive.save_vote, vote)
-                case quorum.Send(peer, message):
-                    self._post(self._links[peer], messages.encode(message))
-                case quorum.SendLog(peer, after):
+                case paxos.Send(peer, message):
+                    self._post(self._links[peer], encoding.encode(message))
+                case paxos.SendLog(peer, after):
                     self._send_log(self._links[peer], after)
-                case quorum.Fetch(holders, part):
+                case paxos.Fetch(holders, part):
                     self._spawn(self._fetch(holders, part, holders[-1]))
-                case quorum.Append(record):
+                case paxos.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
-                    following.append(quorum.Appended(record))
-                case quorum.Decided(record):
+                    following.append(paxos.Appended(record))
+                case paxos.Decided(record):
                     following.append(leader.Decided(record.commit))
                     self._decided(record)
-                case quorum.Leads(leads):
+                case paxos.Leads(leads):
                     self._emit("leads", leads=leads)
                     following.append(leader.Lead(leads))
-                case quorum.Stalled(missing):
+                case paxos.Stalled(missing):
                     self._stall(missing)
         return following
 
@@ -356,7 +342,7 @@ class Node:
         self._emit("finished", round=round, state_digest=digest)
         self._finished = Finished(round=round)
         for session in self._sessions.values():
-            self._post(session.outbox, messages.encode(self._finished))
+            self._post(session.outbox, encoding.encode(self._finished))
 
     def _stall(self, missing: tuple[str, ...]) -> None:
         self._stalled = bool(missing)
@@ -397,7 +383,7 @@ class Node:
             asked = [h for h in dict.fromkeys((*holders, *self._links)) if h != self._transport.peer_id]
             await self._fetcher.fetch(part.digest, part.size, asked, round=round, check=check)
             self._events.put_nowait(leader.Held(part.digest))
-            self._events.put_nowait(quorum.Held(part.digest))
+            self._events.put_nowait(paxos.Held(part.digest))
             self._tell_offered(Offered(round=round, peer=sender, part=part))
         except sparse.PayloadError as error:
             refused = Withdraw(round=round, reason=f"payload of {part.shard}: {error}")
@@ -412,7 +398,7 @@ class Node:
         peers = list(self._sessions)
         random.shuffle(peers)
         peers.sort(key=lambda p: -self._ready[p].up_bps if p in self._ready else 0)
-        raw = messages.encode(offered)
+        raw = encoding.encode(offered)
         for peer in peers:
             if self._sessions[peer].outbox.qsize() < OUTBOX // 2:  # commits must find room
                 self._post(self._sessions[peer].outbox, raw)

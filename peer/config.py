@@ -10,7 +10,7 @@ from pathlib import Path
 class JoinConfig:
     """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
     `up_limit_bps`: the most that chains and serving payloads and states may take; `store_bytes`: disk for payloads. None: no limit;
-    `trace`: a file for peer/trace.py."""
+    `trace`: a file for peer/chain/trace.py."""
 
     folder: Path
     device: str = "cpu"

@@ -28,8 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from protocol.messages import Commit
-from protocol.schema import plain
+from protocol.wire.commit import Commit
+from protocol.wire.schema import plain
 
 
 @dataclass(frozen=True, slots=True)

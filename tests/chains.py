@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from peer import tensors
-from peer.measured import StepReport
+from peer.chain import quantize
+from peer.chain.pipeline import run_steps
+from peer.chain.timing import StepReport
 from peer.net.base import Stream
 from peer.net.memory import MemoryNetwork
-from peer.pipeline import run_steps
-from peer.trainer import StageTrainer, make_worker
-from protocol import layout
-from protocol.layout import ModelSpec
-from protocol.manifest import TrainSpec
-from protocol.subspace import basis
+from peer.training.trainer import StageTrainer, make_worker
+from protocol.codec.subspace import basis
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
 
 torch.set_num_threads(1)
 
@@ -187,7 +187,7 @@ class Quantized(torch.autograd.Function):
 
 
 def _rounded(x: torch.Tensor, wire: str) -> torch.Tensor:
-    return tensors.decode(tensors.encode(x, wire), x.shape, wire, x.device)
+    return quantize.decode(quantize.encode(x, wire), x.shape, wire, x.device)
 
 
 def project_at(

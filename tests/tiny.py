@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol import messages, planner
 from protocol.identity import Identity
-from protocol.layout import ModelSpec
-from protocol.manifest import Manifest, TimingSpec, TokenizerSpec, TrainSpec
-from protocol.messages import Commit, Record
+from protocol.planning import planner
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec, TrainSpec
+from protocol.wire.commit import Commit, Record, vote_body
 
 OPERATORS = tuple(Identity(bytes([0, i] * 16)) for i in range(7))
 OPERATOR = OPERATORS[0]
@@ -35,7 +35,7 @@ def manifest(**changes: Any) -> Manifest:
 
 def record(commit: Commit, *voters: Identity, ballot: int = 0) -> Record:
     """A record with the votes of `voters` (default: OPERATOR's)."""
-    body = messages.vote_body(commit.run, commit.round, ballot, commit.digest)
+    body = vote_body(commit.run, commit.round, ballot, commit.digest)
     votes = {voter.peer_id: voter.sign(body) for voter in voters or (OPERATOR,)}
     return Record(commit=commit, ballot=ballot, votes=votes)
 

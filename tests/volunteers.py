@@ -17,17 +17,20 @@ import pytest
 
 from bootstrap.archive import Archive
 from bootstrap.node import Node
-from peer import commands, daemon
+from peer.cli import commands
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.rounds import Order, Result
-from peer.storage import Storage
-from protocol import layout, planner, wire
+from peer.node import peer as daemon
+from peer.node.rounds import Order, Result
+from peer.state.storage import Storage
 from protocol.identity import Identity
-from protocol.layout import ModelSpec
-from protocol.leader import Leader
-from protocol.manifest import Manifest, TimingSpec, TokenizerSpec
+from protocol.planning import planner
+from protocol.rounds.leader import Leader
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
+from protocol.wire import endpoints
 from tests import tiny
 
 TOKENIZER = b'{"not": "read"}'
@@ -104,7 +107,7 @@ class Volunteer:
     @property
     def received(self) -> int:
         """Bytes of blobs since it was started."""
-        return self.transport.traffic.received[wire.BLOB]
+        return self.transport.traffic.received[endpoints.BLOB]
 
     def texts(self, kind: str = "warning") -> list[str]:
         return [e.fields["text"] for e in self.events if e.kind == kind]

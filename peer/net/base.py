@@ -1,6 +1,6 @@
 """The transport: what every part of Potluck that talks to other peers is written against.
 
-One mechanism: streams of frames (protocol/framing.py) between two peers, under a protocol name. A call is one request and
+One mechanism: streams of frames (protocol/wire/framing.py) between two peers, under a protocol name. A call is one request and
 one reply over a fresh stream. `finish` says explicitly that nothing more comes; a stream that ends without it raises Closed
 at the other side, so a dead peer is never mistaken for a finished one.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protocol.errors import LocalError, RemoteError, UsageError
-from protocol.framing import MAX_FRAME
+from protocol.wire.framing import MAX_FRAME
 
 log = logging.getLogger("potluck.net")
 

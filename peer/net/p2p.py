@@ -62,7 +62,7 @@ from peer.net.base import (
 )
 from peer.net.stream import Endpoint, FrameStream
 from protocol.errors import RemoteError, UsageError, shown
-from protocol.framing import FrameError, unpack_message
+from protocol.wire.framing import FrameError, unpack_message
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came, short
-from protocol import framing
 from protocol.errors import RemoteError
-from protocol.framing import MAX_FRAME, FrameError, FrameReader
+from protocol.wire import framing
+from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
 
 CHUNK = 256 * 1024
 """Bytes written or read at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 
-from protocol.framing import MAX_FRAME
+from protocol.wire.framing import MAX_FRAME
 
 
 class Uplink:

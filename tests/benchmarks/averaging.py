@@ -31,8 +31,8 @@ from typing import IO, Any
 
 import psutil
 
-from protocol import layout
-from protocol.layout import ModelSpec
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
 from tests.lab import lab
 
 COMPRESSIONS = ("none", "fp16", "8bit")

@@ -26,17 +26,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from peer import commands, data, demo
-from peer.outer import Outer
-from peer.trainer import StageTrainer
-from protocol import assign, boundary, layout, seeded, subspace
-from protocol.manifest import Manifest
+from peer.cli import commands
+from peer.demo import swarm
+from peer.state.outer_optimizer import Outer
+from peer.training import data
+from peer.training.trainer import StageTrainer
+from protocol.codec import boundary_formats, subspace
+from protocol.run import data_order, init, layout
+from protocol.run.manifest import Manifest
 from tests.chains import project_at
 from tests.e2e.swarms import options
 
 BASE = "0:fp32:fp32"
-D = demo.MODEL.d_model
-CUTS = tuple(range(2, demo.MODEL.n_layers + 1))
+D = swarm.MODEL.d_model
+CUTS = tuple(range(2, swarm.MODEL.n_layers + 1))
 VALID_WINDOWS = 96
 DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", f"{D // 8}:int4:int4", "22:int4:sym2", f"{D // 4}:int4:sym2")
 """k = d/8 in bf16; the same bytes in int4; its loss at a 24th of dense, twice; k = d/4."""
@@ -44,7 +47,7 @@ DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", f"{D // 8}:int4:int4", "22:in
 
 @functools.cache
 def _corpus(manifest: Manifest) -> data.Corpus:
-    tokenizer = data.load_tokenizer((commands.ASSETS / demo.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = data.load_tokenizer((commands.ASSETS / swarm.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     folder, vocabulary = data.cache_folder(), manifest.model.vocab_size
     return data.prepare(manifest.data, tokenizer, manifest.train.sequence, folder, vocabulary)
 
@@ -57,19 +60,19 @@ def _basis(seed: bytes) -> np.ndarray:
 def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
     """(loss, plain loss) of one run."""
     k, forward, backward = arm.split(":")
-    manifest = demo.make_manifest(options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed))
+    manifest = swarm.make_manifest(options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed))
     spec, train, key = manifest.model, manifest.train, manifest.seed_bytes
     corpus = _corpus(dataclasses.replace(manifest, seed=0))
     shards = layout.shard_names(spec)
     trainer = StageTrainer(spec, train, shards, k=int(k), basis=_basis(key) if int(k) else None)
     project_at(trainer, CUTS, wires=(forward, backward))
     outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
-    outer.theta = {shard: seeded.initial_shard(spec, key, shard) for shard in shards}
+    outer.theta = {shard: init.initial_shard(spec, key, shard) for shard in shards}
     for r in range(rounds):
         trainer.begin_round(outer.theta)
         for step in range(train.inner_steps):
-            at = assign.slots(r * train.inner_steps * train.step_rows, 0, step, train.inner_steps, train.step_rows)
-            ids = torch.tensor(corpus.train_windows(assign.windows(key, corpus.n_windows, at)))
+            at = data_order.slots(r * train.inner_steps * train.step_rows, 0, step, train.inner_steps, train.step_rows)
+            ids = torch.tensor(corpus.train_windows(data_order.windows(key, corpus.n_windows, at)))
             for micro, part in enumerate(ids.reshape(train.micro_batches, train.rows, -1)):
                 trainer.forward(micro, part)
                 trainer.backward(micro)
@@ -115,7 +118,7 @@ def main() -> int:
         gaps, plain_gaps = ([x[i] - b[i] for x, b in zip(found, base, strict=True)] for i in (0, 1))
         error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.3f}" if len(gaps) > 1 else ""
         k, *formats = arm.split(":")
-        sizes = [boundary.bytes_per_token(name, int(k) or D) for name in formats]
+        sizes = [boundary_formats.bytes_per_token(name, int(k) or D) for name in formats]
         print(
             f"| {k} | {formats[0]} | {formats[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x"
             f" | {statistics.mean(x[0] for x in found):.3f} | {statistics.mean(gaps):+.3f}{error}"

@@ -42,19 +42,22 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from peer import link, pipes
+from peer.chain import connect, link
+from peer.chain.connect import Pipes
+from peer.chain.pipeline import run_steps
 from peer.net import p2p
 from peer.net.base import Stream
 from peer.net.uplink import Uplink
-from peer.pipeline import run_steps
-from peer.pipes import Pipes
-from peer.trainer import make_worker
-from protocol import boundary, cost, layout, wire
-from protocol.cost import LinkCost, StageCost
-from protocol.layout import ModelSpec
-from protocol.manifest import TrainSpec
-from protocol.messages import Plan, ReplicaSpec, StageSpec
-from protocol.schema import plain
+from peer.training.trainer import make_worker
+from protocol.codec import boundary_formats
+from protocol.planning import pipeline_model
+from protocol.planning.pipeline_model import LinkCost, StageCost
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
+from protocol.wire import endpoints
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.schema import plain
 from tests.lab import lab
 
 STAGES = 4
@@ -102,7 +105,7 @@ class Case:
     def transfer(self) -> float:
         """Seconds that a frame occupies a link."""
         carried = LIMIT if self.limited else CARRIED
-        bits = self.tokens * boundary.bytes_per_token(self.wire, D // self.divisor) * 8
+        bits = self.tokens * boundary_formats.bytes_per_token(self.wire, D // self.divisor) * 8
         return bits / (self.rate * 1e6 * carried)
 
     @property
@@ -124,7 +127,7 @@ class Case:
 
     def predicted(self, depth: int) -> float:
         """Share of the ideal by the cost model."""
-        return self.ideal / cost.step_seconds(*self.costs(), self.micro_batches, depth)
+        return self.ideal / pipeline_model.step_seconds(*self.costs(), self.micro_batches, depth)
 
 
 # --- one stage
@@ -184,7 +187,7 @@ async def joined(
         await transport.connect([addresses[peer]], timeout=60)
 
     ours = Pipes(transport, reach, lambda peer: None, Uplink(limit))
-    await transport.serve(wire.PIPE, lambda stream: ours.serve(stream, 0))
+    await transport.serve(endpoints.PIPE, lambda stream: ours.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()
     addresses |= {p["peer"]: p["address"] for p in peers}
@@ -322,7 +325,7 @@ class Chain:
 
     def middle(self, case: Case, depth: int, most: int | None = None) -> dict[str, Any]:
         """The one of SAMPLES steps with the median time. `depth` 0: unknown yet, the chain finds it in steps of their own."""
-        guess = depth or cost.pick_depth(*case.costs(), case.micro_batches)
+        guess = depth or pipeline_model.pick_depth(*case.costs(), case.micro_batches)
         found = self.steps(case, guess, most, 1 if depth or most else FINDING + 1)[-1]
         samples = [found]
         while len(samples) < SAMPLES and found["seconds"] < LONG:
@@ -389,7 +392,7 @@ def main() -> int:
     parser.add_argument("--latencies", type=float, nargs="*", default=LATENCIES, help="one-way ms")
     parser.add_argument("--divisors", type=int, nargs="*", default=(1, 8, 32), help="d/k")
     parser.add_argument("--micro-batches", type=int, nargs="*", default=(32, 128))
-    parser.add_argument("--formats", nargs="*", default=("int4",), choices=boundary.FORMATS)
+    parser.add_argument("--formats", nargs="*", default=("int4",), choices=boundary_formats.FORMATS)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--stage", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--host", help=argparse.SUPPRESS)
@@ -401,7 +404,7 @@ def main() -> int:
         link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S = (
             chosen.clock * seconds for seconds in (link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S)
         )
-        pipes.DIAL_SECONDS *= chosen.clock
+        connect.DIAL_SECONDS *= chosen.clock
         asyncio.run(be_stage(chosen.stage, chosen.host, chosen.folder, chosen.limit))
         return 0
     if chosen.netlab is None:

@@ -26,13 +26,16 @@ import zstandard
 from hivemind.compression import serialize_torch_tensor
 from hivemind.proto.runtime_pb2 import CompressionType
 
-from peer import commands, data, demo
-from peer.outer import Outer
-from peer.trainer import StageTrainer
-from protocol import assign, bits, layout, seeded, sparse, tiles
-from protocol.layout import ModelSpec
-from protocol.sparse import Codec
-from protocol.tiles import TILE, Array
+from peer.cli import commands
+from peer.demo import swarm
+from peer.state.outer_optimizer import Outer
+from peer.training import data
+from peer.training.trainer import StageTrainer
+from protocol.codec import rice, sparse, topk
+from protocol.codec.sparse import Codec
+from protocol.codec.topk import TILE, Array
+from protocol.run import data_order, init, layout
+from protocol.run.layout import ModelSpec
 from tests.e2e.swarms import options
 
 THREADS = 2
@@ -52,22 +55,22 @@ DENSE = ("FLOAT16", "MEANSTD_16BIT", "UNIFORM_8BIT", "QUANTILE_8BIT")
 
 def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
     """Error feedback of every shard of the first replica as each round encodes it."""
-    manifest = demo.make_manifest(options(Path("unused"), rounds=None, full=2, inner_steps=None))
+    manifest = swarm.make_manifest(options(Path("unused"), rounds=None, full=2, inner_steps=None))
     train, model, shards = manifest.train, manifest.model, layout.shard_names(manifest.model)
-    tokenizer = data.load_tokenizer((commands.ASSETS / demo.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = data.load_tokenizer((commands.ASSETS / swarm.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
     outers = [Outer(model, Codec(k), manifest.outer.beta, manifest.outer.eta) for _ in range(2)]
     trainers = [StageTrainer(model, train, shards) for _ in outers]
     for outer in outers:
-        outer.theta = {shard: seeded.initial_shard(model, manifest.seed_bytes, shard) for shard in shards}
+        outer.theta = {shard: init.initial_shard(model, manifest.seed_bytes, shard) for shard in shards}
     slot = 0
     for r in range(rounds):
         payloads: list[dict[str, bytes]] = []
         for m, (outer, trainer) in enumerate(zip(outers, trainers, strict=True)):
             trainer.begin_round(outer.theta)
             for step in range(train.inner_steps):
-                at = assign.slots(slot, m, step, train.inner_steps, train.step_rows)
-                windows = corpus.train_windows(assign.windows(manifest.seed_bytes, corpus.n_windows, at))
+                at = data_order.slots(slot, m, step, train.inner_steps, train.step_rows)
+                windows = corpus.train_windows(data_order.windows(manifest.seed_bytes, corpus.n_windows, at))
                 for micro, ids in enumerate(torch.tensor(windows.astype(np.int64)).chunk(train.micro_batches)):
                     trainer.forward(micro, ids)
                     trainer.backward(micro)
@@ -79,7 +82,7 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
                 if m == 0:
                     yield [e.copy() for e in outer.feedback[shard]]
                 payloads[-1][shard], _ = outer.encode(shard)
-        slot = assign.next_slot(slot, len(outers), train.inner_steps, train.step_rows)
+        slot = data_order.next_slot(slot, len(outers), train.inner_steps, train.step_rows)
         for outer in outers:
             for shard in shards:
                 outer.apply(shard, [(1 / len(outers), p[shard]) for p in payloads])
@@ -95,7 +98,7 @@ def index_codes(index_TK: npt.NDArray[np.uint16], n: int) -> dict[str, float]:
     golomb = [int((2 * np.floor(np.log2((gap_TK >> r) + 1)) + 1 + r).sum()) for r in rs]
     return {
         "entropy": T * math.log2(math.comb(n, K)),
-        "Rice": rice_rT[bits.rice_parameter(n, K)].sum(),
+        "Rice": rice_rT[rice.rice_parameter(n, K)].sum(),
         "Rice, best r per tensor": rice_rT.sum(axis=1).min(),
         "Rice, best r per tile": rice_rT.min(axis=0).sum() + 4 * T,
         "Elias-Fano": T * min(K * (1 + r) + ((n - 1) >> r) for r in rs),
@@ -139,10 +142,10 @@ def size(rounds: int) -> int:
                 total[name] += len(payload)
                 total[f"{name}, zstd -19"] += len(zstd.compress(payload))
             for array in arrays:
-                tiling = tiles.tiling(array.shape, k)
-                index_TK, _ = tiles.select(array.reshape(tiling.rows, tiling.cols), tiling, map)
+                tiling = topk.tiling(array.shape, k)
+                index_TK, _ = topk.select(array.reshape(tiling.rows, tiling.cols), tiling, map)
                 codes["trained"].update(index_codes(index_TK, tiling.n))
-                index_TK, _ = tiles.select(rng.random((tiling.rows, tiling.cols), dtype=np.float32), tiling, map)
+                index_TK, _ = topk.select(rng.random((tiling.rows, tiling.cols), dtype=np.float32), tiling, map)
                 codes["without structure"].update(index_codes(index_TK, tiling.n))
             if square := [a for a in arrays if a.ndim == 2 and not any(s % 64 for s in a.shape)]:
                 squares[0] += 4 * sum(a.size for a in square)

@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peer import cli, demo
+from peer.cli import main as cli
+from peer.demo import swarm as demo
 from tests.e2e.swarms import options
 
 ARMS: dict[str, dict[str, Any]] = {

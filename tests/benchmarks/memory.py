@@ -8,7 +8,7 @@ the next state is written. It does two rounds of one inner step and an outer ste
 to neighbours in other processes, which give what a neighbour may: activations for as many micro-batches as are let under way, and
 no gradient before so many went forward. With a daemon the sockets would lead there; its own memory is not counted.
 
-Above an idle process: one that has torch loaded and has done the same with a tiny model. The formula is protocol/planner.py's.
+Above an idle process: one that has torch loaded and has done the same with a tiny model. The formula is protocol/planning/planner.py's.
 Exits with 1 if a peak is off by more than a tenth.
 """
 
@@ -29,15 +29,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from peer import resources
+from peer.chain.pipeline import run_steps
 from peer.net.base import Stream, Traffic
 from peer.net.stream import FrameStream
-from peer.outer import Outer
-from peer.pipeline import run_steps
-from peer.trainer import StageTrainer, make_worker
-from protocol import layout, planner, sparse, subspace
-from protocol.layout import ModelSpec
-from protocol.manifest import ChainSpec, Manifest, TrainSpec
+from peer.state.outer_optimizer import Outer
+from peer.training import device
+from peer.training.trainer import StageTrainer, make_worker
+from protocol.codec import sparse, subspace
+from protocol.planning import planner
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import ChainSpec, Manifest, TrainSpec
 from tests import tiny
 
 MICRO_BATCHES = 16
@@ -216,7 +218,7 @@ def peer(
             ready.release()
 
     def outer_step() -> None:
-        resources.return_memory()
+        device.return_memory()
         payloads = dict(others)
         for shard in shards:
             outer.accumulate(shard, trainer.displacement(shard))
@@ -241,9 +243,9 @@ def measured(
     torch.set_num_threads(1)
     small = dataclasses.replace(shape, vocab=64, d=64, blocks=1, rows=1, sequence=8, k=0)
     peer(small, layout.shard_names(small.manifest().model), (None, None), depth, False, ready, None)
-    idle = resources.peak_rss()
+    idle = device.peak_rss()
     most, queued = peer(shape, shards, ends, depth, recompute, ready, gate)
-    result.send((resources.peak_rss() - idle, most, queued))
+    result.send((device.peak_rss() - idle, most, queued))
 
 
 def measure(shape: Shape, stage: str, depth: int, recompute: bool) -> tuple[int, int, int]:

@@ -32,22 +32,28 @@ from typing import Any
 import numpy as np
 
 from bootstrap.archive import Archive
-from peer import commands, daemon, resources
+from peer.cli import commands
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
-from peer.exchange import Exchange
 from peer.net import keyfile, p2p
 from peer.net.base import Transport
 from peer.net.blobs import Blob
 from peer.net.uplink import Uplink
-from peer.outer import Outer
-from peer.storage import Checkpoint, Storage
-from protocol import layout, messages, seeded, sparse, wire
+from peer.node import peer as daemon
+from peer.state.outer_optimizer import Outer
+from peer.state.payloads import Exchange
+from peer.state.storage import Checkpoint, Storage
+from peer.training import device
+from protocol.codec import sparse
+from protocol.codec.sparse import Codec
 from protocol.identity import Identity
-from protocol.layout import ModelSpec
-from protocol.manifest import Manifest, TimingSpec, TokenizerSpec
-from protocol.messages import Announcement, Commit, Contribution, Part, Plan, ReplicaSpec, Share, StageSpec
-from protocol.sparse import Codec
+from protocol.run import init, layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
+from protocol.wire import endpoints, sealed
+from protocol.wire.announcement import Announcement
+from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.volunteers import TOKENIZER, Engine
 
@@ -92,7 +98,7 @@ def prepare(folder: Path) -> None:
     codec = run.outer.codec
     outer = Outer(MODEL, codec, run.outer.beta, run.outer.eta)
     for shard in shards:
-        outer.theta[shard] = seeded.initial_shard(MODEL, b"round 100", shard)
+        outer.theta[shard] = init.initial_shard(MODEL, b"round 100", shard)
     holder, returning = Storage(folder / "holder"), Storage(folder / "returning")
     archive = Archive(folder / "bootstrap", run)
     archive.save_tokenizer(TOKENIZER)
@@ -175,7 +181,7 @@ class Holder:
             run=run, peer=who.peer_id, addresses=self.transport.addresses, serial=int(time.time() * 1000)
         )
         while not await self.transport.store(
-            wire.announcements_key(run), who.peer_id, messages.seal(who, said), ttl=600
+            endpoints.announcements_key(run), who.peer_id, sealed.seal(who, said), ttl=600
         ):
             await asyncio.sleep(0.5)
 
@@ -261,10 +267,10 @@ async def join(name: str, folder: Path, address: str) -> None:
     outer = rounds[0].outer
     digests = {shard: outer.digest(shard) for shard in layout.shard_names(MODEL)}
     result = {
-        "received": transport.traffic.received[wire.BLOB],
+        "received": transport.traffic.received[endpoints.BLOB],
         "seconds": time.monotonic() - began,
         "right": layout.state_digest(MODEL, digests) == json.loads((folder / "final.json").read_text()),
-        "peak_rss": resources.peak_rss(),
+        "peak_rss": device.peak_rss(),
         "warnings": warnings,
     }
     print(json.dumps(result), flush=True)
@@ -285,7 +291,7 @@ async def case(folder: Path, name: str, cheats: int = 0) -> dict[str, Any]:
     """One peer that joins undisturbed."""
     async with network(folder, None, cheats) as (address, serving):
         process = await asyncio.to_thread(begin, name, folder, address)
-        return {**await result_of(process), "sent": sum(t.traffic.sent[wire.BLOB] for t in serving)}
+        return {**await result_of(process), "sent": sum(t.traffic.sent[endpoints.BLOB] for t in serving)}
 
 
 async def killed(folder: Path, expected: int) -> dict[str, Any]:
@@ -293,7 +299,7 @@ async def killed(folder: Path, expected: int) -> dict[str, Any]:
     async with network(folder, KILLED_BPS) as (address, serving):
 
         def sent() -> int:
-            return sum(t.traffic.sent[wire.BLOB] for t in serving)
+            return sum(t.traffic.sent[endpoints.BLOB] for t in serving)
 
         for kill in range(KILLS):
             process = await asyncio.to_thread(begin, "killed", folder, address)

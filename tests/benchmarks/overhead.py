@@ -23,13 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from peer.pipeline import run_steps
-from peer.trainer import StageTrainer, make_worker
-from protocol import cost, layout, seeded, subspace
-from protocol.cost import LinkCost, StageCost
-from protocol.layout import ModelSpec
-from protocol.manifest import TrainSpec
-from protocol.schema import plain
+from peer.chain.pipeline import run_steps
+from peer.training.trainer import StageTrainer, make_worker
+from protocol.codec import subspace
+from protocol.planning import pipeline_model
+from protocol.planning.pipeline_model import LinkCost, StageCost
+from protocol.run import init, layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
+from protocol.wire.schema import plain
 from tests.benchmarks.chain import Processes, joined, say
 
 MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=256)
@@ -45,7 +47,7 @@ async def be_stage(stage: int, stages: int, steps: int, folder: Path) -> None:
     shards = names if stages == 1 else (names[:CUT], names[CUT:])[stage]
     k, basis = (0, None) if stages == 1 else (K, subspace.basis(b"overhead", MODEL.d_model, K))
     trainer = StageTrainer(MODEL, TRAIN, shards, k=k, basis=basis)
-    trainer.begin_round({s: seeded.initial_shard(MODEL, b"overhead", s) for s in {"embed", *shards}})
+    trainer.begin_round({s: init.initial_shard(MODEL, b"overhead", s) for s in {"embed", *shards}})
 
     def windows(step: int) -> np.ndarray:
         return np.random.default_rng(step).integers(0, MODEL.vocab_size, (TRAIN.step_rows, TRAIN.sequence + 1))
@@ -77,7 +79,7 @@ def free_wire(stages: Sequence[dict[str, Any]]) -> float:
     costs = [StageCost(forward=r["pace"] / 3, backward=r["pace"] * 2 / 3) for r in stages]
     links = [LinkCost(forward=0.0, backward=0.0, latency=0.0)] * (len(stages) - 1)
     rest = max(r["busy_s"] - r["pace"] * TRAIN.micro_batches for r in stages)
-    return rest + cost.step_seconds(costs, links, TRAIN.micro_batches, stages[0]["depth"])
+    return rest + pipeline_model.step_seconds(costs, links, TRAIN.micro_batches, stages[0]["depth"])
 
 
 def main() -> int:

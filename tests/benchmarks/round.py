@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peer import demo
-from protocol import layout
-from protocol.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
+from peer.demo import swarm as demo
+from protocol.run import layout
+from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
 from tests import tiny
 from tests.benchmarks import averaging
 from tests.e2e import swarms

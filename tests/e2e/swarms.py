@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from peer import demo
+from peer.demo import swarm
 from peer.events import Event, from_json
-from protocol.layout import ModelSpec
-from protocol.manifest import Manifest
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest
 
 DEADLINE = 600.0
 """Seconds for anything to happen; far more than it takes, since test machines are shared."""
@@ -29,21 +29,21 @@ MODEL = ModelSpec(vocab_size=4096, d_model=32, n_layers=4, n_heads=2, d_ff=48, c
 @pytest.fixture
 def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo trains MODEL. Its processes learn that from the manifest, as always."""
-    monkeypatch.setattr(demo, "MODEL", MODEL)
+    monkeypatch.setattr(swarm, "MODEL", MODEL)
 
 
 def change_manifest(monkeypatch: pytest.MonkeyPatch, table: str, **fields: Any) -> None:
     """Demos have a manifest with these fields in `table`: `change_manifest(monkeypatch, "outer", overlap=1)`."""
-    made = demo.make_manifest
+    made = swarm.make_manifest
 
-    def make_manifest(chosen: demo.DemoOptions) -> Manifest:
+    def make_manifest(chosen: swarm.DemoOptions) -> Manifest:
         manifest = made(chosen)
         return dataclasses.replace(manifest, **{table: dataclasses.replace(getattr(manifest, table), **fields)})
 
-    monkeypatch.setattr(demo, "make_manifest", make_manifest)
+    monkeypatch.setattr(swarm, "make_manifest", make_manifest)
 
 
-def options(out: Path, **changes: Any) -> demo.DemoOptions:
+def options(out: Path, **changes: Any) -> swarm.DemoOptions:
     """Three full replicas, three rounds of one step, in memory, unless changed."""
     values: dict[str, Any] = {
         "rounds": 3,
@@ -60,16 +60,16 @@ def options(out: Path, **changes: Any) -> demo.DemoOptions:
         "screen": False,
         "in_memory": True,
     }
-    return demo.DemoOptions(**{**values, **changes})
+    return swarm.DemoOptions(**{**values, **changes})
 
 
 def result_file(out: Path) -> Path:
     return out.with_name(out.name + ".json")
 
 
-def run(chosen: demo.DemoOptions) -> dict[str, Any]:
+def run(chosen: swarm.DemoOptions) -> dict[str, Any]:
     """The result of a demo that must end well."""
-    asyncio.run(asyncio.wait_for(demo.run(chosen), DEADLINE))
+    asyncio.run(asyncio.wait_for(swarm.run(chosen), DEADLINE))
     return read_result(chosen.out)
 
 
@@ -80,12 +80,12 @@ def read_result(out: Path) -> dict[str, Any]:
 class Background:
     """A demo that runs while the test does things to its processes; they end with the `with` block."""
 
-    def __init__(self, chosen: demo.DemoOptions) -> None:
+    def __init__(self, chosen: swarm.DemoOptions) -> None:
         self.out = chosen.out
         self._result: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(asyncio.wait_for(demo.run(chosen), DEADLINE))
+        self._task = self._loop.create_task(asyncio.wait_for(swarm.run(chosen), DEADLINE))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

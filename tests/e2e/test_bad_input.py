@@ -16,13 +16,15 @@ import numpy as np
 import pytest
 
 from bootstrap.archive import Archive
-from peer import cli, demo
+from peer.cli import main
+from peer.demo import swarm
 from peer.net import keyfile
-from peer.storage import Checkpoint, Storage
-from protocol import layout, ranges
-from protocol import manifest as manifests
+from peer.state.storage import Checkpoint, Storage
+from protocol.codec import blob_hash
 from protocol.errors import UsageError
-from protocol.messages import Commit, LeftOut, Record
+from protocol.run import layout
+from protocol.run import manifest as manifests
+from protocol.wire.commit import Commit, LeftOut, Record
 from tests import tiny
 from tests.e2e.swarms import options
 
@@ -31,7 +33,7 @@ def potluck(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
     """The one line that a refused command prints."""
     monkeypatch.setattr("sys.argv", ["potluck", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
-        cli.main()
+        main.main()
     lines = capsys.readouterr().err.strip().splitlines()
     assert end.value.code == 2, lines
     assert len(lines) == 1, lines
@@ -44,7 +46,7 @@ def potluck(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 def run_file(tmp_path: Path) -> Path:
     """A demo's manifest whose operator is the key in tmp_path/boot."""
     key = keyfile.load_or_create(tmp_path / "boot" / "identity.key")
-    text = manifests.to_toml(demo.make_manifest(options(tmp_path / "unused")))
+    text = manifests.to_toml(swarm.make_manifest(options(tmp_path / "unused")))
     old = next(line for line in text.splitlines() if line.startswith("operators"))
     path = tmp_path / "run.toml"
     path.write_text(text.replace(old, f'operators = ["{key.peer_id}"]'))
@@ -103,9 +105,9 @@ def test_limits(
 def test_tokenizer_with_another_digest(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run_file.parent / demo.TOKENIZER).write_text("{}")
+    (run_file.parent / swarm.TOKENIZER).write_text("{}")
     line = potluck(capsys, monkeypatch, "bootstrap", run_file, "--dir", run_file.parent / "boot")
-    assert demo.TOKENIZER in line
+    assert swarm.TOKENIZER in line
     assert "sha256" in line
 
 
@@ -226,11 +228,11 @@ def test_full_disk_at_a_payload(small_disk: Path) -> None:
     with pytest.raises(UsageError, match=r"^directory .*: No space left on device; free space or .*$"):
         storage.blobs.put(bytes(1_000_000), 2)
     assert [p.name for p in storage.blobs.folder.iterdir() if p.is_file()] == [name]
-    part = storage.blobs.part(ranges.name_of(bytes(2_000_000)), 2_000_000)
+    part = storage.blobs.part(blob_hash.name_of(bytes(2_000_000)), 2_000_000)
     with pytest.raises(UsageError, match=r"^directory .*: No space left on device; free space or .*$"):  # noqa: PT012
-        part.learn(ranges.leaves_of([bytes(2_000_000)])[1])
-        for index in range(ranges.count(2_000_000)):
-            part.write(index, bytes(2_000_000)[slice(*ranges.span(2_000_000, index))])
+        part.learn(blob_hash.leaves_of([bytes(2_000_000)])[1])
+        for index in range(blob_hash.count(2_000_000)):
+            part.write(index, bytes(2_000_000)[slice(*blob_hash.span(2_000_000, index))])
     assert [p for p in storage.blobs.folder.rglob("*") if p.is_file()] == [storage.blobs.folder / name]
     storage.blobs.put(bytes(400_000), 2)
     assert storage.blobs.get(name) == bytes(300_000)

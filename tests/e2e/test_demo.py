@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer import demo, presence
+from peer.demo import swarm
 from peer.net.memory import MemoryTransport
-from peer.rounds import Rounds
-from protocol import boundary, messages
+from peer.node import presence
+from peer.node.rounds import Rounds
+from protocol.codec import boundary_formats
 from protocol.errors import LocalError
-from protocol.messages import Announcement, ChainReport, Commit
+from protocol.wire import sealed
+from protocol.wire.announcement import Announcement, ChainReport
+from protocol.wire.commit import Commit
 from tests.e2e import swarms
 
 REQUIRED = [
@@ -53,7 +56,7 @@ def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.
     store = MemoryTransport.store
 
     async def spied(self: MemoryTransport, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
-        message = messages.unseal(value)[1]
+        message = sealed.unseal(value)[1]
         if isinstance(message, Announcement) and message.chain is not None:
             announced.setdefault(message.peer, []).append(message.chain)
         return await store(self, key, subkey, value, ttl=ttl)
@@ -62,13 +65,13 @@ def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(MemoryTransport, "store", spied)
     chosen = swarms.options(tmp_path / "run", full=0, chains=1, k=(8,), inner_steps=3)
     swarms.run(chosen)
-    (first, last) = (announced[p.identity.peer_id][-1] for p in demo.make_peers(demo.make_manifest(chosen), chosen))
+    (first, last) = (announced[p.identity.peer_id][-1] for p in swarm.make_peers(swarm.make_manifest(chosen), chosen))
     for report in (first, last):
         assert 0 < sum(report.times_ms[1:4]) <= report.times_ms[0] + 3
-    manifest = demo.make_manifest(chosen)
+    manifest = swarm.make_manifest(chosen)
     tokens, chain = manifest.train.step_tokens, manifest.chains
-    assert first.counts[0] > tokens * boundary.bytes_per_token(chain.forward, 8)
-    assert last.counts[1] > tokens * boundary.bytes_per_token(chain.backward, 8)
+    assert first.counts[0] > tokens * boundary_formats.bytes_per_token(chain.forward, 8)
+    assert last.counts[1] > tokens * boundary_formats.bytes_per_token(chain.backward, 8)
     assert first.activations == last.gradients == ()
     for rms, largest, refused in (first.gradients, last.activations):
         assert 0 < rms < largest
@@ -77,7 +80,7 @@ def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.
 
 def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = swarms.options(tmp_path / "run")
-    victim = next(p for p in demo.make_peers(demo.make_manifest(chosen), chosen) if p.name == "full-1")
+    victim = next(p for p in swarm.make_peers(swarm.make_manifest(chosen), chosen) if p.name == "full-1")
     honest = Rounds._apply
 
     async def apply(self: Rounds, commit: Commit, rebuild: tuple[str, ...]) -> None:
@@ -89,7 +92,7 @@ def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Rounds, "_apply", apply)
     with pytest.raises(LocalError, match=r"same_bits: full-1 had other bits in block\.2 after round 1"):
-        asyncio.run(asyncio.wait_for(demo.run(chosen), swarms.DEADLINE))
+        asyncio.run(asyncio.wait_for(swarm.run(chosen), swarms.DEADLINE))
     result = json.loads(swarms.result_file(chosen.out).read_text())
     assert result["same_bits"] is False
     assert result["diverged"] == [{"peer": "full-1", "round": 1, "shard": "block.2"}]

@@ -19,13 +19,14 @@ import pytest
 
 from bootstrap import archive
 from bootstrap.archive import Archive
-from peer import cli, demo
+from peer.cli import main
+from peer.demo import swarm
 from peer.net import keyfile
-from protocol import manifest as manifests
-from protocol import messages
 from protocol.identity import Identity
-from protocol.manifest import Manifest
-from protocol.messages import Commit
+from protocol.run import manifest as manifests
+from protocol.run.manifest import Manifest
+from protocol.wire import encoding
+from protocol.wire.commit import Commit
 from tests import tiny
 from tests.e2e import swarms
 
@@ -45,10 +46,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     """Two full replicas and a chain of two, three rounds."""
     out = tmp_path_factory.mktemp("log") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo, "MODEL", swarms.MODEL)
+        patch.setattr(swarm, "MODEL", swarms.MODEL)
         chosen = swarms.options(out, full=2, chains=1, k=(8,))
         result = swarms.run(chosen)
-        yield Done(out, out / "bootstrap", demo.make_manifest(chosen), result)
+        yield Done(out, out / "bootstrap", swarm.make_manifest(chosen), result)
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ class Potluck:
         self._monkeypatch.setattr("sys.argv", ["potluck", "log", *map(str, arguments)])
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            cli.main()
+            main.main()
         said = self._capsys.readouterr()
         assert (end.value.code or 0) == code, said
         return said.out.splitlines(), said.err.splitlines()
@@ -85,7 +86,7 @@ def commits(folder: Path) -> list[tuple[int, bytes, Commit]]:
     with open(folder / "log", "rb") as file:
         found = []
         for at, raw in archive.records(file, folder / "log"):
-            found.append((at, raw, messages.decode_record(raw, "the log").commit))
+            found.append((at, raw, encoding.decode_record(raw, "the log").commit))
         return found
 
 
@@ -100,7 +101,7 @@ def rewrite(folder: Path, change: Callable[[int, Commit], Commit], key: Identity
     for _, _, commit in commits(folder):
         commit = change(commit.round, dataclasses.replace(commit, parent=parent or commit.parent))
         parent = commit.digest
-        out += framed(messages.encode_record(tiny.record(commit, key)))
+        out += framed(encoding.encode_record(tiny.record(commit, key)))
     (folder / "log").write_bytes(out)
 
 
@@ -150,8 +151,8 @@ def test_who_was_left_out_and_who_diverged_is_shown(copy: Done, potluck: Potluck
         return dataclasses.replace(
             commit,
             contributions=tuple(rest),
-            left_out=(messages.LeftOut(replica=first.replica, reason="peer\x1b[2J: gone"),),
-            diverged=(messages.Diverged(peer=first.shares[0].peer, shard="block.1"),),
+            left_out=(commit.LeftOut(replica=first.replica, reason="peer\x1b[2J: gone"),),
+            diverged=(commit.Diverged(peer=first.shares[0].peer, shard="block.1"),),
         )
 
     rewrite(copy.folder, change, key)
@@ -186,11 +187,11 @@ def test_a_good_log_verifies_and_nothing_is_touched(done: Done, potluck: Potluck
 def test_the_replay_can_begin_at_a_checkpoint(done: Done, potluck: Potluck, tmp_path: Path) -> None:
     import numpy as np
 
-    from peer import audit
-    from peer.storage import Checkpoint, Storage
+    from peer.log import replay
+    from peer.state.storage import Checkpoint, Storage
 
     node = Archive(done.folder, done.manifest)
-    states = list(audit.replay(done.manifest, node.commits, node.blobs.get))
+    states = list(replay.replay(done.manifest, node.commits, node.blobs.get))
     node.close()
     storage = Storage(tmp_path / "peer")
     for state, bit in ((states[1], 0), (states[3], 0), (states[2], 1)):
@@ -247,7 +248,7 @@ def test_a_payload_that_is_gone(copy: Done, potluck: Potluck) -> None:
 
 def test_a_forged_commit(copy: Done, potluck: Potluck) -> None:
     found = commits(copy.folder)
-    forged = messages.encode_record(tiny.record(dataclasses.replace(found[2][2], time=0.0), Identity(b"f" * 32)))
+    forged = encoding.encode_record(tiny.record(dataclasses.replace(found[2][2], time=0.0), Identity(b"f" * 32)))
     out = b"".join(framed(forged if round == 2 else raw) for round, (_, raw, _) in enumerate(found))
     (copy.folder / "log").write_bytes(out)
     lines, _ = potluck("verify", copy.folder, code=1)

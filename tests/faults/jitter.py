@@ -26,8 +26,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from peer import chains
-from protocol.manifest import Manifest
+from peer.ui import utilization
+from protocol.run.manifest import Manifest
 from tests import tiny
 from tests.faults import repair
 from tests.faults.processes import Swarm, Thief
@@ -61,23 +61,23 @@ class Uneven:
         self.peers = [campaign.ids()[name] for name in self.chain]
         self.mends = 0
 
-    def named(self, bottleneck: chains.Bottleneck) -> str:
+    def named(self, bottleneck: utilization.Bottleneck) -> str:
         return bottleneck.text(self.chain)
 
-    def expected(self, bottleneck: chains.Bottleneck) -> bool:
+    def expected(self, bottleneck: utilization.Bottleneck) -> bool:
         """Whether it is the slow stage, or a link of the lossy one."""
         if bottleneck.what == "computing":
             return bottleneck.position == SLOW
         other = bottleneck.position + (-1 if bottleneck.what == "forward" else 1)
         return LOSSY in (bottleneck.position, other)
 
-    def monitor(self) -> chains.Bottleneck:
+    def monitor(self) -> utilization.Bottleneck:
         """What `potluck monitor` says."""
         _, prefix = self.swarm.places[NODE]
         command = [*prefix, sys.executable, "-m", "peer.cli", "monitor", self.swarm.addresses[0], "--json"]
         said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["bottlenecks"]
         (found,) = said
-        return chains.Bottleneck(self.peers.index(found["peer"]), found["what"], found["share"])
+        return utilization.Bottleneck(self.peers.index(found["peer"]), found["what"], found["share"])
 
     def moved(self) -> list[dict[str, Any]]:
         """All moves of blocks so far."""
@@ -87,7 +87,7 @@ class Uneven:
         """Waits for the commit of round `until`."""
         self.campaign.until(lambda: self.campaign.round() >= until, f"the commit of round {until}")
 
-    def report(self, phase: str, first: int, last: int, since: float = 0.0) -> list[chains.Bottleneck]:
+    def report(self, phase: str, first: int, last: int, since: float = 0.0) -> list[utilization.Bottleneck]:
         """Checks the rounds `first` to `last`, and tells of those of their steps that began after `since`: their bottlenecks."""
         commits = {e.fields["round"]: e for e in self.campaign.commits()}
         steps = self.swarm.manifest.train.inner_steps
@@ -106,7 +106,7 @@ class Uneven:
             for name in self.chain
         ]
         told = [at for at in events[0] if all(at in of_peer for of_peer in events)]
-        looked = [chains.bottleneck([chains.activity(of_peer[at]) for of_peer in events]) for at in told]
+        looked = [utilization.bottleneck([utilization.activity(of_peer[at]) for of_peer in events]) for at in told]
         found = [b for b in looked if b is not None]
         counts = Counter(
             f"{self.chain[b.position]} computing" if b.what == "computing" else b.text(self.chain).split(" is busy")[0]
@@ -138,7 +138,7 @@ class Uneven:
             moves = (f for f in self.moved()[known:] if slow in f["reason"])
             return next((f for f in moves if f["after"][SLOW] < f["before"][SLOW]), None)
 
-        said: list[tuple[chains.Bottleneck, float]] = []
+        said: list[tuple[utilization.Bottleneck, float]] = []
         while away() is None:
             assert time.time() - begin < repair.PATIENCE, "no blocks moved away from the slow stage"
             said.append((self.monitor(), time.time()))

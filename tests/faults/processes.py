@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootstrap.archive import Archive
-from peer import audit
 from peer.events import Event, from_json
-from protocol import manifest as manifests
-from protocol import planner
+from peer.log import replay
 from protocol.identity import Identity
-from protocol.manifest import Manifest
+from protocol.planning import planner
+from protocol.run import manifest as manifests
+from protocol.run.manifest import Manifest
 from tests.lab import Place
 
 DEADLINE = 300.0
@@ -173,7 +173,7 @@ class Swarm:
             assert history[:common] == longest[:common], f"{name} has another history"
             if len(history) > len(longest):
                 longest = history
-                for state in audit.replay(self.manifest, archive.commits, archive.blobs.get):
+                for state in replay.replay(self.manifest, archive.commits, archive.blobs.get):
                     digests[state.round] = state.digests
         attested = 0
         for name in self.nodes:

@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from peer import demo
+from peer.demo import swarm as demo
 from peer.events import Event, from_json
-from protocol import layout, planner
-from protocol.manifest import Manifest, TimingSpec
+from protocol.planning import planner
+from protocol.run import layout
+from protocol.run.manifest import Manifest, TimingSpec
 from tests import tiny
 from tests.e2e import swarms
 from tests.faults.processes import Swarm

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from protocol import planner
+from protocol.planning import planner
 from tests.faults.processes import Swarm
 from tests.faults.test_quorum import KEYS, three_nodes
 

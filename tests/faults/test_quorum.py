@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from peer import demo
-from protocol.manifest import Manifest, TimingSpec
+from peer.demo import swarm as demo
+from protocol.run.manifest import Manifest, TimingSpec
 from tests import tiny
 from tests.e2e import swarms
 from tests.faults.processes import Swarm

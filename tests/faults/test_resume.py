@@ -17,7 +17,8 @@ import pytest
 from peer.net import p2p
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from peer.net.uplink import Uplink
-from protocol import ranges, wire
+from protocol.codec import blob_hash
+from protocol.wire import endpoints
 
 SIZE = 200_000_000
 """Bytes: the state of 50 million parameters."""
@@ -69,7 +70,7 @@ def here(folder: Path, name: str) -> int:
 @pytest.mark.campaign
 def test_ten_kills_repeat_less_than_two_percent(tmp_path: Path) -> None:
     data = random.Random(0).randbytes(SIZE)
-    name = ranges.name_of(data)
+    name = blob_hash.name_of(data)
 
     async def work() -> None:
         async with holders(tmp_path, HOLDERS, data) as serving:
@@ -87,7 +88,7 @@ def test_ten_kills_repeat_less_than_two_percent(tmp_path: Path) -> None:
                     await asyncio.to_thread(process.wait)
             assert process.returncode == 0
             assert BlobStore(tmp_path / "blobs").get(name) == data
-            sent = sum(t.traffic.sent[wire.BLOB] for t in serving)
+            sent = sum(t.traffic.sent[endpoints.BLOB] for t in serving)
             print(f"repeated {100 * (sent / SIZE - 1):.2f} % of {SIZE} bytes in {KILLS} kills")
             assert sent < 1.02 * SIZE, f"{100 * (sent / SIZE - 1):.2f} % were sent again"
 

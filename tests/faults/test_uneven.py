@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from peer import demo
+from peer.demo import swarm as demo
 from peer.events import Event
-from protocol.manifest import TimingSpec
+from protocol.run.manifest import TimingSpec
 from tests import tiny
 from tests.e2e import swarms
 from tests.faults.processes import Swarm, Thief

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peer import cli, trainer
+from peer.cli import main as cli
+from peer.training import trainer
 
 
 def disturbed(folder: Path, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:

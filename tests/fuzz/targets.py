@@ -1,7 +1,7 @@
 """Every decoder of what strangers send, as functions of bytes, with inputs that they accept and the errors that they may raise.
 
 A target does what its caller in the package does with the bytes, checks what it accepted, and lets errors through. New
-message types (protocol/messages.py) and value formats of payloads (protocol/sparse.py) are picked up by themselves.
+message types (protocol/wire/encoding.py) and value formats of payloads (protocol/codec/sparse.py) are picked up by themselves.
 """
 
 from __future__ import annotations
@@ -30,18 +30,28 @@ import numpy as np
 import torch
 
 from bootstrap import archive
-from peer import commands, demo, link, tensors
+from peer.chain import link, quantize
+from peer.cli import commands
+from peer.demo import swarm
 from peer.net import address, p2p
 from peer.net.base import Closed, Ended, Handler
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
-from protocol import boundary, framing, history, identity, layout, messages, ranges, sparse, wire
-from protocol import manifest as manifests
+from protocol import identity
+from protocol.codec import blob_hash, boundary_formats, sparse
+from protocol.codec.sparse import Codec, PayloadError
 from protocol.errors import PotluckError, RemoteError, UsageError
-from protocol.framing import FrameError, FrameReader
 from protocol.identity import Identity
-from protocol.messages import Announcement, MessageError
-from protocol.schema import plain
-from protocol.sparse import Codec, PayloadError
+from protocol.rounds import validation
+from protocol.run import layout
+from protocol.run import manifest as manifests
+from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire.announcement import Announcement
+from protocol.wire.commit import DOMAIN, Commit, Record, vote_body
+from protocol.wire.encoding import MessageError
+from protocol.wire.framing import FrameError, FrameReader
+from protocol.wire.plan import Plan
+from protocol.wire.schema import plain
+from protocol.wire.session import Ask
 from tests import tiny
 from tests.e2e import swarms
 from tests.fuzz.mutate import Mutator, change_bytes, change_msgpack, change_text
@@ -114,24 +124,24 @@ def frames(raw: bytes) -> object:
 
 
 def decode(raw: bytes) -> object:
-    message = messages.decode(raw, KEY.peer_id)
-    check(messages.decode(messages.encode(message), KEY.peer_id) == message, "is not what it says when it is sent on")
+    message = encoding.decode(raw, KEY.peer_id)
+    check(encoding.decode(encoding.encode(message), KEY.peer_id) == message, "is not what it says when it is sent on")
     return type(message)
 
 
 def unseal(raw: bytes) -> object:
     """An envelope; or, behind a first byte of zero, what the sender signed with its own key: strangers can do that."""
     if raw[:1] == b"\0":
-        raw = framing.pack_message({"p": KEY.peer_id, "b": raw[1:], "s": KEY.sign(messages.DOMAIN + raw[1:])})
-    signer, message = messages.unseal(raw)
+        raw = framing.pack_message({"p": KEY.peer_id, "b": raw[1:], "s": KEY.sign(DOMAIN + raw[1:])})
+    signer, message = sealed.unseal(raw)
     check(signer == KEY.peer_id, "somebody else's name")
     return type(message)
 
 
 def announcement(raw: bytes) -> object:
     if raw[:1] == b"\0":
-        raw = framing.pack_message({"p": KEY.peer_id, "b": raw[1:], "s": KEY.sign(messages.DOMAIN + raw[1:])})
-    found = messages.unseal_announcement(raw, KEY.peer_id, RUN)
+        raw = framing.pack_message({"p": KEY.peer_id, "b": raw[1:], "s": KEY.sign(DOMAIN + raw[1:])})
+    found = sealed.unseal_announcement(raw, KEY.peer_id, RUN)
     check(found is None or found.run == RUN, "another run's")
     return found is None
 
@@ -140,15 +150,15 @@ def from_node(raw: bytes) -> object:
     """What a bootstrap node sends; or, behind a first byte of zero, a commit for which a member votes, whatever it says."""
     if raw[:1] == b"\0":
         raw = _voted(raw[1:])
-    found = messages.decode_any(raw, KEY.peer_id)
-    if isinstance(found, messages.Record):
-        with _allowed(history.BadCommit):
-            history.follow(ONE_NODE, None, raw)
+    found = encoding.decode_any(raw, KEY.peer_id)
+    if isinstance(found, Record):
+        with _allowed(validation.BadCommit):
+            validation.follow(ONE_NODE, None, raw)
         for shard in layout.shard_names(MANIFEST.model):
             weights = [weight for weight, _, _ in found.commit.payloads(shard)]
             check(all(0 < w <= 1 for w in weights), "a weight is not in (0, 1]")
-        for plan in (None, example(messages.Plan)):
-            for text in history.problems(MANIFEST, plan, found.commit):
+        for plan in (None, example(Plan)):
+            for text in validation.problems(MANIFEST, plan, found.commit):
                 check("\n" not in text, "a problem of several lines")
     return type(found)
 
@@ -157,8 +167,8 @@ def _voted(body: bytes) -> bytes:
     """A record with `body` as its commit and the vote of KEY, if it is a commit; else with a vote that is none."""
     signature = b""
     with _allowed(MessageError):
-        commit = messages.decode_record(b"\x83\xa1c" + body + b"\xa1n\x00\xa1v\x80", KEY.peer_id).commit
-        signature = KEY.sign(messages.vote_body(commit.run, commit.round, 0, commit.digest))
+        commit = encoding.decode_record(b"\x83\xa1c" + body + b"\xa1n\x00\xa1v\x80", KEY.peer_id).commit
+        signature = KEY.sign(vote_body(commit.run, commit.round, 0, commit.digest))
     return b"\x83\xa1c" + body + b"\xa1n\x00\xa1v" + framing.pack_message({KEY.peer_id: signature})
 
 
@@ -194,12 +204,12 @@ def example(hint: Any, name: str = "") -> Any:
     return {int: 7, float: 1.5, bool: True, bytes: b"bytes"}[hint]
 
 
-EXAMPLES = [example(kind) for kind in messages._TYPES.values()]
-ENCODED = [messages.encode(message) for message in EXAMPLES]
-SEALED = [messages.seal(KEY, message) for message in EXAMPLES]
-COMMIT = framing.pack_message(plain(example(messages.Commit)))
+EXAMPLES = [example(kind) for kind in encoding._TYPES.values()]
+ENCODED = [encoding.encode(message) for message in EXAMPLES]
+SEALED = [sealed.seal(KEY, message) for message in EXAMPLES]
+COMMIT = framing.pack_message(plain(example(Commit)))
 RECORDS = [_voted(COMMIT)]
-ANNOUNCED = messages.encode(example(Announcement))
+ANNOUNCED = encoding.encode(example(Announcement))
 
 
 def change_sealed(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
@@ -284,18 +294,18 @@ class FakeStream:
 
 def pipe(raw: bytes) -> object:
     """What a stage does with a frame of its neighbour: header, then activations. The first byte chooses their format."""
-    chosen = (raw or b"\0")[0] % len(boundary.FORMATS)
-    form = boundary.FORMATS[chosen]
+    chosen = (raw or b"\0")[0] % len(boundary_formats.FORMATS)
+    form = boundary_formats.FORMATS[chosen]
     head, body = link.parse("fuzz", memoryview(raw)[1:])
-    link.compare("fuzz", head, body, HEAD._replace(code=chosen), tensors.size(VALUES, form))
-    check(bool(torch.isfinite(tensors.decode(body, VALUES, form, CPU)).all()), "a value is not finite")
+    link.compare("fuzz", head, body, HEAD._replace(code=chosen), quantize.size(VALUES, form))
+    check(bool(torch.isfinite(quantize.decode(body, VALUES, form, CPU)).all()), "a value is not finite")
     return form
 
 
 PIPE = [
     *(
-        bytes([i]) + HEAD._replace(code=i).pack() + tensors.encode(torch.linspace(-1, 1, 384).reshape(VALUES), form)
-        for i, form in enumerate(boundary.FORMATS)
+        bytes([i]) + HEAD._replace(code=i).pack() + quantize.encode(torch.linspace(-1, 1, 384).reshape(VALUES), form)
+        for i, form in enumerate(boundary_formats.FORMATS)
     ),
     b"\0" + link.Head(link.ABORT).pack() + KEY.peer_id.encode(),
 ]
@@ -304,7 +314,7 @@ PIPE = [
 
 LOOP = asyncio.new_event_loop()
 BLOB = bytes(range(256)) * 4
-BLOB_NAME = ranges.name_of(BLOB)
+BLOB_NAME = blob_hash.name_of(BLOB)
 
 
 class _FakeTransport:
@@ -343,7 +353,7 @@ def _handler() -> Handler:
 def blob_request(raw: bytes) -> object:
     """What another peer asks of us: a request, then ranges."""
     first = raw[:1] + b"\0"
-    stream = FakeStream([raw[1 : 1 + first[0]], raw[1 + first[0] :]], wire.BLOB)
+    stream = FakeStream([raw[1 : 1 + first[0]], raw[1 + first[0] :]], endpoints.BLOB)
     with contextlib.suppress(Ended):
         LOOP.run_until_complete(_handler()(stream))
     check(stream.sent <= len(BLOB) + 1000, "more is sent than there is")
@@ -393,12 +403,12 @@ def change_blob_reply(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 
 def call_request(raw: bytes) -> object:
     """The request of a LOG call, as bootstrap/node.py reads it."""
-    return messages.expect(messages.Ask, messages.decode(raw, KEY.peer_id), KEY.peer_id).after
+    return encoding.expect(Ask, encoding.decode(raw, KEY.peer_id), KEY.peer_id).after
 
 
 def log_reply(raw: bytes) -> object:
     """The reply of a LOG call, as `potluck log` and `potluck monitor` read it."""
-    from peer import runlog
+    from peer.log import reader as runlog
 
     async def read() -> list[bytes]:
         log = runlog.Remote(_FakeTransport([b"\0" + raw]), [KEY.peer_id], _store("log"))  # type: ignore[arg-type]
@@ -419,8 +429,8 @@ def log_file(raw: bytes) -> object:
     for at, record in archive.records(io.BytesIO(raw), Path("DIR/log")):
         total += archive.HEAD_BYTES + len(record)
         check(at < total <= len(raw), "more comes out than is there")
-        with _allowed(history.BadCommit):
-            history.follow(ONE_NODE, None, record)
+        with _allowed(validation.BadCommit):
+            validation.follow(ONE_NODE, None, record)
     return total
 
 
@@ -457,7 +467,7 @@ def _use(found: manifests.Manifest) -> object:
     return "read"
 
 
-MANIFESTS = [MANIFEST, demo.make_manifest(swarms.options(Path("unused"), chains=1, k=(8,)))]
+MANIFESTS = [MANIFEST, swarm.make_manifest(swarms.options(Path("unused"), chains=1, k=(8,)))]
 
 # --- the DHT
 
@@ -477,7 +487,7 @@ def dht_record(raw: bytes) -> object:
     raise FrameError("not a record")
 
 
-DHT_KEY = p2p.DHTID.generate(wire.announcements_key(RUN)).to_bytes()
+DHT_KEY = p2p.DHTID.generate(endpoints.announcements_key(RUN)).to_bytes()
 VALIDATOR = p2p._Validator(commands.valid_record(RUN))
 
 
@@ -505,27 +515,27 @@ def change_record(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
     """Changes the record around, or the signed announcement in it."""
     if rng.random() < 0.5:
         return change_msgpack(rng, raw, others)
-    return _record(messages.DOMAIN, change_msgpack(rng, ANNOUNCED, ENCODED))
+    return _record(DOMAIN, change_msgpack(rng, ANNOUNCED, ENCODED))
 
 
 def _record(domain: bytes, body: bytes) -> bytes:
     sealed = framing.pack_message({"p": KEY.peer_id, "b": body, "s": KEY.sign(domain + body)})
-    value = framing.pack_message([wire.announcements_key(RUN), sealed])
+    value = framing.pack_message([endpoints.announcements_key(RUN), sealed])
     return framing.pack_message([framing.pack_message(KEY.peer_id), value, 1.0])
 
 
 TARGETS = [
     Target("unpack_message", unpack, (FrameError,), [*ENCODED, *SEALED], change_msgpack, 20),
     Target("frames", frames, (FrameError, framing.Ended), [b"\0\5" + framing.pack(b"a" * 30) + framing.pack(b"") + framing.END], change_bytes, 20),
-    Target("messages.decode", decode, (MessageError,), ENCODED, change_msgpack, 20),
-    Target("messages.unseal", unseal, (MessageError,), [*SEALED, *(b"\0" + x for x in ENCODED)], change_sealed, 3),
-    Target("messages.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
-    Target("messages.decode_any", from_node, (MessageError,), [*ENCODED, *RECORDS, b"\0" + COMMIT], change_sealed, 3),
+    Target("encoding.decode", decode, (MessageError,), ENCODED, change_msgpack, 20),
+    Target("sealed.unseal", unseal, (MessageError,), [*SEALED, *(b"\0" + x for x in ENCODED)], change_sealed, 3),
+    Target("sealed.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
+    Target("encoding.decode_any", from_node, (MessageError,), [*ENCODED, *RECORDS, b"\0" + COMMIT], change_sealed, 3),
     Target("sparse.decode", payload, (PayloadError,), _payloads(), change_bytes, 12),
-    Target("pipeline frames", pipe, (link.ChainBroken, tensors.BadTensor), PIPE, change_bytes, 8),
+    Target("pipeline frames", pipe, (link.ChainBroken, quantize.BadTensor), PIPE, change_bytes, 8),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
-    Target("log requests", call_request, (MessageError,), [messages.encode(messages.Ask(after=3))], change_msgpack, 4),
+    Target("log requests", call_request, (MessageError,), [encoding.encode(Ask(after=3))], change_msgpack, 4),
     Target("log replies", log_reply, (RemoteError,), [framing.pack_message(RECORDS * 2), framing.pack_message([])], change_msgpack, 2),
     Target("log file", log_file, (archive.Damaged,), [_records(RECORDS * 3), b""], change_log, 6),
     Target("addresses", addresses, (address.BadAddress,), [
@@ -537,7 +547,7 @@ TARGETS = [
     Target("manifest from_bytes", manifest, (UsageError,), [m.to_bytes() for m in MANIFESTS], change_text, 4),
     Target("manifest from_toml", manifest_file, (UsageError,), [manifests.to_toml(m).encode() for m in MANIFESTS], change_text, 2),
     Target("DHT values", dht_value, (FrameError,), [_dictionary(), msgpack.packb(["key", b"value"]), b"\xc0"], change_dht, 10),
-    Target("DHT records", dht_record, (FrameError,), [_record(messages.DOMAIN, ANNOUNCED)], change_record, 3),
+    Target("DHT records", dht_record, (FrameError,), [_record(DOMAIN, ANNOUNCED)], change_record, 3),
 ]  # fmt: skip
 """Errors that are not PotluckErrors, or several lines long, fail everywhere."""
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from peer.outer import Outer
-from peer.trainer import StageTrainer
-from protocol import layout, seeded, subspace
-from protocol.layout import ModelSpec
-from protocol.manifest import TrainSpec
-from protocol.sparse import Codec
+from peer.state.outer_optimizer import Outer
+from peer.training.trainer import StageTrainer
+from protocol.codec import subspace
+from protocol.codec.sparse import Codec
+from protocol.run import init, layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
 from tests.parity import reference
 
 SPEC = ModelSpec(vocab_size=128, d_model=32, n_layers=3, n_heads=2, d_ff=48, context=16)
@@ -71,7 +72,7 @@ def inner_step(stages: list[StageTrainer], ids: torch.Tensor, number: int, wire:
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
 def test_rounds_agree_with_the_reference(values: str, wire: str) -> None:
     torch.set_num_threads(1)
-    theta0 = {shard: seeded.initial_shard(SPEC, SEED, shard) for shard in layout.shard_names(SPEC)}
+    theta0 = {shard: init.initial_shard(SPEC, SEED, shard) for shard in layout.shard_names(SPEC)}
     flat = {
         name: array
         for shard, arrays in theta0.items()

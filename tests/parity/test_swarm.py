@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from bootstrap.archive import Archive
-from peer import commands, data, demo
-from protocol import assign, layout, seeded, subspace
+from peer.cli import commands
+from peer.demo import swarm
+from peer.training import data
+from protocol.codec import subspace
+from protocol.run import data_order, init, layout
 from tests.e2e import swarms
 from tests.parity import reference
 
@@ -25,22 +28,22 @@ def test_the_swarm_computes_what_the_equations_say(
     swarms.change_manifest(monkeypatch, "chains", forward="bf16", backward="bf16")
     chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, k=(8,), inner_steps=3)
     swarms.run(chosen)
-    manifest = demo.make_manifest(chosen)
+    manifest = swarm.make_manifest(chosen)
     archive = Archive(chosen.out / "bootstrap", manifest)
     commits = archive.commits
     archive.close()
     plan = commits[0].plan
     assert plan is not None
     assert [len(r.stages) for r in plan.replicas] == [1, 3]
-    tokenizer = data.load_tokenizer((commands.ASSETS / demo.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = data.load_tokenizer((commands.ASSETS / swarm.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     train, model = manifest.train, manifest.model
     corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
 
     def windows(r: int, replica: int, step: int) -> np.ndarray:
         of_round = commits[r].plan
         assert of_round is not None
-        at = assign.slots(of_round.slot, replica, step, train.inner_steps, train.step_rows)
-        return corpus.train_windows(assign.windows(manifest.seed_bytes, corpus.n_windows, at))
+        at = data_order.slots(of_round.slot, replica, step, train.inner_steps, train.step_rows)
+        return corpus.train_windows(data_order.windows(manifest.seed_bytes, corpus.n_windows, at))
 
     config = {
         "model": {name: getattr(model, name) for name in model.__slots__},
@@ -54,7 +57,7 @@ def test_the_swarm_computes_what_the_equations_say(
         name: array
         for shard in layout.shard_names(model)
         for (name, _), array in zip(
-            layout.tensors(model, shard), seeded.initial_shard(model, manifest.seed_bytes, shard), strict=True
+            layout.tensors(model, shard), init.initial_shard(model, manifest.seed_bytes, shard), strict=True
         )
     }
     basis = subspace.basis(manifest.seed_bytes, model.d_model, 8)

@@ -10,10 +10,13 @@ import dataclasses
 import random
 from collections import deque
 
-from protocol import quorum
-from protocol.manifest import TimingSpec
-from protocol.messages import Ask, Commit, Message, Promise, Record
-from protocol.quorum import Quorum
+from protocol.rounds import paxos
+from protocol.rounds.paxos import Quorum
+from protocol.run.manifest import TimingSpec
+from protocol.wire.ballot import Promise
+from protocol.wire.commit import Commit, Record
+from protocol.wire.encoding import Message
+from protocol.wire.session import Ask
 from tests import tiny
 from tests.sim.ledger import Violation
 from tests.sim.world import Node, Weather, World
@@ -70,7 +73,7 @@ class Voter(Node):
         self.tick()
 
     def tick(self) -> None:
-        self.feed(quorum.Tick())
+        self.feed(paxos.Tick())
         if self.quorum.leads and self.world.rng.random() < 0.5:
             self.propose()
         self.later(1.0, self.tick)
@@ -88,16 +91,16 @@ class Voter(Node):
             digests={},
             plan=None,
         )
-        self.feed(quorum.Proposed(commit))
+        self.feed(paxos.Proposed(commit))
 
     def hear(self, name: str, message: Message | Record) -> None:
         match message:
             case Record():
-                self.feed(quorum.Learned(name, message))
+                self.feed(paxos.Learned(name, message))
             case Ask(after=after):
                 self.send_log(name, after)
             case _:
-                self.feed(quorum.Heard(name, message))  # type: ignore[arg-type]
+                self.feed(paxos.Heard(name, message))  # type: ignore[arg-type]
 
     def send_log(self, name: str, after: int) -> None:
         for record in self.log[after + 1 :]:
@@ -107,30 +110,30 @@ class Voter(Node):
         node = self.council.voters[name]
         self.world.send(self.name, name, message, lambda m: node.post(0.0, node.hear, self.name, m))
 
-    def feed(self, event: quorum.Event) -> None:
+    def feed(self, event: paxos.Event) -> None:
         soon = deque([event])
         while soon:
             self.do(soon.popleft(), soon)
 
-    def do(self, event: quorum.Event, soon: deque[quorum.Event]) -> None:
+    def do(self, event: paxos.Event, soon: deque[paxos.Event]) -> None:
         for effect in self.quorum.handle(event, self.world.now):
             match effect:
-                case quorum.Save(vote):
+                case paxos.Save(vote):
                     self.boundary("before Save")
                     self.save(vote)
                     self.boundary("vote durable")
-                case quorum.Send(peer, message):
+                case paxos.Send(peer, message):
                     self.trace(f"-> {peer[-4:]}: {message if not isinstance(message, Commit) else ''}"[:120])
                     self.send(peer, message)
                     self.boundary("after Send")
-                case quorum.SendLog(peer, after):
+                case paxos.SendLog(peer, after):
                     self.send_log(peer, after)
-                case quorum.Append(record):
+                case paxos.Append(record):
                     self.boundary("before Append")
                     self.append(record)
                     self.boundary("log durable")
-                    soon.append(quorum.Appended(record))
-                case quorum.Leads(leads):
+                    soon.append(paxos.Appended(record))
+                case paxos.Leads(leads):
                     self.trace(f"leads: {leads}")
                 case _:
                     pass

@@ -5,24 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from protocol import history, leader, quorum
-from protocol.leader import Leader
-from protocol.messages import (
-    Ask,
-    Attest,
-    Beat,
-    Broken,
-    Commit,
-    Finished,
-    Mend,
-    Message,
-    Offer,
-    Part,
-    Promise,
-    Record,
-    Withdraw,
-)
-from protocol.quorum import Quorum
+from protocol.rounds import leader, paxos, validation
+from protocol.rounds.leader import Leader
+from protocol.rounds.paxos import Quorum
+from protocol.wire.ballot import Promise
+from protocol.wire.commit import Commit, Part, Record
+from protocol.wire.encoding import Message
+from protocol.wire.session import Ask, Attest, Beat, Broken, Finished, Mend, Offer, Withdraw
 from tests.sim.ledger import Vector, Violation
 from tests.sim.world import Node
 
@@ -95,7 +84,7 @@ class BootstrapNode(Node):
         absent = frozenset(p for p, heard in closed if self.world.now - heard > patience)
         self.world.stats["absent"] += len(absent)
         self.work(leader.Tick(absent))
-        self.work(quorum.Tick())
+        self.work(paxos.Tick())
         self.later(1.0, self.tick)
 
     # --- sessions
@@ -141,11 +130,11 @@ class BootstrapNode(Node):
     def hear(self, name: str, message: Message | Record) -> None:
         match message:
             case Record():
-                self.work(quorum.Learned(name, message))
+                self.work(paxos.Learned(name, message))
             case Ask(after=after):
                 self.send_log(name, after)
             case _:
-                self.work(quorum.Heard(name, message))  # type: ignore[arg-type]
+                self.work(paxos.Heard(name, message))  # type: ignore[arg-type]
 
     def send_log(self, name: str, after: int) -> None:
         for record in self.log[after + 1 :]:
@@ -153,12 +142,12 @@ class BootstrapNode(Node):
 
     # --- the machines
 
-    def work(self, event: leader.Event | quorum.Event) -> None:
+    def work(self, event: leader.Event | paxos.Event) -> None:
         """An event, and then those that its effects bring about, as bootstrap/node.py does it."""
         self.soon = deque([event])
         while self.soon:
             event = self.soon.popleft()
-            if isinstance(event, quorum.Event):
+            if isinstance(event, paxos.Event):
                 self.quorum_does(event)
             else:
                 self.leader_does(event)
@@ -171,7 +160,7 @@ class BootstrapNode(Node):
                     self.fetch([peer], part)
                 case leader.Propose(commit):
                     self.boundary("before Propose")
-                    self.soon.append(quorum.Proposed(commit))
+                    self.soon.append(paxos.Proposed(commit))
                 case leader.Tell(peers, mend, first):
                     self.mends(peers, mend, first)
                 case leader.Report(round, peer, shard):
@@ -198,31 +187,31 @@ class BootstrapNode(Node):
             self.tell(peer, mend)
             self.boundary("half broadcast")
 
-    def quorum_does(self, event: quorum.Event) -> None:
+    def quorum_does(self, event: paxos.Event) -> None:
         for effect in self.quorum.handle(event, self.world.now):
             match effect:
-                case quorum.Save(vote):
+                case paxos.Save(vote):
                     self.save(vote)
-                case quorum.Send(peer, message):
+                case paxos.Send(peer, message):
                     if not isinstance(message, Beat):
                         self.boundary("before Send")
                         self.trace(f"-> {peer}: {type(message).__name__} {getattr(message, 'ballot', '')}")
                     self.tell_node(peer, message)
                     if not isinstance(message, Beat):
                         self.boundary("after Send")
-                case quorum.SendLog(peer, after):
+                case paxos.SendLog(peer, after):
                     self.send_log(peer, after)
-                case quorum.Fetch(holders, part):
+                case paxos.Fetch(holders, part):
                     self.fetch(list(holders), part)
-                case quorum.Append(record):
+                case paxos.Append(record):
                     self.append(record)
-                case quorum.Decided(record):
+                case paxos.Decided(record):
                     self.decided(record)
-                case quorum.Leads(leads):
+                case paxos.Leads(leads):
                     self.trace(f"leads: {leads}")
                     self.world.stats["leads"] += leads
                     self.soon.append(leader.Lead(leads))
-                case quorum.Stalled(missing):
+                case paxos.Stalled(missing):
                     self.world.stats["stalls"] += bool(missing)
 
     def save(self, vote: Promise) -> None:
@@ -234,13 +223,13 @@ class BootstrapNode(Node):
         self.boundary("before Append")
         self.write(record)
         self.boundary("log durable")
-        self.soon.append(quorum.Appended(record))
+        self.soon.append(paxos.Appended(record))
 
     def write(self, record: Record) -> None:
         commit = record.commit
         self.swarm.ledger.saw(commit, f"the log of {self.name}")
         plan = self.log[-1].commit.plan if self.log else None
-        for problem in history.problems(self.swarm.manifest, plan, commit):
+        for problem in validation.problems(self.swarm.manifest, plan, commit):
             raise Violation("P2", f"{self.name} writes a commit of round {commit.round} that {problem}")
         self.log.append(record)
         if commit.leader == self.name:
@@ -289,5 +278,5 @@ class BootstrapNode(Node):
                 self.payloads[part.digest] = payload
                 self.boundary("payload held")
                 self.work(leader.Held(part.digest))
-                self.work(quorum.Held(part.digest))
+                self.work(paxos.Held(part.digest))
                 return

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.leader import Leader
-from protocol.member import Effect, Event, GiveBack, Member, Train
-from protocol.messages import Commit, Mend, Offer, Record
-from protocol.quorum import Appended
-from protocol.repair import Repairs
+from protocol.rounds.chain_repair import Repairs
+from protocol.rounds.leader import Leader
+from protocol.rounds.member import Effect, Event, GiveBack, Member, Train
+from protocol.rounds.paxos import Appended
+from protocol.wire.commit import Commit, Record
+from protocol.wire.session import Mend, Offer
 from tests.sim.bootstrap_node import BootstrapNode
 from tests.sim.ledger import Vector
 from tests.sim.peer_node import Checkpoint, PeerNode, Written

@@ -22,7 +22,7 @@ import hashlib
 from dataclasses import dataclass
 from fractions import Fraction
 
-from protocol.messages import Commit, Part
+from protocol.wire.commit import Commit, Part
 
 Vector = tuple[Fraction, ...]
 SIZE = 3

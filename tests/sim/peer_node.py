@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from protocol import layout, planner
-from protocol.member import (
+from protocol.planning import planner
+from protocol.planning.planner import Candidate
+from protocol.rounds.member import (
     Applied,
     Apply,
     Arrange,
@@ -42,8 +43,11 @@ from protocol.member import (
     Train,
     Trained,
 )
-from protocol.messages import Ask, Attest, Beat, Commit, Finished, Mend, Message, Offer, Part, Plan, Record
-from protocol.planner import Candidate
+from protocol.run import layout
+from protocol.wire.commit import Commit, Part, Record
+from protocol.wire.encoding import Message
+from protocol.wire.plan import Plan
+from protocol.wire.session import Ask, Attest, Beat, Finished, Mend, Offer
 from tests.sim import ledger
 from tests.sim.ledger import SIZE, ZERO, Entry, Vector, Violation
 from tests.sim.world import Node

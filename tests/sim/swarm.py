@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterable
 from fractions import Fraction
 
-from protocol.manifest import OuterSpec
-from protocol.messages import Plan
-from protocol.planner import Candidate
+from protocol.planning.planner import Candidate
+from protocol.run.manifest import OuterSpec
+from protocol.wire.plan import Plan
 from tests import tiny
 from tests.sim.bootstrap_node import BootstrapNode
 from tests.sim.ledger import Ledger, Vector, Violation

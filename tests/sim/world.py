@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.messages import Message, Record, decode, encode
+from protocol.wire.commit import Record
+from protocol.wire.encoding import Message, decode, encode
 
 BOUNDARIES = (
     "before Train", "after Train", "before Pack", "payload durable", "offer durable", "record durable", "before Packed", "before Tell",

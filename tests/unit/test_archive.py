@@ -11,9 +11,9 @@ import pytest
 
 from bootstrap import archive
 from bootstrap.archive import Archive, Damaged
-from protocol import framing, messages
 from protocol.errors import UsageError
-from protocol.messages import Commit
+from protocol.wire import encoding, framing
+from protocol.wire.commit import Commit
 from tests import tiny
 
 MANIFEST = tiny.manifest()
@@ -43,7 +43,7 @@ def commits(count: int) -> list[Commit]:
 
 
 def raws(count: int) -> list[bytes]:
-    return [messages.encode_record(tiny.record(commit)) for commit in commits(count)]
+    return [encoding.encode_record(tiny.record(commit)) for commit in commits(count)]
 
 
 def written(found: list[bytes]) -> bytes:

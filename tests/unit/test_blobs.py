@@ -20,10 +20,11 @@ from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, id
 from peer.net.blobs import serving as serving_module
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
-from protocol import framing, ranges, wire
+from protocol.codec import blob_hash
+from protocol.codec.blob_hash import RANGE
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.ranges import RANGE
+from protocol.wire import endpoints, framing
 
 DEADLINE = 200.0
 
@@ -69,7 +70,7 @@ def test_over_its_limit_a_store_forgets_the_oldest_rounds_first(tmp_path: Path) 
     names = {round: BlobStore(tmp_path).put(noise(1000, round), round) for round in (3, 1, 2)}
     store = BlobStore(tmp_path, limit=3500)  # the rounds are known after a restart
     store.put(noise(1000, 4), 4)
-    assert set(store) == {names[2], names[3], ranges.name_of(noise(1000, 4))}
+    assert set(store) == {names[2], names[3], blob_hash.name_of(noise(1000, 4))}
     store.protected = {names[2]}
     store.put(noise(1000, 5), 5)
     assert names[2] in set(store)
@@ -100,14 +101,14 @@ def test_what_a_round_did_not_commit_goes(tmp_path: Path) -> None:
 
 def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
     data = noise(10 * RANGE + 5)
-    size, leaves = ranges.leaves_of([data])
-    name = ranges.root(size, leaves)
+    size, leaves = blob_hash.leaves_of([data])
+    name = blob_hash.root(size, leaves)
     part = BlobStore(tmp_path).part(name, size)
     assert not part.learn(bytes(len(leaves)))
     assert not part.learn(leaves[:-32])
     assert part.learn(leaves)
     for index in (7, 2, 10):
-        assert part.write(index, data[slice(*ranges.span(size, index))])
+        assert part.write(index, data[slice(*blob_hash.span(size, index))])
     assert not part.write(3, data[:RANGE])
     path = tmp_path / "parts" / name
     with open(path, "r+b") as file:  # one range is damaged meanwhile
@@ -116,7 +117,7 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
     again = store.part(name, size)
     assert again.missing == set(range(11)) - {7, 10}
     for index in sorted(again.missing):
-        assert again.write(index, data[slice(*ranges.span(size, index))])
+        assert again.write(index, data[slice(*blob_hash.span(size, index))])
     assert not store.has(name)
     again.finish(3)
     assert store.get(name) == data
@@ -126,10 +127,10 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_what_is_refused_in_the_end_is_not_kept(tmp_path: Path) -> None:
     data = noise(2 * RANGE)
     store = BlobStore(tmp_path)
-    part = store.part(ranges.name_of(data), len(data))
-    assert part.learn(ranges.leaves_of([data])[1])
+    part = store.part(blob_hash.name_of(data), len(data))
+    assert part.learn(blob_hash.leaves_of([data])[1])
     for index in range(2):
-        part.write(index, data[slice(*ranges.span(len(data), index))])
+        part.write(index, data[slice(*blob_hash.span(len(data), index))])
 
     def refuse(found: bytes) -> None:
         assert found == data
@@ -268,11 +269,11 @@ class Peer:
 
     @property
     def sent(self) -> int:
-        return self.transport.traffic.sent[wire.BLOB]
+        return self.transport.traffic.sent[endpoints.BLOB]
 
     @property
     def received(self) -> int:
-        return self.transport.traffic.received[wire.BLOB]
+        return self.transport.traffic.received[endpoints.BLOB]
 
 
 @contextlib.asynccontextmanager
@@ -326,7 +327,7 @@ def test_a_blob_from_one_holder(kind: str, tmp_path: Path, size: int) -> None:
             with pytest.raises(RemoteError, match="does not have it"):
                 await b.fetcher.fetch("0" * 64, 5, [a.id])
             with pytest.raises(RemoteError, match="does not have it"):
-                await b.fetcher.fetch(ranges.name_of(b"x"), 5, [a.id])
+                await b.fetcher.fetch(blob_hash.name_of(b"x"), 5, [a.id])
 
     run(work())
 
@@ -343,12 +344,12 @@ def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
 
             b.transport.open = open  # type: ignore[method-assign]
             for seed in range(6):
-                data = noise(ranges.WHOLE - seed, seed)
+                data = noise(blob_hash.WHOLE - seed, seed)
                 name = a.store.put(data)
                 if seed == 4:  # the other end is gone meanwhile
                     await opened[-1].close()
                 with pytest.raises(RemoteError, match="does not have it"):
-                    await b.fetcher.fetch(ranges.name_of(data[1:]), 5, [a.id])
+                    await b.fetcher.fetch(blob_hash.name_of(data[1:]), 5, [a.id])
                 await b.fetcher.fetch(name, len(data), [a.id])
                 assert b.store.get(name) == data
             assert len(opened) == 2
@@ -460,7 +461,7 @@ def test_wrong_digests_of_the_ranges_are_noticed(tmp_path: Path) -> None:
                 await stream.send(framing.pack_message({"state": "here"}))
                 await stream.send(bytes(9 * 32))
 
-            await liar.transport.serve(wire.BLOB, lies)
+            await liar.transport.serve(endpoints.BLOB, lies)
             await c.fetcher.fetch(name, len(data), [liar.id, a.id])
             assert c.store.get(name) == data
             assert ["digests" in w and liar.id[-8:] in w for w in c.warnings] == [True]
@@ -481,7 +482,7 @@ def test_nonsense_from_a_holder_is_survived(tmp_path: Path, answer: Any) -> None
                 await stream.recv()
                 await stream.send(answer if isinstance(answer, bytes) else framing.pack_message(answer))
 
-            await liar.transport.serve(wire.BLOB, lies)
+            await liar.transport.serve(endpoints.BLOB, lies)
             await c.fetcher.fetch(name, 4, [liar.id, a.id])
             with pytest.raises(RemoteError):
                 await c.fetcher.fetch("0" * 64, 4, [liar.id])
@@ -502,7 +503,7 @@ def test_nonsense_from_a_fetcher_is_survived(tmp_path: Path) -> None:
                 (framing.pack_message({"blob": name, "size": 2 * RANGE}), framing.pack_message({"range": 2})),
                 (framing.pack_message({"blob": name, "size": 2 * RANGE}), framing.pack_message({"range": -1})),
             ):
-                stream = await b.transport.open(a.id, wire.BLOB, timeout=DEADLINE)
+                stream = await b.transport.open(a.id, endpoints.BLOB, timeout=DEADLINE)
                 await stream.send(first)
                 if then is not None:
                     assert framing.unpack_message(await stream.recv())["state"] == "here"
@@ -515,7 +516,7 @@ def test_nonsense_from_a_fetcher_is_survived(tmp_path: Path) -> None:
                 await stream.close()
             assert not a.server._streams
             with pytest.raises(RemoteError, match="at most"):
-                await b.fetcher.fetch(name, ranges.MAX_BLOB + 1, [a.id])
+                await b.fetcher.fetch(name, blob_hash.MAX_BLOB + 1, [a.id])
 
     run(work())
 
@@ -620,11 +621,11 @@ async def spread(peers: list[Peer], size: int) -> list[int]:
             try:
                 await answer(stream, name, length, blob, request, sent)
             finally:
-                own[index] += sent[0] if name == ranges.name_of(payloads[index]) else 0
+                own[index] += sent[0] if name == blob_hash.name_of(payloads[index]) else 0
 
         sender.server._send = counted  # type: ignore[method-assign]
         sender.store.put(payloads[index])
-    names = [ranges.name_of(p) for p in payloads]
+    names = [blob_hash.name_of(p) for p in payloads]
 
     async def offer(index: int) -> None:
         sender, name = others[index], names[index]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import cost
-from protocol.cost import LinkCost, StageCost, pick_depth, step_seconds
+from protocol.planning import pipeline_model
+from protocol.planning.pipeline_model import LinkCost, StageCost, pick_depth, step_seconds
 
 PACE = 0.5376
 """6 P / (S F) of 2,048 tokens: P = 70e9, S = 4, F = 400 TFLOP/s."""
@@ -74,7 +74,7 @@ def test_no_step_is_faster_than_its_slowest_part_and_the_picked_depth_is_good(st
     slowest = max(*(s.forward + s.backward for s in chain), *(max(k.forward, k.backward) for k in between))
     took = [step_seconds(chain, between, micro_batches, depth) for depth in range(1, micro_batches + 1)]
     assert min(took) >= slowest * micro_batches * (1 - 1e-12)  # sums are rounded
-    assert took[0] == pytest.approx(micro_batches * cost.least_depth(chain, between) * slowest)
+    assert took[0] == pytest.approx(micro_batches * pipeline_model.least_depth(chain, between) * slowest)
     picked = took[pick_depth(chain, between, micro_batches) - 1]
     assert picked <= min(took) * 1.1  # of 80,000 random chains the worst had 1.051
 
@@ -101,7 +101,7 @@ USUAL = [(0.5, 0.6, 0.4)] * 4
     ],
 )
 def test_a_stage_that_becomes_slow_is_found(last: list[tuple[float, ...]], slow: int | None) -> None:
-    assert cost.slow_stage(USUAL + last, micro_batches=4) == slow
-    assert cost.slow_stage(USUAL[1:] + last, micro_batches=4) is None, "too little is known"
+    assert pipeline_model.slow_stage(USUAL + last, micro_batches=4) == slow
+    assert pipeline_model.slow_stage(USUAL[1:] + last, micro_batches=4) is None, "too little is known"
     tiny = [tuple(t / 1000 for t in step) for step in USUAL + last]
-    assert cost.slow_stage(tiny, micro_batches=4) is None, "it does not matter"
+    assert pipeline_model.slow_stage(tiny, micro_batches=4) is None, "it does not matter"

@@ -18,9 +18,9 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from peer import data
+from peer.training import data
 from protocol.errors import UsageError
-from protocol.manifest import DataSpec
+from protocol.run.manifest import DataSpec
 
 L = 8
 VOCAB = 300

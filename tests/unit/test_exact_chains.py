@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from peer.model.subspace import Boundary, split
-from peer.trainer import COORDINATES
-from protocol import layout
+from peer.training.subspace import Boundary, split
+from peer.training.trainer import COORDINATES
+from protocol.run import layout
 from tests.chains import (
     BASIS,
     CUTS,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from protocol import wire
+from protocol.wire import endpoints
 from tests.volunteers import Engine, Swarm, manifest
 
 DEADLINE = 200.0
@@ -49,7 +49,9 @@ def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: py
                 assert max(e.fields["seconds"]["fetch"] for e in peer.events if e.kind == "round") < 5.0
             for peer in (slow, *fast):
                 size = sum(p.size for p in swarm.archive.commits[1].contributions[0].shares[0].parts)
-                assert peer.transport.traffic.sent[wire.BLOB] < 2 * 2 * 2.5 * size, "it sent each payload twice at most"
+                assert peer.transport.traffic.sent[endpoints.BLOB] < 2 * 2 * 2.5 * size, (
+                    "it sent each payload twice at most"
+                )
 
     run(work())
 

@@ -15,16 +15,16 @@ import numpy as np
 import psutil
 import pytest
 
-from peer import link
+from peer.chain import link
+from peer.chain.connect import Pipes
+from peer.chain.pipeline import ChainBroken, run_steps
 from peer.net import p2p
 from peer.net.base import Timeout, Transport
-from peer.net.lanes import LANES
+from peer.net.striped_stream import LANES
 from peer.net.uplink import Uplink
-from peer.pipeline import ChainBroken, run_steps
-from peer.pipes import Pipes
-from peer.trainer import make_worker
-from protocol import wire
-from protocol.messages import Plan, ReplicaSpec, StageSpec
+from peer.training.trainer import make_worker
+from protocol.wire import endpoints
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.chains import SPEC, TRAIN, make_chain
 from tests.unit.test_net import SOON, anything, run, socket_base, swarm
 
@@ -48,7 +48,7 @@ async def _pipes(transport: Transport) -> Pipes:
         return
 
     pipes = Pipes(transport, reach, lambda peer: None, Uplink())
-    await transport.serve(wire.PIPE, lambda stream: pipes.serve(stream, 0))
+    await transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, 0))
     return pipes
 
 

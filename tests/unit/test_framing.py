@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from protocol import framing
-from protocol.framing import END, Ended, FrameError, FrameReader, pack, pack_message, unpack_message
+from protocol.wire import framing
+from protocol.wire.framing import END, Ended, FrameError, FrameReader, pack, pack_message, unpack_message
 
 _leaves = (
     st.none()

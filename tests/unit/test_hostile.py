@@ -26,8 +26,8 @@ from peer.net import base, blobs, p2p
 from peer.net.base import Closed, Stream, Transport, Unreachable
 from peer.net.blobs import serving
 from peer.net.keyfile import load_or_create
-from protocol import wire
-from protocol.framing import END, MAX_FRAME, pack_message
+from protocol.wire import endpoints
+from protocol.wire.framing import END, MAX_FRAME, pack_message
 from tests.unit.test_net import SOON, run, socket_base, swarm
 
 socket_base = socket_base
@@ -347,7 +347,7 @@ def test_who_opens_a_stream_and_says_nothing_is_not_waited_for(tmp_path: Path, m
         async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
             await base.serve_calls(victim, "call", nothing)
             await blobs.BlobServer(blobs.BlobStore(tmp_path / "blobs")).serve(victim)
-            for name in ("call", wire.BLOB):
+            for name in ("call", endpoints.BLOB):
                 _, reader, writer = await bad.call_binary_stream_handler(PeerID.from_base58(victim.peer_id), name)
                 with contextlib.suppress(ConnectionError):
                     writer.write(b"\0\0")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from peer.net.base import Closed, Ended, Stream, Timeout
-from peer.net.lanes import LANES, SLICE, SMALL, Lanes, slices
 from peer.net.memory import MemoryNetwork
+from peer.net.striped_stream import LANES, SLICE, SMALL, Lanes, slices
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
-from protocol.framing import MAX_FRAME, FrameError
+from protocol.wire.framing import MAX_FRAME, FrameError
 
 WHOLE = LANES * SLICE
 """A frame with a slice on every lane."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from protocol import planner
-from protocol.leader import (
+from protocol.planning import planner
+from protocol.planning.planner import Candidate
+from protocol.rounds.leader import (
     Decided,
     Done,
     Effect,
@@ -25,9 +26,9 @@ from protocol.leader import (
     Report,
     Tick,
 )
-from protocol.manifest import Manifest
-from protocol.messages import Attest, Commit, Offer, Part, Withdraw
-from protocol.planner import Candidate
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit, Part
+from protocol.wire.session import Attest, Offer, Withdraw
 from tests import tiny
 
 M = tiny.manifest(rounds=3)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from peer import link
-from peer.link import Head, Link
+from peer.chain import link
+from peer.chain.link import Head, Link
 from tests.chains import DEADLINE_S, Wired
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import UsageError
-from protocol.manifest import HintSpec, Manifest, from_bytes, from_toml, parameters, to_toml
-from protocol.schema import plain
+from protocol.run.manifest import HintSpec, Manifest, from_bytes, from_toml, parameters, to_toml
+from protocol.wire.schema import plain
 from tests import tiny
 
 

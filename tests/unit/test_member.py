@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocol import planner
-from protocol.manifest import Manifest, OuterSpec
-from protocol.member import (
+from protocol.planning import planner
+from protocol.rounds.member import (
     RESEND_SECONDS,
     Applied,
     Apply,
@@ -35,21 +34,11 @@ from protocol.member import (
     Train,
     Trained,
 )
-from protocol.messages import (
-    Ask,
-    Attest,
-    Commit,
-    Contribution,
-    Diverged,
-    Message,
-    Offer,
-    Part,
-    Plan,
-    ReplicaSpec,
-    Share,
-    StageSpec,
-    Withdraw,
-)
+from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire.commit import Commit, Contribution, Diverged, Part, Share
+from protocol.wire.encoding import Message
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import Ask, Attest, Offer, Withdraw
 from tests import tiny
 
 ME = "me"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from protocol import history, layout, planner, repair
-from protocol.leader import Fetch, Gone, Held, Lead, Received, Tell
-from protocol.manifest import Manifest, OuterSpec
-from protocol.member import (
+from protocol.planning import planner
+from protocol.rounds import chain_repair, validation
+from protocol.rounds.leader import Fetch, Gone, Held, Lead, Received, Tell
+from protocol.rounds.member import (
     Applied,
     Arranged,
     Broke,
@@ -25,8 +25,11 @@ from protocol.member import (
     Train,
     Trained,
 )
-from protocol.member import Tell as Says
-from protocol.messages import Attest, Broken, Mend, Plan, ReplicaSpec, StageSpec, Withdraw
+from protocol.rounds.member import Tell as Says
+from protocol.run import layout
+from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import Attest, Broken, Mend, Withdraw
 from tests import tiny
 from tests.unit import test_leader as leading
 from tests.unit.test_member import Driver as MemberDriver
@@ -61,7 +64,7 @@ class Driver(leading.Driver):
 
     def offered_by(self, mend: Mend, *peers: str, steps: int = 4) -> list[Any]:
         effects = []
-        plan = repair.mended(self.leader.plan, mend) if self.leader.plan and mend.peers else self.leader.plan
+        plan = chain_repair.mended(self.leader.plan, mend) if self.leader.plan and mend.peers else self.leader.plan
         assert plan is not None
         for peer in peers:
             stage = plan.replicas[0].stage_of(peer)
@@ -100,7 +103,7 @@ def test_a_ready_spare_takes_the_place_and_the_next_plan_keeps_it(position: int)
     effects = driver.offered_by(found, *expected)
     commit = driver.decide(effects)
     assert [s.peer for s in commit.contributions[0].shares] == list(expected)
-    assert list(history.problems(driver.manifest, driver.commits[0].plan, commit)) == []
+    assert list(validation.problems(driver.manifest, driver.commits[0].plan, commit)) == []
     assert commit.plan is not None
     assert [r.peers for r in commit.plan.replicas] == [expected]
     assert commit.plan.spares == (), "who was lost was not heard since"
@@ -253,15 +256,15 @@ def test_members_who_know_different_chains_get_one() -> None:
 
 
 def test_a_slow_member_is_replaced_only_if_there_is_a_spare() -> None:
-    assert mend(Driver("f").broken("c", "d", reason=repair.SLOW)).peers == ("c", "f", "e")
-    assert mend(Driver("f").broken("c", "c", reason=repair.SLOW)).peers == ("f", "d", "e")
-    assert Driver().broken("c", "d", reason=repair.SLOW) == []
+    assert mend(Driver("f").broken("c", "d", reason=chain_repair.SLOW)).peers == ("c", "f", "e")
+    assert mend(Driver("f").broken("c", "c", reason=chain_repair.SLOW)).peers == ("f", "d", "e")
+    assert Driver().broken("c", "d", reason=chain_repair.SLOW) == []
 
 
 def test_a_chain_that_breaks_again_and_again_ends_its_round() -> None:
     driver = Driver("f")
-    peers = [mend(driver.broken("c", "nobody", epoch=epoch)).peers for epoch in range(repair.MAX_EPOCHS)]
-    assert peers == [CHAIN] * (repair.MAX_EPOCHS - 1) + [()]
+    peers = [mend(driver.broken("c", "nobody", epoch=epoch)).peers for epoch in range(chain_repair.MAX_EPOCHS)]
+    assert peers == [CHAIN] * (chain_repair.MAX_EPOCHS - 1) + [()]
 
 
 def test_a_full_replica_has_no_spare() -> None:
@@ -276,12 +279,12 @@ def test_a_log_may_name_spares_of_its_plan_only() -> None:
     commit, plan = driver.decide(driver.offered_by(found, *found.peers)), driver.commits[0].plan
     assert plan is not None
     for spares, expected in (((), "replica 0 has other peers than its plan and its spares"), (("f", "x"), None)):
-        said = list(history.problems(driver.manifest, dataclasses.replace(plan, spares=spares), commit))
+        said = list(validation.problems(driver.manifest, dataclasses.replace(plan, spares=spares), commit))
         assert said == ([expected] if expected else [])
     made = commit.contributions[0]
     twice = dataclasses.replace(made, shares=(made.shares[0], made.shares[0], made.shares[2]))
     assert "counts a peer twice" in list(
-        history.problems(driver.manifest, plan, dataclasses.replace(commit, contributions=(twice,)))
+        validation.problems(driver.manifest, plan, dataclasses.replace(commit, contributions=(twice,)))
     )
 
 
@@ -325,7 +328,7 @@ def test_a_break_is_reported_until_there_is_a_mend_and_the_work_goes_on() -> Non
 
 def test_of_a_slow_member_is_told_once() -> None:
     driver = member()
-    (said,) = driver.do(Broke(1, 0, "z", repair.SLOW))
+    (said,) = driver.do(Broke(1, 0, "z", chain_repair.SLOW))
     assert said not in driver.do(Tick(), Tick())
 
 

@@ -10,49 +10,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol import framing, messages
 from protocol.identity import Identity
-from protocol.messages import (
-    Accept,
-    Announcement,
-    Ask,
-    Attest,
-    Beat,
-    Broken,
-    ChainReport,
-    Commit,
-    Contribution,
-    Diverged,
-    Finished,
-    Hello,
-    LeftOut,
-    Mend,
+from protocol.wire import encoding, framing
+from protocol.wire.announcement import Announcement, ChainReport
+from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Share, is_decided
+from protocol.wire.encoding import (
     Message,
     MessageError,
-    Offer,
-    Offered,
-    Part,
-    Plan,
-    Prepare,
-    Promise,
-    Reject,
-    ReplicaSpec,
-    Share,
-    StageSpec,
-    Vote,
-    Withdraw,
     decode,
     decode_any,
     decode_record,
     encode,
     encode_record,
     expect,
-    is_decided,
-    seal,
-    unseal,
-    unseal_announcement,
 )
-from protocol.schema import plain
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.schema import plain
+from protocol.wire.sealed import seal, unseal, unseal_announcement
+from protocol.wire.session import Ask, Attest, Beat, Broken, Finished, Hello, Mend, Offer, Offered, Withdraw
 from tests import tiny
 
 ME, OTHER = Identity(b"m" * 32), Identity(b"o" * 32)
@@ -148,7 +124,7 @@ def test_a_majority_is_counted_among_the_members() -> None:
 
 
 def test_every_type_has_a_sample() -> None:
-    assert {type(m) for m in SAMPLES} == set(messages._TYPES.values())
+    assert {type(m) for m in SAMPLES} == set(encoding._TYPES.values())
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)
@@ -247,7 +223,7 @@ def test_impossible_reports_of_a_chain_are_refused(change: dict[str, Any]) -> No
     good = plain(Announcement(run="r", peer=ME.peer_id, chain=REPORT))
     for chain, taken in ((good["chain"], True), (good["chain"] | change, False)):
         body = framing.pack_message({"t": "announcement", **good, "chain": chain})
-        raw = framing.pack_message({"p": ME.peer_id, "b": body, "s": ME.sign(messages.DOMAIN + body)})
+        raw = framing.pack_message({"p": ME.peer_id, "b": body, "s": ME.sign(DOMAIN + body)})
         assert (unseal_announcement(raw, ME.peer_id, "r") is not None) == taken
 
 

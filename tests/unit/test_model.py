@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from peer import tensors
-from peer.model.stage import Stage
-from peer.trainer import COORDINATES, StageTrainer, learning_rate
-from protocol import boundary, layout
+from peer.chain import quantize
+from peer.training.model import Stage
+from peer.training.trainer import COORDINATES, StageTrainer, learning_rate
+from protocol.codec import boundary_formats
 from protocol.errors import LocalError
+from protocol.run import layout
 from tests.chains import BASIS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain, windows_of
 
 CPU = torch.device("cpu")
@@ -169,15 +170,15 @@ def test_a_stage_must_be_contiguous() -> None:
         StageTrainer(SPEC, TRAIN, ("embed",), k=BASIS.shape[1] + 1, basis=BASIS)
 
 
-@pytest.mark.parametrize("wire", boundary.FORMATS)
+@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
 def test_tensors_round_trip_at_any_alignment(wire: str) -> None:
     x = torch.randn(2, 3, 80, generator=torch.Generator().manual_seed(0)) * 1e3
-    raw = tensors.encode(x, wire)
-    assert len(raw) == tensors.size(x.shape, wire) == 6 * boundary.bytes_per_token(wire, 80)
-    expected = tensors.decode(raw, x.shape, wire, CPU)
+    raw = quantize.encode(x, wire)
+    assert len(raw) == quantize.size(x.shape, wire) == 6 * boundary_formats.bytes_per_token(wire, 80)
+    expected = quantize.decode(raw, x.shape, wire, CPU)
     for offset in range(5):
         view = memoryview(bytes(offset) + raw)[offset:]
-        found = tensors.decode(view, x.shape, wire, CPU)
+        found = quantize.decode(view, x.shape, wire, CPU)
         assert torch.equal(found, expected)
         assert found.dtype == torch.float32
         assert found.data_ptr() % 64 == 0
@@ -186,7 +187,7 @@ def test_tensors_round_trip_at_any_alignment(wire: str) -> None:
 
 
 def _error(x: torch.Tensor, wire: str) -> torch.Tensor:
-    return (tensors.decode(tensors.encode(x, wire), x.shape, wire, CPU) - x).abs()
+    return (quantize.decode(quantize.encode(x, wire), x.shape, wire, CPU) - x).abs()
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 2.0**17])
@@ -203,7 +204,7 @@ def test_no_value_is_off_by_more_than_half_a_step(scale: float) -> None:
 @pytest.mark.parametrize("width", [5, 64, 1000])
 def test_two_bits_lose_of_normal_values_what_max_says(width: int) -> None:
     x = torch.randn(6400 // width, width, generator=torch.Generator().manual_seed(4)) * 1e-6
-    found = tensors.decode(tensors.encode(x, "sym2"), x.shape, "sym2", CPU)
+    found = quantize.decode(quantize.encode(x, "sym2"), x.shape, "sym2", CPU)
     assert bool((found.sign() == torch.where(x < 0, -1, 1)).all())
     scale = x.square().mean(1, keepdim=True).sqrt()
     near, far = (found.abs() / scale)[x.abs() < 0.97 * scale], (found.abs() / scale)[x.abs() > 0.99 * scale]
@@ -213,7 +214,7 @@ def test_two_bits_lose_of_normal_values_what_max_says(width: int) -> None:
         assert float((found - x).square().mean() / x.square().mean()) == pytest.approx(0.1175, rel=0.1)
 
 
-@pytest.mark.parametrize("wire", boundary.FORMATS)
+@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
 def test_zeros_stay_zeros(wire: str) -> None:
     assert float(_error(torch.zeros(3, 64), wire).max()) < 1e-30
 
@@ -227,42 +228,42 @@ def test_the_rotation_saves_what_an_outlier_would_drown() -> None:
 
 
 def test_an_impossible_place_of_an_outlier_is_refused() -> None:
-    raw = bytearray(tensors.encode(torch.randn(1, 64), "tah4"))
+    raw = bytearray(quantize.encode(torch.randn(1, 64), "tah4"))
     raw[0] = 64
-    with pytest.raises(tensors.BadTensor, match="impossible place"):
-        tensors.decode(bytes(raw), (1, 64), "tah4", CPU)
+    with pytest.raises(quantize.BadTensor, match="impossible place"):
+        quantize.decode(bytes(raw), (1, 64), "tah4", CPU)
 
 
 def test_bad_tensors_are_named() -> None:
-    raw = tensors.encode(torch.ones(2, 3), "fp32")
-    with pytest.raises(tensors.BadTensor, match="has 24 bytes of values, not 32"):
-        tensors.decode(raw, (2, 4), "fp32", CPU)
+    raw = quantize.encode(torch.ones(2, 3), "fp32")
+    with pytest.raises(quantize.BadTensor, match="has 24 bytes of values, not 32"):
+        quantize.decode(raw, (2, 4), "fp32", CPU)
     for bad in (math.nan, math.inf):
-        with pytest.raises(tensors.BadTensor, match="not finite"):
-            tensors.encode(torch.tensor([bad]), "bf16")
-        with pytest.raises(tensors.BadTensor, match="not finite"):
-            tensors.decode(np.float32(bad).tobytes(), (1,), "fp32", CPU)
-    assert isinstance(tensors.BadTensor("x"), ValueError)
+        with pytest.raises(quantize.BadTensor, match="not finite"):
+            quantize.encode(torch.tensor([bad]), "bf16")
+        with pytest.raises(quantize.BadTensor, match="not finite"):
+            quantize.decode(np.float32(bad).tobytes(), (1,), "fp32", CPU)
+    assert isinstance(quantize.BadTensor("x"), ValueError)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("wire", boundary.FORMATS)
+@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
 def test_what_could_overflow_is_neither_sent_nor_taken(wire: str, sign: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    most, over, far = (torch.full((1, 16), sign * tensors.LIMIT * share) for share in (0.5, 0.51, 1.02))
-    assert float(tensors.decode(tensors.encode(most, wire), (1, 16), wire, CPU).abs().max()) < tensors.LIMIT
-    with pytest.raises(tensors.BadTensor, match=r"a value has magnitude 5.3\de\+05, at most 524288"):
-        tensors.encode(over, wire)
+    most, over, far = (torch.full((1, 16), sign * quantize.LIMIT * share) for share in (0.5, 0.51, 1.02))
+    assert float(quantize.decode(quantize.encode(most, wire), (1, 16), wire, CPU).abs().max()) < quantize.LIMIT
+    with pytest.raises(quantize.BadTensor, match=r"a value has magnitude 5.3\de\+05, at most 524288"):
+        quantize.encode(over, wire)
     with monkeypatch.context() as lax:
-        lax.setattr(tensors, "LIMIT", math.inf)
-        raw = tensors.encode(far, wire)
-    with pytest.raises(tensors.BadTensor, match=r"a value has magnitude 1.\d+e\+06, at most 1048576"):
-        tensors.decode(raw, (1, 16), wire, CPU)
+        lax.setattr(quantize, "LIMIT", math.inf)
+        raw = quantize.encode(far, wire)
+    with pytest.raises(quantize.BadTensor, match=r"a value has magnitude 1.\d+e\+06, at most 1048576"):
+        quantize.decode(raw, (1, 16), wire, CPU)
 
 
 def test_ids_are_checked() -> None:
-    assert torch.equal(tensors.ids_from(np.array([[0, 96]]), (1, 2), 97, CPU), torch.tensor([[0, 96]]))
-    with pytest.raises(tensors.BadTensor, match="not integers"):
-        tensors.ids_from(np.zeros((1, 3)), (1, 3), 97, CPU)
+    assert torch.equal(quantize.ids_from(np.array([[0, 96]]), (1, 2), 97, CPU), torch.tensor([[0, 96]]))
+    with pytest.raises(quantize.BadTensor, match="not integers"):
+        quantize.ids_from(np.zeros((1, 3)), (1, 3), 97, CPU)
     for bad in (-1, 97):
-        with pytest.raises(tensors.BadTensor, match="outside the vocabulary"):
-            tensors.ids_from(np.array([[bad]]), (1, 1), 97, CPU)
+        with pytest.raises(quantize.BadTensor, match="outside the vocabulary"):
+            quantize.ids_from(np.array([[bad]]), (1, 1), 97, CPU)

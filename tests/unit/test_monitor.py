@@ -10,25 +10,16 @@ from typing import Any
 import pytest
 
 from peer.events import Event
-from peer.monitor import BadLog, Monitor
 from peer.net.base import Transport, serve_calls
 from peer.net.memory import MemoryNetwork
-from peer.tui import View
-from protocol import framing, messages, wire
+from peer.ui.monitor import BadLog, Monitor
+from peer.ui.screen import View
 from protocol.identity import Identity
-from protocol.messages import (
-    Announcement,
-    Ask,
-    ChainReport,
-    Commit,
-    Contribution,
-    LeftOut,
-    Part,
-    Plan,
-    ReplicaSpec,
-    Share,
-    StageSpec,
-)
+from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire.announcement import Announcement, ChainReport
+from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import Ask
 from tests import tiny
 
 MANIFEST = tiny.manifest(rounds=2)
@@ -89,15 +80,15 @@ class Node:
 
     async def start(self) -> None:
         async def answer(remote: str, request: bytes) -> bytes:
-            ask = messages.expect(Ask, messages.decode(request, remote), remote)
+            ask = encoding.expect(Ask, encoding.decode(request, remote), remote)
             self.asked.append(ask.after)
             return framing.pack_message(self.log[ask.after + 1 : ask.after + 3])
 
-        await serve_calls(self.transport, wire.LOG, answer)
+        await serve_calls(self.transport, endpoints.LOG, answer)
 
     async def announce(self, who: Identity, ttl: float = 60.0, **changes: Any) -> None:
-        raw = messages.seal(who, announcement(who, **changes))
-        assert await self.transport.store(wire.announcements_key(MANIFEST.run_id), who.peer_id, raw, ttl=ttl)
+        raw = sealed.seal(who, announcement(who, **changes))
+        assert await self.transport.store(endpoints.announcements_key(MANIFEST.run_id), who.peer_id, raw, ttl=ttl)
 
 
 def play(story: Callable[[Node, Monitor, list[Event]], Awaitable[None]]) -> list[Event]:
@@ -119,7 +110,7 @@ def play(story: Callable[[Node, Monitor, list[Event]], Awaitable[None]]) -> list
 
 
 def records(found: list[Commit]) -> list[bytes]:
-    return [messages.encode_record(tiny.record(commit)) for commit in found]
+    return [encoding.encode_record(tiny.record(commit)) for commit in found]
 
 
 def test_a_whole_run_becomes_events_and_a_screen() -> None:
@@ -213,9 +204,9 @@ def test_only_changes_are_told() -> None:
 
 def test_announcements_of_others_are_not_believed() -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
-        key = wire.announcements_key(MANIFEST.run_id)
-        forged = messages.seal(BOB, announcement(ALICE))
-        foreign = messages.seal(CAROL, announcement(CAROL, run="another"))
+        key = endpoints.announcements_key(MANIFEST.run_id)
+        forged = sealed.seal(BOB, announcement(ALICE))
+        foreign = sealed.seal(CAROL, announcement(CAROL, run="another"))
         assert await node.transport.store(key, ALICE.peer_id, forged, ttl=60)
         assert await node.transport.store(key, CAROL.peer_id, foreign, ttl=60)
         assert await node.transport.store(key, "junk", b"junk", ttl=60)
@@ -225,7 +216,7 @@ def test_announcements_of_others_are_not_believed() -> None:
 
 
 def _wrong_signer(log: list[Commit]) -> list[bytes]:
-    return [messages.encode_record(tiny.record(commit, ALICE)) for commit in log]
+    return [encoding.encode_record(tiny.record(commit, ALICE)) for commit in log]
 
 
 def _flipped(log: list[Commit]) -> list[bytes]:
@@ -240,14 +231,14 @@ def _flipped(log: list[Commit]) -> list[bytes]:
         (_flipped, "signature is wrong"),
         (lambda log: records(log[1:]), "not the one of round 0"),
         (lambda log: [records(log)[0]] * 2, "not the one of round 1"),
-        (lambda log: [messages.encode(Ask(after=1))], "must be a table"),
+        (lambda log: [encoding.encode(Ask(after=1))], "must be a table"),
         (lambda log: [b"junk"], "record"),
     ],
 )
 def test_a_forged_log_is_refused(forge: Callable[[list[Commit]], list[bytes]], reason: str) -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
         node.log = forge(commits())
-        with pytest.raises((BadLog, messages.MessageError), match=reason):
+        with pytest.raises((BadLog, encoding.MessageError), match=reason):
             await monitor.poll(events.append)
 
     play(story)
@@ -266,7 +257,7 @@ def test_a_commit_must_follow_the_one_before_it() -> None:
 
 
 def test_a_node_that_is_away_is_a_warning_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peer.monitor.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("peer.ui.monitor.POLL_SECONDS", 0.0)
 
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
         tries = 0
@@ -305,6 +296,6 @@ def test_neither_torch_nor_hivemind_is_imported() -> None:
     import subprocess
     import sys
 
-    code = "import sys, peer.monitor, peer.tui; print({'torch', 'hivemind', 'peer.net.p2p'} & set(sys.modules))"
+    code = "import sys, peer.ui.monitor, peer.ui.screen; print({'torch', 'hivemind', 'peer.net.p2p'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -17,14 +17,15 @@ import msgpack
 import psutil
 import pytest
 
-from peer import commands
+from peer.cli import commands
 from peer.net import address, base, blobs, p2p
 from peer.net.base import Closed, Ended, Stream, Timeout, Transport, TransportLost, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork
-from protocol import messages, wire
 from protocol.errors import RemoteError, UsageError
-from protocol.framing import MAX_FRAME, FrameError, pack_message
 from protocol.identity import Identity
+from protocol.wire import endpoints, sealed
+from protocol.wire.announcement import Announcement
+from protocol.wire.framing import MAX_FRAME, FrameError, pack_message
 
 DEADLINE = 200.0
 """Seconds; far above what anything here takes, for machines that are busy."""
@@ -420,7 +421,7 @@ def test_junk_blob_requests_are_dropped_quietly(kind: str, tmp_path: Path, caplo
             await blobs.BlobServer(store).serve(b)
             digest = store.put(b"blob")
             for junk in (b"", b"\xc1", pack_message([1]), pack_message({"blob": 1}), bytes(1025)):
-                stream = await a.open(b.peer_id, wire.BLOB, timeout=SOON)
+                stream = await a.open(b.peer_id, endpoints.BLOB, timeout=SOON)
                 await stream.send(junk)
                 with pytest.raises(Closed):
                     await stream.recv(timeout=SOON)
@@ -648,13 +649,13 @@ def test_a_node_keeps_announcements_of_its_own_run_only() -> None:
     run, other = "1" * 64, "2" * 64
     who = Identity(b"w" * 32)
     valid = commands.valid_record(run)
-    good = messages.seal(who, messages.Announcement(run=run, peer=who.peer_id))
-    assert valid(wire.announcements_key(run), who.peer_id, good)
-    assert not valid(wire.announcements_key(run), Identity(b"x" * 32).peer_id, good)
+    good = sealed.seal(who, Announcement(run=run, peer=who.peer_id))
+    assert valid(endpoints.announcements_key(run), who.peer_id, good)
+    assert not valid(endpoints.announcements_key(run), Identity(b"x" * 32).peer_id, good)
     assert not valid("something else", who.peer_id, good)
-    foreign = messages.seal(who, messages.Announcement(run=other, peer=who.peer_id))
-    assert not valid(wire.announcements_key(other), who.peer_id, foreign)
-    assert not valid(wire.announcements_key(run), who.peer_id, foreign)
+    foreign = sealed.seal(who, Announcement(run=other, peer=who.peer_id))
+    assert not valid(endpoints.announcements_key(other), who.peer_id, foreign)
+    assert not valid(endpoints.announcements_key(run), who.peer_id, foreign)
 
 
 # --- addresses

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peer.outer import Outer
-from protocol import layout, seeded, sparse
+from peer.state.outer_optimizer import Outer
+from protocol.codec import sparse
+from protocol.codec.sparse import Codec, PayloadError
 from protocol.errors import LocalError
-from protocol.layout import ModelSpec
-from protocol.sparse import Codec, PayloadError
+from protocol.run import init, layout
+from protocol.run.layout import ModelSpec
 
 SPEC = ModelSpec(vocab_size=96, d_model=16, n_layers=1, n_heads=2, d_ff=24, context=8)
 SHARD = "head"  # a vector [16] and a matrix [96, 16]
@@ -26,7 +27,7 @@ Shard = list[npt.NDArray[np.float32]]
 
 def outer(values: str = "sym2", k: int = 32, beta: float = 0.95, eta: float = 1.0) -> Outer:
     o = Outer(SPEC, Codec(k, values), beta, eta)
-    o.theta[SHARD] = seeded.initial_shard(SPEC, b"seed", SHARD)
+    o.theta[SHARD] = init.initial_shard(SPEC, b"seed", SHARD)
     return o
 
 

@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer import link
-from peer.measured import StepReport
-from peer.pipeline import ChainBroken, run_steps
-from peer.stats import Statistics
-from peer.trainer import StageTrainer
-from protocol import cost, layout
+from peer.chain import link
+from peer.chain.activation_stats import Statistics
+from peer.chain.pipeline import ChainBroken, run_steps
+from peer.chain.timing import StepReport
+from peer.training.trainer import StageTrainer
+from protocol.codec.subspace import basis
 from protocol.errors import LocalError, UsageError
-from protocol.layout import ModelSpec
-from protocol.subspace import basis
+from protocol.planning import pipeline_model
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
 from tests.chains import DEADLINE_S, SPEC, TRAIN, Wired, make_chain, random_theta, run_chain, windows_of, worker
 
 
@@ -322,7 +323,7 @@ def test_wrong_use_is_refused() -> None:
 
 def test_the_depth_follows_what_the_stages_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(cost, "pick_depth", lambda *measured: asked.append(measured) or 2)
+    monkeypatch.setattr(pipeline_model, "pick_depth", lambda *measured: asked.append(measured) or 2)
     chain = make_chain((1, 4), 8)
     reports = asyncio.run(run_chain(chain, steps=2, depth=3, most_depth=3))
     assert [report.depth for report in reports[0]] == [3, 2]

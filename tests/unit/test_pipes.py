@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from peer import link, pipes
-from peer.link import ChainBroken
+from peer.chain import connect, link
+from peer.chain.connect import Pipes
+from peer.chain.link import ChainBroken
 from peer.net.base import Closed
-from peer.net.lanes import LANES, SLICE, Lanes
 from peer.net.memory import MemoryNetwork
+from peer.net.striped_stream import LANES, SLICE, Lanes
 from peer.net.uplink import Uplink
-from peer.pipes import Pipes
-from protocol import framing, wire
-from protocol.messages import Plan, ReplicaSpec, StageSpec
+from protocol.wire import endpoints, framing
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 NAMES = ("a", "b", "c")
 PLAN = Plan(
@@ -44,7 +44,7 @@ def run(story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]], limi
                 await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
 
             mine = Pipes(transport, reach, lambda peer: None, Uplink(limit))
-            await transport.serve(wire.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
+            await transport.serve(endpoints.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
             made[name] = mine
         async with asyncio.timeout(30):
             try:
@@ -101,7 +101,7 @@ def test_who_is_not_ready_gives_signs_of_life() -> None:
             dialled[framing.unpack_message(await stream.recv())["lane"]] = stream
             await asyncio.Event().wait()
 
-        await network.peers["c"].serve(wire.PIPE, serve)
+        await network.peers["c"].serve(endpoints.PIPE, serve)
         waits = asyncio.create_task(made["b"].neighbours(PLAN, 0, 1, 1))  # b has, and waits for a
         while len(dialled) < LANES:
             await asyncio.sleep(0)
@@ -133,8 +133,8 @@ def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
 
 
 def test_who_cannot_be_reached_is_named_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipes, "DIAL_SECONDS", 0.1)
-    monkeypatch.setattr(pipes, "MENDED_SECONDS", 0.2)
+    monkeypatch.setattr(connect, "DIAL_SECONDS", 0.1)
+    monkeypatch.setattr(connect, "MENDED_SECONDS", 0.2)
 
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
         await network.peers["c"].aclose()
@@ -157,7 +157,7 @@ def test_who_cannot_be_reached_is_named_and_nothing_stays_open(monkeypatch: pyte
 )
 def test_other_beginnings_are_refused(hello: Any) -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
-        stream = await network.peers["a"].open("b", wire.PIPE, timeout=1.0)
+        stream = await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0)
         await stream.send(framing.pack_message(hello))
         with pytest.raises(Closed):
             await stream.recv()
@@ -167,7 +167,7 @@ def test_other_beginnings_are_refused(hello: Any) -> None:
 
 def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
-        halves = [await network.peers["a"].open("b", wire.PIPE, timeout=1.0) for _ in range(LANES - 1)]
+        halves = [await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(LANES - 1)]
         for lane, half in enumerate(halves):
             await half.send(framing.pack_message({"round": 4, "epoch": 0, "replica": 0, "lane": lane}))
         while len(made["b"]._lanes.get((4, 0, 0, "a"), ())) < LANES - 1:
@@ -185,13 +185,15 @@ def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> N
 
 def test_waiting_pipes_are_bounded() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> int:
-        streams = [await network.peers["a"].open("b", wire.PIPE, timeout=1.0) for _ in range(pipes.MAX_PIPES + 4)]
+        streams = [
+            await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(connect.MAX_PIPES + 4)
+        ]
         for number, stream in enumerate(streams):
             await stream.send(framing.pack_message({"round": 4, "epoch": number, "replica": 0, "lane": 0}))
-            while len(made["b"]._incoming) <= min(number, pipes.MAX_PIPES - 1):
+            while len(made["b"]._incoming) <= min(number, connect.MAX_PIPES - 1):
                 await asyncio.sleep(0)
         with pytest.raises(Closed):
             await streams[-1].recv()
         return len(made["b"]._incoming)
 
-    assert run(story) == pipes.MAX_PIPES
+    assert run(story) == connect.MAX_PIPES

@@ -12,11 +12,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol import layout, planner, speed
-from protocol.layout import ModelSpec
-from protocol.manifest import ChainSpec, Manifest, TimingSpec, TrainSpec
-from protocol.messages import Plan, ReplicaSpec, StageSpec
-from protocol.planner import Candidate, make_plan, stage_memory
+from protocol.planning import planner, speed
+from protocol.planning.planner import Candidate, make_plan, stage_memory
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import ChainSpec, Manifest, TimingSpec, TrainSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 
 M = tiny.manifest()

@@ -8,22 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol import identity
-from protocol.manifest import Manifest
-from protocol.messages import (
-    Accept,
-    Ask,
-    Beat,
-    Commit,
-    Contribution,
-    Part,
-    Prepare,
-    Promise,
-    Record,
-    Share,
-    Vote,
-    is_decided,
-)
-from protocol.quorum import (
+from protocol.rounds.paxos import (
     REPLACE_LEASES,
     Append,
     Appended,
@@ -44,6 +29,10 @@ from protocol.quorum import (
     Tick,
     problem,
 )
+from protocol.run.manifest import Manifest
+from protocol.wire.ballot import Accept, Prepare, Promise, Vote
+from protocol.wire.commit import Commit, Contribution, Part, Record, Share, is_decided
+from protocol.wire.session import Ask, Beat
 from tests import tiny
 
 NAMES = tuple(o.peer_id for o in tiny.OPERATORS)

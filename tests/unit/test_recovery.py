@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 
 from bootstrap import node as bootstrap_node
-from peer import audit
-from peer.exchange import Exchange
+from peer.log import replay
 from peer.net.blobs import Blob, fetching
-from peer.outer import Outer
-from peer.storage import KEPT
-from protocol import layout, leader, planner
-from protocol.manifest import Manifest, OuterSpec
-from protocol.messages import Plan, ReplicaSpec, StageSpec
-from protocol.ranges import RANGE
-from protocol.sparse import Codec
+from peer.state.outer_optimizer import Outer
+from peer.state.payloads import Exchange
+from peer.state.storage import KEPT
+from protocol.codec.blob_hash import RANGE
+from protocol.codec.sparse import Codec
+from protocol.planning import planner
+from protocol.rounds import leader
+from protocol.run import layout
+from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.volunteers import MODEL, Engine, Swarm, Volunteer, manifest, noise
 
 DEADLINE = 300.0
@@ -63,7 +65,7 @@ def payloads(swarm: Swarm, round: int) -> set[str]:
 
 async def is_right(swarm: Swarm, peer: Volunteer, shards: Iterable[str] = SHARDS) -> None:
     """The peer holds these shards, and no others, as the log has them."""
-    states = audit.replay(swarm.manifest, swarm.archive.commits, swarm.archive.blobs.get)
+    states = replay.replay(swarm.manifest, swarm.archive.commits, swarm.archive.blobs.get)
     final = list(states)[-1]
     assert peer.rounds.member.applied == final.round
     assert {s: peer.rounds.outer.digest(s) for s in peer.rounds.outer.theta} == {s: final.digests[s] for s in shards}

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer import link
-from peer.link import BACKWARD, DONE, FORWARD, NORM, TOTAL, ChainBroken, Head
-from peer.pipeline import run_steps
-from peer.standing import Standing, Total
-from peer.trainer import StageTrainer
+from peer.chain import link
+from peer.chain.link import BACKWARD, DONE, FORWARD, NORM, TOTAL, ChainBroken, Head
+from peer.chain.pipeline import run_steps
+from peer.chain.progress import Standing, Total
+from peer.training.trainer import StageTrainer
 from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, windows_of, worker
 
 CUTS, K, STEPS, HIT = (2, 3, 4), 8, 3, 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peer import resources
+from peer.training import device
 from protocol.errors import UsageError
 
 
@@ -22,13 +22,13 @@ from protocol.errors import UsageError
     ],
 )
 def test_sizes(text: str, size: int) -> None:
-    assert resources.parse_size(text) == size
+    assert device.parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "8 apples", "-1GB", "0", "0.0001k", "8iB", "GB", "nan", "1e9"])
 def test_what_is_not_a_size(text: str) -> None:
     with pytest.raises(UsageError, match="not a size in bytes; write it like 8GB"):
-        resources.parse_size(text)
+        device.parse_size(text)
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,20 @@ def test_what_is_not_a_size(text: str) -> None:
     [("20Mbps", 20_000_000), ("100M", 10**8), ("1.5Gbit/s", 1_500_000_000), ("3000bps", 3000), ("64kbps", 64_000)],
 )
 def test_rates(text: str, rate: int) -> None:
-    assert resources.parse_rate(text) == rate
+    assert device.parse_rate(text) == rate
 
 
 @pytest.mark.parametrize("text", ["", "fast", "20MB/s", "20MBps", "20MB", "0", "-3M", "20MiBps"])
 def test_what_is_not_a_rate(text: str) -> None:
     with pytest.raises(UsageError, match="not a rate in bits per second"):
-        resources.parse_rate(text)
+        device.parse_rate(text)
 
 
 def test_devices() -> None:
-    assert resources.choose_device("cpu") == "cpu"
-    assert resources.choose_device("auto") in ("cuda", "mps", "cpu")
+    assert device.choose_device("cpu") == "cpu"
+    assert device.choose_device("auto") in ("cuda", "mps", "cpu")
     with pytest.raises(UsageError, match="choose one of auto, cuda, mps, cpu"):
-        resources.choose_device("tpu")
+        device.choose_device("tpu")
 
 
 def test_a_missing_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_a_missing_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="device cuda: PyTorch finds none"):
-        resources.choose_device("cuda")
+        device.choose_device("cuda")
 
 
 def write(path: Path, text: str) -> None:
@@ -72,24 +72,24 @@ def test_memory_limits_of_version_2(tmp_path: Path) -> None:
         write(base / folder / "memory.max", limit)
         write(base / folder / "memory.current", used)
         write(base / folder / "memory.stat", "anon 5\ninactive_file 50")
-    assert resources.cgroup_available(tmp_path) == 350
+    assert device.cgroup_available(tmp_path) == 350
 
 
 def test_memory_limits_of_version_1(tmp_path: Path) -> None:
     write(tmp_path / "proc/self/cgroup", "4:cpu:/x\n3:memory:/box")
     write(tmp_path / "sys/fs/cgroup/memory/box/memory.limit_in_bytes", "1000")
     write(tmp_path / "sys/fs/cgroup/memory/box/memory.usage_in_bytes", "400")
-    assert resources.cgroup_available(tmp_path) == 600
+    assert device.cgroup_available(tmp_path) == 600
 
 
 def test_no_memory_limit(tmp_path: Path) -> None:
-    assert resources.cgroup_available(tmp_path) == 1 << 62
+    assert device.cgroup_available(tmp_path) == 1 << 62
 
 
 def test_memory_budget_respects_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resources, "cgroup_available", lambda: 1000)
-    assert resources.memory_budget("cpu") == 750
+    monkeypatch.setattr(device, "cgroup_available", lambda: 1000)
+    assert device.memory_budget("cpu") == 750
 
 
 def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    assert resources.free_disk(tmp_path / "a" / "b") > 0
+    assert device.free_disk(tmp_path / "a" / "b") > 0

@@ -10,14 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from peer import audit, runlog
+from peer.log import reader, replay
 from peer.net.base import serve_calls
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
-from protocol import framing, history, messages, wire
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity
-from protocol.messages import Ask, Commit, Contribution, Plan, ReplicaSpec, StageSpec
+from protocol.rounds import validation
+from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire.commit import Commit, Contribution
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import Ask
 from tests import tiny
 
 MANIFEST = tiny.manifest(rounds=2)
@@ -45,7 +48,7 @@ def commits(count: int) -> list[Commit]:
     return out
 
 
-def ask(story: Callable[[runlog.Remote], Awaitable[None]], answer: Callable[[int], bytes]) -> None:
+def ask(story: Callable[[reader.Remote], Awaitable[None]], answer: Callable[[int], bytes]) -> None:
     """Runs `story` with the log of two nodes, of which the first is away."""
 
     async def run() -> None:
@@ -53,13 +56,13 @@ def ask(story: Callable[[runlog.Remote], Awaitable[None]], answer: Callable[[int
         node = network.transport(OTHER)
 
         async def log(remote: str, request: bytes) -> bytes:
-            return answer(messages.expect(Ask, messages.decode(request, remote), remote).after)
+            return answer(encoding.expect(Ask, encoding.decode(request, remote), remote).after)
 
-        await serve_calls(node, wire.LOG, log)
+        await serve_calls(node, endpoints.LOG, log)
         watcher = network.transport(WATCHER)
         async with asyncio.timeout(30):
             with tempfile.TemporaryDirectory() as name:
-                await story(runlog.Remote(watcher, [AWAY, OTHER], BlobStore(Path(name))))
+                await story(reader.Remote(watcher, [AWAY, OTHER], BlobStore(Path(name))))
         await watcher.aclose()
         await node.aclose()
 
@@ -71,13 +74,13 @@ def pages(log: list[bytes], length: int = 1) -> Callable[[int], bytes]:
 
 
 def records(found: list[Commit]) -> list[bytes]:
-    return [messages.encode_record(tiny.record(commit)) for commit in found]
+    return [encoding.encode_record(tiny.record(commit)) for commit in found]
 
 
 def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
-    async def story(log: runlog.Remote) -> None:
+    async def story(log: reader.Remote) -> None:
         shown: list[str] = []
-        await runlog.show(MANIFEST, log, shown.append, shown.append)
+        await reader.show(MANIFEST, log, shown.append, shown.append)
         assert [line.split("  ")[0] for line in shown if line.startswith("round")] == ["round 0", "round 1", "round 2"]
 
     ask(story, pages(records(commits(3))))
@@ -92,9 +95,9 @@ def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
     ],
 )
 def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], reason: str) -> None:
-    async def story(log: runlog.Remote) -> None:
+    async def story(log: reader.Remote) -> None:
         with pytest.raises(RemoteError, match=reason) as error:
-            await runlog.show(MANIFEST, log, lambda text: None, lambda text: None)
+            await reader.show(MANIFEST, log, lambda text: None, lambda text: None)
         assert error.value.peer == OTHER
 
     ask(story, answer)
@@ -104,15 +107,15 @@ def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], r
     ("log", "reason"),
     [
         ([b"junk"], "round 0: the commit cannot be believed: record from the log"),
-        ([messages.seal(tiny.OPERATOR, Ask(after=1))], "round 0: the commit cannot be believed: record from the log"),
+        ([sealed.seal(tiny.OPERATOR, Ask(after=1))], "round 0: the commit cannot be believed: record from the log"),
         (records(commits(1)) * 50, "round 1: the commit is not the one of round 1"),
     ],
 )
 def test_a_node_that_repeats_itself_or_lies_is_not_followed_for_ever(log: list[bytes], reason: str) -> None:
-    async def story(source: runlog.Remote) -> None:
+    async def story(source: reader.Remote) -> None:
         with pytest.raises(LocalError, match=reason):
-            await runlog.show(MANIFEST, source, lambda text: None, lambda text: None)
-        found = await audit.verify(MANIFEST, source.records(print), source.payload, lambda problem: None)
+            await reader.show(MANIFEST, source, lambda text: None, lambda text: None)
+        found = await replay.verify(MANIFEST, source.records(print), source.payload, lambda problem: None)
         assert len(found.problems) == 1
 
     ask(story, lambda after: framing.pack_message(log))
@@ -124,7 +127,7 @@ def test_payloads_come_by_digest_and_a_wrong_one_is_refused(tmp_path: Path) -> N
         node, watcher = network.transport(OTHER), network.transport(WATCHER)
         store = BlobStore(tmp_path / "node")
         await BlobServer(store).serve(node)
-        log = runlog.Remote(watcher, [AWAY, OTHER], BlobStore(tmp_path / "ours"))
+        log = reader.Remote(watcher, [AWAY, OTHER], BlobStore(tmp_path / "ours"))
         digest = store.put(b"payload")
         assert await log.payload(digest, 7) == b"payload"
         with pytest.raises(RemoteError, match="does not have it"):
@@ -142,14 +145,14 @@ def test_a_commit_that_no_honest_leader_writes() -> None:
     def problems(**changes: object) -> list[str]:
         import dataclasses
 
-        return list(history.problems(MANIFEST, None, dataclasses.replace(commits(1)[0], **changes)))  # type: ignore[arg-type]
+        return list(validation.problems(MANIFEST, None, dataclasses.replace(commits(1)[0], **changes)))  # type: ignore[arg-type]
 
     made = Contribution(replica=0, tokens=64, steps=4, loss=None, shares=())
     assert problems() == []
     assert problems(round=3) == ["the run has 2 rounds only"]
     assert problems(contributions=(made,)) == ["decides about replicas [0], the plan has 0"]
-    stage = messages.StageSpec(peer=OTHER, first=0, last=2)
-    plan = messages.Plan(round=2, slot=0, replicas=(messages.ReplicaSpec(k=0, stages=(stage,)),))
+    stage = StageSpec(peer=OTHER, first=0, last=2)
+    plan = Plan(round=2, slot=0, replicas=(ReplicaSpec(k=0, stages=(stage,)),))
     assert problems(plan=plan) == [
         "plans round 2, not the next one",
         "plans replica 0 with stages that are not the whole model",
@@ -158,12 +161,12 @@ def test_a_commit_that_no_honest_leader_writes() -> None:
 
 def test_a_contribution_without_weight_is_no_commit() -> None:
     """Its sum of tokens would be zero, and everybody divides by it."""
-    from protocol.schema import plain
+    from protocol.wire.schema import plain
 
     made = Contribution(replica=0, tokens=1, steps=4, loss=None, shares=())
     body = {**plain(commits(1)[0]), "contributions": [{**plain(made), "tokens": 0}]}
-    with pytest.raises(messages.MessageError, match="tokens must be at least 1"):
-        messages.decode_record(framing.pack_message({"c": body, "n": 0, "v": {}}), OTHER)
+    with pytest.raises(encoding.MessageError, match="tokens must be at least 1"):
+        encoding.decode_record(framing.pack_message({"c": body, "n": 0, "v": {}}), OTHER)
 
 
 def test_blocks_that_moved_are_shown() -> None:
@@ -173,6 +176,6 @@ def test_blocks_that_moved_are_shown() -> None:
 
     made = tiny.record(dataclasses.replace(commits(2)[1], plan=plan(3)))
     assert (
-        runlog.round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  …aaaaaaaa > …bbbbbbbb"
+        reader.round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  …aaaaaaaa > …bbbbbbbb"
     )
-    assert "moved" not in "".join(runlog.round_lines(made, plan(3), 9))
+    assert "moved" not in "".join(reader.round_lines(made, plan(3), 9))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocol import schema
-from protocol.schema import SchemaError, build, plain
+from protocol.wire import schema
+from protocol.wire.schema import SchemaError, build, plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

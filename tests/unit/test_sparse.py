@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import bits, sparse, tiles
-from protocol.sparse import Codec, PayloadError, apply, decode, encode, entropy_size, max_payload_size
+from protocol.codec import rice, sparse, topk
+from protocol.codec.sparse import Codec, PayloadError, apply, decode, encode, entropy_size, max_payload_size
 
 VALUES = ("sym2", "ref2", "fp32")
 INDICES = ("rice", "fixed")
@@ -134,9 +134,9 @@ def test_threads_and_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     whole = encode(codec, arrays)
     after = apply(codec, arrays, [(0.5, whole), (0.25, whole)], np.float32(1))
     for block, span in ((1, 1), (1 << 14, 1 << 15)):
-        monkeypatch.setattr(tiles, "BLOCK", block)
-        monkeypatch.setattr(tiles, "_JOB", span)
-        monkeypatch.setattr(bits, "_STEP", block)
+        monkeypatch.setattr(topk, "BLOCK", block)
+        monkeypatch.setattr(topk, "_JOB", span)
+        monkeypatch.setattr(rice, "_STEP", block)
         with ThreadPoolExecutor(4) as pool:
             assert encode(codec, arrays, pool.map) == whole
             again = apply(codec, arrays, [(0.5, whole), (0.25, whole)], np.float32(1), pool.map)
@@ -152,7 +152,7 @@ def test_segments_hold_the_same(values: str, indices: str, monkeypatch: pytest.M
     after = apply(codec, arrays, contributions, np.float32(0.8))
     decoded = decode(codec, shapes, whole)
     monkeypatch.setattr(sparse, "_SEGMENT", 400)
-    assert len(sparse._segments(tiles.tiling(shapes[0], 64))) == 5
+    assert len(sparse._segments(topk.tiling(shapes[0], 64))) == 5
     payload = encode(codec, arrays)
     assert len(payload) <= max_payload_size(codec, shapes)
     for got, expected in zip(decode(codec, shapes, payload), decoded, strict=True):
@@ -292,7 +292,7 @@ def test_whole_indices_are_checked() -> None:
         decode(codec, shapes, bytes(bad))
     two = Codec(17, "fp32", "fixed")  # two entries of the same tile
     bad = bytearray(encode(two, arrays_of(shapes, 2)))
-    bad[8:11] = bits.pack(np.array([7, 7], dtype=np.uint16), 9)
+    bad[8:11] = rice.pack(np.array([7, 7], dtype=np.uint16), 9)
     with pytest.raises(PayloadError, match="ascending"):
         decode(two, shapes, bytes(bad))
     bad = bytearray(encode(two, arrays_of(shapes, 2)))
@@ -307,7 +307,7 @@ def test_gaps_are_checked() -> None:
     header = encode(codec, arrays_of(shapes, 2))[:8]
 
     def indices(low: list[int], quotients: bytes) -> list[int]:
-        planes = bits.pack(np.array(low, dtype=np.uint8), 7)
+        planes = rice.pack(np.array(low, dtype=np.uint8), 7)
         values = np.ones(2, dtype="<f4").tobytes()
         payload = header + len(quotients).to_bytes(4, "little") + planes + values + quotients
         return decode(codec, shapes, payload)[0].index.tolist()
@@ -397,7 +397,7 @@ def test_rice_is_near_the_entropy_of_sets_without_structure(k: int) -> None:
 def test_the_longest_payload_has_the_stated_size() -> None:
     """One entry at the end of the tile and the others so that no quotient is rounded down."""
     for k in (1, 32, 64, 128, 2000, 4096):
-        r = bits.rice_parameter(4096, k)
+        r = rice.rice_parameter(4096, k)
         steps = (4096 - k) >> r  # all quotients of a tile add up to this
         gaps = np.zeros(k, dtype=np.int64)
         gaps[0] = steps << r

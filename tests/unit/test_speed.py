@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from peer.trainer import StageTrainer
-from protocol import messages, planner, speed
-from protocol.layout import ModelSpec
-from protocol.manifest import TrainSpec
-from protocol.messages import MAX_SPEED, Announcement
-from protocol.speed import LEAST, RECENT, Speedometer
+from peer.training.trainer import StageTrainer
+from protocol.planning import planner, speed
+from protocol.planning.speed import LEAST, RECENT, Speedometer
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
+from protocol.wire import encoding
+from protocol.wire.announcement import MAX_SPEED, Announcement
 from tests import tiny
 from tests.chains import random_theta, windows_of
 
@@ -74,10 +75,10 @@ def test_what_is_said_can_be_announced(steps: list[tuple[int, float]]) -> None:
 
 @pytest.mark.parametrize("bad", [-1, MAX_SPEED + 1])
 def test_an_impossible_speed_is_refused(bad: int) -> None:
-    raw = messages.encode(Announcement(run="r", peer="p", speed_flops=MAX_SPEED))
-    good = messages.decode(raw, "p")
+    raw = encoding.encode(Announcement(run="r", peer="p", speed_flops=MAX_SPEED))
+    good = encoding.decode(raw, "p")
     assert isinstance(good, Announcement)
     with pytest.raises(ValueError, match="speed_flops"):
         Announcement(run="r", peer="p", speed_flops=bad)
-    with pytest.raises(messages.MessageError):
-        messages.decode(raw.replace(MAX_SPEED.to_bytes(8, "big"), (MAX_SPEED + 1).to_bytes(8, "big")), "p")
+    with pytest.raises(encoding.MessageError):
+        encoding.decode(raw.replace(MAX_SPEED.to_bytes(8, "big"), (MAX_SPEED + 1).to_bytes(8, "big")), "p")

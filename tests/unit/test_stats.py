@@ -8,19 +8,19 @@ import math
 import pytest
 import torch
 
-from peer import link, tensors
-from peer.stats import EVERY, MEMORY, MOST, Measure, Running, Statistics, measure
-from protocol import boundary
+from peer.chain import link, quantize
+from peer.chain.activation_stats import EVERY, MEMORY, MOST, Measure, Running, Statistics, measure
+from protocol.codec import boundary_formats
 from tests.chains import SPEC, TRAIN, make_chain, run_chain
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("wire", boundary.FORMATS)
+@pytest.mark.parametrize("wire", boundary_formats.FORMATS)
 def test_of_a_known_tensor(wire: str) -> None:
     x = torch.full((2, 3, 16), 2.0)
     x[:, :, ::2] = -4.0
-    found, largest = tensors.decode_measured(tensors.encode(x, wire), x.shape, wire, CPU)
+    found, largest = quantize.decode_measured(quantize.encode(x, wire), x.shape, wire, CPU)
     seen = measure(found, largest, 0)
     assert seen.rms is not None
     assert seen.largest == float(found.abs().max())
@@ -72,13 +72,13 @@ def test_a_chain_reports_what_came() -> None:
 
 def test_the_numbers_are_those_of_the_tensors_that_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.Tensor] = []
-    encode = tensors.encode
+    encode = quantize.encode
 
     def spied(x: torch.Tensor, wire: str) -> bytes:
         sent.append(x.clone())
         return encode(x, wire)
 
-    monkeypatch.setattr(tensors, "encode", spied)
+    monkeypatch.setattr(quantize, "encode", spied)
     chain = make_chain((SPEC.n_layers + 1,), 8)  # the head alone: gradients are those of its loss
     first, last = asyncio.run(run_chain(chain, wires=("fp32", "fp32")))
     assert first[0].gradients is not None

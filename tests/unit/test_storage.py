@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from peer.storage import Checkpoint, Storage
-from protocol import layout
-from protocol.messages import Offer, Part
+from peer.state.storage import Checkpoint, Storage
+from protocol.run import layout
+from protocol.wire.commit import Part
+from protocol.wire.session import Offer
 
 
 def offer(round: int) -> Offer:

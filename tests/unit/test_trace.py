@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peer.trace import TraceFile
+from peer.chain.trace import TraceFile
 from protocol.errors import UsageError
 from tests.chains import make_chain, run_chain
 

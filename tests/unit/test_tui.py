@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from peer.describe import clean, duration, size
 from peer.events import Event
-from peer.plot import chart
-from peer.tui import Screen, View, line, render
+from peer.ui.plot import chart
+from peer.ui.screen import Screen, View, line, render
+from peer.ui.text import clean, duration, size
 from protocol.identity import Identity
 from tests import tiny
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peer.turns import Turns
+from peer.chain.scheduler import Turns
 
 URGENT, USUAL = 2, 1
 DEADLINE_S = 30.0

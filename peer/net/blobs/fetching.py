@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from peer.net.base import Closed, Stream, Transport, short
 from peer.net.blobs.idle import IdleStreams
 from peer.net.blobs.store import BlobStore, Part
-from protocol import framing, ranges, wire
+from protocol.codec import blob_hash
 from protocol.errors import RemoteError
+from protocol.wire import endpoints, framing
 
 PARALLEL = 4
 """Holders that one blob is fetched from at once."""
@@ -68,7 +69,7 @@ class _Speed:
     @property
     def depth(self) -> int:
         """Enough ranges to fill the way there and back one and a half times."""
-        ahead = 1 + math.ceil(1.5 * self.latency / (self.pace * ranges.RANGE)) if self.pace else 0
+        ahead = 1 + math.ceil(1.5 * self.latency / (self.pace * blob_hash.RANGE)) if self.pace else 0
         return max(DEPTH[0], min(DEPTH[1], ahead))
 
 
@@ -168,8 +169,8 @@ class Fetcher:
         cancelled. Raises RemoteError naming the last holder to fail, UsageError where the disk refuses."""
         if self._store.has(name):
             return
-        if not 0 <= size <= ranges.MAX_BLOB:
-            raise RemoteError("nobody", f"blob {name[:12]}: {size} bytes; at most {ranges.MAX_BLOB} are fetched")
+        if not 0 <= size <= blob_hash.MAX_BLOB:
+            raise RemoteError("nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB} are fetched")
         task = self._running.get(name)
         if task is None:
             self._running[name] = task = asyncio.create_task(self._fetch(name, size, holders, round, check))
@@ -196,7 +197,7 @@ class Fetcher:
         self, name: str, size: int, holders: Sequence[str], round: int, check: Callable[[bytes], None] | None
     ) -> None:
         async with self._gate:
-            part = await asyncio.to_thread(self._store.part, name, size) if size > ranges.WHOLE else None
+            part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
             missing = sorted(part.missing) if part is not None else [0]
             self._begun[name] = job = _Job(name, size, part, deque(missing))
             if part is None or part.leaves is not None:
@@ -217,7 +218,7 @@ class Fetcher:
         insisted: set[str] = set()
         waiting, busy = self._order(holders, job.size), deque[str]()
         workers: dict[asyncio.Task[list[str]], tuple[str, deque[int]]] = {}
-        parallel = min(PARALLEL, 1 + len(job.todo) * ranges.RANGE // PARALLEL_BYTES)
+        parallel = min(PARALLEL, 1 + len(job.todo) * blob_hash.RANGE // PARALLEL_BYTES)
         last: RemoteError | None = None
         done, known = asyncio.create_task(job.done.wait()), asyncio.create_task(job.known.wait())
         late = 0
@@ -308,7 +309,7 @@ class Fetcher:
             speed = self._speed(peer)
             if leaves:
                 assert job.part is not None
-                digests = await stream.recv(ranges.LEAF * ranges.count(job.size), timeout=self._timeout)
+                digests = await stream.recv(blob_hash.LEAF * blob_hash.count(job.size), timeout=self._timeout)
                 if not job.known.is_set():
                     if not await asyncio.to_thread(job.part.learn, digests):
                         raise Corrupt(peer, f"{what} sent digests that are not those of the blob")
@@ -335,7 +336,7 @@ class Fetcher:
         """A stream to a holder, and its first answer."""
         while True:
             kept = self._idle.take(peer)
-            stream = kept or await self._transport.open(peer, wire.BLOB, timeout=self._timeout)
+            stream = kept or await self._transport.open(peer, endpoints.BLOB, timeout=self._timeout)
             try:
                 await stream.send(ask)
                 return stream, await stream.recv(4096, timeout=self._timeout)
@@ -359,8 +360,8 @@ class Fetcher:
                         await job.changed.wait()
                 continue
             index = mine[0]
-            begin, end = (0, job.size) if job.part is None else ranges.span(job.size, index)
-            data = await stream.recv(ranges.WHOLE, timeout=self._timeout)
+            begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)
+            data = await stream.recv(blob_hash.WHOLE, timeout=self._timeout)
             now = clock()
             if not measured:
                 measured = True
@@ -384,7 +385,7 @@ class Fetcher:
         if mine or not job.asked:
             return None
         index, since = min(job.asked.items(), key=lambda item: item[1])
-        late = asyncio.get_running_loop().time() - since - 4 * speed.expected(ranges.RANGE)
+        late = asyncio.get_running_loop().time() - since - 4 * speed.expected(blob_hash.RANGE)
         return index if late > OVERDUE_SECONDS else None
 
     def _note(self, job: _Job, mine: deque[int], index: int) -> None:
@@ -400,7 +401,7 @@ class Fetcher:
             return True  # it came from another meanwhile
         if job.part is not None:
             return await asyncio.to_thread(job.part.write, index, data)
-        if ranges.name_of(data) == job.name:
+        if blob_hash.name_of(data) == job.name:
             job.data = data
             return True
         return False
@@ -454,7 +455,7 @@ async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int,
     """What `peer` serves under a name such as the manifest's, at most `limit` bytes; the caller checks it. Raises
     RemoteError."""
     what = f"{name} from {short(peer)}"
-    stream = await transport.open(peer, wire.BLOB, timeout=timeout)
+    stream = await transport.open(peer, endpoints.BLOB, timeout=timeout)
     try:
         await stream.send(framing.pack_message({"named": name}))
         size = _reply(await stream.recv(1024, timeout=timeout), what).get("size")
@@ -464,7 +465,7 @@ async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int,
             raise RemoteError(peer, f"{what}: {size} bytes; at most {limit} are taken")
         data = bytearray()
         while len(data) < size:
-            piece = await stream.recv(ranges.RANGE, timeout=timeout)
+            piece = await stream.recv(blob_hash.RANGE, timeout=timeout)
             if not piece or len(data) + len(piece) > size:
                 raise RemoteError(peer, f"{what}: it sent another number of bytes than it said")
             data += piece

@@ -31,8 +31,9 @@ from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Trans
 from peer.net.blobs.idle import KEPT_SECONDS
 from peer.net.blobs.store import Blob, BlobStore
 from peer.net.uplink import Uplink
-from protocol import framing, ranges, wire
+from protocol.codec import blob_hash
 from protocol.errors import RemoteError
+from protocol.wire import endpoints, framing
 
 COPIES = 2
 """How often a peer sends a blob."""
@@ -131,7 +132,7 @@ class BlobServer:
 
     async def serve(self, transport: Transport) -> None:
         """Lets others ask."""
-        await transport.serve(wire.BLOB, self._handle)
+        await transport.serve(endpoints.BLOB, self._handle)
 
     async def _handle(self, stream: Stream) -> None:
         peer = stream.remote
@@ -143,7 +144,7 @@ class BlobServer:
             while isinstance(request := framing.unpack_message(raw), dict):
                 if isinstance(request.get("named"), str):
                     return await self._send_named(stream, self._named.get(request["named"]))
-                if not ranges.is_name(request.get("blob")):
+                if not blob_hash.is_name(request.get("blob")):
                     return
                 await self._answer(stream, request["blob"], request)
                 try:
@@ -160,13 +161,13 @@ class BlobServer:
     async def _send_named(self, stream: Stream, data: bytes | None) -> None:
         await stream.send(framing.pack_message({"size": -1 if data is None else len(data)}))
         view = memoryview(data or b"")
-        for start in range(0, len(view), ranges.RANGE):
-            await self.uplink.turn(stream.remote, ranges.RANGE)
-            await stream.send(view[start : start + ranges.RANGE])
+        for start in range(0, len(view), blob_hash.RANGE):
+            await self.uplink.turn(stream.remote, blob_hash.RANGE)
+            await stream.send(view[start : start + blob_hash.RANGE])
 
     async def _answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
         size, peer = request.get("size"), stream.remote
-        if not isinstance(size, int) or not 0 <= size <= ranges.MAX_BLOB:
+        if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB:
             raise RemoteError(peer, f"blobs for {short(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
         coming = self._coming(name, peer, request.get("named_by")) if blob is None else None
@@ -194,13 +195,13 @@ class BlobServer:
         if blob is None or leaves is None:
             return await _say(stream, "absent")
         await _say(stream, "here")
-        if request.get("whole") is True and size <= ranges.WHOLE:
+        if request.get("whole") is True and size <= blob_hash.WHOLE:
             data = await asyncio.to_thread(self._read_whole, name, blob, leaves)
             await self.uplink.turn(stream.remote, size)
             await stream.send(data)
             sent[0] = size
             return
-        if request.get("leaves") is True and len(leaves) > ranges.LEAF:
+        if request.get("leaves") is True and len(leaves) > blob_hash.LEAF:
             await self.uplink.turn(stream.remote, len(leaves))
             await stream.send(leaves)
         while True:
@@ -209,7 +210,7 @@ class BlobServer:
             except Ended:
                 return
             index = wanted.get("range") if isinstance(wanted, dict) else None
-            if not isinstance(index, int) or not 0 <= index < ranges.count(size):
+            if not isinstance(index, int) or not 0 <= index < blob_hash.count(size):
                 raise RemoteError(stream.remote, f"blobs for {short(stream.remote)}: asks for no range; it was closed")
             data = await asyncio.to_thread(self._read, name, blob, leaves, index)
             await self.uplink.turn(stream.remote, len(data))
@@ -222,7 +223,7 @@ class BlobServer:
         if leaves is None:
             with contextlib.suppress(OSError):
                 found = await asyncio.to_thread(blob.leaves)
-                if ranges.root(blob.size, found) == name:
+                if blob_hash.root(blob.size, found) == name:
                     leaves = found
                 elif name not in self._damaged:
                     self._damage(name, blob)
@@ -234,7 +235,7 @@ class BlobServer:
         return leaves
 
     def _read_whole(self, name: str, blob: Blob, leaves: bytes) -> bytes:
-        return b"".join(self._read(name, blob, leaves, index) for index in range(ranges.count(blob.size)))
+        return b"".join(self._read(name, blob, leaves, index) for index in range(blob_hash.count(blob.size)))
 
     def _read(self, name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
         """A range that is right: an honest peer's disk must not get it blamed."""
@@ -242,7 +243,7 @@ class BlobServer:
             data = blob.read(index)
         except OSError:
             raise RemoteError("", f"blob {name[:12]}: it was removed meanwhile; another is asked") from None
-        if not ranges.is_leaf(leaves, index, data):
+        if not blob_hash.is_leaf(leaves, index, data):
             self._leaves.pop(name, None)
             self._damage(name, blob)
             raise RemoteError("", f"blob {name[:12]}: damaged on our disk; another is asked")

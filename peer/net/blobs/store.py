@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol import ranges
+from protocol.codec import blob_hash
 from protocol.errors import LocalError, UsageError
 
 NO_ROUND = 2**31 - 1
@@ -87,11 +87,11 @@ class Blob:
 
     def leaves(self) -> bytes:
         """The digests of its ranges. Raises OSError."""
-        return ranges.leaves_of(self._pieces())[1]
+        return blob_hash.leaves_of(self._pieces())[1]
 
     def read(self, index: int) -> bytes:
         """Range `index`. Raises OSError."""
-        begin, end = ranges.span(self.size, index)
+        begin, end = blob_hash.span(self.size, index)
         with open(self.path, "rb") as file:
             return os.pread(file.fileno(), end - begin, self.start + begin)
 
@@ -129,7 +129,7 @@ class BlobStore:
             for entry in os.scandir(folder):
                 if entry.name.startswith("."):
                     os.unlink(entry.path)
-                elif ranges.is_name(entry.name):
+                elif blob_hash.is_name(entry.name):
                     stat = entry.stat()
                     self._add(entry.name, int(stat.st_mtime), stat.st_size)
         except OSError as error:
@@ -160,7 +160,7 @@ class BlobStore:
             data = (self.folder / name).read_bytes()
         except FileNotFoundError:
             data = b""
-        if ranges.name_of(data) != name:
+        if blob_hash.name_of(data) != name:
             self.remove(name)
             return None
         return data
@@ -169,7 +169,7 @@ class BlobStore:
 
     def put(self, data: bytes, round: int = 0, *, protect: bool = False, sync: bool = True) -> str:
         """Stores `data` durably (see `write_durably`) as one of `round`'s; its name. Raises UsageError."""
-        name = ranges.name_of(data)
+        name = blob_hash.name_of(data)
         if protect:
             self.protected.add(name)
         if name not in self._known:
@@ -235,7 +235,7 @@ class Part:
         self.name = name
         self.size = size
         self.leaves: bytes | None = None
-        self.missing = set(range(ranges.count(size)))
+        self.missing = set(range(blob_hash.count(size)))
         self._store = store
         self._path = store._parts / name
         self._leaves = store._parts / f"{name}.leaves"
@@ -250,27 +250,27 @@ class Part:
         return True
 
     def _learn(self, leaves: bytes) -> bool:
-        if len(leaves) != ranges.LEAF * ranges.count(self.size) or ranges.root(self.size, leaves) != self.name:
+        if len(leaves) != blob_hash.LEAF * blob_hash.count(self.size) or blob_hash.root(self.size, leaves) != self.name:
             return False
         with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
             for index in sorted(self.missing):
-                begin, end = ranges.span(self.size, index)
+                begin, end = blob_hash.span(self.size, index)
                 data = os.pread(file.fileno(), end - begin, begin)
                 if not data:
                     break  # the file ends here
-                if ranges.is_leaf(leaves, index, data):
+                if blob_hash.is_leaf(leaves, index, data):
                     self.missing.discard(index)
         self.leaves = leaves
         return True
 
     def write(self, index: int, data: bytes) -> bool:
         """Keeps a range if its digest is right. Raises UsageError; then nothing of the blob is kept."""
-        if self.leaves is None or not ranges.is_leaf(self.leaves, index, data):
+        if self.leaves is None or not blob_hash.is_leaf(self.leaves, index, data):
             return False
         try:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
             try:
-                at, view = index * ranges.RANGE, memoryview(data)
+                at, view = index * blob_hash.RANGE, memoryview(data)
                 while len(view):
                     written = os.pwrite(descriptor, view, at)
                     at, view = at + written, view[written:]

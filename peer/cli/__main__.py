@@ -1,0 +1,5 @@
+"""`python -m peer.cli` is `potluck`."""
+
+from peer.cli.main import main
+
+main()

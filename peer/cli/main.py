@@ -1,0 +1,244 @@
+"""The command `potluck`: what a person types, and one line for whatever goes wrong.
+
+Exit codes: 0 done, 2 bad usage or input, 1 anything else. Heavy imports happen inside the commands, so that `--help` is fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from protocol.errors import PotluckError
+
+DEMO_K = "64"
+"""Of the demo's recipe: values per token at a chain's boundaries."""
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Potluck: strangers pre-train a language model together, each bringing what they have.",
+)
+
+log = typer.Typer(
+    no_args_is_help=True,
+    help="Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the network.",
+)
+app.add_typer(log, name="log")
+
+Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
+Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: peer/events.py).")]
+Log = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|RUN",
+        help="A bootstrap node's folder; or a manifest file or one-line address, as for join.",
+        show_default=False,
+    ),
+]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")]
+
+
+@app.command(
+    epilog="Example: potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
+    "With a quorum of three, the second and third node: potluck bootstrap my-run.toml --initial-peer ADDRESS"
+)
+def bootstrap(
+    manifest: Annotated[Path, typer.Argument(help="The run's manifest, a TOML file (docs/guides/manifest.md).")],
+    dir: Dir = Path("potluck-bootstrap"),
+    host: Host = "0.0.0.0",
+    port: Port = 31337,
+    initial_peer: Annotated[
+        list[str] | None,
+        typer.Option(help="Address of another bootstrap node of this run, as it prints it; may be repeated."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Run a bootstrap node: entry point, log, matchmaker and archive of a run."""
+    from peer.cli import commands
+
+    _run(commands.bootstrap(manifest, dir, host, port, initial_peer or (), json))
+
+
+@app.command(
+    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB --up 20Mbps"
+)
+def join(
+    run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
+    dir: Dir = Path("potluck-peer"),
+    host: Host = "0.0.0.0",
+    port: Port = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto",
+    up: Annotated[str, typer.Option(help='Uplink to announce, such as "20Mbps".')] = "20Mbps",
+    down: Annotated[str, typer.Option(help='Downlink to announce, such as "100Mbps".')] = "100Mbps",
+    up_limit: Annotated[
+        str | None,
+        typer.Option(help='Most uplink that chains and serving others may take, such as "18Mbps" (default: no limit).'),
+    ] = None,
+    store_limit: Annotated[str, typer.Option(help="Disk for payloads that are kept for others.")] = "4GB",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2),
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Record what this machine computes and waits for in this file, for ui.perfetto.dev."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost)."""
+    from peer.cli import commands
+
+    _run(commands.join(run, dir, host, port, device, memory, up, down, up_limit, store_limit, threads, trace, json))
+
+
+@app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
+def monitor(
+    run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
+    json: Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON and leave.")] = False,
+) -> None:
+    """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing."""
+    from peer.cli import commands
+
+    _run(commands.monitor(run, json))
+
+
+@log.command("show", epilog="Example: potluck log show demo-run/bootstrap")
+def log_show(
+    where: Log,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
+) -> None:
+    """Show a run's rounds: who contributed with what weight, bytes, norm and loss, who was left out and why."""
+    from peer.cli import commands
+
+    _run(commands.log_show(where, json), interrupted=1)
+
+
+@log.command("verify", epilog="Example: potluck log verify demo-run/bootstrap")
+def log_verify(
+    where: Log,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay from a peer's folder checkpoint-…, not from the start; all commits are still checked."
+        ),
+    ] = None,
+) -> None:
+    """Verify a run's log: every commit, and the model replayed from its payloads against what the peers attested.
+
+    One line per problem. Exit code 0: all is well; 1: it is not; 2: bad usage or input.
+    """
+    from peer.cli import commands
+
+    _run(commands.log_verify(where, checkpoint), interrupted=1)
+
+
+@app.command(epilog="Example: potluck demo --full 2 --chains 1 --stages 3 --out demo-run --json result.json")
+def demo(
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds to train (default: the demo's recipe).")] = None,
+    full: Annotated[int, typer.Option(min=0, help="Full replicas.")] = 2,
+    chains: Annotated[int, typer.Option(min=0, help="Pipeline chains of weak peers.")] = 1,
+    stages: Annotated[int, typer.Option(min=2, max=16, help="Members of each chain.")] = 3,
+    spares: Annotated[int, typer.Option(min=0, help="Weak peers more than the chains need.")] = 0,
+    k: Annotated[
+        str,
+        typer.Option(help="Values per token at chain boundaries; 0 = whole; a list gives one for each chain."),
+    ] = DEMO_K,
+    inner_steps: Annotated[int | None, typer.Option(min=1, help="Inner steps per round, H.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data order and the demo's keys.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="Folder for everything that the demo writes; must not exist yet.")] = Path(
+        "demo-run"
+    ),
+    json: Annotated[Path | None, typer.Option("--json", help="Write the result to this file.")] = None,
+    screen: Annotated[bool, typer.Option("--screen/--no-screen", help="Live screen, or plain lines.")] = True,
+    in_memory: Annotated[
+        bool,
+        typer.Option("--in-memory", help="The same run in one process, without hivemind (for comparison)."),
+    ] = False,
+) -> None:
+    """Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join."""
+    from peer.demo import swarm as module
+
+    async def work() -> None:
+        options = module.DemoOptions(
+            rounds=rounds,
+            full=full,
+            chains=chains,
+            stages=stages,
+            spares=spares,
+            k=module.parse_k(k),
+            inner_steps=inner_steps,
+            seed=seed,
+            device=device,
+            out=out,
+            json=json,
+            screen=screen,
+            in_memory=in_memory,
+        )
+        await module.run(options)
+
+    _run(work(), interrupted=1)
+
+
+def _run(work: Coroutine[Any, Any, None], interrupted: int = 0) -> None:
+    """Runs a command; SIGTERM and Ctrl-C end it cleanly, with exit code `interrupted`."""
+
+    signalled = False
+
+    async def guarded() -> None:
+        task = asyncio.ensure_future(work)
+
+        def stop() -> None:
+            nonlocal signalled
+            signalled = True
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        await task
+
+    try:
+        asyncio.run(guarded())
+    except asyncio.CancelledError:
+        if not signalled:
+            raise
+        raise SystemExit(interrupted) from None
+    except BrokenPipeError:  # whoever read our output has seen enough, as with `potluck log show … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except BaseExceptionGroup as group:
+        _fail(_first(group))
+    except Exception as error:
+        _fail(error)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _fail(error: BaseException) -> None:
+    if not isinstance(error, PotluckError):
+        raise error
+    print(f"potluck: {error}", file=sys.stderr)
+    raise SystemExit(error.exit_code) from None
+
+
+def main() -> None:
+    """Entry point of the command."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The log of a run, read and replayed by whoever wants to."""

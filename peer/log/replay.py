@@ -1,0 +1,198 @@
+"""An auditor: replays a run from θ(0), the commits and their payloads, and says what the state was after each round.
+
+    the model at round r  =  θ(0)  +  the commits 1..r  +  the sparse payloads that they name
+
+It believes nobody: it needs the log and the payloads only, and what it computes is compared with what the peers attested.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from peer.state.outer_optimizer import Outer
+from peer.state.storage import Shards
+from protocol.codec import blob_hash
+from protocol.codec.sparse import PayloadError
+from protocol.errors import LocalError, RemoteError
+from protocol.rounds import validation
+from protocol.rounds.validation import BadCommit
+from protocol.run import init, layout
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit, Part
+from protocol.wire.plan import Plan
+
+FETCHES = 8
+"""Payloads that are asked for at once."""
+NORM_TOLERANCE = 1e-6
+"""Relative; a norm is a sum of many squares in float64, in no stated order."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """θ(round) of every shard, and the shards' digests."""
+
+    round: int
+    theta: Shards
+    digests: dict[str, str]
+
+
+def _initial(manifest: Manifest) -> Shards:
+    """θ(0)."""
+    names = layout.shard_names(manifest.model)
+    return {shard: init.initial_shard(manifest.model, manifest.seed_bytes, shard) for shard in names}
+
+
+def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str], bytes | None]) -> Iterator[State]:
+    """The state after each of `commits` (from round 0 on, without gaps). Raises LocalError for a missing payload."""
+    outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
+    outer.theta = _initial(manifest)
+    shards = layout.shard_names(manifest.model)
+    for commit in commits:
+        for shard in shards:
+            items = []
+            for weight, part, _ in commit.payloads(shard):
+                data = payload(part.digest)
+                if data is None:
+                    raise LocalError(
+                        f"payload {part.digest[:12]} of round {commit.round}: not in the archive; fetch it from a peer"
+                    )
+                items.append((weight, data))
+            outer.apply(shard, items)
+        yield State(commit.round, dict(outer.theta), {shard: outer.digest(shard) for shard in shards})
+
+
+# --- verifying a log that nobody needs to be believed for
+
+
+class BadPayload(Exception):
+    """A payload that a commit names cannot be had, or is not what the commit says; the text is why."""
+
+
+Payload = Callable[[str, int], Awaitable[bytes]]
+"""(digest, size) -> the bytes that are kept under that name. Raises BadPayload, RemoteError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something in a log that should not be. `shard` is None where it is about the commit."""
+
+    round: int
+    shard: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"round {self.round}{f', {self.shard}' if self.shard else ''}: {self.reason}"
+
+
+@dataclass(slots=True)
+class Verification:
+    """What `verify` found. `attested`, `agreed`: how many digests of shards the commits carry, and how many of them the
+    replay gives too; `digests`: those of the last state, of the shards that could be replayed all the way."""
+
+    head: Commit | None = None
+    contributions: int = 0
+    payloads: int = 0
+    payload_bytes: int = 0
+    attested: int = 0
+    agreed: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+async def verify(
+    manifest: Manifest,
+    records: AsyncIterator[bytes],
+    payload: Payload,
+    report: Callable[[Problem], None],
+    start: State | None = None,
+) -> Verification:
+    """Checks a whole log, commit by commit, and replays it shard by shard: from θ(0), or from the shards of `start`.
+
+    `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
+    replayed until one of its payloads is missing or wrong, or its state is not what the peers attested; the others go on.
+    Memory: the model, one commit, one shard's payloads of one round. Raises what `records` raises, except BadCommit.
+    """
+    done = Verification()
+    outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
+    outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest)
+    replayed = start.round if start else -1
+    plan: Plan | None = None
+
+    def problem(round: int, shard: str | None, reason: str) -> None:
+        done.problems.append(Problem(round, shard, reason))
+        report(done.problems[-1])
+
+    while True:
+        try:
+            raw = await anext(records, None)
+            if raw is None:
+                break
+            commit = validation.follow(manifest, done.head, raw).commit
+        except BadCommit as error:
+            problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
+            break
+        for reason in validation.problems(manifest, plan, commit):
+            problem(commit.round, None, reason)
+        done.contributions += len(commit.contributions)
+        done.head, plan = commit, commit.plan
+        if commit.round <= replayed:
+            continue
+        for shard in list(outer.theta):
+            if shard in commit.digests:
+                done.attested += 1
+                found = await asyncio.to_thread(outer.digest, shard)
+                if found != commit.digests[shard]:
+                    attested = commit.digests[shard][:12]
+                    problem(commit.round - 1, shard, f"the replay gives state {found[:12]}, the peers say {attested}")
+                    del outer.theta[shard]
+                    continue
+                done.agreed += 1
+            wrong, items = await _payloads(outer, commit, shard, payload)
+            for reason in wrong:
+                problem(commit.round, shard, reason)
+            if items is None:
+                del outer.theta[shard]
+                continue
+            await asyncio.to_thread(outer.apply, shard, items)
+            done.payloads += len(items)
+            done.payload_bytes += sum(len(data) for _, data in items)
+    for shard in outer.theta:
+        done.digests[shard] = await asyncio.to_thread(outer.digest, shard)
+    return done
+
+
+async def _payloads(
+    outer: Outer, commit: Commit, shard: str, payload: Payload
+) -> tuple[list[str], list[tuple[float, bytes]] | None]:
+    """What is wrong with one shard's payloads of a round, and (weight, payload) of all; None if they cannot be applied."""
+    gate = asyncio.Semaphore(FETCHES)
+
+    async def one(weight: float, part: Part, sender: str) -> tuple[float, bytes, str | None]:
+        try:
+            async with gate:
+                data = await payload(part.digest, part.size)
+                if len(data) != part.size or blob_hash.name_of(data) != part.digest:
+                    raise BadPayload("its bytes are not those that were committed")
+                norm = await asyncio.to_thread(outer.norm, shard, data)
+        except (BadPayload, PayloadError, RemoteError) as error:
+            raise BadPayload(f"payload {part.digest[:12]} of {sender[-8:]}: {error}") from None
+        if math.isclose(norm, part.norm, rel_tol=NORM_TOLERANCE):
+            return weight, data, None
+        said = f"payload {part.digest[:12]} of {sender[-8:]}: its norm is {norm:.6g}, the commit says {part.norm:.6g}"
+        return weight, data, said
+
+    found = await asyncio.gather(*(one(*item) for item in commit.payloads(shard)), return_exceptions=True)
+    wrong: list[str] = []
+    items: list[tuple[float, bytes]] = []
+    for result in found:
+        if isinstance(result, BadPayload):
+            wrong.append(str(result))
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            items.append(result[:2])
+            wrong += [result[2]] if result[2] else []
+    return wrong, items if len(items) == len(found) else None

@@ -1,1 +1,0 @@
-"""The LLaMA-style model, cut into stages, and the subspace of the stage boundaries."""

@@ -1,0 +1,1 @@
+"""The volunteer: one process that trains in a run."""

@@ -1,0 +1,322 @@
+"""The part of a peer that computes: the inner steps of a round, alone or in a chain, and in the chains that follow when one lost a
+member. Its errors are a round's result, never the daemon's end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.chain import pipeline, trace
+from peer.chain.activation_stats import Statistics
+from peer.chain.connect import Pipes
+from peer.chain.progress import Standing, catch_up
+from peer.chain.timing import StepReport
+from peer.config import JoinConfig
+from peer.net.base import Stream, Transport
+from peer.net.uplink import Uplink
+from peer.node.presence import Directory
+from peer.node.rounds import Order, Repair, Result
+from peer.state.storage import Shards
+from peer.training import data, device, trainer
+from protocol.codec import subspace
+from protocol.errors import LocalError, PotluckError
+from protocol.planning import pipeline_model, planner
+from protocol.planning.speed import Speedometer
+from protocol.rounds.chain_repair import SLOW
+from protocol.run import data_order
+from protocol.run.manifest import Manifest
+from protocol.wire import schema
+from protocol.wire.plan import StageSpec
+
+T = TypeVar("T")
+STUCK_SECONDS = 60.0
+"""After so long without the frame that is due a chain's neighbour counts as broken, even if it gives signs of life (peer/chain/link.py)."""
+PACES = 32
+"""Inner steps that are compared to find a stage that has become slow."""
+SOFT_DEADLINE = 0.8
+"""Share of the round's deadline after which a replica offers the steps that it has."""
+
+
+class Engine:
+    """Trains what the plan says; remembers the optimizer's state from round to round."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        peer: str,
+        transport: Transport,
+        corpus: data.Corpus,
+        config: JoinConfig,
+        directory: Directory,
+        uplink: Uplink,
+        optimizer: dict[str, NDArray[np.generic]],
+        emit: Callable[..., None],
+    ) -> None:
+        self.manifest = manifest
+        self._emit = emit
+        self._trace = trace.TraceFile(config.trace, peer) if config.trace is not None else None
+        self.peer = peer
+        self.pipes = Pipes(transport, directory.reach, directory.lost, uplink)
+        self._corpus = corpus
+        self._config = config
+        self._state = optimizer
+        self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
+        self._trainer: trainer.StageTrainer | None = None
+        self._shape: tuple[object, ...] = ()
+        self._depth: tuple[object, int] = ((), 0)  # a chain's stages, and the depth of its last inner step
+        self._basis: NDArray[np.float32] | None = None
+        self._paces: tuple[object, deque[tuple[float, ...]]] = ((), deque())  # the same, and the stages' pace of late
+        self._directory = directory
+        self._speed = Speedometer(manifest)
+        self._training = False
+        self._statistics = Statistics()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def close(self) -> None:
+        """Ends the worker thread and the trace."""
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._trace is not None:
+            self._trace.close()
+
+    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
+        """θ(r-1) - θ local of a shard that was just trained, as pairs (peer/training/model.py)."""
+        assert self._trainer is not None
+        return self._trainer.displacement(shard)
+
+    def release(self) -> None:
+        """Forgets the θ that was trained from: `displacement` is not asked for any more."""
+        if self._training:
+            raise AssertionError("θ is released while it is trained from; this is a bug")
+        if self._trainer is not None:
+            self._trainer.release()
+
+    def optimizer(self) -> dict[str, NDArray[np.generic]]:
+        """AdamW's moments, by parameter name; for any thread but the worker. They are copies while a round is trained."""
+        trainer = self._trainer
+        if trainer is None:
+            return self._state
+        return dict(self._worker.submit(trainer.optimizer_state, copy=self._training).result())
+
+    async def train(
+        self,
+        order: Order,
+        theta: Shards,
+        stop: asyncio.Event,
+        progress: Callable[[int, float | None], None],
+        repair: Repair,
+    ) -> Result:
+        """Inner steps of one round. Errors become the result's `error`: the replica sits out, nobody else notices. A chain that
+        loses a member waits for the next order, and goes on."""
+        plan, train = order.plan, self.manifest.train
+        spec = plan.replicas[order.replica]
+        position = spec.peers.index(self.peer)
+        soft = asyncio.Event()
+        timer = asyncio.get_running_loop().call_later(SOFT_DEADLINE * self.manifest.timing.round_deadline, soft.set)
+        standing, reports = Standing(), list[StepReport]()
+        first_step = (plan.round - 1) * train.inner_steps + 1
+
+        def on_step(report: StepReport) -> None:
+            reports.append(report)
+            stages = order.plan.replicas[order.replica].stages
+            self._depth = (stages, report.depth)
+            self._look(stages, report.paces, lambda peer: repair.broke(order.epoch, peer, SLOW))
+            stage = stages[position]
+            self._directory.update(speed_flops=self._speed.add(stage.first, stage.last, report.pace))
+            if self._trace is not None:
+                self._trace.flush()
+            if len(spec.stages) > 1:
+                left_out = ("loss", "norm", "tokens", "paces")
+                measured = {name: x for name, x in schema.plain(report).items() if name not in left_out}
+                self._emit("chain", round=plan.round, **measured)
+            progress(report.step - first_step + 1, report.loss)
+
+        class Either:
+            def is_set(self) -> bool:
+                return stop.is_set() or soft.is_set()
+
+        error = None
+        self._training = True
+        try:
+            await self._prepare(spec.stages[position], spec.k, theta)
+            assert self._trainer is not None
+            while not order.steps:
+                chain = self._chain(order, position, standing, stop, Either(), on_step)
+                newer = await self._unless_mended(chain, order.epoch, stop, repair)
+                if newer is None:
+                    break
+                order = newer
+            else:
+                standing.summed = standing.summed and standing.total.steps == order.steps  # else the norm is unknown
+                best = dataclasses.replace(standing.total, steps=order.steps)
+                await catch_up(self._trainer, self._worker, standing, best, first_step)
+            if stop.is_set():
+                error = "the round was decided before all steps were done"
+        except PotluckError as failure:
+            error = str(failure)
+            self._depth = ((), 0)  # a member may hold less than it did
+        finally:
+            timer.cancel()
+            self.pipes.forget(plan.round + 1)
+            # weights are at rest then; what the outer step needs takes the place of activations
+            await asyncio.get_running_loop().run_in_executor(self._worker, device.return_memory)
+            self._training = False
+        steps = standing.total.steps
+        tokens = steps * train.step_tokens
+        return Result(
+            steps=steps,
+            tokens=tokens,
+            loss=reports[0].loss if reports else standing.total.loss if steps else None,
+            error=error if steps or error else "no step was done",
+            forward_bytes=sum(r.forward_bytes for r in reports),
+            backward_bytes=sum(r.backward_bytes for r in reports),
+            boundary_tokens=tokens if len(spec.stages) > 1 else 0,
+        )
+
+    def _look(self, stages: tuple[StageSpec, ...], paces: tuple[float, ...], tell: Callable[[str], None]) -> None:
+        """Tells, as a chain's first stage, of one that has become slow."""
+        if self._paces[0] != stages:
+            self._paces = (stages, deque(maxlen=PACES))
+        if paces:
+            self._paces[1].append(paces)
+        slow = pipeline_model.slow_stage(list(self._paces[1]), self.manifest.train.micro_batches)
+        if slow is not None:
+            tell(stages[slow].peer)
+
+    async def _unless_mended(
+        self, work: Coroutine[None, None, None], epoch: int, stop: asyncio.Event, repair: Repair
+    ) -> Order | None:
+        """Trains in one chain to the end; or the order to go on in another, which comes when it broke, here or elsewhere. Raises
+        what broke it if there is none before the round is over."""
+        chain = asyncio.create_task(work)
+        newer, over = asyncio.create_task(repair.orders.get()), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({chain, newer}, return_when=asyncio.FIRST_COMPLETED)
+            if not newer.done():
+                try:
+                    chain.result()
+                    return None
+                except pipeline.ChainBroken as error:
+                    repair.broke(epoch, error.peer, error.reason)
+                    await asyncio.wait({newer, over}, return_when=asyncio.FIRST_COMPLETED)
+                    if not newer.done():
+                        raise
+            return newer.result()
+        finally:
+            for task in (chain, newer, over):
+                task.cancel()
+            await asyncio.gather(chain, newer, over, return_exceptions=True)
+
+    async def _chain(
+        self,
+        order: Order,
+        position: int,
+        standing: Standing,
+        stop: asyncio.Event,
+        end: pipeline.StopSign,
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        """The inner steps that are left, with the members that `order` names. Raises PotluckError."""
+        plan, train = order.plan, self.manifest.train
+        spec = plan.replicas[order.replica]
+        stage = spec.stages[position]
+        first_step = (plan.round - 1) * train.inner_steps + 1
+
+        def windows(step: int) -> NDArray[np.int64]:
+            at = data_order.slots(plan.slot, order.replica, step - first_step, train.inner_steps, train.step_rows)
+            numbers = data_order.windows(self.manifest.seed_bytes, self._corpus.n_windows, at)
+            return self._corpus.train_windows(numbers)
+
+        previous, following = await self._unless(
+            stop, self.pipes.neighbours(plan, order.replica, order.epoch, position)
+        )
+        plain, most = planner.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
+        assert self._trainer is not None
+        try:
+            await pipeline.run_steps(
+                self._trainer,
+                self._worker,
+                first_step=first_step,
+                steps=train.inner_steps,
+                wires=(self.manifest.chains.forward, self.manifest.chains.backward),
+                timeout=STUCK_SECONDS,
+                previous=previous,
+                following=following,
+                windows=windows,
+                depth=self._depth[1] if self._depth[0] == spec.stages else planner.window(self.manifest),
+                plain_depth=plain,
+                most_depth=most,
+                stop=end,
+                on_step=on_step,
+                trace=self._trace,
+                statistics=self._statistics,
+                standing=standing,
+                resume=order.epoch > 0,
+            )
+        finally:
+            if following is not None:  # the other one is closed where it came in
+                self._close(following)
+
+    def _close(self, stream: Stream) -> None:
+        """Behind the scenes: what is under way is read first, if there is somebody who reads."""
+
+        async def close() -> None:
+            with contextlib.suppress(PotluckError):
+                await stream.finish()
+            await stream.close()
+
+        task = asyncio.create_task(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _prepare(self, stage: StageSpec, k: int, theta: Shards) -> None:
+        """A trainer for this stage with the optimizer state that is still of use, at θ(r-1)."""
+        shards = planner.stage_shards(self.manifest, stage.first, stage.last)
+        if (shards, k) != self._shape:
+            self._state = {**self._state, **self.optimizer()}
+            self._trainer = None
+            if k and self._basis is None:
+                self._basis = await asyncio.to_thread(
+                    subspace.basis,
+                    self.manifest.seed_bytes,
+                    self.manifest.model.d_model,
+                    max(self.manifest.chains.k),
+                )
+
+            def build() -> trainer.StageTrainer:
+                made = trainer.StageTrainer(
+                    self.manifest.model,
+                    self.manifest.train,
+                    shards,
+                    k=k,
+                    basis=self._basis if k else None,
+                    device=self._config.device,
+                )
+                made.load_optimizer(self._state)
+                return made
+
+            self._trainer = await asyncio.get_running_loop().run_in_executor(self._worker, build)
+            self._shape = (shards, k)
+            self._state = {}
+        assert self._trainer is not None
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.begin_round, theta)
+
+    async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:
+        """`work`, which is given up when the round is over. Raises LocalError then."""
+        task, over = asyncio.create_task(work), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise LocalError("the round was decided before its chain was complete")
+            return task.result()
+        finally:
+            for one in (task, over):
+                one.cancel()
+            await asyncio.gather(task, over, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""What a peer keeps: the global state, the error feedback, checkpoints and payloads."""

@@ -1,0 +1,153 @@
+"""The outer step of SparseLoCo: the one module that writes θ and the error feedback at a round boundary.
+
+For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth Pre-Training):
+
+    e    = β e + δ              δ = θ_global - θ_local after H inner steps      accumulate
+    sent = Q(TopK(e));  e -= sent        the dequantized value                  encode
+    e   += sent                          the contribution was not committed     give_back
+    e    = β e - sent                    sent, but a crash took δ               without_delta
+    θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
+
+All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same
+everywhere. Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32
+rounding. A crash between an offer and the writing of e costs that round's δ: it counts as zero, and e is brought up to the
+offer by `without_delta`, so that the equation holds, and later rounds take back what was sent of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.codec import sparse
+from protocol.codec.sparse import Codec, Sparse
+from protocol.codec.topk import Map
+from protocol.errors import LocalError
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+
+Array = npt.NDArray[np.float32]
+BLOCK = 1 << 16
+"""Elements that are worked on at a time: they stay in the processor's cache."""
+
+
+class Outer:
+    """`theta`: the shards held; `feedback`: error buffers e (fp32, as theta's arrays), which may outlive the
+    holding.
+
+    `apply` replaces the list in `theta`, so that whoever reads the old one sees a whole state (see there). `threads`: how many
+    encode and apply at a time; the bits do not depend on it.
+    """
+
+    def __init__(self, spec: ModelSpec, codec: Codec, beta: float, eta: float, threads: int = 1) -> None:
+        self.threads = threads
+        self.spec = spec
+        self.codec = codec
+        self.beta = np.float32(beta)
+        self.eta = np.float32(eta)
+        self.theta: dict[str, list[Array]] = {}
+        self.feedback: dict[str, list[Array]] = {}
+
+    def accumulate(self, shard: str, displacement: Sequence[tuple[Array, Array | None]]) -> None:
+        """e = β e + δ, for each tensor δ = a - b of (a, b), or a where b is None. Raises LocalError, and leaves e as it was, if a
+        value is not finite; ValueError for wrong shapes."""
+        if tuple(a.shape for a, _ in displacement) != layout.shapes(self.spec, shard):
+            raise ValueError(f"{shard}: the pseudo-gradient's shapes are not those of the shard")
+        for pair in displacement:
+            # θ is finite: it is b that may not be; their difference could still overflow, which `encode` refuses
+            blocks = _blocks(pair[0] if pair[1] is None else pair[1])
+            if not all(math.isfinite(x) for block in blocks for x in (block.min(), block.max())):
+                raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
+        room = np.empty(BLOCK, dtype=np.float32)
+        for e, (a, b) in zip(self._feedback(shard), displacement, strict=True):
+            for e_block, a_block, b_block in zip(_blocks(e), _blocks(a), _blocks(a if b is None else b), strict=True):
+                delta = a_block if b is None else np.subtract(a_block, b_block, out=room[: a_block.size])
+                np.multiply(e_block, self.beta, out=e_block)
+                np.add(e_block, delta, out=e_block)
+
+    def encode(self, shard: str) -> tuple[bytes, float]:
+        """The payload to offer, and the L2 norm of what it sends; e loses that. Raises PayloadError if e is not finite."""
+        buffers = self._feedback(shard)
+        with self._pool() as run:
+            payload = sparse.encode(self.codec, buffers, run)
+        sent = self._decode(shard, payload)
+        for e, x in zip(buffers, sent, strict=True):
+            e.reshape(-1)[x.index] -= x.values
+        return payload, _norm(sent)
+
+    def norm(self, shard: str, payload: bytes | memoryview) -> float:
+        """L2 norm of what `payload` sends. Raises PayloadError."""
+        return _norm(self._decode(shard, payload))
+
+    def without_delta(self, shard: str, payload: bytes | memoryview) -> None:
+        """e = β e - sent, where `payload` is out and its δ is lost. Raises PayloadError."""
+        sent = self._decode(shard, payload)
+        for e, x in zip(self._feedback(shard), sent, strict=True):
+            np.multiply(e, self.beta, out=e)
+            e.reshape(-1)[x.index] -= x.values
+
+    def give_back(self, shard: str, payload: bytes | memoryview) -> None:
+        """e gets back what `payload`, made by `encode`, took from it: it was not committed. Raises
+        PayloadError."""
+        returned = self._decode(shard, payload)
+        for e, sent in zip(self._feedback(shard), returned, strict=True):
+            e.reshape(-1)[sent.index] += sent.values
+
+    def apply(
+        self,
+        shard: str,
+        contributions: Sequence[tuple[float, bytes | memoryview]],
+        room: list[Array] | None = None,
+    ) -> None:
+        """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a
+        weight that is not finite) before anything is changed, KeyError for a shard that is not held.
+
+        With `room` the memory of the former arrays goes there, and the new ones take theirs from it: only for a caller
+        who knows that nobody else reads those arrays any more."""
+        held = self.theta[shard]
+        if not all(math.isfinite(weight) for weight, _ in contributions):
+            raise ValueError(f"{shard}: a contribution's weight is not finite")
+        with self._pool() as run:
+            self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, run, room)
+        if room is not None:
+            room += [array for array in held if array.flags.writeable]
+
+    def digest(self, shard: str) -> str:
+        """The shard's digest (protocol/run/layout.py)."""
+        return layout.shard_digest(self.theta[shard])
+
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator[Map]:
+        if self.threads == 1:
+            yield map
+        else:
+            with ThreadPoolExecutor(self.threads, "codec") as pool:
+                yield pool.map
+
+    def _decode(self, shard: str, payload: bytes | memoryview) -> list[Sparse]:
+        return sparse.decode(self.codec, layout.shapes(self.spec, shard), payload)
+
+    def _feedback(self, shard: str) -> list[Array]:
+        if shard not in self.feedback:
+            self.feedback[shard] = [np.zeros(s, dtype=np.float32) for s in layout.shapes(self.spec, shard)]
+        return self.feedback[shard]
+
+
+def difference(displacement: Sequence[tuple[Array, Array | None]]) -> list[Array]:
+    """δ of a displacement (see `Outer.accumulate`)."""
+    return [a if b is None else a - b for a, b in displacement]
+
+
+def _norm(sent: Sequence[Sparse]) -> float:
+    return math.sqrt(sum(float(np.sum(np.square(x.values, dtype=np.float64))) for x in sent))
+
+
+def _blocks(array: Array) -> Iterator[Array]:
+    """The elements of a contiguous array, some at a time."""
+    flat = array.reshape(-1)
+    return (flat[at : at + BLOCK] for at in range(0, flat.size, BLOCK))

@@ -1,0 +1,134 @@
+"""The way into any state: for a newcomer, a peer that comes back, a shard that is new here, and one whose bits are wrong.
+
+    θ(round) of a shard  =  θ(r) for some r < round  +  the committed payloads of the rounds r+1 … round
+
+θ(r) is taken from where it costs the fewest bytes of network: our own checkpoints, those of others, or the seed (r = 0). A state of a
+checkpoint counts only if it has the digest that commit r+1 carries: the majority's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.events import Emitter
+from peer.state.outer_optimizer import Outer
+from peer.state.payloads import Exchange
+from peer.state.storage import Storage
+from protocol.errors import RemoteError
+from protocol.run import init, layout
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A state to start from. `cost`: bytes to fetch until the wanted round; `holders`: None where it is here already."""
+
+    cost: int
+    round: int
+    digest: str
+    holders: tuple[str, ...] | None
+
+
+class Recovery:
+    """Builds shards in `outer.theta`. `log`: the commits that are known, by round."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        outer: Outer,
+        storage: Storage,
+        exchange: Exchange,
+        log: Mapping[int, Commit],
+        emit: Emitter,
+    ) -> None:
+        self.manifest = manifest
+        self.outer = outer
+        self._storage = storage
+        self._exchange = exchange
+        self._log = log
+        self._emit = emit
+
+    async def build(self, shards: Sequence[str], round: int) -> None:
+        """Makes `outer.theta` hold `shards` after `round`, all of them at once. Tries until it has them."""
+        if not shards:
+            return
+        beside = Outer(
+            self.outer.spec, self.outer.codec, float(self.outer.beta), float(self.outer.eta), self.outer.threads
+        )
+        bases = await self._take_bases(beside, shards, round)
+        for r in range(min(bases.values()) + 1, round + 1):
+            behind = [s for s in shards if bases[s] < r]
+            payloads = await self._exchange.payloads(self._log[r], behind, self._log)
+            for shard in behind:
+                items = [(w, payloads[p.digest]) for w, p, _ in self._log[r].payloads(shard)]
+                await asyncio.to_thread(beside.apply, shard, items)
+            self._storage.blobs.protected.difference_update(payloads)  # until it is said again what is needed
+        self.outer.theta.update(beside.theta)
+
+    def is_long(self, shards: Sequence[str], applied: int, round: int) -> bool:
+        """Whether the payloads from `applied` to `round` are more bytes than the shards themselves."""
+        replay = sum(self.replay_bytes(shard, applied, round) for shard in shards)
+        return replay > sum(layout.shard_bytes(self.manifest.model, shard) for shard in shards)
+
+    async def is_shorter(self, shards: Sequence[str], applied: int, round: int) -> bool:
+        """Whether to fetch a later state of these shards, which are held after `applied`, takes fewer bytes than to replay."""
+        holders = await self._exchange.holders()
+        replay = sum(self.replay_bytes(shard, applied, round) for shard in shards)
+        return sum(self.bases(shard, round, holders)[0].cost for shard in shards) < replay
+
+    def replay_bytes(self, shard: str, after: int, round: int) -> int:
+        """Bytes of payloads to fetch from state `after` to `round`."""
+        store = self._storage.blobs
+        parts = (p for r in range(after + 1, round + 1) for _, p, _ in self._log[r].payloads(shard))
+        return sum(p.size for p in parts if not store.has(p.digest))
+
+    def bases(self, shard: str, round: int, holders: Mapping[tuple[int, str], Sequence[str]]) -> list[Base]:
+        """The states to start from for `shard` after `round`, the cheapest first."""
+        found = [Base(self.replay_bytes(shard, 0, round), 0, "", None)]
+        own, store = self._storage.states(), self._storage.blobs
+        for r in range(1, round + 1):
+            digest = self._log[r + 1].digests.get(shard) if r + 1 in self._log else None
+            others = holders.get((r, shard), ())
+            if digest is None:
+                continue
+            if own.get(r, {}).get(shard) == digest:
+                found.append(Base(self.replay_bytes(shard, r, round), r, digest, None))
+            elif others or store.has(digest):
+                size = 0 if store.has(digest) else layout.shard_bytes(self.manifest.model, shard)
+                found.append(Base(self.replay_bytes(shard, r, round) + size, r, digest, tuple(others)))
+        return sorted(found, key=lambda base: (base.cost, -base.round))
+
+    async def _take_bases(self, beside: Outer, shards: Sequence[str], round: int) -> dict[str, int]:
+        """Puts a state of each shard into `beside.theta`; its round."""
+        spec = self.manifest.model
+        alone = sum(self.bases(shard, round, {})[0].cost for shard in shards)
+        ask = alone > sum(layout.shard_bytes(spec, shard) for shard in shards) / 2
+        holders = await self._exchange.holders() if ask else {}
+        taken: dict[str, int] = {}
+        for shard in shards:  # one after the other: each is fetched from several holders, and little is lost by a kill
+            for base in self.bases(shard, round, holders):
+                arrays = await self._load(shard, base)
+                if arrays is not None:
+                    beside.theta[shard] = arrays
+                    taken[shard] = base.round
+                    break
+        self._emit("recovered", round=round, bases=taken)
+        return taken
+
+    async def _load(self, shard: str, base: Base) -> list[NDArray[np.float32]] | None:
+        """The shard's tensors at `base`, or None where they cannot be had."""
+        if base.round == 0:
+            return await asyncio.to_thread(init.initial_shard, self.manifest.model, self.manifest.seed_bytes, shard)
+        if base.holders is None:
+            return await asyncio.to_thread(self._storage.load_shard, base.round, shard, base.digest)
+        try:
+            return await self._exchange.shard(base.round, shard, base.digest, base.holders)
+        except RemoteError as error:
+            self._emit("warning", text=str(error))
+            return None

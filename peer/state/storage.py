@@ -1,0 +1,293 @@
+"""A peer's durable state: its identity's folder, checkpoints of shards, and the newest offer with its error feedback.
+
+    DIR/lock                          held while a daemon runs
+    DIR/identity.key                  Ed25519, in libp2p's format
+    DIR/tokenizer.json                the run's
+    DIR/blobs/                        payloads, our own and others' (peer/net/blobs/store.py)
+    DIR/offer-<round>.json            what was offered in the round
+    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: and its offer given back
+    DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard
+
+Everything appears by rename after fsync, so that a crash leaves the old or the new, and what a kill leaves half-written is
+removed at the next start. Tensors are named by position (a shard's parameters), `shard/position` (feedback) or as the trainer
+names them. A checkpoint's shards are served as blobs: their digests are those that the log carries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
+
+from peer.net.blobs import Blob, BlobStore, disk_error, sync_folder, write_durably
+from protocol.codec import blob_hash
+from protocol.errors import UsageError
+from protocol.run import layout
+from protocol.wire.schema import SchemaError, build, plain
+from protocol.wire.session import Offer
+
+Shards = dict[str, list[NDArray[np.float32]]]
+KEPT = 2
+"""Checkpoints and feedback files that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """θ(round) of the shards that were held, and the inner optimizer's state."""
+
+    round: int
+    theta: Shards
+    optimizer: dict[str, NDArray[np.generic]]
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """Error feedback after `round` (0: none), and the newest offer, if it may still have to be given back. `behind`: the
+    feedback is that of a round before the offer's."""
+
+    round: int
+    feedback: Shards
+    offer: Offer | None
+    behind: bool
+
+
+class Storage:
+    """A peer's folder. One process at a time. `limit`: bytes for payloads. Raises UsageError where the disk refuses."""
+
+    def __init__(self, folder: Path, limit: int | None = None) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = open(folder / "lock", "w")  # noqa: SIM115  (held until close)
+        except OSError as error:
+            raise disk_error(folder, error) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise UsageError(
+                f"directory {folder}: another potluck process uses it; stop that one or choose another with --dir"
+            ) from None
+        for leftover in (*folder.glob(".checkpoint-*"), *folder.glob(".feedback-*"), *folder.glob(".offer-*")):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        self.blobs = BlobStore(folder / "blobs", limit)
+        self._kept = self._read_index()
+
+    def close(self) -> None:
+        """Lets another process use the folder."""
+        self._lock.close()
+
+    def save_tokenizer(self, data: bytes) -> None:
+        """Keeps the file of the run's tokenizer."""
+        write_durably(self.folder / "tokenizer.json", data)
+
+    def load_tokenizer(self, digest: str) -> bytes | None:
+        """That file, if its sha256 is `digest`."""
+        try:
+            data = (self.folder / "tokenizer.json").read_bytes()
+        except FileNotFoundError:
+            return None
+        return data if hashlib.sha256(data).hexdigest() == digest else None
+
+    # --- error feedback and offers
+
+    def save_offer(self, offer: Offer) -> None:
+        """Makes an offer durable; its payloads are."""
+        write_durably(self.folder / f"offer-{offer.round:08d}.json", json.dumps(plain(offer)).encode())
+        for _, path in self._numbered("offer-*.json")[:-KEPT]:
+            path.unlink()
+
+    def save_feedback(self, round: int, feedback: Shards, *, given_back: bool = False) -> None:
+        """Makes the feedback after packing `round` durable, or that after its offer was given back."""
+        path = self.folder / f"feedback-{round:08d}.safetensors"
+        before = [old for _, old in self._numbered("feedback-*.safetensors") if old != path]
+        pieces = _safetensors(_flatten(feedback), {"given_back": str(given_back)})
+        write_durably(path, *pieces, over=before[0] if len(before) >= KEPT else None)
+
+    def load_feedback(self) -> Feedback:
+        """The newest feedback and offer that can be read."""
+        offer: Offer | None = None
+        for _, path in reversed(self._numbered("offer-*.json")):
+            with contextlib.suppress(OSError, ValueError, SchemaError):
+                offer = build(Offer, json.loads(path.read_text()))
+                break
+        feedback: Shards = {}
+        newest, given_back = 0, False
+        for round, path in reversed(self._numbered("feedback-*.safetensors")):
+            with contextlib.suppress(OSError, ValueError, SafetensorError):
+                feedback, newest = _unflatten(load_file(path)), round
+                with safe_open(path, "numpy") as file:
+                    given_back = (file.metadata() or {}).get("given_back") == "True"
+                break
+        if offer is None or offer.round < newest or (offer.round == newest and given_back):
+            return Feedback(newest, feedback, None, False)
+        return Feedback(newest, feedback, offer, offer.round > newest)
+
+    # --- checkpoints
+
+    def save_checkpoint(self, checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:
+        """Writes a whole checkpoint, or none; `digests`: of its shards."""
+        final = self.folder / f"checkpoint-{checkpoint.round:08d}"
+        if checkpoint.round in self._kept and set(self._kept[checkpoint.round]) >= set(digests):
+            return
+        temporary = self.folder / f".{final.name}"
+        meta = {"round": checkpoint.round, "digests": dict(digests)}
+        try:
+            temporary.mkdir()
+            for shard, arrays in checkpoint.theta.items():
+                _write(temporary / f"{shard}.safetensors", *_safetensors({f"{i:02}": a for i, a in enumerate(arrays)}))
+            _write(temporary / "optimizer.safetensors", *_safetensors(checkpoint.optimizer))
+            _write(temporary / "meta.json", json.dumps(meta).encode())
+            sync_folder(temporary)
+            if final.exists():  # with a damaged shard
+                shutil.rmtree(final)
+            os.rename(temporary, final)
+            sync_folder(self.folder)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise disk_error(self.folder, error) from None
+        self._kept[checkpoint.round] = self._blobs_of(final, digests)
+        for round, path in self._numbered("checkpoint-*")[:-KEPT]:
+            self._kept.pop(round, None)
+            shutil.rmtree(path)
+
+    def load_checkpoint(self, warn: Callable[[str], None] = lambda text: None) -> Checkpoint | None:
+        """The newest checkpoint of which anything can be read. Shards whose bytes are not those that were written are left
+        out and told: whoever wants them gets them as any shard that is not held."""
+        for round, path in reversed(self._numbered("checkpoint-*")):
+            kept = self._kept.get(round, {})
+            theta = {}
+            for shard in list(kept):
+                arrays = self.load_shard(round, shard, kept[shard][0])
+                if arrays is None:
+                    del kept[shard]
+                    warn(
+                        f"file {path / shard}.safetensors: damaged; this shard is built again from the others and the log"
+                    )
+                else:
+                    theta[shard] = arrays
+            if not theta:
+                warn(f"directory {path}: no shard of this checkpoint can be read; an older one is taken, or the log")
+                continue
+            try:
+                optimizer = load_file(path / "optimizer.safetensors")
+            except (OSError, SafetensorError):
+                warn(f"file {path / 'optimizer.safetensors'}: damaged; the optimizer starts afresh")
+                optimizer = {}
+            return Checkpoint(round, theta, optimizer)
+        return None
+
+    def load_shard(self, round: int, shard: str, digest: str) -> list[NDArray[np.float32]] | None:
+        """A shard of a checkpoint, or None where it is not there with this digest."""
+        try:
+            arrays = _load(self.folder / f"checkpoint-{round:08d}", shard)
+        except (OSError, SafetensorError):
+            return None
+        return arrays if layout.shard_digest(arrays) == digest else None
+
+    def states(self) -> dict[int, dict[str, str]]:
+        """Round -> shard -> digest of all that the checkpoints have."""
+        return {round: {shard: name for shard, (name, _) in kept.items()} for round, kept in self._kept.items()}
+
+    def find(self, name: str) -> Blob | None:
+        """Where the bytes of a checkpoint's shard with this digest lie."""
+        for kept in self._kept.values():
+            for digest, blob in kept.values():
+                if digest == name:
+                    return blob
+        return None
+
+    def _blobs_of(self, path: Path, digests: Mapping[str, str]) -> dict[str, tuple[str, Blob]]:
+        """Shard -> digest and place of its bytes. A safetensors file has the length of its header (u64, little-endian), the
+        header, and the tensors in the order of their names, so that the end of the file is a shard's canonical bytes."""
+        found = {}
+        for shard, digest in digests.items():
+            file = path / f"{shard}.safetensors"
+            with contextlib.suppress(OSError), open(file, "rb") as opened:
+                start = 8 + int.from_bytes(opened.read(8), "little")
+                found[shard] = (digest, Blob(file, start, max(0, file.stat().st_size - start)))
+        return found
+
+    def _read_index(self) -> dict[int, dict[str, tuple[str, Blob]]]:
+        kept = {}
+        for round, path in self._numbered("checkpoint-*"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                digests = json.loads((path / "meta.json").read_text())["digests"]
+                if all(blob_hash.is_name(digest) for digest in digests.values()):
+                    kept[round] = self._blobs_of(path, digests)
+        return kept
+
+    def _numbered(self, pattern: str) -> list[tuple[int, Path]]:
+        """(round, path), oldest first."""
+        found = []
+        for path in self.folder.glob(pattern):
+            number = path.name.split("-")[1].split(".")[0]
+            if number.isdecimal():
+                found.append((int(number), path))
+        return sorted(found)
+
+
+def read_theta(checkpoint: Path) -> tuple[int, Shards]:
+    """Round and θ of a peer's checkpoint, which is only read. Raises UsageError."""
+    try:
+        meta = json.loads((checkpoint / "meta.json").read_text())
+        return int(meta["round"]), {shard: _load(checkpoint, shard) for shard in meta["digests"]}
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise UsageError(
+            f"checkpoint {checkpoint}: cannot be read ({type(error).__name__}); give a folder checkpoint-… of a peer"
+        ) from None
+
+
+def _load(checkpoint: Path, shard: str) -> list[NDArray[np.float32]]:
+    """A shard's tensors. Raises OSError, SafetensorError."""
+    tensors = load_file(checkpoint / f"{shard}.safetensors")
+    return [tensors[name] for name in sorted(tensors)]
+
+
+def _safetensors(
+    tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file of fp32 tensors in the order of their names, piece by piece: the library's `save` copies them all."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in sorted(tensors):
+        array, begin = tensors[name], end
+        if array.dtype != np.float32:
+            raise ValueError(f"tensor {name}: {array.dtype}, not float32; this is a bug")
+        end += array.nbytes
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    yield len(raw).to_bytes(8, "little") + raw
+    for name in sorted(tensors):
+        yield np.ascontiguousarray(tensors[name], dtype="<f4").data.cast("B")
+
+
+def _write(path: Path, *pieces: bytes | memoryview) -> None:
+    with open(path, "wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _flatten(shards: Mapping[str, list[NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:
+    return {f"{shard}/{i}": array for shard, arrays in shards.items() for i, array in enumerate(arrays)}
+
+
+def _unflatten(tensors: Mapping[str, NDArray[np.float32]]) -> Shards:
+    shards: dict[str, dict[int, NDArray[np.float32]]] = {}
+    for name, array in tensors.items():
+        shard, _, position = name.rpartition("/")
+        shards.setdefault(shard, {})[int(position)] = array
+    return {shard: [arrays[i] for i in range(len(arrays))] for shard, arrays in shards.items()}

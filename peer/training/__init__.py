@@ -1,0 +1,1 @@
+"""The inner loop: the model, its text, AdamW, and the device that computes."""

@@ -1,0 +1,228 @@
+"""A contiguous range of a LLaMA-style decoder. The whole model is the stage that has everything.
+
+Parameter names are those of Hugging Face's LlamaForCausalLM, with global block numbers, so a stage's state is a subset
+of the whole model's. The one exception: the first stage of a compressed chain trains `model.embed_tokens.coordinates`
+(A [V, K], see subspace.py) in place of `model.embed_tokens.weight`.
+
+Shapes: B rows, L positions, V vocabulary, D model width, N heads, H head width, K subspace width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from peer.training.subspace import Boundary, split
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+
+Theta = Mapping[str, Sequence[np.ndarray]]
+"""Host values by shard: fp32 arrays in canonical order."""
+
+
+def _rope(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos, sin [context, H] of the "rotate half" convention: both halves carry the same angles."""
+    width = spec.d_model // spec.n_heads
+    rate = 1.0 / spec.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angle = torch.outer(torch.arange(spec.context, dtype=torch.float32), rate)
+    angle = torch.cat((angle, angle), dim=-1)
+    return angle.cos().to(device), angle.sin().to(device)
+
+
+def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+    first, second = x_BNLH.chunk(2, dim=-1)
+    return x_BNLH * cos_LH + torch.cat((-second, first), dim=-1) * sin_LH
+
+
+def _shared(array: np.ndarray) -> Tensor:
+    """The array as a tensor: without a copy where torch allows it."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class _Table(nn.Module):
+    """A `weight` without initial values (`load` gives them): nn.Linear would spend minutes on random ones."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+
+class _Linear(_Table):
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight)
+
+
+class _Norm(_Table):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__(spec.d_model)
+        self.eps = spec.norm_eps
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return functional.rms_norm(x_BLD, self.weight.shape, self.weight, self.eps)
+
+
+class _Embedding(_Table):
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        return functional.embedding(ids_BL, self.weight)
+
+
+class _Coordinates(nn.Module):
+    """A [V, K]: the trained part of a compressed chain's embedding."""
+
+    def __init__(self, vocab_size: int, k: int) -> None:
+        super().__init__()
+        self.coordinates = nn.Parameter(torch.empty(vocab_size, k))
+
+
+class _Attention(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.heads = spec.n_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (_Linear(spec.d_model, spec.d_model) for _ in range(4))
+
+    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+        q_BNLH, k_BNLH, v_BNLH = (
+            projection(x_BLD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        out_BNLH = functional.scaled_dot_product_attention(
+            _rotate(q_BNLH, cos_LH, sin_LH), _rotate(k_BNLH, cos_LH, sin_LH), v_BNLH, is_causal=True
+        )
+        out_BLD: Tensor = self.o_proj(out_BNLH.transpose(1, 2).flatten(-2))
+        return out_BLD
+
+
+class _FeedForward(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_proj = _Linear(spec.d_ff, spec.d_model)
+        self.up_proj = _Linear(spec.d_ff, spec.d_model)
+        self.down_proj = _Linear(spec.d_model, spec.d_ff)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        out_BLD: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
+        return out_BLD
+
+
+class _Block(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.input_layernorm = _Norm(spec)
+        self.self_attn = _Attention(spec)
+        self.post_attention_layernorm = _Norm(spec)
+        self.mlp = _FeedForward(spec)
+
+    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH)
+        out_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
+        return out_BLD
+
+
+class Stage(nn.Module):
+    """Blocks `first_block` up to, not including, `last_block`, with or without the embedding and the head.
+
+    `u_DK` (orthonormal columns) makes it a member of a compressed chain; None: no compression. The parameters have no
+    values before `load`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        first_block: int,
+        last_block: int,
+        has_embed: bool,
+        has_head: bool,
+        *,
+        u_DK: Tensor | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.shards: tuple[str, ...] = (
+            *(("embed",) if has_embed else ()),
+            *(f"block.{i}" for i in range(first_block, last_block)),
+            *(("head",) if has_head else ()),
+        )
+        self.has_embed, self.has_head = has_embed, has_head
+        self.boundary: Boundary | None = None
+        self._u_DK = None if u_DK is None else u_DK.to(device)
+        self._a0_VK: Tensor | None = None
+        self.model = nn.Module()
+        if has_embed:
+            V = spec.vocab_size
+            self.model.embed_tokens = _Embedding(V, spec.d_model) if u_DK is None else _Coordinates(V, u_DK.shape[1])
+        self.model.layers = nn.ModuleDict({str(i): _Block(spec) for i in range(first_block, last_block)})
+        if has_head:
+            self.model.norm = _Norm(spec)
+            self.lm_head = _Linear(spec.vocab_size, spec.d_model)
+        self.to(device)
+        self._cos, self._sin = _rope(spec, torch.device(device))
+
+    @torch.no_grad()
+    def load(self, theta: Theta) -> None:
+        """Takes this stage's shards, and in a compressed chain U's split of `embed`, from `theta`. Raises KeyError."""
+        held = dict(self.named_parameters())
+        if self._u_DK is not None:
+            self.boundary = None  # the next one takes its memory
+            a_VK, t_perp_VD = split(_shared(theta["embed"][0]).to(self._u_DK.device), self._u_DK)
+            self.boundary = Boundary(self._u_DK, t_perp_VD)
+            if self.has_embed:
+                held["model.embed_tokens.coordinates"].copy_(a_VK)
+                self._a0_VK = a_VK
+        for shard in self.shards:
+            for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True):
+                if name in held:
+                    held[name].copy_(_shared(array))
+
+    @torch.no_grad()
+    def displacement(self, shard: str, theta: Theta) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """(a, b) for each tensor in canonical order, fp32: theta - this stage's values is a - b, or a where b is None. `theta` is
+        what was loaded. On the CPU b is the parameter itself: it changes with the next step.
+
+        A compressed chain's embedding moves within S only: (A0 - A) U^T.
+        """
+        held = dict(self.named_parameters())
+        if shard == "embed" and self._u_DK is not None and self._a0_VK is not None:
+            moved_VD = (self._a0_VK - held["model.embed_tokens.coordinates"]) @ self._u_DK.T
+            return [(np.ascontiguousarray(moved_VD.cpu().numpy()), None)]
+        return [
+            (array, held[name].detach().cpu().numpy())
+            for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True)
+        ]
+
+    def embed(self, ids_BL: Tensor) -> Tensor:
+        """Token embeddings [B, L, D]."""
+        table = self.model.embed_tokens
+        if isinstance(table, _Coordinates):
+            assert self.boundary is not None, "load comes first"
+            return self.boundary.expand(functional.embedding(ids_BL, table.coordinates), ids_BL)
+        x_BLD: Tensor = table(ids_BL)  # type: ignore[operator]
+        return x_BLD
+
+    def block(self, index: int, x_BLD: Tensor) -> Tensor:
+        """Block `index` (global number) applied to x."""
+        length = x_BLD.shape[1]
+        out_BLD: Tensor = self.model.layers[str(index)](x_BLD, self._cos[:length], self._sin[:length])  # type: ignore[index, operator]
+        return out_BLD
+
+    def forward(self, ids_BL: Tensor, x_BLD: Tensor | None = None) -> Tensor:
+        """x [B, L, D] after this stage's blocks. `x_BLD` is what the previous stage made; None for the first stage."""
+        if x_BLD is None:
+            x_BLD = self.embed(ids_BL)
+        for shard in self.shards:
+            if shard.startswith("block."):
+                x_BLD = self.block(layout.block_index(shard), x_BLD)
+        return x_BLD
+
+    def logits(self, x_BLD: Tensor) -> Tensor:
+        """[B, L, V] from what the last block made."""
+        logits_BLV: Tensor = self.lm_head(self.model.norm(x_BLD))  # type: ignore[operator]
+        return logits_BLV
+
+    def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> Tensor:
+        """Mean cross-entropy, nats per token."""
+        return functional.cross_entropy(self.logits(x_BLD).flatten(0, 1).float(), targets_BL.flatten())

@@ -1,0 +1,316 @@
+"""The inner loop's arithmetic for one stage. A full replica is a stage that has everything: one code path.
+
+Inner optimizer of SparseLoCo: AdamW with weight decay on all parameters, clip by the whole replica's global norm,
+linear warm-up, cosine to a tenth of the peak. The loss of a step is the mean over its tokens: micro-batches are equal,
+so each one's gradient counts 1 / micro_batches, and they are added in micro-batch order. bf16 autocast on CUDA only;
+boundaries, loss and parameters stay fp32.
+
+Not thread-safe: every call belongs on one worker thread (`make_worker`).
+
+Shapes: B rows per micro-batch, L positions, D model width, K subspace width (W: K, or D when k = 0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from peer.state.outer_optimizer import difference
+from peer.training.model import Stage, Theta
+from protocol.errors import LocalError
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
+
+COORDINATES = "model.embed_tokens.coordinates"
+_EVALUATION_ROWS = 16
+
+
+def make_worker(threads: int = 1) -> ThreadPoolExecutor:
+    """The one thread for all tensor work, with `threads` cores for each operation."""
+    return ThreadPoolExecutor(1, "tensor", initializer=torch.set_num_threads, initargs=(threads,))
+
+
+def learning_rate(train: TrainSpec, step: int) -> float:
+    """Rate of inner step `step`, counted from 1 over the whole run."""
+    if step <= train.warmup_steps:
+        return train.lr * step / train.warmup_steps
+    progress = min(1.0, (step - train.warmup_steps) / (train.total_steps - train.warmup_steps))
+    return train.lr * (0.1 + 0.45 * (1.0 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Moments:
+    """AdamW's state of one parameter: how often it was updated, running means of the gradient and of its square."""
+
+    step: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """One micro-batch between its forward and its backward."""
+
+    inward: Tensor | None
+    outward: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Deferred:
+    """One micro-batch whose forward is computed anew before its backward."""
+
+    ids: Tensor
+    wire: Tensor | None
+
+
+class StageTrainer:
+    """Trains the contiguous `shards` of one replica.
+
+    `k`: values per token at this chain's boundaries, 0 for whole activations and for a full replica; `basis`
+    [D, >= k] (protocol.subspace.basis) is needed when k > 0. `steps`: inner steps done since `begin_round`.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        train: TrainSpec,
+        shards: Sequence[str],
+        *,
+        k: int = 0,
+        basis: np.ndarray | None = None,
+        device: str = "cpu",
+    ) -> None:
+        names = layout.shard_names(spec)
+        if not shards or tuple(shards) not in {names[i : i + len(shards)] for i in range(len(names))}:
+            raise LocalError(f"stage {list(shards)}: not a contiguous range of shards; this is a bug")
+        if k and (basis is None or basis.shape[0] != spec.d_model or not k <= basis.shape[1]):
+            raise LocalError(f"stage of a chain with k = {k}: no basis of that width; this is a bug")
+        self.spec, self.train, self.k = spec, train, k
+        self.shards = tuple(shards)
+        self.device = torch.device(device)
+        blocks = [layout.block_index(name) for name in shards if name.startswith("block.")]
+        u_DK = torch.tensor(np.ascontiguousarray(basis[:, :k])) if k and basis is not None else None
+        self.stage = Stage(
+            spec,
+            blocks[0] if blocks else 0,
+            blocks[-1] + 1 if blocks else 0,
+            "embed" in shards,
+            "head" in shards,
+            u_DK=u_DK,
+            device=self.device,
+        )
+        self._moments: dict[str, _Moments] = {}
+        self.steps = 0
+        self._theta: Theta | None = None
+        self._kept: dict[int, _Kept | _Deferred] = {}
+
+    @property
+    def width(self) -> int:
+        """W: values per token and direction at this chain's boundaries."""
+        return self.k or self.spec.d_model
+
+    def begin_round(self, theta: Theta) -> None:
+        """Starts from `theta`: the held shards, and `embed` too when k > 0. The optimizer's state stays.
+
+        The arrays are read again by `delta`: they must not change before that.
+        """
+        self.stage.load(theta)
+        self._theta = theta
+        self.steps = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what an interrupted inner step left behind."""
+        self._kept.clear()
+        for parameter in self.stage.parameters():
+            parameter.grad = None
+
+    def synchronize(self) -> None:
+        """Waits until the device has computed what it was given: seconds that are measured mean something then."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+
+    def forward(
+        self, micro: int, ids: Tensor, wire: Tensor | None = None, *, recompute: bool = False
+    ) -> Tensor | float:
+        """One micro-batch through this stage; ids [B, L+1]. `wire` [B, L, W] came from the previous stage.
+
+        Returns what goes to the next stage [B, L, W] fp32, or the mean loss (nats per token) if this is the last.
+        `recompute`: keep only what came in; `backward` computes the rest anew, to the same bits.
+        """
+        boundary = self.stage.boundary
+        kept = self._through(ids, wire)
+        self._kept[micro] = _Deferred(ids, wire) if recompute else kept
+        if self.stage.has_head:
+            loss = float(kept.outward.item())
+            if not math.isfinite(loss):
+                raise LocalError("training: the loss is not finite; the run's learning rate may be too high")
+            return loss
+        x_BLD = kept.outward.detach().float()
+        return boundary.compress(x_BLD, ids[:, :-1]) if boundary is not None else x_BLD
+
+    def _through(self, ids: Tensor, wire: Tensor | None) -> _Kept:
+        ids_BL, boundary = ids[:, :-1], self.stage.boundary
+        inward: Tensor | None = None
+        if wire is not None:
+            inward = (boundary.expand(wire, ids_BL) if boundary is not None else wire).detach().requires_grad_()
+        x_BLD = self.stage.embed(ids_BL) if inward is None else inward
+        with self._autocast():
+            outward = self.stage(ids_BL, x_BLD)
+            if self.stage.has_head:
+                outward = self.stage.loss(outward, ids[:, 1:])
+        return _Kept(inward, outward)
+
+    def backward(self, micro: int, wire: Tensor | None = None) -> Tensor | None:
+        """Adds the micro-batch's gradients. `wire` [B, L, W] came from the next stage; None for the last.
+
+        Returns what goes to the previous stage [B, L, W] fp32, or None if this is the first.
+        """
+        found, boundary = self._kept.pop(micro), self.stage.boundary
+        kept = self._through(found.ids, found.wire) if isinstance(found, _Deferred) else found
+        if wire is None:
+            (kept.outward / self.train.micro_batches).backward()  # type: ignore[no-untyped-call]
+        else:
+            gradient = boundary.expand_grad(wire) if boundary is not None else wire
+            # outward.backward(gradient), bit by bit; given a gradient, torch would import its symbolic shapes (seconds)
+            (kept.outward.float() * gradient).sum().backward()  # type: ignore[no-untyped-call]
+        if kept.inward is None:
+            return None
+        gradient = kept.inward.grad if kept.inward.grad is not None else torch.zeros_like(kept.inward)
+        return boundary.compress_grad(gradient) if boundary is not None else gradient
+
+    def grad_sumsq(self) -> list[tuple[str, float]]:
+        """Sum of the squared gradients of each held shard, canonical order. Raises LocalError if not finite."""
+        precision = torch.float64 if self.device.type != "mps" else None
+        gradients = {name: p.grad for name, p in self.stage.named_parameters() if p.grad is not None}
+        sums: list[tuple[str, float]] = []
+        for shard in self.shards:
+            names = [COORDINATES] if shard == "embed" and self.k else [n for n, _ in layout.tensors(self.spec, shard)]
+            total = 0.0
+            for name in names:
+                if name in gradients:
+                    total += torch.linalg.vector_norm(gradients[name], dtype=precision).item() ** 2
+            if not math.isfinite(total):
+                raise LocalError(
+                    f"training: the gradients of {shard} are not finite; the learning rate may be too high"
+                )
+            sums.append((shard, total))
+        return sums
+
+    @torch.no_grad()
+    def step(self, step: int, total_norm: float) -> None:
+        """Clips by the replica's gradient norm and lets AdamW take inner step `step` (from 1, over the run)."""
+        scale = min(1.0, self.train.clip / (total_norm + 1e-6))
+        for name, parameter in self.stage.named_parameters():
+            if parameter.grad is None:
+                continue
+            if scale < 1.0:
+                parameter.grad.mul_(scale)
+            if name not in self._moments:
+                zeros = torch.zeros_like
+                self._moments[name] = _Moments(torch.tensor(0.0), zeros(parameter), zeros(parameter))
+            moments = self._moments[name]
+            adamw(  # the function, not the class: that imports the compiler (seconds, and 100 MB)
+                [parameter],
+                [parameter.grad],
+                [moments.exp_avg],
+                [moments.exp_avg_sq],
+                [],
+                [moments.step],
+                foreach=False,
+                amsgrad=False,
+                beta1=self.train.beta1,
+                beta2=self.train.beta2,
+                lr=learning_rate(self.train, step),
+                weight_decay=self.train.weight_decay,
+                eps=1e-8,
+                maximize=False,
+            )
+        self.reset()
+        self.steps += 1
+
+    def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """theta - local for one held shard as pairs (peer/training/model.py), canonical order (positive sign convention)."""
+        if self._theta is None:
+            raise LocalError("displacement before begin_round; this is a bug")
+        return self.stage.displacement(shard, self._theta)
+
+    def delta(self, shard: str) -> list[np.ndarray]:
+        """theta - local for one held shard, fp32, in canonical order."""
+        return difference(self.displacement(shard))
+
+    def release(self) -> None:
+        """Forgets the arrays that `begin_round` got: they may change."""
+        self._theta = None
+
+    def optimizer_state(self, copy: bool = True) -> dict[str, np.ndarray]:
+        """AdamW's moments as `<parameter>/<moment>`: fp32 arrays. Without `copy` the next step may change them."""
+        found: dict[str, np.ndarray] = {}
+        for name, moments in self._moments.items():
+            for moment in _Moments.__slots__:
+                value = getattr(moments, moment).cpu().numpy()
+                found[f"{name}/{moment}"] = value.copy() if copy else value
+        return found
+
+    def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
+        """Takes the moments of the parameters held here; the others start afresh. What is not held is ignored.
+
+        A chain's embedding coordinates of another k start afresh too. Raises LocalError if a shape does not fit.
+        """
+        self._moments.clear()
+        for name, parameter in self.stage.named_parameters():
+            found = [state[key] for moment in _Moments.__slots__ if (key := f"{name}/{moment}") in state]
+            if len(found) < len(_Moments.__slots__):
+                continue
+            if [array.shape for array in found] != [(), parameter.shape, parameter.shape]:
+                if name == COORDINATES:
+                    continue
+                raise LocalError(f"optimizer state of {name}: has another shape; delete the saved optimizer state")
+            step, exp_avg, exp_avg_sq = (torch.tensor(array, dtype=torch.float32) for array in found)
+            self._moments[name] = _Moments(step, exp_avg.to(self.device), exp_avg_sq.to(self.device))
+
+    def _whole(self) -> None:
+        if self.shards != layout.shard_names(self.spec):
+            raise LocalError("this peer holds only a part of the model; ask a full peer")
+
+    @torch.no_grad()
+    def evaluate(self, windows: np.ndarray) -> float:
+        """Mean nats per token over integer windows [N, L+1]; needs the whole model."""
+        self._whole()
+        total = 0.0
+        for start in range(0, len(windows), _EVALUATION_ROWS):
+            ids = torch.tensor(windows[start : start + _EVALUATION_ROWS].astype(np.int64), device=self.device)
+            with self._autocast():
+                total += self.stage.loss(self.stage(ids[:, :-1]), ids[:, 1:]).item() * len(ids)
+        return total / len(windows)
+
+    @torch.no_grad()
+    def sample(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> list[int]:
+        """`n` token ids that continue `prompt` (at least one id); temperature 0 takes the likeliest."""
+        self._whole()
+        generator = torch.Generator().manual_seed(seed)
+        ids = list(prompt)
+        for _ in range(n):
+            window = torch.tensor([ids[-self.spec.context :]], device=self.device)
+            with self._autocast():
+                logits_V = self.stage.logits(self.stage(window)[:, -1:])[0, 0].float().cpu()
+            if temperature > 0:
+                chances_V = torch.softmax(logits_V / temperature, dim=-1)
+                ids.append(int(torch.multinomial(chances_V, 1, generator=generator)))
+            else:
+                ids.append(int(logits_V.argmax()))
+        return ids[len(prompt) :]

@@ -1,0 +1,1 @@
+"""What people see: screens, lines of text and the monitor."""

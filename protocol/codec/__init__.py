@@ -1,0 +1,1 @@
+"""What is compressed: sparse updates, stage boundaries, and the names of blobs."""

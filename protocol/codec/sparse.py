@@ -1,0 +1,377 @@
+"""The sparse update codec: top-k per tile, 2-bit values, entropy-coded indices (SparseLoCo; see docs/protocol.md).
+
+Entries. Of every tile of n elements the k' largest are kept (protocol/codec/topk.py).
+
+Values. All means are float64; every centroid is rounded once to fp32.
+- `sym2`: code = sign bit + 2 * magnitude bit. With m = |v| over all kept entries of the tensor, summed in ascending order:
+  t = mean(m); then eight times: lo = mean(m <= t), hi = mean(m > t), t = (lo + hi) / 2; an empty class takes the other's
+  mean. The magnitude bit is m > t; the value is +-lo or +-hi. Zero counts as positive.
+- `ref2`, the reference code's quantizer: c = v - mean(v), s = 6 std(v) / 4 (std with n - 1; s = 1 where that
+  is 0), code = clip(rint(c / s + 2), 0, 3); the value is mean(v) + the mean of c within the bin (0 for an
+  empty bin).
+- `fp32`: the value itself.
+
+Indices within the tile, tile by tile and ascending within one.
+- `rice`: the gaps' low bits and unary quotients (protocol/codec/rice.py); docs/adr/0006-rice-coded-indices.md says why.
+- `fixed`: ceil(log2 n) bits each: 14 bits per entry for tiles of 4096, and a length that is known beforehand.
+
+Payload, little-endian: header `PSp`, version (u8), value format (u8: 0 fp32, 1 sym2, 2 ref2), index format (u8: 0 fixed,
+1 rice), k (u16); for `rice` each segment's bytes of quotients (u32 each). Then for each tensor its centroids (sym2: lo, hi;
+ref2: four; fp32: none) as fp32, and its segments. A segment is as many whole bands of tiles as have at most 2^16 n / k' elements, or
+one; it has the indices, or the gaps' low bits, as planes; the codes, four to a byte (or fp32 values); the quotients. Each
+field ends at a whole byte. An update has one payload only, and `decode` refuses every other, so equal updates have equal
+digests.
+
+Work goes block by block, over as many threads as `run` has. Beside its result `apply` needs for each thread some MB and 6
+bytes per contribution for the entries of a segment, `decode` 20 bytes for each of them; `encode` needs 14 bytes for each entry
+of a tensor (`ref2`: 46) and some MB for each thread. What a payload says changes none of that.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.codec import rice, topk
+from protocol.codec.rice import Bytes
+from protocol.codec.topk import TILE, Array, Map, Positions, Tiling
+from protocol.errors import PotluckError
+
+_HEADER = struct.Struct("<3sBBBH")
+_MAGIC, _VERSION = b"PSp", 2
+_VALUES = {"fp32": 0, "sym2": 1, "ref2": 2}
+_INDICES = {"fixed": 0, "rice": 1}
+_CENTROIDS = {"fp32": 0, "sym2": 2, "ref2": 4}
+_LENGTH = 4  # bytes of a segment's length of quotients
+_SEGMENT = 1 << 16  # entries: part of the format
+_CHUNK = 1 << 16  # values summed up at a time
+_CODES = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3  # [256, 4]: the codes of a byte
+
+
+class PayloadError(PotluckError, ValueError):
+    """The bytes are not a payload of this codec and these shapes, or the values to encode are not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Keep `k` of every 4096 elements, in the value format `values` and the index format `indices`."""
+
+    k: int
+    values: str = "sym2"
+    indices: str = "rice"
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= TILE:
+            raise ValueError(f"k must be in 1..{TILE}")
+        if self.values not in _VALUES:
+            raise ValueError(f"values must be one of {', '.join(_VALUES)}")
+        if self.indices not in _INDICES:
+            raise ValueError(f"indices must be one of {', '.join(_INDICES)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """What is kept of one tensor: unique flat row-major positions [n] int64 and values [n] fp32."""
+
+    index: Positions
+    values: Array
+
+
+# --- sizes
+
+
+def entries(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
+    """How many entries a payload of these shapes carries."""
+    return sum(topk.tiling(shape, codec.k).entries for shape in shapes)
+
+
+def max_payload_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
+    """The most bytes that a payload can have; with `fixed` indices, every payload's exact length."""
+    size = _HEADER.size
+    for shape in shapes:
+        size += 4 * _CENTROIDS[codec.values]
+        for part in _segments(topk.tiling(shape, codec.k)):
+            size += sum(_fields(codec, part)) + (_LENGTH + _quotients(part)[1] if codec.indices == "rice" else 0)
+    return size
+
+
+def entropy_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> float:
+    """Bytes of log2 C(n, k') bits a tile and of the bare values: the shortest code for index sets without structure."""
+    size_bits = 0.0
+    for shape in shapes:
+        t = topk.tiling(shape, codec.k)
+        subsets = math.lgamma(t.n + 1) - math.lgamma(t.keep + 1) - math.lgamma(t.n - t.keep + 1)
+        size_bits += t.tiles * subsets / math.log(2) + t.entries * (32 if codec.values == "fp32" else 2)
+    return size_bits / 8
+
+
+def _segments(tiling: Tiling) -> tuple[Tiling, ...]:
+    return _cut(tiling, _SEGMENT * tiling.n // tiling.keep)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cut(tiling: Tiling, elements: int) -> tuple[Tiling, ...]:
+    return tuple(tiling.cut(elements))
+
+
+def _index_bits(codec: Codec, tiling: Tiling) -> int:
+    """Width of the planes: whole indices, or the gaps' low bits."""
+    return rice.rice_parameter(tiling.n, tiling.keep) if codec.indices == "rice" else (tiling.n - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=4096)
+def _fields(codec: Codec, part: Tiling) -> tuple[int, int]:
+    """Bytes of a segment's index planes and values."""
+    values = 4 * part.entries if codec.values == "fp32" else rice.packed_size(part.entries, 2)
+    return rice.packed_size(part.entries, _index_bits(codec, part)), values
+
+
+@functools.lru_cache(maxsize=4096)
+def _quotients(part: Tiling) -> tuple[int, int]:
+    """The least and the most bytes of a segment's quotients."""
+    return rice.quotients_size(part.n, part.keep, part.tiles)
+
+
+def _header(codec: Codec) -> bytes:
+    return _HEADER.pack(_MAGIC, _VERSION, _VALUES[codec.values], _INDICES[codec.indices], codec.k)
+
+
+# --- to bytes
+
+
+def encode(codec: Codec, arrays: Sequence[npt.NDArray[np.floating]], run: Map = map) -> bytes:
+    """The payload of fp32 `arrays`. Raises PayloadError if a value is not finite."""
+    lengths, pieces = [], []
+    for array in arrays:
+        tiling = topk.tiling(array.shape, codec.k)
+        x_RC = np.ascontiguousarray(array, dtype=np.float32).reshape(tiling.rows, tiling.cols)
+        try:
+            index_TK, values = topk.select(x_RC, tiling, run)
+        except topk.NotFinite:
+            raise PayloadError("update: has values that are not finite; nothing can be sent of it") from None
+        centroids, codes = _quantize(codec.values, values)
+        pieces.append(centroids.astype("<f4").tobytes())
+        for part in _segments(tiling):
+            index_SK = index_TK[part.first : part.first + part.tiles]
+            here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
+            field = values[here].astype("<f4").tobytes() if codec.values == "fp32" else _fours(codes[here])
+            if codec.indices == "fixed":
+                pieces += [rice.pack(index_SK.reshape(-1), _index_bits(codec, part)), field]
+            else:
+                low, quotients = rice.rice(index_SK, part.n)
+                lengths.append(len(quotients))
+                pieces += [low, field, quotients]
+    return b"".join([_header(codec), np.array(lengths, dtype="<u4").tobytes(), *pieces])
+
+
+def _quantize(kind: str, v: Array) -> tuple[npt.NDArray[np.float64], Bytes]:
+    """Centroids and codes [entries] of the kept values `v` of one tensor (see the module's docstring)."""
+    if kind == "fp32":
+        return np.zeros(0), np.zeros(0, dtype=np.uint8)
+    if kind == "sym2":
+        lo, hi, t = _two_means(v)
+        return np.array([lo, hi]), (v < 0).view(np.uint8) | (np.abs(v) > t).view(np.uint8) << np.uint8(1)
+    v64 = v.astype(np.float64)
+    shift = v64.mean()
+    c = v64 - shift
+    std = math.sqrt(np.square(c).sum() / (c.size - 1)) if c.size > 1 else 0.0
+    codes = np.clip(np.rint(c / (6 * std / 4 or 1.0) + 2), 0, 3).astype(np.int64)
+    counts = np.bincount(codes, minlength=4)
+    sums = np.bincount(codes, weights=c, minlength=4)
+    return shift + sums / np.maximum(counts, 1), codes.astype(np.uint8)
+
+
+def _fours(codes: Bytes) -> bytes:
+    """Four codes to a byte, the first in its lowest bits; zeros at the end."""
+    whole = np.zeros((-(-codes.size // 4), 4), dtype=np.uint8)
+    whole.reshape(-1)[: codes.size] = codes
+    whole <<= np.arange(0, 8, 2, dtype=np.uint8)
+    return np.bitwise_or.reduce(whole, axis=1).tobytes()
+
+
+def _two_means(v: Array) -> tuple[float, float, np.float32]:
+    """lo, hi and the largest fp32 that is at most t: fp32 values are above it if, and only if, they are above t."""
+    m = np.abs(v)
+    m.sort()
+    sums = [0.0]  # of the first 0, _CHUNK, 2 _CHUNK, ... values
+    for start in range(0, m.size, _CHUNK):
+        sums.append(_add_up(sums[-1], m[start : start + _CHUNK]))
+    t = sums[-1] / m.size
+    lo = hi = t
+    for _ in range(8):
+        low = int(np.searchsorted(m, _at_most(t), side="right"))
+        below = _add_up(sums[low // _CHUNK], m[low // _CHUNK * _CHUNK : low])
+        hi = (sums[-1] - below) / (m.size - low) if low < m.size else below / low
+        lo = below / low if low else hi
+        t = (lo + hi) / 2
+    return lo, hi, _at_most(t)
+
+
+def _add_up(start: float, values: Array) -> float:
+    """start + values[0] + values[1] + ..., one after the other."""
+    return float(np.cumsum(np.concatenate([[start], values]))[-1])
+
+
+def _at_most(t: float) -> np.float32:
+    rounded = np.float32(t)
+    return rounded if float(rounded) <= t else np.nextafter(rounded, np.float32(-np.inf))
+
+
+# --- from bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """One tensor of a payload: the values [4] that its codes stand for (fp32: none), and the bytes of its segments."""
+
+    table: Array
+    segments: list[Bytes]
+
+
+def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[Sparse]:
+    """What `payload` says of tensors of these shapes. Raises PayloadError on anything that `encode` cannot have made:
+    header, lengths and centroids are checked before all else, then padding, index order and range, and finiteness."""
+    result = []
+    for number, tensor in enumerate(_open(codec, shapes, payload)):
+        tiling = topk.tiling(shapes[number], codec.k)
+        offsets, corners = tiling.offsets, tiling.corners[:, None]
+        index = np.empty((tiling.tiles, tiling.keep), dtype=np.int64)
+        values = np.empty((tiling.tiles, tiling.keep), dtype=np.float32)
+        for part, raw in zip(_segments(tiling), tensor.segments, strict=True):
+            here = slice(part.first, part.first + part.tiles)
+            index_SK, values[here] = _read(codec, part, number, tensor.table, raw, np.float32(1))
+            np.add(offsets[index_SK], corners[here], out=index[here])
+        result.append(Sparse(index.reshape(-1), values.reshape(-1)))
+    return result
+
+
+def apply(
+    codec: Codec,
+    arrays: Sequence[Array],
+    contributions: Sequence[tuple[float, bytes | memoryview]],
+    eta: np.float32,
+    run: Map = map,
+    room: list[Array] | None = None,
+) -> list[Array]:
+    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. The
+    result takes its memory out of `room` where that has an array of the same shape: fresh pages cost as much as the sums.
+
+    Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
+    """
+    weights = [np.float32(weight) for weight, _ in contributions]
+    opened = [_open(codec, [x.shape for x in arrays], payload) for _, payload in contributions]
+    new = [_taken(room, x.shape) for x in arrays]
+
+    def job(place: tuple[int, int, Tiling]) -> None:
+        number, segment, part = place
+        index_MSK = np.empty((len(opened), part.tiles, part.keep), dtype=np.uint16)
+        values_MSK = np.empty(index_MSK.shape, dtype=np.float32)
+        for m, (weight, tensors) in enumerate(zip(weights, opened, strict=True)):
+            table, raw = tensors[number].table, tensors[number].segments[segment]
+            index_MSK[m], values_MSK[m] = _read(codec, part, number, table, raw, weight)
+        _descend(arrays[number], new[number], part, index_MSK, values_MSK, eta)
+
+    parts = [_segments(topk.tiling(x.shape, codec.k)) for x in arrays]
+    list(run(job, [(number, i, part) for number, cut in enumerate(parts) for i, part in enumerate(cut)]))
+    return new
+
+
+def _taken(room: list[Array] | None, shape: tuple[int, ...]) -> Array:
+    found = next((i for i, array in enumerate(room or ()) if array.shape == shape), None)
+    return np.empty(shape, dtype=np.float32) if room is None or found is None else room.pop(found)
+
+
+def _descend(
+    old: Array, new: Array, part: Tiling, index_MSK: npt.NDArray[np.uint16], values_MSK: Array, eta: np.float32
+) -> None:
+    """Writes one segment of new = old - eta * sum of the M contributions. A block is summed up in tile order: B bands of A
+    tiles, r rows and c columns each."""
+    n, A = part.n, part.across
+    old_BrAc, new_BrAc = (x.reshape(-1, part.tr, A, part.tc)[part.band : part.band + part.bands] for x in (old, new))
+    blocks = part.cut(topk.BLOCK)
+    buffer = np.empty(blocks[0].tiles * n, dtype=np.float32)
+    corner_S = np.arange(0, buffer.size, n)[:, None]
+    for block in blocks:
+        total, first = buffer[: block.tiles * n], block.first - part.first
+        here = slice(first, first + block.tiles)
+        at = np.add(index_MSK[:, here], corner_S[: block.tiles], dtype=np.int64)
+        total.fill(0)
+        np.add.at(total, at.reshape(-1), values_MSK[:, here].reshape(-1))  # one after the other, in this order
+        np.multiply(total, eta, out=total)
+        total_BrAc = total.reshape(block.bands, A, part.tr, part.tc).transpose(0, 2, 1, 3)
+        bands = slice(block.band - part.band, block.band - part.band + block.bands)
+        np.subtract(old_BrAc[bands], total_BrAc, out=new_BrAc[bands])
+
+
+def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[_Tensor]:
+    """Raises PayloadError if header, lengths or centroids cannot be those of a payload."""
+    raw = np.frombuffer(payload, dtype=np.uint8)
+    cut = [_segments(topk.tiling(shape, codec.k)) for shape in shapes]
+    least = [0 if codec.indices == "fixed" else _quotients(part)[0] for parts in cut for part in parts]
+    most = [0 if codec.indices == "fixed" else _quotients(part)[1] for parts in cut for part in parts]
+    start = _HEADER.size + (_LENGTH * len(least) if codec.indices == "rice" else 0)
+    if raw.size < start:
+        raise PayloadError(f"payload: has {raw.size} bytes, must have at least {start}; refused")
+    if raw[: _HEADER.size].tobytes() != _header(codec):
+        raise PayloadError("payload: header is not that of the run's codec; refused")
+    lengths = raw[_HEADER.size : start].view("<u4").tolist() if codec.indices == "rice" else least
+    if not all(a <= length <= b for a, length, b in zip(least, lengths, most, strict=True)):
+        raise PayloadError("payload: bytes of quotients are not within what their tensor's shape allows; refused")
+    head, todo = 4 * _CENTROIDS[codec.values], iter(lengths)
+    sizes = [[head, *(sum(_fields(codec, part)) + next(todo) for part in parts)] for parts in cut]
+    total = start + sum(map(sum, sizes))
+    if raw.size != total:
+        raise PayloadError(f"payload: has {raw.size} bytes, must have {total}; refused")
+    result, at = [], start
+    for number, of_tensor in enumerate(sizes):
+        ends = list(itertools.accumulate(of_tensor, initial=at))
+        first, *segments = (raw[a:b] for a, b in itertools.pairwise(ends))
+        result.append(_Tensor(_table(codec, number, first), segments))
+        at = ends[-1]
+    return result
+
+
+def _table(codec: Codec, number: int, raw: Bytes) -> Array:
+    """What the codes of tensor `number` stand for. Raises PayloadError."""
+    centroids = raw.view("<f4").astype(np.float32)
+    if not np.isfinite(centroids).all():
+        raise PayloadError(f"payload: tensor {number}: centroids are not finite; refused")
+    if codec.values != "sym2":
+        return centroids
+    if np.signbit(centroids).any() or centroids[0] > centroids[1]:
+        raise PayloadError(f"payload: tensor {number}: centroids are not ordered; refused")
+    return np.stack([centroids, -centroids], axis=1).reshape(4)
+
+
+def _read(
+    codec: Codec, part: Tiling, number: int, table: Array, raw: Bytes, weight: np.float32
+) -> tuple[npt.NDArray[np.uint16], Array]:
+    """Indices within their tile and weight * values, [tiles, k'] each, of a segment of tensor `number`. Raises PayloadError."""
+    low, rest = _fields(codec, part)
+    planes, field, quotients = raw[:low], raw[low : low + rest], raw[low + rest :]
+    shape = part.tiles, part.keep
+    try:
+        if codec.values == "fp32":
+            values = field.view("<f4").astype(np.float32)
+            if not np.isfinite(values).all():
+                raise rice.Malformed("values are not finite")
+            values *= weight
+        else:
+            if _CODES[field[-1], part.entries % 4 or 4 :].any():
+                raise rice.Malformed("padding is not zero")
+            values = (weight * table)[_CODES].take(field, axis=0).reshape(-1)[: part.entries]
+        if codec.indices == "rice":
+            return rice.unrice(planes, quotients, part.n, part.keep, part.tiles), values.reshape(shape)
+        index_SK = rice.unpack(planes, _index_bits(codec, part), part.entries).astype(np.uint16).reshape(shape)
+        if index_SK[:, -1].max() >= part.n or (index_SK[:, 1:] <= index_SK[:, :-1]).any():
+            raise rice.Malformed("indices are out of range or not ascending")
+        return index_SK, values.reshape(shape)
+    except rice.Malformed as error:
+        raise PayloadError(f"payload: tensor {number}: {error}; refused") from None

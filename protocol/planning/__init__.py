@@ -1,0 +1,1 @@
+"""Who does what: the matchmaker's plan, and the models of memory, speed and pipelines behind it."""

@@ -1,0 +1,146 @@
+"""What one inner step of a chain costs, and how many micro-batches have to be under way for that. Pure.
+
+The schedule that is simulated is the one of peer/chain/pipeline.py: a stage that is free goes backward if a gradient is there, else
+forward if activations are; the first stage lets at most `depth` micro-batches into the chain at once; the last goes
+backward right after forward. A boundary carries one frame at a time in each direction, first in, first out.
+
+With F, B the forward and backward of the slowest stage, c a frame's transfer and l the latency, a step of M micro-batches
+through S equal stages takes M (F + B) + (S - 1) (F + B + 2 c + 2 l) if nothing but the fill is waited for. That needs as
+many micro-batches under way as begin while one goes through the chain and back (Little's law):
+
+    depth >= (sum of F + B over stages + sum of 2 c + 2 l over boundaries) / max(F + B, c)
+
+Textbook 1F1B has depth = S, which covers neither the transfers nor the round trip.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TOLERANCE = 0.01
+"""A depth is deep enough if the step takes at most this share longer than at any greater depth that was tried."""
+MARGIN = 1.5
+"""How much deeper than the simulation wants: it knows mean times, and real ones vary."""
+_SLACK = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Seconds of computing per micro-batch. `plain_depth`: for how many micro-batches at once its memory holds all activations
+    (None: for any); `most_depth`: if it keeps only their inputs and computes them anew before going backward."""
+
+    forward: float
+    backward: float
+    plain_depth: int | None = None
+    most_depth: int | None = None
+
+    def backward_at(self, depth: int) -> float:
+        """Seconds of going backward with `depth` micro-batches under way."""
+        again = self.plain_depth is not None and depth > self.plain_depth
+        return self.backward + (self.forward if again else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCost:
+    """One boundary. `forward`, `backward`: seconds a frame occupies it (bytes / rate); `latency`: one-way seconds."""
+
+    forward: float
+    backward: float
+    latency: float
+
+
+def step_seconds(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, depth: int) -> float:
+    """Seconds from the first forward to the last backward of an inner step, by event simulation.
+
+    Raises ValueError if the numbers of stages and links do not fit.
+    """
+    if not stages or len(links) != len(stages) - 1 or micro_batches < 1 or depth < 1:
+        raise ValueError("a chain needs a link between any two stages, a micro-batch and a depth of at least 1")
+    last = len(stages) - 1
+    backward = [s.backward_at(depth) for s in stages]
+    backward[last] = stages[last].backward
+    if last == 0:
+        return micro_batches * (stages[0].forward + backward[0])
+    came = [[0, 0] for _ in stages]  # forward, backward frames that arrived
+    done = [[0, 0] for _ in stages]
+    came[0][0] = micro_batches
+    busy = [False] * len(stages)
+    free = [[0.0, 0.0] for _ in links]  # when a boundary can take the next frame forward, backward
+    events: list[tuple[float, int, int, int]] = []  # time, stage, direction, 0: computed, 1: arrived
+    now = 0.0
+
+    def start(s: int) -> None:
+        if busy[s]:
+            return
+        if came[s][1] > done[s][1]:
+            busy[s] = True
+            heapq.heappush(events, (now + backward[s], s, 1, 0))
+        elif came[s][0] > done[s][0] and (s > 0 or done[s][0] - done[s][1] < depth):
+            busy[s] = True
+            seconds = stages[s].forward + (backward[s] if s == last else 0.0)
+            heapq.heappush(events, (now + seconds, s, 0, 0))
+
+    def send(link: int, direction: int) -> None:
+        begin = max(now, free[link][direction])
+        end = begin + (links[link].backward if direction else links[link].forward)
+        free[link][direction] = end
+        heapq.heappush(events, (end + links[link].latency, link + (0 if direction else 1), direction, 1))
+
+    start(0)
+    while events:
+        now, s, direction, arrived = heapq.heappop(events)
+        if arrived:
+            came[s][direction] += 1
+        else:
+            busy[s] = False
+            done[s][direction] += 1
+            if direction == 0 and s < last:
+                send(s, 0)
+            elif s > 0:
+                send(s - 1, 1)
+        start(s)
+    return now
+
+
+def least_depth(stages: Sequence[StageCost], links: Sequence[LinkCost]) -> float:
+    """Little's law (see above): no smaller depth can keep the slowest part busy."""
+    trip = sum(s.forward + s.backward for s in stages) + sum(k.forward + k.backward + 2 * k.latency for k in links)
+    slowest = max(*(s.forward + s.backward for s in stages), *(max(k.forward, k.backward) for k in links), 1e-9)
+    return trip / slowest
+
+
+def pick_depth(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int) -> int:
+    """The smallest depth of those tried, from Little's to four times that and all, whose step is hardly longer than the best, and a
+    margin, as far as that costs no recomputation and does no harm."""
+    most = min([micro_batches, *(s.most_depth for s in stages if s.most_depth is not None)])
+    least = least_depth(stages, links)
+    tried = {most} | {max(1, min(most, math.ceil(least * slack))) for slack in _SLACK}
+    tried |= {max(1, min(most, s.plain_depth)) for s in stages[:-1] if s.plain_depth is not None}
+    seconds = {depth: step_seconds(stages, links, micro_batches, depth) for depth in tried}
+    best = min(seconds.values())
+    enough = min(depth for depth, took in seconds.items() if took <= best * (1 + TOLERANCE))
+    without = [s.plain_depth for s in stages[:-1] if s.plain_depth is not None and s.plain_depth >= enough]
+    deeper = min([most, math.ceil(enough * MARGIN), *without])
+    return deeper if step_seconds(stages, links, micro_batches, deeper) <= seconds[enough] * (1 + TOLERANCE) else enough
+
+
+SLOWER, RELATIVE, WASTED_SECONDS, KNOWN = 4.0, 2.0, 2.0, 4
+"""A stage has become slow when in two steps it took SLOWER times as long as its median before (of KNOWN steps or more), the others
+hardly changed in comparison (RELATIVE), and that costs the step so much."""
+
+
+def slow_stage(paces: Sequence[Sequence[float]], micro_batches: int) -> int | None:
+    """Which stage has become slow, if one has; `paces`: of each step of a chain the stages' seconds of computing per micro-batch."""
+    if len(paces) < KNOWN + 2:
+        return None
+    usual = [statistics.median(times) for times in zip(*paces[:-2], strict=True)]
+    factors = [min(a, b) / max(u, 1e-9) for a, b, u in zip(*paces[-2:], usual, strict=True)]
+    slowest = max(range(len(factors)), key=factors.__getitem__)
+    others = [f for i, f in enumerate(factors) if i != slowest]
+    wasted = (min(paces[-2][slowest], paces[-1][slowest]) - usual[slowest]) * micro_batches
+    slow = factors[slowest] >= SLOWER and factors[slowest] >= RELATIVE * max(others, default=0.0)
+    return slowest if slow and wasted >= WASTED_SECONDS else None

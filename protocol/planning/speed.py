@@ -1,0 +1,63 @@
+"""How fast a peer trains: operations of its stage's forward and backward, and what its inner steps say about the machine. Pure.
+
+Floating-point operations a token, a multiplication and an addition counted as two; d width, F feed-forward width, V
+vocabulary, L tokens of a sequence:
+
+    block   6 (4 d^2 + 3 d F) + 12 L d     72 d^2 + 12 L d where F = 8 d / 3
+    head    6 V d
+    embed   d                              a lookup is none, its gradient is added
+
+Forward takes 2 a matrix parameter, backward twice that (Kaplan et al. 2020, arXiv:2001.08361, section 2.1); attention's two products
+take 4 L d forward, counted without the causal mask's half (Chowdhery et al. 2022, arXiv:2204.02311, appendix B). Norms, the
+softmax, the optimizer and the boundary's projection are not counted: they are part of what a machine's speed is.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import deque
+
+from protocol.run.manifest import Manifest
+from protocol.wire.announcement import MAX_SPEED
+
+RECENT = 16
+LEAST = 4
+"""A speed is the median over the last inner steps: as many as a round has, within these bounds. It is unknown before LEAST."""
+STEADY = 0.05
+"""A speed is said anew when it changed by more than this share."""
+
+
+@functools.lru_cache(maxsize=8)
+def work(manifest: Manifest) -> dict[tuple[int, int], int]:
+    """(first, last) -> operations of one micro-batch, forward and backward, for every range of blocks."""
+    spec, tokens = manifest.model, manifest.train.rows * manifest.train.sequence
+    layers, d = spec.n_layers, spec.d_model
+    block = 6 * (4 * d * d + 3 * d * spec.d_ff) + 12 * manifest.train.sequence * d
+    embed, head = d, 6 * spec.vocab_size * d
+    return {
+        (a, b): tokens * ((b - a) * block + (embed if a == 0 else 0) + (head if b == layers else 0))
+        for a in range(layers)
+        for b in range(a + 1, layers + 1)
+    }
+
+
+class Speedometer:
+    """A peer's speed, in operations a second, whatever stage it has."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._work = work(manifest)
+        self._recent: deque[float] = deque(maxlen=min(max(manifest.train.inner_steps, LEAST), RECENT))
+        self._said = 0
+
+    def add(self, first: int, last: int, seconds: float) -> int:
+        """After an inner step whose micro-batches took the stage `seconds` each: the speed that is to be said, 0 for unknown.
+        Raises KeyError for a range that the model has not."""
+        work = self._work[first, last]
+        if seconds > 0:
+            self._recent.append(min(work / seconds, MAX_SPEED))
+        if len(self._recent) >= LEAST:
+            median = statistics.median(self._recent)
+            if abs(median - self._said) > STEADY * self._said:
+                self._said = max(int(median), 1)
+        return self._said

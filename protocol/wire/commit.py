@@ -1,0 +1,128 @@
+"""What was decided for a round, and the proof of it.
+
+A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}` (protocol/wire/encoding.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from dataclasses import dataclass
+
+from protocol.wire import framing
+from protocol.wire.plan import Plan
+from protocol.wire.schema import plain
+
+DOMAIN = b"potluck/1/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One shard's payload: its digest (a blob's name, protocol/codec/blob_hash.py), its bytes, and the L2 norm of what it sends."""
+
+    shard: str
+    digest: str
+    size: int
+    norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One stage's parts within a contribution."""
+
+    peer: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """One replica's committed contribution; its weight in the mean is tokens / sum of tokens. A share may be a spare's of the
+    round's plan, in the place of a member that was lost."""
+
+    replica: int
+    tokens: int
+    steps: int
+    loss: float | None
+    shares: tuple[Share, ...]
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError("tokens must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A planned replica whose work is not in the commit, and why."""
+
+    replica: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diverged:
+    """A peer whose digest of `shard` after the previous round differs from the majority's."""
+
+    peer: str
+    shard: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """What was decided for one round (round 0: the first plan only). `parent` is the previous commit's digest, the run
+    id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
+    proposed it; `members` decide the next round."""
+
+    run: str
+    round: int
+    parent: str
+    time: float
+    contributions: tuple[Contribution, ...]
+    left_out: tuple[LeftOut, ...]
+    diverged: tuple[Diverged, ...]
+    digests: dict[str, str]
+    plan: Plan | None
+    leader: str = ""
+    members: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(commit_body(self)).hexdigest()
+
+    def includes(self, peer: str, parts: tuple[Part, ...]) -> bool:
+        """Whether exactly these parts of `peer` were committed."""
+        return any(s.peer == peer and s.parts == parts for c in self.contributions for s in c.shares)
+
+    def payloads(self, shard: str) -> tuple[tuple[float, Part, str], ...]:
+        """(weight, part, sender) of every committed payload of `shard`, in commit order."""
+        total = sum(c.tokens for c in self.contributions)
+        return tuple(
+            (c.tokens / total, part, share.peer)
+            for c in self.contributions
+            for share in c.shares
+            for part in share.parts
+            if part.shard == shard
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A decided commit with its proof: the signatures of the members that accepted it in `ballot`."""
+
+    commit: Commit
+    ballot: int
+    votes: dict[str, bytes]
+
+
+def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:
+    """What a vote's signature is over."""
+    return DOMAIN + framing.pack_message(["vote", run, round, ballot, digest])
+
+
+def commit_body(commit: Commit) -> bytes:
+    """The bytes whose sha256 is the commit's digest."""
+    return DOMAIN + framing.pack_message({"t": "commit", **plain(commit)})
+
+
+def is_decided(record: Record, members: tuple[str, ...]) -> bool:
+    """Whether a majority of `members`, those that the commit before names, voted for it."""
+    return 2 * len(set(record.votes) & set(members)) > len(members)

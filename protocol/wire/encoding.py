@@ -1,0 +1,113 @@
+"""Messages as bytes: a msgpack map `{"t": type, ...fields}`.
+
+Unknown fields are ignored. A missing or ill-typed field is refused (`MessageError`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from protocol import identity
+from protocol.errors import RemoteError, shown
+from protocol.wire import framing
+from protocol.wire.announcement import Announcement
+from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import Record, vote_body
+from protocol.wire.schema import SchemaError, build, plain
+from protocol.wire.session import Ask, Attest, Beat, Broken, Finished, Hello, Mend, Offer, Offered, Withdraw
+
+MAX_VOTES = 16
+
+
+T = TypeVar("T")
+
+
+class MessageError(RemoteError):
+    """A peer sent what is not a message, or one with a wrong signature."""
+
+
+Message = (
+    Offer
+    | Offered
+    | Withdraw
+    | Broken
+    | Mend
+    | Attest
+    | Beat
+    | Hello
+    | Ask
+    | Finished
+    | Announcement
+    | Prepare
+    | Promise
+    | Accept
+    | Vote
+    | Reject
+)
+
+
+_TYPES: dict[str, type] = {cls.__name__.lower(): cls for cls in Message.__args__}
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes; equal messages give equal bytes."""
+    return framing.pack_message({"t": type(message).__name__.lower(), **plain(message)})
+
+
+def decode(raw: bytes | memoryview, peer: str) -> Message:
+    """The message in `raw`, which `peer` sent. Raises MessageError."""
+    try:
+        data = framing.unpack_message(bytes(raw))
+        kind = data.pop("t", None) if isinstance(data, dict) else None
+        if not isinstance(kind, str) or kind not in _TYPES:
+            raise SchemaError("t", "is not a known message type")
+        cls = _TYPES[kind]
+        message: Message = build(cls, data, ignore_unknown=True)
+        return message
+    except (SchemaError, framing.FrameError) as error:
+        raise MessageError(peer, f"message from {peer[-8:]}: {shown(error)}; it was dropped") from None
+
+
+def expect(cls: type[T], message: Any, peer: str) -> T:
+    """`message` if it is a `cls`. Raises MessageError."""
+    if not isinstance(message, cls):
+        raise MessageError(
+            peer,
+            f"message from {peer[-8:]}: expected {cls.__name__}, got {type(message).__name__}; it was dropped",
+        )
+    return message
+
+
+def encode_record(record: Record) -> bytes:
+    """A record as it is stored and sent."""
+    return framing.pack_message({"c": plain(record.commit), "n": record.ballot, "v": record.votes})
+
+
+def decode_record(raw: bytes | memoryview, peer: str) -> Record:
+    """The record in `raw`, which `peer` sent; every signature in it is right. Whether its voters are a majority of the
+    round's members is for whoever knows the commit before. Raises MessageError."""
+    try:
+        data = framing.unpack_message(bytes(raw))
+        if not isinstance(data, dict):
+            raise SchemaError("record", "is not a map")
+        fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v")}
+        record = build(Record, fields, ignore_unknown=True)
+    except (SchemaError, framing.FrameError) as error:
+        raise MessageError(peer, f"record from {peer[-8:]}: {shown(error)}; it was dropped") from None
+    commit = record.commit
+    if len(record.votes) > MAX_VOTES:
+        raise MessageError(peer, f"record from {peer[-8:]}: {len(record.votes)} votes; it was dropped")
+    body = vote_body(commit.run, commit.round, record.ballot, commit.digest)
+    for voter, signature in record.votes.items():
+        if not identity.verify(voter, body, signature):
+            raise MessageError(peer, f"record from {peer[-8:]}: a signature is wrong; it was dropped")
+    return record
+
+
+def decode_any(raw: bytes, peer: str) -> Message | Record:
+    """A message or a record that `peer` sent. Raises MessageError."""
+    try:
+        data = framing.unpack_message(raw)
+    except framing.FrameError as error:
+        raise MessageError(peer, f"message from {peer[-8:]}: {shown(error)}; it was dropped") from None
+    return decode(raw, peer) if isinstance(data, dict) and "t" in data else decode_record(raw, peer)

@@ -1,0 +1,100 @@
+"""What a peer and a bootstrap node tell each other in a session. Units are in the names: bytes, seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.wire.commit import Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A stage's share of its replica's contribution to `round`."""
+
+    round: int
+    replica: int
+    parts: tuple[Part, ...]
+    tokens: int
+    steps: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A leading node has this payload of `peer`'s offer to `round`, and it is valid: others may fetch it at once."""
+
+    round: int
+    peer: str
+    part: Part
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """The sender cannot finish `round`; its replica sits out."""
+
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """The sender's chain, the `epoch`-th of its replica in `round`, lost `peer`; the sender keeps its work and waits for a Mend."""
+
+    round: int
+    replica: int
+    epoch: int
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mend:
+    """The members of a replica's chain from now on, under a new epoch (protocol/rounds/chain_repair.py); nobody: its round is over. `steps` > 0:
+    so many inner steps are done and no more are needed, offer them. A member sends it back when it follows."""
+
+    round: int
+    replica: int
+    epoch: int
+    peers: tuple[str, ...]
+    steps: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attest:
+    """The digests of the sender's shards after `round` was applied."""
+
+    round: int
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """A sign of life."""
+
+    phase: str
+    round: int
+    step: int = 0
+    loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """Opens a session with a bootstrap node."""
+
+    run: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """Please send the commits after round `after`."""
+
+    after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The run is over and everybody's state was compared."""
+
+    round: int
