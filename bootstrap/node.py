@@ -21,12 +21,12 @@ from bootstrap.archive import Archive
 from peer.events import Emitter, commit_fields
 from peer.net.base import REQUEST_SECONDS, Stream, Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer, Fetcher
-from peer.node.presence import Directory
+from peer.net.directory import Directory
 from protocol import identity as identities
 from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import Identity
-from protocol.planning.planner import Candidate
+from protocol.planning.partition import Candidate
 from protocol.rounds import leader, paxos
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from protocol.identity import Identity
-from protocol.planning import planner
+from protocol.planning import memory, partition
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec, TrainSpec
 from protocol.wire.commit import Commit, Record, vote_body
@@ -42,7 +42,7 @@ def record(commit: Commit, *voters: Identity, ballot: int = 0) -> Record:
 
 def full_memory(m: Manifest) -> int:
     """Bytes that a full replica needs."""
-    return planner.stage_memory(m, 0, m.model.n_layers)
+    return memory.stage_memory(m, 0, m.model.n_layers)
 
 
 def third_memory(m: Manifest) -> int:
@@ -50,9 +50,9 @@ def third_memory(m: Manifest) -> int:
     low, high = 0, full_memory(m)
     while high - low > 1:
         middle = (low + high) // 2
-        if planner.split(m, [middle] * 3) is None:
+        if partition.split(m, [middle] * 3) is None:
             low = middle
         else:
             high = middle
-    assert planner.split(m, [high] * 2) is None
+    assert partition.split(m, [high] * 2) is None
     return high

@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bootstrap import service
 from bootstrap.archive import Archive
 from bootstrap.node import Node
-from peer.cli import commands
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
+from peer.net import directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.node import peer as daemon
 from peer.node.rounds import Order, Result
 from peer.state.storage import Storage
 from protocol.identity import Identity
-from protocol.planning import planner
 from protocol.rounds.leader import Leader
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -143,15 +143,15 @@ class Swarm:
             self._nodes.append(Node(*args))
             return self._nodes[-1]
 
-        monkeypatch.setattr(commands, "Node", node)
+        monkeypatch.setattr(service, "Node", node)
 
     async def __aenter__(self) -> Swarm:
         self.archive = Archive(self.folder / "bootstrap", self.manifest)
         self.archive.save_tokenizer(TOKENIZER)
-        self.boot = self.network.transport(tiny.OPERATOR.peer_id, commands.valid_record(self.manifest.run_id))
+        self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
         self.node = asyncio.create_task(
-            commands.serve_bootstrap(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
+            service.serve_bootstrap(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
         )
         return self
 
@@ -173,13 +173,13 @@ class Swarm:
     def start(self, name: str, memory: int | None = None, limit: int | None = None, **config: Any) -> Volunteer:
         """Starts a peer in its folder, which may have been used before."""
         identity = Identity(hashlib.sha256(name.encode()).digest())
-        transport = self.network.transport(identity.peer_id, commands.valid_record(self.manifest.run_id))
+        transport = self.network.transport(identity.peer_id, directory.valid_record(self.manifest.run_id))
         folder = self.folder / name
         storage, events = Storage(folder, limit), list[Event]()
         chosen = JoinConfig(
             folder=folder,
             device="cpu",
-            memory_bytes=memory or planner.stage_memory(self.manifest, 0, self.manifest.model.n_layers),
+            memory_bytes=memory or memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers),
             up_bps=config.pop("up_bps", 10**8),
             down_bps=10**8,
             **config,

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
+from peer.cli import commands
+from peer.demo import recipe, swarm
 from protocol.errors import PotluckError
 
 DEMO_K = "64"
@@ -64,7 +66,6 @@ def bootstrap(
     json: Json = False,
 ) -> None:
     """Run a bootstrap node: entry point, log, matchmaker and archive of a run."""
-    from peer.cli import commands
 
     _run(commands.bootstrap(manifest, dir, host, port, initial_peer or (), json))
 
@@ -94,7 +95,6 @@ def join(
     json: Json = False,
 ) -> None:
     """Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost)."""
-    from peer.cli import commands
 
     _run(commands.join(run, dir, host, port, device, memory, up, down, up_limit, store_limit, threads, trace, json))
 
@@ -105,7 +105,6 @@ def monitor(
     json: Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON and leave.")] = False,
 ) -> None:
     """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing."""
-    from peer.cli import commands
 
     _run(commands.monitor(run, json))
 
@@ -116,7 +115,6 @@ def log_show(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
 ) -> None:
     """Show a run's rounds: who contributed with what weight, bytes, norm and loss, who was left out and why."""
-    from peer.cli import commands
 
     _run(commands.log_show(where, json), interrupted=1)
 
@@ -135,7 +133,6 @@ def log_verify(
 
     One line per problem. Exit code 0: all is well; 1: it is not; 2: bad usage or input.
     """
-    from peer.cli import commands
 
     _run(commands.log_verify(where, checkpoint), interrupted=1)
 
@@ -165,16 +162,15 @@ def demo(
     ] = False,
 ) -> None:
     """Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join."""
-    from peer.demo import swarm as module
 
     async def work() -> None:
-        options = module.DemoOptions(
+        options = recipe.DemoOptions(
             rounds=rounds,
             full=full,
             chains=chains,
             stages=stages,
             spares=spares,
-            k=module.parse_k(k),
+            k=recipe.parse_k(k),
             inner_steps=inner_steps,
             seed=seed,
             device=device,
@@ -183,7 +179,7 @@ def demo(
             screen=screen,
             in_memory=in_memory,
         )
-        await module.run(options)
+        await swarm.run(options)
 
     _run(work(), interrupted=1)
 

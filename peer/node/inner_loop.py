@@ -21,14 +21,14 @@ from peer.chain.progress import Standing, catch_up
 from peer.chain.timing import StepReport
 from peer.config import JoinConfig
 from peer.net.base import Stream, Transport
+from peer.net.directory import Directory
 from peer.net.uplink import Uplink
-from peer.node.presence import Directory
 from peer.node.rounds import Order, Repair, Result
 from peer.state.storage import Shards
 from peer.training import data, device, trainer
 from protocol.codec import subspace
 from protocol.errors import LocalError, PotluckError
-from protocol.planning import pipeline_model, planner
+from protocol.planning import memory, pipeline_model
 from protocol.planning.speed import Speedometer
 from protocol.rounds.chain_repair import SLOW
 from protocol.run import data_order
@@ -237,7 +237,7 @@ class Engine:
         previous, following = await self._unless(
             stop, self.pipes.neighbours(plan, order.replica, order.epoch, position)
         )
-        plain, most = planner.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
+        plain, most = memory.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
         assert self._trainer is not None
         try:
             await pipeline.run_steps(
@@ -250,7 +250,7 @@ class Engine:
                 previous=previous,
                 following=following,
                 windows=windows,
-                depth=self._depth[1] if self._depth[0] == spec.stages else planner.window(self.manifest),
+                depth=self._depth[1] if self._depth[0] == spec.stages else memory.window(self.manifest),
                 plain_depth=plain,
                 most_depth=most,
                 stop=end,
@@ -278,7 +278,7 @@ class Engine:
 
     async def _prepare(self, stage: StageSpec, k: int, theta: Shards) -> None:
         """A trainer for this stage with the optimizer state that is still of use, at θ(r-1)."""
-        shards = planner.stage_shards(self.manifest, stage.first, stage.last)
+        shards = memory.stage_shards(self.manifest, stage.first, stage.last)
         if (shards, k) != self._shape:
             self._state = {**self._state, **self.optimizer()}
             self._trainer = None

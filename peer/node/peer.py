@@ -11,17 +11,18 @@ from peer.config import JoinConfig
 from peer.events import Emitter
 from peer.net.base import Transport
 from peer.net.blobs import fetch_named
+from peer.net.directory import Directory
 from peer.net.uplink import Uplink
 from peer.node.inner_loop import Engine
-from peer.node.presence import Directory, Sessions
 from peer.node.rounds import Rounds
+from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Storage
 from peer.training import data, device
 from peer.ui import utilization
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.rounds import member
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -42,7 +43,7 @@ async def join(
     emit: Emitter,
 ) -> None:
     """Takes part in a run until it is over. Raises PotluckError."""
-    smallest = planner.smallest_stage(manifest)
+    smallest = memory.smallest_stage(manifest)
     if config.memory_bytes < smallest:
         raise UsageError(
             f"memory: {config.memory_bytes / 1e6:.0f} MB offered, one block of this model needs {smallest / 1e6:.0f} MB;"
@@ -127,7 +128,7 @@ async def join(
         tell=sessions.tell,
         restored=restored,
         threads=config.threads,
-        warm=planner.keeps_warm(manifest, config.memory_bytes),
+        warm=memory.keeps_warm(manifest, config.memory_bytes),
     )
     del restored  # it would keep this θ in memory as long as the run lasts
 

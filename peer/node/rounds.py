@@ -41,7 +41,7 @@ from peer.state.recovery import Recovery
 from peer.state.storage import Checkpoint, Shards, Storage
 from protocol.codec import sparse
 from protocol.errors import LocalError
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.rounds import member
 from protocol.rounds.member import Member
 from protocol.run import layout
@@ -338,11 +338,11 @@ class Rounds:
         """The shards that `plan`, which names us, has us train."""
         stage = plan.stage_of(self.peer)
         assert stage is not None
-        return planner.stage_shards(self.manifest, stage.first, stage.last)
+        return memory.stage_shards(self.manifest, stage.first, stage.last)
 
     def _held(self, plan: Plan) -> tuple[str, ...]:
         stage = plan.stage_of(self.peer)
-        return () if stage is None else planner.held_shards(self.manifest, stage.first, stage.last)
+        return () if stage is None else memory.held_shards(self.manifest, stage.first, stage.last)
 
     # --- what we send
 

@@ -14,7 +14,7 @@ from typing import Any
 from peer.events import Event
 from peer.ui.text import blocks, called, clean, describe, mean_loss, readable, size
 from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck, percent
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
@@ -303,7 +303,7 @@ class View:
         """fp32 bytes of the peer's whole pseudo-gradient, and of so many boundary vectors."""
         if p.replica is None:
             return None
-        shards = planner.stage_shards(self.manifest, p.first, p.last)
+        shards = memory.stage_shards(self.manifest, p.first, p.last)
         values = sum(layout.parameters(self.manifest.model, s) for s in shards)
         return 4 * (values + vectors * self.manifest.model.d_model)
 

@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.codec import sparse
-from protocol.planning import planner
-from protocol.planning.planner import Candidate
+from protocol.planning import memory, partition, planner
+from protocol.planning.partition import Candidate
 from protocol.rounds.chain_repair import SLOW, Repairs
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -262,10 +262,10 @@ class Leader:
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
         known, majority = self.attests.get(self.round - 1, {}).get(spare, {}), self.majority(self.round - 1)
-        wanted = planner.held_shards(self.manifest, stage.first, stage.last)
+        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
         right = all(shard in known and known[shard] == majority.get(shard, known[shard]) for shard in wanted)
         there = spare in self.ready and spare not in self._absent
-        return right and there and planner.can_take(self.manifest, self.ready[spare], stage)
+        return right and there and partition.can_take(self.manifest, self.ready[spare], stage)
 
     def _tell(self, mend: Mend) -> list[Effect]:
         return [Tell(self.repairs.audience(mend.replica), mend, True)]
@@ -302,7 +302,7 @@ class Leader:
 
     def _problem(self, spec: ReplicaSpec, peer: str, offer: Offer, replica: int) -> str | None:
         stage = spec.stage_of(peer)
-        wanted = planner.stage_shards(self.manifest, stage.first, stage.last)
+        wanted = memory.stage_shards(self.manifest, stage.first, stage.last)
         train = self.manifest.train
         if offer.replica != replica or tuple(p.shard for p in offer.parts) != wanted:
             return "it does not cover the planned shards"
@@ -359,8 +359,8 @@ class Leader:
             del self.attests[round]
             self._majorities.pop(round, None)
         return [
-            Moved(commit.round + 1, replica, old, new, planner.why_moved(self.manifest, old, new, self.ready))
-            for replica, old, new in planner.moves(before, commit.plan)
+            Moved(commit.round + 1, replica, old, new, partition.why_moved(self.manifest, old, new, self.ready))
+            for replica, old, new in partition.moves(before, commit.plan)
         ]
 
     def _candidates(self) -> list[Candidate]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.rounds import chain_repair, paxos
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
@@ -71,6 +71,6 @@ def _contribution(manifest: Manifest, plan: Plan, contribution: Contribution, wr
     for stage, share in zip(spec.stages, contribution.shares, strict=True):
         if share.peer in wrong:
             yield f"{name} counts although the state of {share.peer[-8:]} differed"
-        wanted = planner.stage_shards(manifest, stage.first, stage.last)
+        wanted = memory.stage_shards(manifest, stage.first, stage.last)
         if tuple(part.shard for part in share.parts) != wanted:
             yield f"{name}: {share.peer[-8:]} does not cover its planned shards"

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from peer.cli import commands
-from peer.demo import swarm
+from peer.demo import recipe
+from peer.node import open_run
 from peer.state.outer_optimizer import Outer
 from peer.training import data
 from peer.training.trainer import StageTrainer
@@ -38,8 +38,8 @@ from tests.chains import project_at
 from tests.e2e.swarms import options
 
 BASE = "0:fp32:fp32"
-D = swarm.MODEL.d_model
-CUTS = tuple(range(2, swarm.MODEL.n_layers + 1))
+D = recipe.MODEL.d_model
+CUTS = tuple(range(2, recipe.MODEL.n_layers + 1))
 VALID_WINDOWS = 96
 DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", f"{D // 8}:int4:int4", "22:int4:sym2", f"{D // 4}:int4:sym2")
 """k = d/8 in bf16; the same bytes in int4; its loss at a 24th of dense, twice; k = d/4."""
@@ -47,7 +47,7 @@ DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", f"{D // 8}:int4:int4", "22:in
 
 @functools.cache
 def _corpus(manifest: Manifest) -> data.Corpus:
-    tokenizer = data.load_tokenizer((commands.ASSETS / swarm.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     folder, vocabulary = data.cache_folder(), manifest.model.vocab_size
     return data.prepare(manifest.data, tokenizer, manifest.train.sequence, folder, vocabulary)
 
@@ -60,7 +60,7 @@ def _basis(seed: bytes) -> np.ndarray:
 def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
     """(loss, plain loss) of one run."""
     k, forward, backward = arm.split(":")
-    manifest = swarm.make_manifest(options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed))
+    manifest = recipe.make_manifest(options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed))
     spec, train, key = manifest.model, manifest.train, manifest.seed_bytes
     corpus = _corpus(dataclasses.replace(manifest, seed=0))
     shards = layout.shard_names(spec)

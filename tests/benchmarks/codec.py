@@ -26,8 +26,8 @@ import zstandard
 from hivemind.compression import serialize_torch_tensor
 from hivemind.proto.runtime_pb2 import CompressionType
 
-from peer.cli import commands
-from peer.demo import swarm
+from peer.demo import recipe
+from peer.node import open_run
 from peer.state.outer_optimizer import Outer
 from peer.training import data
 from peer.training.trainer import StageTrainer
@@ -55,9 +55,9 @@ DENSE = ("FLOAT16", "MEANSTD_16BIT", "UNIFORM_8BIT", "QUANTILE_8BIT")
 
 def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
     """Error feedback of every shard of the first replica as each round encodes it."""
-    manifest = swarm.make_manifest(options(Path("unused"), rounds=None, full=2, inner_steps=None))
+    manifest = recipe.make_manifest(options(Path("unused"), rounds=None, full=2, inner_steps=None))
     train, model, shards = manifest.train, manifest.model, layout.shard_names(manifest.model)
-    tokenizer = data.load_tokenizer((commands.ASSETS / swarm.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
     outers = [Outer(model, Codec(k), manifest.outer.beta, manifest.outer.eta) for _ in range(2)]
     trainers = [StageTrainer(model, train, shards) for _ in outers]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.cli import main as cli
-from peer.demo import swarm as demo
+from peer.demo import recipe
 from tests.e2e.swarms import options
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -40,12 +40,12 @@ def main() -> int:
                     out,
                     **swarm,
                     stages=3,
-                    k=demo.parse_k(cli.DEMO_K),
+                    k=recipe.parse_k(cli.DEMO_K),
                     rounds=chosen.rounds,
                     inner_steps=None,
                     seed=seed,
                 )
-                asyncio.run(demo.run(run))
+                asyncio.run(swarm.run(run))
                 table.setdefault(arm, []).append(json.loads(Path(f"{out}.json").read_text()))
     print("\n| arm | seed | nats per token | bits per byte | below unigram entropy | tokens | same bits | seconds |")
     print("|---|---|---|---|---|---|---|---|")

@@ -36,7 +36,7 @@ from peer.state.outer_optimizer import Outer
 from peer.training import device
 from peer.training.trainer import StageTrainer, make_worker
 from protocol.codec import sparse, subspace
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TrainSpec
@@ -253,7 +253,7 @@ def measure(shape: Shape, stage: str, depth: int, recompute: bool) -> tuple[int,
     context = multiprocessing.get_context("spawn")
     model, (first, last) = shape.manifest().model, shape.range(stage)
     names = layout.shard_names(model)
-    shards = planner.stage_shards(shape.manifest(), first, last)
+    shards = memory.stage_shards(shape.manifest(), first, last)
     at = names.index(shards[0])
     before, behind = names[:at], names[at + len(shards) :]
     gate, ready = context.Semaphore(0) if behind else None, context.Semaphore(0)
@@ -306,7 +306,7 @@ def main() -> int:
         peak, most, queued = measure(shape, stage, depth, recompute)
         manifest, (first, last) = shape.manifest(), shape.range(stage)
         plain = 1 if recompute or stage == "last" else depth
-        expected = planner.memory_at(manifest, first, last, plain, depth)
+        expected = memory.memory_at(manifest, first, last, plain, depth)
         off = peak / expected - 1
         worst = max(worst, abs(off))
         again = "yes" if recompute else "no"

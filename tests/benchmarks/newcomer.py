@@ -31,11 +31,11 @@ from typing import Any
 
 import numpy as np
 
+from bootstrap import service
 from bootstrap.archive import Archive
-from peer.cli import commands
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
-from peer.net import keyfile, p2p
+from peer.net import directory, keyfile, p2p
 from peer.net.base import Transport
 from peer.net.blobs import Blob
 from peer.net.uplink import Uplink
@@ -192,9 +192,9 @@ async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> As
     run, key = manifest(), folder / "operator.key"
     key.write_bytes(tiny.OPERATOR.libp2p_bytes())
     archive = Archive(folder / "bootstrap", run)
-    boot = await p2p.start(key, host="127.0.0.1", validate=commands.valid_record(manifest().run_id))
+    boot = await p2p.start(key, host="127.0.0.1", validate=directory.valid_record(manifest().run_id))
     node = asyncio.create_task(
-        commands.serve_bootstrap(run, tiny.OPERATOR, boot, archive, Emitter("bootstrap", lambda event: None))
+        service.serve_bootstrap(run, tiny.OPERATOR, boot, archive, Emitter("bootstrap", lambda event: None))
     )
     holders = []
     try:
@@ -207,7 +207,7 @@ async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> As
                 path / "identity.key",
                 host="127.0.0.1",
                 bootstrap=boot.addresses,
-                validate=commands.valid_record(manifest().run_id),
+                validate=directory.valid_record(manifest().run_id),
             )
             holders.append(Holder(path, transport, limit))
             if index < cheats:
@@ -255,7 +255,10 @@ async def join(name: str, folder: Path, address: str) -> None:
     (path / "identity.key").write_bytes(identity(name).libp2p_bytes())
     storage = Storage(path, 4 << 30)
     transport = await p2p.start(
-        path / "identity.key", host="127.0.0.1", bootstrap=[address], validate=commands.valid_record(manifest().run_id)
+        path / "identity.key",
+        host="127.0.0.1",
+        bootstrap=[address],
+        validate=directory.valid_record(manifest().run_id),
     )
     config = JoinConfig(folder=path, device="cpu", memory_bytes=1 << 40, up_bps=10**9, down_bps=10**9)
     emit = Emitter(name, hear)

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.demo import swarm as demo
+from peer.demo import recipe
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
 from tests import tiny
@@ -38,9 +38,9 @@ Places = dict[str, Place]
 NODE = "node-0"
 
 
-def recipe(millions: float, peers: int, rounds: int, overlap: int) -> Manifest:
+def make_run(millions: float, peers: int, rounds: int, overlap: int) -> Manifest:
     chosen = swarms.options(Path("unused"), full=peers, rounds=rounds, inner_steps=1)
-    base = demo.make_manifest(chosen)
+    base = recipe.make_manifest(chosen)
     train = TrainSpec(
         inner_steps=1, micro_batches=1, rows=1, sequence=16, lr=1e-3, warmup_steps=0, total_steps=1000
     )  # fmt: skip
@@ -78,7 +78,7 @@ def bytes_of(prefix: list[str]) -> tuple[int, int]:
 def measure(places: Places, millions: float, rounds: int, overlap: int) -> dict[str, Any]:
     """Medians over `rounds` rounds, the first one not counted. `parts` is of use only without overlap."""
     peers = [n for n in places if n != NODE]
-    manifest = recipe(millions, len(peers), rounds + 2, overlap)
+    manifest = make_run(millions, len(peers), rounds + 2, overlap)
     with (
         tempfile.TemporaryDirectory(prefix="potluck-round-") as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as other_disk,

@@ -18,9 +18,9 @@ from typing import Any
 
 from peer.chain import link
 from peer.cli import main as cli
-from peer.demo import swarm
+from peer.demo import recipe
 from protocol.codec import boundary_formats, sparse
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.run import layout
 from tests.e2e.swarms import options
 
@@ -39,12 +39,12 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     result = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else run()
-    chosen = options(Path("unused"), full=2, chains=1, stages=3, k=swarm.parse_k(cli.DEMO_K))
-    manifest = swarm.make_manifest(chosen)
+    chosen = options(Path("unused"), full=2, chains=1, stages=3, k=recipe.parse_k(cli.DEMO_K))
+    manifest = recipe.make_manifest(chosen)
     wrong = 0
 
     print("role         peak RSS above idle   announced   bytes sent a round   seconds a round by phase")
-    announced = {p.name: p.memory_bytes for p in swarm.make_peers(manifest, chosen)}
+    announced = {p.name: p.memory_bytes for p in recipe.make_peers(manifest, chosen)}
     for name, peak in result["peak_rss_above_idle_bytes"].items():
         phases = " ".join(f"{k} {v:.2f}" for k, v in result["phase_seconds"][name].items())
         sent = result["bytes_sent_per_peer_per_round"][name]
@@ -67,7 +67,7 @@ def main() -> int:
             boundary_formats.bytes_per_token(name, k or spec.d_model),
         )
         wrong += report(f"boundary {way or 'forward_'}bytes a token", measured, formula, framing)
-    print(f"largest stage: {max(planner.stage_memory(manifest, i, i + 1) for i in range(spec.n_layers)) / 1e6:.1f} MB")
+    print(f"largest stage: {max(memory.stage_memory(manifest, i, i + 1) for i in range(spec.n_layers)) / 1e6:.1f} MB")
     return 1 if wrong else 0
 
 

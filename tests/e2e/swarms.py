@@ -14,9 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from peer.demo import swarm
+from peer.demo.recipe import DemoOptions, make_manifest
 from peer.events import Event, from_json
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
@@ -26,24 +25,7 @@ DEADLINE = 600.0
 MODEL = ModelSpec(vocab_size=4096, d_model=32, n_layers=4, n_heads=2, d_ff=48, context=128)
 
 
-@pytest.fixture
-def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo trains MODEL. Its processes learn that from the manifest, as always."""
-    monkeypatch.setattr(swarm, "MODEL", MODEL)
-
-
-def change_manifest(monkeypatch: pytest.MonkeyPatch, table: str, **fields: Any) -> None:
-    """Demos have a manifest with these fields in `table`: `change_manifest(monkeypatch, "outer", overlap=1)`."""
-    made = swarm.make_manifest
-
-    def make_manifest(chosen: swarm.DemoOptions) -> Manifest:
-        manifest = made(chosen)
-        return dataclasses.replace(manifest, **{table: dataclasses.replace(getattr(manifest, table), **fields)})
-
-    monkeypatch.setattr(swarm, "make_manifest", make_manifest)
-
-
-def options(out: Path, **changes: Any) -> swarm.DemoOptions:
+def options(out: Path, **changes: Any) -> DemoOptions:
     """Three full replicas, three rounds of one step, in memory, unless changed."""
     values: dict[str, Any] = {
         "rounds": 3,
@@ -60,16 +42,22 @@ def options(out: Path, **changes: Any) -> swarm.DemoOptions:
         "screen": False,
         "in_memory": True,
     }
-    return swarm.DemoOptions(**{**values, **changes})
+    return DemoOptions(**{**values, **changes})
 
 
 def result_file(out: Path) -> Path:
     return out.with_name(out.name + ".json")
 
 
-def run(chosen: swarm.DemoOptions) -> dict[str, Any]:
-    """The result of a demo that must end well."""
-    asyncio.run(asyncio.wait_for(swarm.run(chosen), DEADLINE))
+def manifest(chosen: DemoOptions, **tables: dict[str, Any]) -> Manifest:
+    """The demo's recipe with MODEL; `tables` replace fields: `manifest(chosen, outer={"overlap": 1})`."""
+    made = make_manifest(chosen, MODEL)
+    return dataclasses.replace(made, **{t: dataclasses.replace(getattr(made, t), **f) for t, f in tables.items()})
+
+
+def run(chosen: DemoOptions, of: Manifest | None = None) -> dict[str, Any]:
+    """The result of a demo of the run `of` (default: `manifest(chosen)`) that must end well."""
+    asyncio.run(asyncio.wait_for(swarm.run(chosen, of or manifest(chosen)), DEADLINE))
     return read_result(chosen.out)
 
 
@@ -80,12 +68,12 @@ def read_result(out: Path) -> dict[str, Any]:
 class Background:
     """A demo that runs while the test does things to its processes; they end with the `with` block."""
 
-    def __init__(self, chosen: swarm.DemoOptions) -> None:
+    def __init__(self, chosen: DemoOptions, of: Manifest | None = None) -> None:
         self.out = chosen.out
         self._result: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(asyncio.wait_for(swarm.run(chosen), DEADLINE))
+        self._task = self._loop.create_task(asyncio.wait_for(swarm.run(chosen, of or manifest(chosen)), DEADLINE))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

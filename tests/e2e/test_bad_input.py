@@ -17,7 +17,7 @@ import pytest
 
 from bootstrap.archive import Archive
 from peer.cli import main
-from peer.demo import swarm
+from peer.demo import recipe
 from peer.net import keyfile
 from peer.state.storage import Checkpoint, Storage
 from protocol.codec import blob_hash
@@ -46,7 +46,7 @@ def potluck(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 def run_file(tmp_path: Path) -> Path:
     """A demo's manifest whose operator is the key in tmp_path/boot."""
     key = keyfile.load_or_create(tmp_path / "boot" / "identity.key")
-    text = manifests.to_toml(swarm.make_manifest(options(tmp_path / "unused")))
+    text = manifests.to_toml(recipe.make_manifest(options(tmp_path / "unused")))
     old = next(line for line in text.splitlines() if line.startswith("operators"))
     path = tmp_path / "run.toml"
     path.write_text(text.replace(old, f'operators = ["{key.peer_id}"]'))
@@ -105,9 +105,9 @@ def test_limits(
 def test_tokenizer_with_another_digest(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run_file.parent / swarm.TOKENIZER).write_text("{}")
+    (run_file.parent / recipe.TOKENIZER).write_text("{}")
     line = potluck(capsys, monkeypatch, "bootstrap", run_file, "--dir", run_file.parent / "boot")
-    assert swarm.TOKENIZER in line
+    assert recipe.TOKENIZER in line
     assert "sha256" in line
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peer.demo import swarm
+from peer.demo import recipe, swarm
+from peer.net import directory
 from peer.net.memory import MemoryTransport
-from peer.node import presence
 from peer.node.rounds import Rounds
 from protocol.codec import boundary_formats
 from protocol.errors import LocalError
@@ -33,8 +33,6 @@ REQUIRED = [
     "seconds",
     "tokens",
 ]
-pytestmark = pytest.mark.usefixtures("small_model")
-small_model = swarms.small_model
 
 
 def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
@@ -61,14 +59,14 @@ def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.
             announced.setdefault(message.peer, []).append(message.chain)
         return await store(self, key, subkey, value, ttl=ttl)
 
-    monkeypatch.setattr(presence, "PUBLISH_SECONDS", 0.01)
+    monkeypatch.setattr(directory, "PUBLISH_SECONDS", 0.01)
     monkeypatch.setattr(MemoryTransport, "store", spied)
     chosen = swarms.options(tmp_path / "run", full=0, chains=1, k=(8,), inner_steps=3)
     swarms.run(chosen)
-    (first, last) = (announced[p.identity.peer_id][-1] for p in swarm.make_peers(swarm.make_manifest(chosen), chosen))
+    (first, last) = (announced[p.identity.peer_id][-1] for p in recipe.make_peers(swarms.manifest(chosen), chosen))
     for report in (first, last):
         assert 0 < sum(report.times_ms[1:4]) <= report.times_ms[0] + 3
-    manifest = swarm.make_manifest(chosen)
+    manifest = swarms.manifest(chosen)
     tokens, chain = manifest.train.step_tokens, manifest.chains
     assert first.counts[0] > tokens * boundary_formats.bytes_per_token(chain.forward, 8)
     assert last.counts[1] > tokens * boundary_formats.bytes_per_token(chain.backward, 8)
@@ -80,7 +78,7 @@ def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.
 
 def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = swarms.options(tmp_path / "run")
-    victim = next(p for p in swarm.make_peers(swarm.make_manifest(chosen), chosen) if p.name == "full-1")
+    victim = next(p for p in recipe.make_peers(swarms.manifest(chosen), chosen) if p.name == "full-1")
     honest = Rounds._apply
 
     async def apply(self: Rounds, commit: Commit, rebuild: tuple[str, ...]) -> None:
@@ -92,7 +90,7 @@ def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Rounds, "_apply", apply)
     with pytest.raises(LocalError, match=r"same_bits: full-1 had other bits in block\.2 after round 1"):
-        asyncio.run(asyncio.wait_for(swarm.run(chosen), swarms.DEADLINE))
+        asyncio.run(asyncio.wait_for(swarm.run(chosen, swarms.manifest(chosen)), swarms.DEADLINE))
     result = json.loads(swarms.result_file(chosen.out).read_text())
     assert result["same_bits"] is False
     assert result["diverged"] == [{"peer": "full-1", "round": 1, "shard": "block.2"}]

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import pytest
 from bootstrap import archive
 from bootstrap.archive import Archive
 from peer.cli import main
-from peer.demo import swarm
 from peer.net import keyfile
 from protocol.identity import Identity
 from protocol.run import manifest as manifests
@@ -42,14 +41,11 @@ class Done:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """Two full replicas and a chain of two, three rounds."""
     out = tmp_path_factory.mktemp("log") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(swarm, "MODEL", swarms.MODEL)
-        chosen = swarms.options(out, full=2, chains=1, k=(8,))
-        result = swarms.run(chosen)
-        yield Done(out, out / "bootstrap", swarm.make_manifest(chosen), result)
+    chosen = swarms.options(out, full=2, chains=1, k=(8,))
+    return Done(out, out / "bootstrap", swarms.manifest(chosen), swarms.run(chosen))
 
 
 @pytest.fixture

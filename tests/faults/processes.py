@@ -14,7 +14,7 @@ from bootstrap.archive import Archive
 from peer.events import Event, from_json
 from peer.log import replay
 from protocol.identity import Identity
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from tests.lab import Place
@@ -94,7 +94,7 @@ class Swarm:
             known = [x for address in self.addresses for x in ("--initial-peer", address)]
             arguments = ["bootstrap", self.file, *common, *known]
         else:
-            whole = planner.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
+            whole = memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
             offer = ["--device", "cpu", "--memory", self.memory.get(name, whole), "--threads", 1]
             arguments = ["join", self.addresses[0], *common, *offer]
         with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:

@@ -27,9 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.demo import swarm as demo
 from peer.events import Event, from_json
-from protocol.planning import planner
+from protocol.planning import partition
 from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
 from tests import tiny
@@ -48,10 +47,10 @@ PATIENCE = 300.0
 def make_manifest() -> Manifest:
     """The demo's recipe with a small model and steps of four micro-batches; short leases."""
     chosen = swarms.options(Path("unused"), full=1, chains=1, stages=STAGES, k=(8,), rounds=10**6, inner_steps=STEPS)
-    made = demo.make_manifest(chosen)
+    made = swarms.manifest(chosen)
     return dataclasses.replace(
         made,
-        model=dataclasses.replace(swarms.MODEL, d_ff=512),
+        model=dataclasses.replace(made.model, d_ff=512),
         operators=(tiny.OPERATOR.peer_id,),
         train=dataclasses.replace(made.train, micro_batches=MICRO),
         timing=TimingSpec(round_deadline=60.0, heartbeat=0.5, gone_after=5.0),
@@ -63,14 +62,14 @@ def least_memory(manifest: Manifest, stages: int) -> int:
     low, high = 0, tiny.full_memory(manifest)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if planner.split(manifest, [middle] * stages) is None else (low, middle)
+        low, high = (middle, high) if partition.split(manifest, [middle] * stages) is None else (low, middle)
     return high
 
 
 def weak_memory(manifest: Manifest) -> int:
     """The least memory of which four peers make a chain; three do not."""
     least = least_memory(manifest, STAGES)
-    assert planner.split(manifest, [least] * (STAGES - 1)) is None
+    assert partition.split(manifest, [least] * (STAGES - 1)) is None
     return least
 
 

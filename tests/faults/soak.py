@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from protocol.planning import planner
+from protocol.planning import memory
 from tests.faults.processes import Swarm
 from tests.faults.test_quorum import KEYS, three_nodes
 
@@ -33,7 +33,7 @@ def main() -> int:
     chosen = parser.parse_args()
     folder = chosen.dir or Path(tempfile.mkdtemp(prefix="potluck-soak-")) / "run"
     manifest = three_nodes(rounds=1_000_000, start_peers=6)
-    stages = [planner.stage_memory(manifest, a, b) for a, b in ((0, 1), (1, 2), (2, 4))]
+    stages = [memory.stage_memory(manifest, a, b) for a, b in ((0, 1), (1, 2), (2, 4))]
     with Swarm(folder, manifest, KEYS, dict(zip(CHAIN, stages, strict=True))) as swarm:
         live(swarm, chosen.minutes, random.Random(chosen.seed))
         rounds = swarm.check()

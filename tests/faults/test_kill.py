@@ -14,18 +14,13 @@ from peer.events import Event
 from tests.e2e import swarms
 
 ROUNDS = 20
-pytestmark = pytest.mark.usefixtures("small_model")
-small_model = swarms.small_model
 
 
 @pytest.mark.parametrize(("name", "overlap"), [("full-1", 1), ("chain-0-1", 0)])
-def test_a_killed_peer_costs_a_round_and_catches_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, overlap: int
-) -> None:
+def test_a_killed_peer_costs_a_round_and_catches_up(tmp_path: Path, name: str, overlap: int) -> None:
     """Its replica is left out once, a chain without a spare says so, and the peer comes back to the same bits."""
-    swarms.change_manifest(monkeypatch, "outer", overlap=overlap)
     chain = name.startswith("chain")
-    with Swarm(tmp_path / "run", name) as swarm:
+    with Swarm(tmp_path / "run", name, overlap) as swarm:
         swarm.kill()
         lost = swarm.event(
             "bootstrap", lambda e: e.kind == "commit" and bool(e.fields["left_out"]), "a left-out replica"
@@ -50,12 +45,12 @@ def test_a_peer_that_is_back_at_once_loses_nothing(tmp_path: Path) -> None:
 class Swarm:
     """A demo with one peer to kill in round 2, and the same command again to restart it."""
 
-    def __init__(self, out: Path, name: str) -> None:
+    def __init__(self, out: Path, name: str, overlap: int = 0) -> None:
         self.name = name
         self.rounds = ROUNDS if name.startswith("full") else 3 * ROUNDS  # the chain is tried again for a while
         chosen = swarms.options(out, full=2, chains=1, k=(8,), rounds=self.rounds, inner_steps=8, in_memory=False)
         self.folder = chosen.out / name
-        self.demo = swarms.Background(chosen)
+        self.demo = swarms.Background(chosen, swarms.manifest(chosen, outer={"overlap": overlap}))
         self.event = self.demo.event
         self.again: subprocess.Popen[str] | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from peer.demo import swarm as demo
 from protocol.run.manifest import Manifest, TimingSpec
 from tests import tiny
 from tests.e2e import swarms
@@ -18,8 +17,7 @@ def three_nodes(rounds: int, start_peers: int) -> Manifest:
     """The demo's recipe with a small model, a quorum of three and a lease of five seconds."""
     chosen = swarms.options(Path("unused"), full=2, chains=1, k=(8,), rounds=rounds, inner_steps=2)
     return dataclasses.replace(
-        demo.make_manifest(chosen),
-        model=swarms.MODEL,
+        swarms.manifest(chosen),
         start_peers=start_peers,
         operators=tuple(key.peer_id for key in KEYS),
         quorum=3,

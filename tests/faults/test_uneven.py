@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from peer.demo import swarm as demo
+from peer.demo import recipe
 from peer.events import Event
 from protocol.run.manifest import TimingSpec
 from tests import tiny
@@ -17,7 +17,7 @@ PEERS = ("weak-0", "weak-1")
 
 
 def test_blocks_move_away_from_a_stage_that_became_slow(tmp_path: Path) -> None:
-    made = demo.make_manifest(swarms.options(Path("unused"), full=0, chains=1, rounds=10**6, inner_steps=8))
+    made = recipe.make_manifest(swarms.options(Path("unused"), full=0, chains=1, rounds=10**6, inner_steps=8))
     manifest = dataclasses.replace(
         made,
         model=dataclasses.replace(swarms.MODEL, n_layers=8, d_ff=96),

@@ -31,9 +31,9 @@ import torch
 
 from bootstrap import archive
 from peer.chain import link, quantize
-from peer.cli import commands
-from peer.demo import swarm
-from peer.net import address, p2p
+from peer.demo import recipe
+from peer.log import reader
+from peer.net import address, directory, p2p
 from peer.net.base import Closed, Ended, Handler
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from protocol import identity
@@ -408,10 +408,9 @@ def call_request(raw: bytes) -> object:
 
 def log_reply(raw: bytes) -> object:
     """The reply of a LOG call, as `potluck log` and `potluck monitor` read it."""
-    from peer.log import reader as runlog
 
     async def read() -> list[bytes]:
-        log = runlog.Remote(_FakeTransport([b"\0" + raw]), [KEY.peer_id], _store("log"))  # type: ignore[arg-type]
+        log = reader.Remote(_FakeTransport([b"\0" + raw]), [KEY.peer_id], _store("log"))  # type: ignore[arg-type]
         return await log._page(-1)
 
     return len(LOOP.run_until_complete(read()))
@@ -467,7 +466,7 @@ def _use(found: manifests.Manifest) -> object:
     return "read"
 
 
-MANIFESTS = [MANIFEST, swarm.make_manifest(swarms.options(Path("unused"), chains=1, k=(8,)))]
+MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chains=1, k=(8,)))]
 
 # --- the DHT
 
@@ -488,7 +487,7 @@ def dht_record(raw: bytes) -> object:
 
 
 DHT_KEY = p2p.DHTID.generate(endpoints.announcements_key(RUN)).to_bytes()
-VALIDATOR = p2p._Validator(commands.valid_record(RUN))
+VALIDATOR = p2p._Validator(directory.valid_record(RUN))
 
 
 def _dictionary() -> bytes:

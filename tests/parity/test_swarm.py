@@ -8,34 +8,28 @@ import numpy as np
 import pytest
 
 from bootstrap.archive import Archive
-from peer.cli import commands
-from peer.demo import swarm
+from peer.demo import recipe
+from peer.node import open_run
 from peer.training import data
 from protocol.codec import subspace
 from protocol.run import data_order, init, layout
 from tests.e2e import swarms
 from tests.parity import reference
 
-pytestmark = pytest.mark.usefixtures("small_model")
-small_model = swarms.small_model
-
 
 @pytest.mark.parametrize("overlap", [0, 1])
-def test_the_swarm_computes_what_the_equations_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: int
-) -> None:
-    swarms.change_manifest(monkeypatch, "outer", overlap=overlap)
-    swarms.change_manifest(monkeypatch, "chains", forward="bf16", backward="bf16")
+def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int) -> None:
     chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, k=(8,), inner_steps=3)
-    swarms.run(chosen)
-    manifest = swarm.make_manifest(chosen)
+    chains = {"forward": "bf16", "backward": "bf16"}
+    manifest = swarms.manifest(chosen, outer={"overlap": overlap}, chains=chains)
+    swarms.run(chosen, manifest)
     archive = Archive(chosen.out / "bootstrap", manifest)
     commits = archive.commits
     archive.close()
     plan = commits[0].plan
     assert plan is not None
     assert [len(r.stages) for r in plan.replicas] == [1, 3]
-    tokenizer = data.load_tokenizer((commands.ASSETS / swarm.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     train, model = manifest.train, manifest.model
     corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
 

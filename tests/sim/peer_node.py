@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from protocol.planning import planner
-from protocol.planning.planner import Candidate
+from protocol.planning import memory
+from protocol.planning.partition import Candidate
 from protocol.rounds.member import (
     Applied,
     Apply,
@@ -296,7 +296,7 @@ class PeerNode(Node):
 
     def trained_shards(self, plan: Plan, replica: int) -> tuple[str, ...]:
         stage = plan.replicas[replica].stage_of(self.name)
-        return planner.stage_shards(self.swarm.manifest, stage.first, stage.last)
+        return memory.stage_shards(self.swarm.manifest, stage.first, stage.last)
 
     # --- the feedback: pack, fold, give back
 
@@ -422,7 +422,7 @@ class PeerNode(Node):
         wanted = tuple(self.theta)
         stage = commit.plan.stage_of(self.name) if commit.plan else None
         if stage is not None:
-            wanted = planner.held_shards(self.swarm.manifest, stage.first, stage.last)
+            wanted = memory.held_shards(self.swarm.manifest, stage.first, stage.last)
         elif commit.plan and self.name in commit.plan.spares:
             wanted = layout.shard_names(self.swarm.manifest.model)
         missing = [shard for shard in wanted if shard not in self.theta]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from fractions import Fraction
 
-from protocol.planning.planner import Candidate
+from protocol.planning.partition import Candidate
 from protocol.run.manifest import OuterSpec
 from protocol.wire.plan import Plan
 from tests import tiny

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from protocol.planning import planner
-from protocol.planning.planner import Candidate
+from protocol.planning import memory, planner
+from protocol.planning.partition import Candidate
 from protocol.rounds.leader import (
     Decided,
     Done,
@@ -73,7 +73,7 @@ class Driver:
         replica = plan.replica_of(peer)
         assert replica is not None
         stage = plan.replicas[replica].stage_of(peer)
-        shards = planner.stage_shards(self.manifest, stage.first, stage.last)
+        shards = memory.stage_shards(self.manifest, stage.first, stage.last)
         steps, train = 4, self.manifest.train
         offer = Offer(
             round=plan.round,

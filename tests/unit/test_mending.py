@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.rounds import chain_repair, validation
 from protocol.rounds.leader import Fetch, Gone, Held, Lead, Received, Tell
 from protocol.rounds.member import (
@@ -68,7 +68,7 @@ class Driver(leading.Driver):
         assert plan is not None
         for peer in peers:
             stage = plan.replicas[0].stage_of(peer)
-            shards = planner.stage_shards(self.manifest, stage.first, stage.last)
+            shards = memory.stage_shards(self.manifest, stage.first, stage.last)
             parts = tuple(leading._part(peer, s, 1.0) for s in shards)
             made = dataclasses.replace(
                 leading.Driver.offer(self, "c"),

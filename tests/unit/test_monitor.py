@@ -296,6 +296,8 @@ def test_neither_torch_nor_hivemind_is_imported() -> None:
     import subprocess
     import sys
 
-    code = "import sys, peer.ui.monitor, peer.ui.screen; print({'torch', 'hivemind', 'peer.net.p2p'} & set(sys.modules))"
+    code = (
+        "import sys, peer.ui.monitor, peer.ui.screen; print({'torch', 'hivemind', 'peer.net.p2p'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

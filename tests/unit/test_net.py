@@ -17,8 +17,7 @@ import msgpack
 import psutil
 import pytest
 
-from peer.cli import commands
-from peer.net import address, base, blobs, p2p
+from peer.net import address, base, blobs, directory, p2p
 from peer.net.base import Closed, Ended, Stream, Timeout, Transport, TransportLost, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork
 from protocol.errors import RemoteError, UsageError
@@ -648,7 +647,7 @@ def test_the_record_validator(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_keeps_announcements_of_its_own_run_only() -> None:
     run, other = "1" * 64, "2" * 64
     who = Identity(b"w" * 32)
-    valid = commands.valid_record(run)
+    valid = directory.valid_record(run)
     good = sealed.seal(who, Announcement(run=run, peer=who.peer_id))
     assert valid(endpoints.announcements_key(run), who.peer_id, good)
     assert not valid(endpoints.announcements_key(run), Identity(b"x" * 32).peer_id, good)

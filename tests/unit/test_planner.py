@@ -12,8 +12,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol.planning import planner, speed
-from protocol.planning.planner import Candidate, make_plan, stage_memory
+from protocol.planning import memory, partition, planner, speed
+from protocol.planning.memory import stage_memory
+from protocol.planning.partition import Candidate
+from protocol.planning.planner import make_plan
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TimingSpec, TrainSpec
@@ -21,7 +23,7 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 
 M = tiny.manifest()
-FULL, THIRD, LEAST = tiny.full_memory(M), tiny.third_memory(M), planner.smallest_stage(M)
+FULL, THIRD, LEAST = tiny.full_memory(M), tiny.third_memory(M), memory.smallest_stage(M)
 LAYERS = tiny.LAYERS
 
 
@@ -134,7 +136,7 @@ def test_every_plan_is_sound_and_independent_of_the_order_of_the_announcements(
 @example(memory=[29248, 34176, 63232])
 def test_whenever_some_chain_exists_there_is_a_plan(memory: list[int]) -> None:
     orders = (order for size in range(2, 5) for order in itertools.permutations(memory, size))
-    possible = any(planner.split(M, order) is not None for order in orders)
+    possible = any(partition.split(M, order) is not None for order in orders)
     assert (_plan(_candidates(*memory)) is not None) == possible
 
 
@@ -147,7 +149,7 @@ def test_split_is_the_best_for_its_order(memory: list[int]) -> None:
         return max(stage_memory(M, a, b) / m for (a, b), m in zip(ranges, memory, strict=True))
 
     best = min((worst(r) for r in all_ranges), default=2.0)
-    found = planner.split(M, memory)
+    found = partition.split(M, memory)
     assert (found is None) == (best > 1)
     assert found is None or worst(found) == best
 
@@ -155,11 +157,11 @@ def test_split_is_the_best_for_its_order(memory: list[int]) -> None:
 def test_stages_cover_every_shard_once_and_readers_hold_the_embedding() -> None:
     names = layout.shard_names(M.model)
     for cut in range(1, LAYERS):
-        first, last = planner.stage_shards(M, 0, cut), planner.stage_shards(M, cut, LAYERS)
+        first, last = memory.stage_shards(M, 0, cut), memory.stage_shards(M, cut, LAYERS)
         assert first + last == names
-        assert planner.held_shards(M, 0, cut) == first
-        assert planner.held_shards(M, cut, LAYERS) == ("embed", *last)
-    assert planner.stage_shards(M, 0, LAYERS) == names
+        assert memory.held_shards(M, 0, cut) == first
+        assert memory.held_shards(M, cut, LAYERS) == ("embed", *last)
+    assert memory.stage_shards(M, 0, LAYERS) == names
 
 
 def test_memory_of_a_full_replica_by_hand() -> None:
@@ -189,12 +191,12 @@ def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
 
 def test_what_memory_is_left_over_makes_the_chain_deeper() -> None:
     for first, last in ((0, 2), (1, 3), (2, 4)):
-        least, one = stage_memory(M, first, last), planner.activation_bytes(M, first, last)
-        plain, most = planner.depths(M, first, last, least)
-        assert plain == planner.window(M)
+        least, one = stage_memory(M, first, last), memory.activation_bytes(M, first, last)
+        plain, most = memory.depths(M, first, last, least)
+        assert plain == memory.window(M)
         assert most >= plain
         inputs = 8 * M.train.rows * M.train.sequence * M.model.d_model
-        deeper = planner.depths(M, first, last, least + 10 * (one + inputs))
+        deeper = memory.depths(M, first, last, least + 10 * (one + inputs))
         assert plain + 10 - 4 <= deeper[0] <= plain + 10
         assert deeper[1] > deeper[0], "inputs are smaller than activations"
 
@@ -240,14 +242,14 @@ def test_ten_thousand_announcements_take_seconds() -> None:
     other = [dataclasses.replace(c, speed_flops=(1 + i * 32_452_843 % 50) * 10**12) for i, c in enumerate(candidates)]
     following = make_plan(manifest, other, round=2, slot=0, previous=plan)
     assert time.process_time() - began < 60
-    assert len(planner.moves(plan, following)) > 100
+    assert len(partition.moves(plan, following)) > 100
 
 
 def test_as_many_chains_as_their_ends_allow() -> None:
     """The head's stage needs the most memory, whatever the order of the uplinks."""
     last, rest = stage_memory(M, 2, 4), max(stage_memory(M, 0, 1), stage_memory(M, 1, 2))
     assert last > rest
-    assert planner.split(M, [last, rest, rest]) is None
+    assert partition.split(M, [last, rest, rest]) is None
     memories = [last, rest, rest] * 3
     candidates = [Candidate(peer=f"p{i}", memory_bytes=x, up_bps=100 - i // 3) for i, x in enumerate(memories)]
     plan = _plan(candidates)
@@ -291,7 +293,7 @@ def _next(candidates: list[Candidate], previous: Plan, manifest: Manifest = DEEP
     return replica.blocks
 
 
-def _slowest(manifest: Manifest, ranges: planner.Ranges, speeds: Sequence[int]) -> float:
+def _slowest(manifest: Manifest, ranges: partition.Ranges, speeds: Sequence[int]) -> float:
     return max(speed.work(manifest)[r] / s for r, s in zip(ranges, speeds, strict=True))
 
 
@@ -311,11 +313,11 @@ def test_split_makes_the_slowest_stage_as_quick_as_memory_allows_and_then_uses_t
     cuts = itertools.combinations(range(1, LAYERS), len(memory) - 1)
     all_ranges = [tuple(itertools.pairwise((0, *cut, LAYERS))) for cut in cuts]
 
-    def share(ranges: planner.Ranges) -> float:
+    def share(ranges: partition.Ranges) -> float:
         return max(stage_memory(M, a, b) / m for (a, b), m in zip(ranges, memory, strict=True))
 
     fitting = [r for r in all_ranges if share(r) <= 1]
-    found = planner.split(M, memory, speeds)
+    found = partition.split(M, memory, speeds)
     assert (found is None) == (not fitting)
     if found is not None:
         best = min((_slowest(M, r, speeds), share(r)) for r in fitting)
@@ -326,8 +328,8 @@ def test_split_makes_the_slowest_stage_as_quick_as_memory_allows_and_then_uses_t
 def test_who_becomes_slower_never_gets_more_to_do(chain: tuple[list[int], list[int]], slower: int) -> None:
     memory, speeds = chain
     slower %= len(speeds)
-    before = planner.split(M, memory, speeds)
-    after = planner.split(M, memory, [s // 2 if i == slower else s for i, s in enumerate(speeds)])
+    before = partition.split(M, memory, speeds)
+    after = partition.split(M, memory, [s // 2 if i == slower else s for i, s in enumerate(speeds)])
     assert (before is None) == (after is None)
     if before is not None and after is not None:
         assert speed.work(M)[after[slower]] <= speed.work(M)[before[slower]]
@@ -338,7 +340,7 @@ def test_stages_are_contiguous_and_follow_the_speeds_for_every_length(stages: in
     layers = 40
     deep = tiny.manifest(model=ModelSpec(vocab_size=16, d_model=8, n_layers=layers, n_heads=2, d_ff=16, context=8))
     speeds = [10**9 * (1 + i % 2) for i in range(stages)]
-    ranges = planner.split(deep, [stage_memory(deep, 0, layers)] * stages, speeds)
+    ranges = partition.split(deep, [stage_memory(deep, 0, layers)] * stages, speeds)
     assert ranges is not None
     assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
     assert ranges[-1][1] == layers
@@ -354,14 +356,14 @@ def test_the_head_counts_as_the_blocks_that_it_is_worth() -> None:
     wide = tiny.manifest(
         model=ModelSpec(vocab_size=4 * block // (6 * 8), d_model=8, n_layers=12, n_heads=2, d_ff=16, context=8)
     )
-    ranges = planner.split(wide, [stage_memory(wide, 0, 12)] * 2, [10**6] * 2)
+    ranges = partition.split(wide, [stage_memory(wide, 0, 12)] * 2, [10**6] * 2)
     assert ranges == ((0, 8), (8, 12))
 
 
 def test_an_unknown_speed_counts_as_the_median_of_the_known_ones() -> None:
     for speeds, same in (((4, 0, 1, 2), (4, 2, 1, 2)), ((0, 3), (3, 3))):
-        assert planner.split(DEEP, [ROOM] * len(speeds), speeds) == planner.split(DEEP, [ROOM] * len(same), same)
-    assert planner.split(DEEP, [ROOM] * 3, (0, 0, 0)) == planner.split(DEEP, [ROOM] * 3)
+        assert partition.split(DEEP, [ROOM] * len(speeds), speeds) == partition.split(DEEP, [ROOM] * len(same), same)
+    assert partition.split(DEEP, [ROOM] * 3, (0, 0, 0)) == partition.split(DEEP, [ROOM] * 3)
 
 
 def test_a_new_chain_is_split_by_speed_and_the_order_of_announcements_does_not_matter() -> None:
@@ -405,7 +407,7 @@ def test_what_takes_longer_to_move_than_ten_rounds_save_stays() -> None:
     wobbles=st.lists(st.lists(st.floats(0.9, 1.1), min_size=12, max_size=12), min_size=1, max_size=5),
 )
 def test_speeds_that_wobble_by_a_tenth_move_nothing(speeds: list[int], wobbles: list[list[float]]) -> None:
-    ranges = planner.split(DEEP, [ROOM] * len(speeds), speeds)
+    ranges = partition.split(DEEP, [ROOM] * len(speeds), speeds)
     assert ranges is not None
     plan = _kept(DEEP, tuple(b - a for a, b in ranges))
     for wobble in wobbles:
@@ -432,14 +434,14 @@ def test_a_plan_settles_at_once(speeds: list[int], blocks: list[int]) -> None:
 def test_the_bottleneck_is_named() -> None:
     before, there = _kept(DEEP, (4, 4, 4)), {c.peer: c for c in _swift(10**6, 5 * 10**5, 10**6)}
     after = make_plan(DEEP, list(there.values()), round=2, slot=0, previous=before)
-    ((index, old, new),) = planner.moves(before, after)
+    ((index, old, new),) = partition.moves(before, after)
     assert (index, old.blocks, new.blocks) == (0, (4, 4, 4), (5, 2, 5))
-    seconds = planner.stage_seconds(DEEP, old, there)
+    seconds = partition.stage_seconds(DEEP, old, there)
     assert seconds is not None
-    text = planner.why_moved(DEEP, old, new, there)
+    text = partition.why_moved(DEEP, old, new, there)
     assert text == (
         f"…p01 is the slowest stage ({seconds[1]:.2g} s a micro-batch, the others at most {seconds[2]:.2g} s):"
         " 2 blocks moved away from it"
     )
-    assert planner.why_moved(DEEP, old, new, {}) == "its blocks were shared out anew"
-    assert planner.moves(before, before) == planner.moves(None, before) == planner.moves(before, None) == []
+    assert partition.why_moved(DEEP, old, new, {}) == "its blocks were shared out anew"
+    assert partition.moves(before, before) == partition.moves(None, before) == partition.moves(before, None) == []

@@ -19,7 +19,7 @@ from peer.state.payloads import Exchange
 from peer.state.storage import KEPT
 from protocol.codec.blob_hash import RANGE
 from protocol.codec.sparse import Codec
-from protocol.planning import planner
+from protocol.planning import memory
 from protocol.rounds import leader
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
@@ -207,7 +207,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path, monkeypatch: pytes
 def test_a_stage_fetches_its_own_shards_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
-        half = max(planner.stage_memory(run, 0, 2), planner.stage_memory(run, 2, 4))
+        half = max(memory.stage_memory(run, 0, 2), memory.stage_memory(run, 2, 4))
         async with Swarm(tmp_path, run, monkeypatch) as swarm:
             rounds = Rounds()
             swarm.start("a"), swarm.start("b")
@@ -217,7 +217,7 @@ def test_a_stage_fetches_its_own_shards_only(tmp_path: Path, monkeypatch: pytest
             stages = next(r.stages for r in swarm.archive.commits[12].plan.replicas if len(r.stages) == 2)
             for stage in stages:
                 peer = next(p for p in chain if p.id == stage.peer)
-                held = planner.held_shards(run, stage.first, stage.last)
+                held = memory.held_shards(run, stage.first, stage.last)
                 await is_right(swarm, peer, held)
                 assert bases(peer) == dict.fromkeys(held, 10)
                 size = sum(layout.shard_bytes(MODEL, shard) for shard in held)
@@ -392,7 +392,7 @@ def test_error_feedback_waits_for_its_shard(tmp_path: Path, monkeypatch: pytest.
             for number in range(1, 7):
                 plan = swarm.archive.commits[number - 1].plan
                 stage = plan.replicas[0].stage_of(peer.id)
-                for shard in planner.stage_shards(run, stage.first, stage.last):
+                for shard in memory.stage_shards(run, stage.first, stage.last):
                     trained.add(shard)
                     alone.accumulate(shard, [(x, None) for x in noise(spec, peer.id, number, shard)])
                     alone.encode(shard)

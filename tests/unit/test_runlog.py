@@ -14,6 +14,7 @@ from peer.log import reader, replay
 from peer.net.base import serve_calls
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.memory import MemoryNetwork
+from peer.ui import log_text
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity
 from protocol.rounds import validation
@@ -80,7 +81,7 @@ def records(found: list[Commit]) -> list[bytes]:
 def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
     async def story(log: reader.Remote) -> None:
         shown: list[str] = []
-        await reader.show(MANIFEST, log, shown.append, shown.append)
+        await log_text.show(MANIFEST, log, shown.append, shown.append)
         assert [line.split("  ")[0] for line in shown if line.startswith("round")] == ["round 0", "round 1", "round 2"]
 
     ask(story, pages(records(commits(3))))
@@ -97,7 +98,7 @@ def test_the_log_comes_page_by_page_from_the_node_that_answers() -> None:
 def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], reason: str) -> None:
     async def story(log: reader.Remote) -> None:
         with pytest.raises(RemoteError, match=reason) as error:
-            await reader.show(MANIFEST, log, lambda text: None, lambda text: None)
+            await log_text.show(MANIFEST, log, lambda text: None, lambda text: None)
         assert error.value.peer == OTHER
 
     ask(story, answer)
@@ -114,7 +115,7 @@ def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], r
 def test_a_node_that_repeats_itself_or_lies_is_not_followed_for_ever(log: list[bytes], reason: str) -> None:
     async def story(source: reader.Remote) -> None:
         with pytest.raises(LocalError, match=reason):
-            await reader.show(MANIFEST, source, lambda text: None, lambda text: None)
+            await log_text.show(MANIFEST, source, lambda text: None, lambda text: None)
         found = await replay.verify(MANIFEST, source.records(print), source.payload, lambda problem: None)
         assert len(found.problems) == 1
 
@@ -176,6 +177,6 @@ def test_blocks_that_moved_are_shown() -> None:
 
     made = tiny.record(dataclasses.replace(commits(2)[1], plan=plan(3)))
     assert (
-        reader.round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  …aaaaaaaa > …bbbbbbbb"
+        log_text.round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  …aaaaaaaa > …bbbbbbbb"
     )
-    assert "moved" not in "".join(reader.round_lines(made, plan(3), 9))
+    assert "moved" not in "".join(log_text.round_lines(made, plan(3), 9))

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from peer.training.trainer import StageTrainer
-from protocol.planning import planner, speed
+from protocol.planning import memory, speed
 from protocol.planning.speed import LEAST, RECENT, Speedometer
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
@@ -26,7 +26,7 @@ M = tiny.manifest(model=SPEC, train=TRAIN)
 
 def _carried_out(first: int, last: int) -> int:
     """The operations of a stage's forward and backward of one micro-batch, as torch counts them."""
-    trainer = StageTrainer(SPEC, TRAIN, planner.stage_shards(M, first, last))
+    trainer = StageTrainer(SPEC, TRAIN, memory.stage_shards(M, first, last))
     trainer.begin_round(random_theta(SPEC))
     ids = torch.tensor(windows_of(SPEC, TRAIN)(1))[: TRAIN.rows]
     wire = None if first == 0 else torch.randn(TRAIN.rows, TRAIN.sequence, SPEC.d_model)

@@ -1,114 +1,32 @@
-"""A node's presence in a run: its announcement in the DHT, others' addresses, and a peer's sessions with the bootstrap nodes.
+"""A peer's sessions with the bootstrap nodes.
 
-An announcement does not travel through the daemon: `Directory` writes ours and reads the others'. A session is one stream
-to a bootstrap node: Hello, then messages both ways, a Beat at least every `heartbeat` seconds; when it breaks, it is opened
-again with growing pauses, for ever, and the member machine tells again what matters. There is one with every operator's
-node, so that whoever leads next knows what the one before knew.
+A session is one stream to a bootstrap node: Hello, then messages both ways, a Beat at least every `heartbeat` seconds. When it breaks, it is
+opened again with growing pauses, for ever, and the member machine tells again what matters. There is one with every operator's node, so that
+whoever leads next knows what the one before knew.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import random
-import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from peer.events import Emitter
 from peer.net.base import Stream, Transport
+from peer.net.directory import Directory
 from protocol.errors import RemoteError
-from protocol.identity import Identity
-from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, sealed
-from protocol.wire.announcement import VERSION, Announcement
+from protocol.wire import encoding, endpoints
+from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
 from protocol.wire.session import Ask, Beat, Finished, Hello, Mend, Offered
 
-TTL_SECONDS = 60.0
-PUBLISH_SECONDS = 5.0
 RETRY_SECONDS = (0.5, 10.0)
+
+
 OUTBOX = 256
-
-
-class Directory:
-    """Who is where: our announcement and everybody else's. `bootstrap`: addresses to begin with."""
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        identity: Identity,
-        transport: Transport,
-        bootstrap: Sequence[str],
-        announcement: Announcement,
-    ) -> None:
-        self.manifest = manifest
-        self.announcement = announcement
-        self.known: dict[str, Announcement] = {}
-        self._identity = identity
-        self._transport = transport
-        self._bootstrap = tuple(bootstrap)
-        self._reached: set[str] = set()
-
-    def update(self, **fields: object) -> None:
-        """Changes what the next announcement says."""
-        self.announcement = dataclasses.replace(self.announcement, **fields)  # type: ignore[arg-type]
-
-    async def announce(self) -> None:
-        """Publishes the announcement, and again whenever it changed or a third of its life is over. Never returns."""
-        published: Announcement | None = None
-        published_at = 0.0
-        while True:
-            due = time.monotonic() - published_at > TTL_SECONDS / 3
-            if self.announcement != published or due:
-                published, published_at = self.announcement, time.monotonic()
-                record = sealed.seal(self._identity, dataclasses.replace(published, serial=int(time.time() * 1000)))
-                with contextlib.suppress(RemoteError):
-                    key = endpoints.announcements_key(self.manifest.run_id)
-                    await self._transport.store(key, self._transport.peer_id, record, ttl=TTL_SECONDS)
-            await asyncio.sleep(PUBLISH_SECONDS)
-
-    async def peers(self) -> list[str]:
-        """Who is announced. Raises RemoteError."""
-        await self.refresh()
-        return list(self.known)
-
-    async def refresh(self) -> None:
-        """Reads the others' announcements. Raises RemoteError."""
-        run = self.manifest.run_id
-        records = await self._transport.get(endpoints.announcements_key(run))
-        for subkey, record in records.items():
-            announcement = sealed.unseal_announcement(record, subkey, run)
-            if announcement is not None:
-                self.known[subkey] = announcement
-
-    async def reach(self, peer: str) -> None:
-        """Connects to `peer`, once, at the addresses it announced or that we began with. Raises RemoteError."""
-        if peer in self._reached:
-            return
-        addresses = [a for a in self._bootstrap if a.endswith(f"/p2p/{peer}")]
-        if peer not in self.known and not addresses:
-            await self.refresh()
-        if peer in self.known:
-            addresses += self.known[peer].addresses
-        if not addresses:
-            raise RemoteError(peer, f"peer {peer[-8:]}: no announcement in the DHT; it is tried again")
-        await self._transport.connect(addresses, timeout=10.0)
-        self._reached.add(peer)
-
-    def lost(self, peer: str) -> None:
-        """Forgets how `peer` was reached: it may come back elsewhere."""
-        self._reached.discard(peer)
-        self.known.pop(peer, None)
-
-    async def connect(self) -> None:
-        """Connects to any of the addresses that we began with, if there are any; failures are tried again by whoever needs it."""
-        others = [a for a in self._bootstrap if not a.endswith(f"/p2p/{self._transport.peer_id}")]
-        if others:
-            with contextlib.suppress(RemoteError):
-                await self._transport.connect(others, timeout=10.0)
 
 
 class Sessions:

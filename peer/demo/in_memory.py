@@ -1,0 +1,77 @@
+"""The demo's swarm as tasks of one process over the in-memory transport."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from bootstrap import service
+from bootstrap.archive import Archive
+from peer.demo.recipe import TOKENIZER, DemoOptions, PeerSpec, identity_of
+from peer.events import Emitter, Event, Sink
+from peer.net import directory
+from peer.node import open_run
+from protocol.run.manifest import Manifest
+
+
+async def run_in_memory(
+    options: DemoOptions, manifest: Manifest, peers: list[PeerSpec], feed: Sink
+) -> AsyncGenerator[None, None]:
+    """The swarm as tasks of this process over the in-memory transport; yields after every event."""
+    from peer.config import JoinConfig
+    from peer.net.memory import MemoryNetwork
+    from peer.node import peer as daemon
+    from peer.state.storage import Storage
+
+    queue: asyncio.Queue[Event] = asyncio.Queue()
+    network = MemoryNetwork()
+    key = identity_of(options.seed, "bootstrap")
+    archive = Archive(options.out / "bootstrap", manifest)
+    archive.save_tokenizer((open_run.ASSETS / TOKENIZER).read_bytes())
+    node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
+    node = asyncio.create_task(
+        service.serve_bootstrap(manifest, key, node_transport, archive, Emitter("bootstrap", queue.put_nowait))
+    )
+    tasks: set[asyncio.Task[Any]] = {node}
+    storages = []
+    for peer in peers:
+        storage = Storage(options.out / peer.name)
+        storages.append(storage)
+        config = JoinConfig(
+            folder=options.out / peer.name,
+            device=options.device,
+            memory_bytes=peer.memory_bytes,
+            up_bps=peer.up_bps,
+            down_bps=peer.up_bps,
+        )
+        emit = Emitter(peer.identity.peer_id, queue.put_nowait)
+        transport = network.transport(peer.identity.peer_id, directory.valid_record(manifest.run_id))
+        tasks.add(
+            asyncio.create_task(
+                daemon.join(manifest, peer.identity, transport, storage, config, node_transport.addresses, emit)
+            )
+        )
+    try:
+        while True:
+            getter = asyncio.create_task(queue.get())
+            done: set[asyncio.Task[Any]]
+            done, _ = await asyncio.wait({getter, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {getter}:
+                task.result()
+                tasks.remove(task)
+            if getter not in done:
+                getter.cancel()
+                continue
+            event = getter.result()
+            feed(event)
+            if event.kind == "finished" and event.source == "bootstrap":
+                await asyncio.gather(*(tasks - {node}))
+            yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        archive.close()
+        for storage in storages:
+            storage.close()

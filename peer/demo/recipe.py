@@ -1,0 +1,142 @@
+"""What the demo trains, and who takes part."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from peer.node import open_run
+from protocol.errors import UsageError
+from protocol.identity import Identity
+from protocol.planning import memory, partition, planner
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import ChainSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
+
+TOKENIZER = "sotu-4k.json"
+
+
+MODEL = ModelSpec(vocab_size=4096, d_model=128, n_layers=4, n_heads=4, d_ff=352, context=128)
+
+
+ROUNDS = 30
+
+
+INNER_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What was typed; see `potluck demo --help`."""
+
+    rounds: int | None
+    full: int
+    chains: int
+    stages: int
+    spares: int
+    k: tuple[int, ...]
+    inner_steps: int | None
+    seed: int
+    device: str
+    out: Path
+    json: Path | None
+    screen: bool
+    in_memory: bool
+
+
+def parse_k(text: str) -> tuple[int, ...]:
+    """ "16" or "16,8" as numbers. Raises UsageError."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f'--k {text}: not a number or a list of numbers; write for example "16" or "16,8"') from None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSpec:
+    """One peer of the demo and what it is told to announce."""
+
+    name: str
+    identity: Identity
+    memory_bytes: int
+    up_bps: int
+
+
+def identity_of(seed: int, name: str) -> Identity:
+    """A key that depends on the demo's seed only, so that two demos order their peers alike. For demos, not for the open."""
+    return Identity(hashlib.sha256(f"potluck/demo/{seed}/{name}".encode()).digest())
+
+
+def make_manifest(options: DemoOptions, model: ModelSpec = MODEL) -> Manifest:
+    """The demo's recipe, changed by what was typed. Raises UsageError."""
+    if options.full + options.chains == 0:
+        raise UsageError("--full 0 --chains 0: nobody would train; ask for at least one replica")
+    if options.chains and options.stages > model.n_layers:
+        raise UsageError(
+            f"--stages {options.stages}: the demo's model has {model.n_layers} blocks; ask for at most so many"
+        )
+    if len(options.k) not in (1, max(options.chains, 1)):
+        raise UsageError(f"--k: {len(options.k)} values for {options.chains} chains; give one, or one for each chain")
+    if any(not 0 <= k <= model.d_model for k in options.k):
+        raise UsageError(f"--k: the demo's model is {model.d_model} wide; give values from 0 (off) to that")
+    rounds, inner = options.rounds or ROUNDS, options.inner_steps or INNER_STEPS
+    tokenizer = (open_run.ASSETS / TOKENIZER).read_bytes()
+    return Manifest(
+        name="demo",
+        seed=options.seed,
+        rounds=rounds,
+        start_peers=options.full + options.chains * options.stages + options.spares,
+        operators=(identity_of(options.seed, "bootstrap").peer_id,),
+        model=model,
+        tokenizer=TokenizerSpec(digest=hashlib.sha256(tokenizer).hexdigest(), file=TOKENIZER),
+        train=TrainSpec(
+            inner_steps=inner,
+            micro_batches=2,
+            rows=4,
+            sequence=128,
+            lr=3e-3,
+            warmup_steps=min(20, rounds * inner // 10),
+            total_steps=rounds * inner,
+        ),
+        outer=OuterSpec(k=256, values="sym2"),
+        chains=ChainSpec(k=tuple(dict.fromkeys(options.k))),
+        timing=TimingSpec(round_deadline=600.0, heartbeat=1.0, gone_after=20.0),
+    )
+
+
+def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
+    """The peers, with memories and uplinks that make the matchmaker plan what was asked for. Raises UsageError."""
+    layers = manifest.model.n_layers
+    wanted = [(f"full-{i}", memory.stage_memory(manifest, 0, layers), 1_000_000_000) for i in range(options.full)]
+    last = memory.stage_memory(manifest, layers - 1, layers)
+    rest = _least_memory(manifest, options.stages, last) if options.chains else 0
+    for chain in range(options.chains):
+        # each chain a little slower than the one before, so that the matchmaker does not mix their members
+        up = int(_uplink(manifest, options.k[chain % len(options.k)]) * (1 + 0.01 * (options.chains - chain)))
+        for stage in range(options.stages):
+            wanted.append((f"chain-{chain}-{stage}", last if stage == options.stages - 1 else rest, up))
+    for spare in range(options.spares):
+        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, options.k[-1])))
+    return [PeerSpec(name, identity_of(options.seed, name), size, up) for name, size, up in wanted]
+
+
+def _least_memory(manifest: Manifest, stages: int, last: int) -> int:
+    """The least memory with which `stages` - 1 equal peers and one with `last` bytes hold the model."""
+    low, high = 0, memory.stage_memory(manifest, 0, manifest.model.n_layers)
+    while low + 1 < high:
+        middle = (low + high) // 2
+        if partition.split(manifest, [middle] * (stages - 1) + [last]) is None:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _uplink(manifest: Manifest, k: int) -> int:
+    """The least round uplink, in bits per second, at which the matchmaker chooses `k`."""
+    up = 100  # one chain may be a hundredth slower than another
+    while planner.boundary_k(manifest, up) != k:
+        up = max(up + 1, up * 21 // 20)
+        if up > 10**12:
+            raise UsageError(f"--k {k}: cannot be told from the other values of --k; give different ones")
+    return up

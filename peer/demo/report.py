@@ -1,0 +1,179 @@
+"""What came of a demo: counted while it runs, replayed from the log at its end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from bootstrap.archive import Archive
+from peer.demo.recipe import TOKENIZER, DemoOptions
+from peer.events import Event
+from peer.log import replay
+from peer.node import open_run
+from peer.training import data
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+
+VALID_WINDOWS = 48
+
+
+PROMPT = "The people of the United States"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the events of a run add up to."""
+
+    manifest: Manifest
+    names: dict[str, str]
+    attests: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
+    commits: dict[int, dict[str, Any]] = field(default_factory=dict)
+    sent: dict[str, list[int]] = field(default_factory=dict)
+    boundary: dict[str, list[int]] = field(default_factory=dict)
+    phases: dict[str, list[dict[str, float]]] = field(default_factory=dict)
+    idle_rss: dict[str, int] = field(default_factory=dict)
+    peak_rss: dict[str, int] = field(default_factory=dict)
+    diverged: list[dict[str, Any]] = field(default_factory=list)
+    finished: bool = False
+
+    def feed(self, event: Event) -> None:
+        f = event.fields
+        match event.kind:
+            case "attest":
+                self.attests.setdefault(f["round"], {})[f["peer"]] = f["digests"]
+            case "commit":
+                self.commits[f["round"]] = f
+            case "diverged":
+                self.diverged.append(
+                    {"peer": self.names.get(f["peer"], f["peer"]), "round": f["round"], "shard": f["shard"]}
+                )
+            case "started":
+                self.idle_rss[self.names.get(event.source, event.source)] = f["rss_bytes"]
+            case "round":
+                name = self.names.get(event.source, event.source)
+                self.peak_rss[name] = f["peak_rss_bytes"]
+                self.sent.setdefault(name, []).append(f["bytes_sent"])
+                self.phases.setdefault(name, []).append(f["seconds"])
+                if f["boundary_tokens"]:
+                    totals = self.boundary.setdefault(name, [0, 0, 0])
+                    totals[0] += f["boundary_forward_bytes"]
+                    totals[1] += f["boundary_backward_bytes"]
+                    totals[2] += f["boundary_tokens"]
+            case "finished" if event.source == "bootstrap":
+                self.finished = True
+
+    def disagreements(self, digests: dict[int, dict[str, str]]) -> list[dict[str, Any]]:
+        """Every attested digest that differs from the auditor's, by peer, round and shard."""
+        return [
+            {"peer": self.names.get(peer, peer), "round": round, "shard": shard}
+            for round, peers in sorted(self.attests.items())
+            for peer, attested in sorted(peers.items())
+            for shard, digest in attested.items()
+            if round in digests and digests[round][shard] != digest
+        ]
+
+    def covered(self, rounds: int) -> bool:
+        """Whether every shard was attested after every round."""
+        shards = set(layout.shard_names(self.manifest.model))
+        return all(
+            shards <= {s for attested in self.attests.get(r, {}).values() for s in attested} for r in range(rounds + 1)
+        )
+
+
+def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float) -> dict[str, Any]:
+    """Replays the log; the result that `--json` writes. Runs in a process of its own: it needs torch, the screen does not."""
+    import torch
+
+    from peer.training import trainer
+
+    torch.set_num_threads(1)  # more threads than free cores spin against each other
+    archive = Archive(options.out / "bootstrap", manifest)
+    tokenizer_json = (open_run.ASSETS / TOKENIZER).read_bytes()
+    tokenizer = data.load_tokenizer(tokenizer_json, manifest.tokenizer.digest)
+    corpus = data.prepare(
+        manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), manifest.model.vocab_size
+    )
+    windows = corpus.valid_windows(VALID_WINDOWS)
+    whole = trainer.StageTrainer(
+        manifest.model, manifest.train, layout.shard_names(manifest.model), device=options.device
+    )
+    losses: list[float] = []
+    digests: dict[int, dict[str, str]] = {}
+    try:
+        for state in replay.replay(manifest, archive.commits, archive.blobs.get):
+            whole.begin_round(state.theta)
+            losses.append(whole.evaluate(windows))
+            digests[state.round] = state.digests
+    finally:
+        archive.close()
+    rounds = max(digests)
+    wrong = tally.disagreements(digests)
+    ids = whole.sample(tokenizer.encode(PROMPT).ids, 60, 0.8, options.seed)
+    to_bits = 1 / (math.log(2) * corpus.bytes_per_token)
+    tokens = sum(c["tokens"] for f in tally.commits.values() for c in f["contributions"])
+    first_stages = [b for n, b in tally.boundary.items() if n.endswith("-0") and b[0]]
+    last_stages = [b for b in tally.boundary.values() if b[1]]
+    return {
+        "rounds": rounds,
+        "val_loss_first": losses[0],
+        "val_loss_last": losses[-1],
+        "val_loss": losses,
+        "val_bits_per_byte_last": losses[-1] * to_bits,
+        "unigram_entropy": corpus.unigram_entropy,
+        "below_unigram": 1 - losses[-1] / corpus.unigram_entropy,
+        "same_bits": not wrong and not tally.diverged and tally.covered(rounds),
+        "diverged": wrong or tally.diverged,
+        "state_digest": layout.state_digest(manifest.model, digests[rounds]),
+        "bytes_sent_per_peer_per_round": {n: b[-1] / len(b) for n, b in sorted(tally.sent.items())},
+        "payload_bytes_per_replica_per_round": _mean(
+            [c["bytes"] for f in tally.commits.values() for c in f["contributions"]]
+        ),
+        "dense_fp32_bytes": 4 * layout.total_parameters(manifest.model),
+        "boundary_bytes_per_token": _mean([b[0] / b[2] for b in first_stages]),
+        "boundary_backward_bytes_per_token": _mean([b[1] / b[2] for b in last_stages]),
+        "boundary_dense_bf16_bytes_per_token": 2 * manifest.model.d_model,
+        "left_out": [{"round": f["round"], **x} for f in tally.commits.values() for x in f["left_out"]],
+        "train_loss": [
+            _mean([c["loss"] for c in f["contributions"] if c["loss"] is not None])
+            for r, f in sorted(tally.commits.items())
+            if r
+        ],
+        "peak_rss_above_idle_bytes": {n: b - tally.idle_rss.get(n, 0) for n, b in sorted(tally.peak_rss.items())},
+        "phase_seconds": {n: _mean_phases(p) for n, p in sorted(tally.phases.items())},
+        "seconds": seconds,
+        "tokens": tokens,
+        "sample": PROMPT + tokenizer.decode(ids),
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _mean_phases(rounds: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for r in rounds for name in r}
+    return {name: sum(r.get(name, 0.0) for r in rounds) / len(rounds) for name in sorted(names)}
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A few lines for a person."""
+    payload = result["payload_bytes_per_replica_per_round"]
+    lines = [
+        "",
+        f"{result['rounds']} rounds, {result['tokens']:,} tokens in {result['seconds']:.0f} s",
+        f"validation loss {result['val_loss_first']:.3f} -> {result['val_loss_last']:.3f} nats per token"
+        f" ({result['val_bits_per_byte_last']:.3f} bits per byte), {100 * result['below_unigram']:.1f} % below the unigram"
+        f" entropy of {result['unigram_entropy']:.3f}",
+        f"same bits on every peer after every round: {'yes' if result['same_bits'] else 'NO'}, state"
+        f" {result['state_digest'][:16]}… (replayed from the log)",
+    ]
+    if payload:
+        ratio = result["dense_fp32_bytes"] / payload
+        lines.append(f"a replica's update: {payload:,.0f} bytes a round, {ratio:.0f} times under dense fp32")
+    if result["boundary_bytes_per_token"]:
+        lines.append(
+            f"a chain's boundary: {result['boundary_bytes_per_token']:.1f} bytes a token forward, dense bf16 takes"
+            f" {result['boundary_dense_bf16_bytes_per_token']}"
+        )
+    return "\n".join([*lines, "", "the trained model says:", "  " + result["sample"].replace("\n", "\n  "), ""])

@@ -1,0 +1,115 @@
+"""How a run is found: what RUN names, its manifest and its tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peer.net.base import Transport
+from peer.net.blobs import fetch_named
+from peer.net.directory import valid_record
+from protocol.errors import RemoteError, UsageError, shown
+from protocol.run import manifest as manifests
+from protocol.run.manifest import Manifest
+from protocol.wire import endpoints
+
+if TYPE_CHECKING:
+    pass
+
+KEY = "identity.key"
+
+
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What RUN names: a manifest, if it is known yet, the run id, and where bootstrap nodes are."""
+
+    manifest: Manifest | None
+    run_id: str
+    bootstrap: tuple[str, ...]
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file. Raises UsageError."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"manifest {path}: {error.strerror}; give the path of a run's TOML file") from None
+    return manifests.from_toml(raw, str(path))
+
+
+def parse_run(text: str) -> Run:
+    """RUN as a person gives it: a file, or `ADDRESS#RUN-ID`. Raises UsageError."""
+    address, mark, run_id = text.partition("#")
+    if "/p2p/" in address and (mark or address.startswith(("/ip", "/dns"))):
+        if len(run_id) != 64 or any(c not in "0123456789abcdef" for c in run_id):
+            raise UsageError(
+                f"RUN {text}: the part after # is not a run id of 64 hexadecimal digits; copy the whole line"
+            )
+        return Run(None, run_id, (address,))
+    manifest = read_manifest(Path(text))
+    if not manifest.hints.bootstrap:
+        raise UsageError(
+            f"manifest {text}: no bootstrap address; put one under [hints] bootstrap, or join with the one-line address"
+            " that the bootstrap node prints"
+        )
+    return Run(manifest, manifest.run_id, manifest.hints.bootstrap)
+
+
+async def start_transport(folder: Path, host: str, port: int, run: str) -> Transport:
+    """A hivemind daemon and DHT node of `run` with the key in `folder`, connected to nobody yet."""
+    from peer.net import p2p
+
+    return await p2p.start(folder / KEY, host=host, port=port, bootstrap=(), validate=valid_record(run))
+
+
+def tokenizer_bytes(manifest: Manifest, beside: Path | None) -> bytes | None:
+    """The run's tokenizer from a file: beside the manifest, or shipped. None where there is none. Raises UsageError."""
+    name = manifest.tokenizer.file
+    if not name:
+        return None
+    for folder in ([beside] if beside else []) + [ASSETS]:
+        path = folder / name
+        if path.is_file():
+            raw = path.read_bytes()
+            found = hashlib.sha256(raw).hexdigest()
+            if found != manifest.tokenizer.digest:
+                raise UsageError(
+                    f"tokenizer {path}: its sha256 is {found[:12]}…, the manifest says"
+                    f" {manifest.tokenizer.digest[:12]}…; use the file that the run was made with"
+                )
+            return raw
+    return None
+
+
+def refuse_local_files(manifest: Manifest, node: str) -> None:
+    """For a manifest that `node` sent: it may not name files of this machine, or who runs the run could have a volunteer train on
+    his private key, and read it back from the updates. Raises UsageError."""
+    if manifest.data.source == "files":
+        raise UsageError(
+            f"manifest from {node[-8:]}: data.files names local files, such as {shown(manifest.data.files[0])!r}, which a"
+            " stranger may not choose; get the manifest file from the operator, read its [data] table, and join with that file"
+        )
+
+
+async def manifest_of(run: Run, transport: Transport) -> Manifest:
+    """Connects to the run and gives its manifest, from its file or from the bootstrap node. Raises UsageError, RemoteError."""
+    try:
+        await transport.connect(run.bootstrap, timeout=20.0)
+    except RemoteError as error:
+        raise UsageError(str(error)) from None
+    if run.manifest is not None:
+        return run.manifest
+    peer = run.bootstrap[0].rpartition("/p2p/")[2]
+    raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_BYTES)
+    manifest = manifests.from_bytes(raw, f"from {peer[-8:]}")
+    if manifest.run_id != run.run_id:
+        raise UsageError(
+            f"RUN: the node at {run.bootstrap[0]} serves run {manifest.run_id[:12]}…, not {run.run_id[:12]}…;"
+            " copy the line again"
+        )
+    return manifest

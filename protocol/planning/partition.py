@@ -1,0 +1,164 @@
+"""Which blocks each member of a chain has, and when they move.
+
+Blocks of a
+chain move between its members, whose order stays, only when it pays. With t, t' the slowest stage's seconds before and after,
+
+    all speeds are known                a guess moves nothing
+    t' <= 0.8 t                         speeds that wobble by 10 % either way differ by 1.1 / 0.9 < 1 / 0.8: nothing moves for them
+    8 bytes moved / slowest link <= 10 rounds x min(inner steps x micro-batches x t, round's deadline) x (1 - t' / t)
+
+that is, the moved shards' fp32 state, over the slowest uplink or downlink that a member announced, takes no longer than what is saved
+in 10 rounds: so long we trust members to stay as they are, and it is the default distance of checkpoints. A round never lasts longer than its
+deadline. That a chain may have to wait for its links is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from protocol.planning import speed
+from protocol.planning.memory import held_shards, keeps_warm, needs_by_range
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+
+GAIN = 0.8
+
+
+HORIZON_ROUNDS = 10
+"""When a chain's blocks move; see the module's docstring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A peer that is announced, connected and ready; the fields are those of its announcement, 0 where it does not know."""
+
+    peer: str
+    memory_bytes: int
+    up_bps: int
+    down_bps: int = 0
+    speed_flops: int = 0
+
+
+def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:
+    """Whether a spare can take this stage in the middle of a round."""
+    enough = spare.memory_bytes >= needs_by_range(manifest)[stage.first, stage.last]
+    return enough and keeps_warm(manifest, spare.memory_bytes)
+
+
+Ranges = tuple[tuple[int, int], ...]
+"""Of each stage in order: its blocks `first <= i < last`."""
+
+
+def split(manifest: Manifest, memory: Sequence[int], speeds: Sequence[int] = ()) -> Ranges | None:
+    """Block ranges for chain members with these memories (bytes) in this order, or None if the model does not fit. `speeds`:
+    theirs, in operations a second, 0 where it is unknown."""
+    layers, needs, work = manifest.model.n_layers, needs_by_range(manifest), speed.work(manifest)
+    known = [s for s in speeds if s]
+    usual = statistics.median_low(known) if known else 0
+
+    def share(member: int, first: int, last: int) -> float:
+        used = needs[first, last] / max(memory[member], 1)
+        return used if used <= 1 else math.inf
+
+    def seconds(member: int, first: int, last: int) -> float:
+        return work[first, last] / (speeds[member] or usual)
+
+    if not known:
+        return _least(layers, len(memory), share)
+    quickest = _least(layers, len(memory), lambda i, a, b: seconds(i, a, b) if needs[a, b] <= memory[i] else math.inf)
+    if quickest is None:
+        return None
+    slowest = max(seconds(i, a, b) for i, (a, b) in enumerate(quickest))
+    return _least(layers, len(memory), lambda i, a, b: share(i, a, b) if seconds(i, a, b) <= slowest else math.inf)
+
+
+def _least(layers: int, members: int, cost: Callable[[int, int, int], float]) -> Ranges | None:
+    """The cuts with the smallest of the largest costs (member, first, last); None where all are infinite. Among equals, the
+    first members have the fewest blocks."""
+    rest = [math.inf] * layers + [0.0]  # of the members that follow, from this block on
+    cuts: list[list[int]] = []
+    for member in reversed(range(members)):
+        here, cut = [math.inf] * (layers + 1), [layers] * (layers + 1)
+        end = layers - (members - member - 1)
+        for first in range(member, end):
+            for last in range(first + 1, end + 1):
+                if rest[last] < here[first] and (worst := max(rest[last], cost(member, first, last))) < here[first]:
+                    here[first], cut[first] = worst, last
+        rest = here
+        cuts.insert(0, cut)
+    if math.isinf(rest[0]):
+        return None
+    edges = [0]
+    for cut in cuts:
+        edges.append(cut[edges[-1]])
+    return tuple(itertools.pairwise(edges))
+
+
+def stage_seconds(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candidate]) -> list[float] | None:
+    """Seconds that each stage computes per micro-batch, by its member's speed; None where one is unknown."""
+    speeds = [there[p].speed_flops if p in there else 0 for p in replica.peers]
+    work = speed.work(manifest)
+    if not all(speeds):
+        return None
+    return [work[s.first, s.last] / v for s, v in zip(replica.stages, speeds, strict=True)]
+
+
+def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candidate]) -> ReplicaSpec:
+    """A kept replica, its blocks moved where that pays (see the module's docstring)."""
+    seconds = stage_seconds(manifest, replica, there)
+    if len(replica.stages) < 2 or seconds is None:
+        return replica
+    members = [there[p] for p in replica.peers]
+    speeds, slowest = [c.speed_flops for c in members], max(seconds)
+    if speed.work(manifest)[0, manifest.model.n_layers] / sum(speeds) > GAIN * slowest:
+        return replica
+    ranges = split(manifest, [c.memory_bytes for c in members], speeds)
+    assert ranges is not None, "its members can hold it as it is"
+    stages = tuple(StageSpec(peer=c.peer, first=a, last=b) for c, (a, b) in zip(members, ranges, strict=True))
+    moved = dataclasses.replace(replica, stages=stages)
+    then = max(stage_seconds(manifest, moved, there) or [])
+    train, links = manifest.train, [bps for c in members for bps in (c.up_bps, c.down_bps) if bps > 0]
+    round_seconds = min(train.inner_steps * train.micro_batches * slowest, manifest.timing.round_deadline)
+    saved = HORIZON_ROUNDS * round_seconds * (1 - then / slowest)
+    pays = 8 * _moved_bytes(manifest, replica, moved) <= saved * min(links, default=0)
+    return moved if then <= GAIN * slowest and pays else replica
+
+
+def _moved_bytes(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec) -> int:
+    """What the members of a chain must fetch: the state of the shards that they did not hold."""
+    total = 0
+    for old, new in zip(before.stages, after.stages, strict=True):
+        held = held_shards(manifest, old.first, old.last)
+        wanted = held_shards(manifest, new.first, new.last)
+        total += sum(layout.shard_bytes(manifest.model, shard) for shard in wanted if shard not in held)
+    return total
+
+
+def moves(before: Plan | None, after: Plan | None) -> list[tuple[int, ReplicaSpec, ReplicaSpec]]:
+    """The chains whose blocks moved between their members from one plan to the next: index there, before, after."""
+    old = {replica.peers: replica for replica in before.replicas} if before else {}
+    return [
+        (index, old[replica.peers], replica)
+        for index, replica in enumerate(after.replicas if after else ())
+        if replica.peers in old and old[replica.peers].stages != replica.stages
+    ]
+
+
+def why_moved(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec, there: Mapping[str, Candidate]) -> str:
+    """In words: which stage is the bottleneck, and what was done about it."""
+    seconds = stage_seconds(manifest, before, there)
+    if seconds is None:
+        return "its blocks were shared out anew"
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    others = max(s for i, s in enumerate(seconds) if i != slowest)
+    away = before.blocks[slowest] - after.blocks[slowest]
+    return (
+        f"…{before.peers[slowest][-8:]} is the slowest stage ({seconds[slowest]:.2g} s a micro-batch, the others at most"
+        f" {others:.2g} s): {away} block{'' if away == 1 else 's'} moved away from it"
+    )
