@@ -38,7 +38,18 @@ from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.encoding import Message
 from protocol.wire.schema import plain
-from protocol.wire.session import Ask, Attest, Beat, Broken, Finished, Hello, Mend, Offer, Offered, Withdraw
+from protocol.wire.session import (
+    Attest,
+    ChainFailure,
+    ChainReconfig,
+    Finished,
+    Heartbeat,
+    Hello,
+    LogRequest,
+    Offer,
+    Offered,
+    Withdraw,
+)
 
 POLL_SECONDS = 1.0
 DHT_SECONDS = 3.0
@@ -164,9 +175,9 @@ class Node:
             match message:
                 case Record():
                     self._events.put_nowait(paxos.Learned(node, message))
-                case Prepare() | Promise() | Accept() | Vote() | Reject() | Beat():
+                case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
                     self._events.put_nowait(paxos.Heard(node, message))
-                case Ask(after=after):
+                case LogRequest(after=after):
                     self._send_log(self._links[node], after)
                 case _:
                     raise encoding.MessageError(node, f"votes of {node[-8:]}: unexpected {type(message).__name__}")
@@ -174,7 +185,7 @@ class Node:
     # --- the peers
 
     async def _log(self, remote: str, request: bytes) -> bytes:
-        ask = encoding.expect(Ask, encoding.decode(request, remote), remote)
+        ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
         return self.archive.after(ask.after)
 
     async def _session(self, stream: Stream) -> None:
@@ -200,15 +211,15 @@ class Node:
 
     def _hear(self, peer: str, session: _Session, message: Message) -> None:
         match message:
-            case Offer() | Attest() | Withdraw() | Broken() | Mend():
+            case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
                 if isinstance(message, Attest):
                     self._emit("attest", peer=peer, round=message.round, digests=message.digests)
                 self._events.put_nowait(leader.Received(peer, message))
-            case Ask(after=after):
+            case LogRequest(after=after):
                 self._send_log(session.outbox, after)
-            case Beat():
+            case Heartbeat():
                 phase = "stalled" if self._stalled else "leading" if self._quorum.leads else "following"
-                self._post(session.outbox, encoding.encode(Beat(phase=phase, round=self._leader.round)))
+                self._post(session.outbox, encoding.encode(Heartbeat(phase=phase, round=self._leader.round)))
             case _:
                 raise encoding.MessageError(peer, f"session of {peer[-8:]}: unexpected {type(message).__name__}")
 
@@ -226,7 +237,7 @@ class Node:
             self._post(outbox, raw)
 
     async def _watch(self) -> None:
-        """Turns announcements and silences into events."""
+        """BackwardFirstScheduler announcements and silences into events."""
         read_at = float("-inf")
         while True:
             if time.monotonic() - read_at >= DHT_SECONDS:
@@ -282,11 +293,11 @@ class Node:
                     self._spawn(self._fetch((peer,), part, peer))
                 case leader.Propose(commit):
                     following.append(paxos.Proposed(commit))
-                case leader.Tell(peers, mend, first):
+                case leader.Send(peers, reconfig, first):
                     if first:
-                        self._emit("mended", **plain(mend))
+                        self._emit("chain_reconfigured", **plain(reconfig))
                     for peer in (p for p in peers if p in self._sessions):
-                        self._post(self._sessions[peer].outbox, encoding.encode(mend))
+                        self._post(self._sessions[peer].outbox, encoding.encode(reconfig))
                 case leader.Report(round, peer, shard):
                     self._emit("diverged", peer=peer, round=round, shard=shard)
                 case leader.Moved(round, replica, before, after, reason):
@@ -400,7 +411,7 @@ class Node:
         peers.sort(key=lambda p: -self._ready[p].up_bps if p in self._ready else 0)
         raw = encoding.encode(offered)
         for peer in peers:
-            if self._sessions[peer].outbox.qsize() < OUTBOX // 2:  # commits must find room
+            if self._sessions[peer].outbox.qsize() < OUTBOX // 2:  # commits must find space
                 self._post(self._sessions[peer].outbox, raw)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -5,14 +5,14 @@ An event is one JSON object per line: `{"time": seconds, "source": peer id or na
 bootstrap  listening {address}; ready {peer, memory_bytes, up_bps, down_bps, speed_flops, device}; gone {peer};
            commit {round, contributions: [{replica, tokens, steps, loss, bytes, peers}], left_out: [{replica, reason}],
                    diverged: [{peer, shard}], plan: null or {replicas: [{k, stages: [{peer, first, last}]}], spares}};
-           mended {round, replica, epoch, peers, steps, reason} (a chain's members from now on; none: its round is over);
+           reconfigured {round, replica, generation, peers, steps, reason} (a chain's members from now on; none: its round is over);
            moved {round, replica, peers, before, after, reason} (numbers of blocks in a chain's stages, from this round on);
            attest {peer, round, digests: {shard: digest}}; diverged {peer, round, shard}; finished {round, state_digest}
 peer       started {peer, pid, device, memory_bytes, rss_bytes}; role {round, role: full|stage|spare|waiting, replica, first, last, k, position, stages};
            step {round, step, loss, tokens, seconds}; chain {round, step, seconds, busy_s, wait_forward_s, wait_backward_s,
-           forward_link_s, backward_link_s, forward_bytes, backward_bytes, depth, queued, pace, activations, gradients: null or {rms,
+           forward_link_s, backward_link_s, forward_bytes, backward_bytes, depth, queued, seconds_per_microbatch, activations, gradients: null or {rms,
            largest, sampled, frames, refused}} (of measured.StepReport and stats.Running); offered {round, bytes}; withdrew {round, reason};
-           broke {round, epoch, peer, reason}; mended {round, replica, epoch, peers} (our chain lost a member, goes on with these);
+           broke {round, generation, peer, reason}; reconfigured {round, replica, generation, peers} (our chain lost a member, goes on with these);
            round {round, seconds: {train, pack, fetch, apply}, bytes_sent, bytes_received, boundary_forward_bytes,
            boundary_backward_bytes, boundary_tokens, peak_rss_bytes};
            restored {round}; recovered {round, bases: {shard: round}}; repaired {round, shards}; finished {round}

@@ -120,7 +120,7 @@ def split_shards(cuts: Sequence[int], spec: ModelSpec = SPEC) -> list[tuple[str,
 
 
 def make_chain(cuts: Sequence[int], k: int, train: TrainSpec = TRAIN, theta=None) -> list[Recording]:
-    trainers = [Recording(SPEC, train, shards, k=k, basis=BASIS if k else None) for shards in split_shards(cuts)]
+    trainers = [Recording(SPEC, train, shards, rank=k, basis=BASIS if k else None) for shards in split_shards(cuts)]
     for trainer in trainers:
         trainer.begin_round(theta if theta is not None else random_theta())
     return trainers

@@ -23,9 +23,10 @@ from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.node import peer as daemon
-from peer.node.rounds import Order, Result
+from peer.node.rounds import Result, TrainOrder
 from peer.state.storage import Storage
 from protocol.identity import Identity
+from protocol.planning.memory import stage_memory
 from protocol.rounds.leader import Leader
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -55,18 +56,18 @@ def noise(spec: ModelSpec, peer: str, round: int, shard: str) -> list[np.ndarray
     return [STEP * rng.standard_normal(shape, dtype=np.float32) for shape in layout.shapes(spec, shard)]
 
 
-class Engine:
-    """In place of peer.engine.Engine. `hold(peer, round)` may be awaited before a round's work is done."""
+class InnerLoop:
+    """In place of peer.inner_loop.InnerLoop. `hold(peer, round)` may be awaited before a round's work is done."""
 
     hold: Callable[[str, int], Any] | None = None
 
     def __init__(self, manifest: Manifest, peer: str, *_: Any) -> None:
         self.manifest, self.peer, self.round = manifest, peer, 0
 
-    async def train(self, order: Order, theta: Any, stop: asyncio.Event, progress: Any, repair: Any) -> Result:
+    async def train(self, order: TrainOrder, theta: Any, stop: asyncio.Event, progress: Any, repair: Any) -> Result:
         plan = order.plan
-        if Engine.hold is not None:
-            held = asyncio.create_task(Engine.hold(self.peer, plan.round))
+        if InnerLoop.hold is not None:
+            held = asyncio.create_task(InnerLoop.hold(self.peer, plan.round))
             stopped = asyncio.create_task(stop.wait())
             await asyncio.wait({held, stopped}, return_when=asyncio.FIRST_COMPLETED)
             held.cancel(), stopped.cancel()
@@ -123,9 +124,9 @@ class Swarm:
         self.peers: dict[str, Volunteer] = {}
         self.events: list[Event] = []
         self._happened = asyncio.Event()
-        Engine.hold = None
+        InnerLoop.hold = None
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here loses power
-        monkeypatch.setattr(daemon, "Engine", Engine)
+        monkeypatch.setattr(daemon, "InnerLoop", InnerLoop)
         monkeypatch.setattr(daemon.data, "prepare", lambda *_: None)
         monkeypatch.setattr(daemon.data, "load_tokenizer", lambda *_: None)
         made = daemon.Rounds
@@ -179,7 +180,7 @@ class Swarm:
         chosen = JoinConfig(
             folder=folder,
             device="cpu",
-            memory_bytes=memory or memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers),
+            memory_bytes=memory or stage_memory(self.manifest, 0, self.manifest.model.n_layers),
             up_bps=config.pop("up_bps", 10**8),
             down_bps=10**8,
             **config,

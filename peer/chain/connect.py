@@ -1,8 +1,8 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
-A pipe is a few streams (peer/net/striped_stream.py), each of which begins with a hello that names its lane. It belongs to one *epoch* of
+A pipe is a few streams (peer/net/striped_stream.py), each of which begins with a hello that names its stripe. It belongs to one *generation* of
 a replica's chain in a round (protocol/rounds/chain_repair.py): the members of another chain never meet. Whoever is not ready yet, because it
-still applies the round before, does not know of the mend or waits for its other neighbour, says that it lives.
+still applies the round before, does not know of the reconfig or waits for its other neighbour, says that it lives.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from peer.chain.link import ChainBroken, keep_alive
 from peer.net.base import Stream, Transport
-from peer.net.striped_stream import LANES, Lanes
+from peer.net.striped_stream import STRIPES, StripedStream
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.wire import endpoints, framing
@@ -22,14 +22,14 @@ DIAL_SECONDS = 10.0
 """How long a neighbour may be out of reach."""
 ACCEPT_SECONDS = 90.0
 """How long a round's first chain waits for a neighbour to dial: it may still fetch shards."""
-MENDED_SECONDS = 30.0
-"""How long a mended one does."""
+RECONFIGURED_SECONDS = 30.0
+"""How long a reconfigured one does."""
 MAX_PIPES = 16
 AHEAD = 3
 """A neighbour may be one commit ahead of us, and train one round ahead of that."""
 
 Key = tuple[int, int, int, str]
-"""Round, epoch, replica, peer."""
+"""Round, generation, replica, peer."""
 
 
 class Pipes:
@@ -47,24 +47,24 @@ class Pipes:
         self._lost = lost
         self._uplink = uplink
         self._incoming: dict[Key, asyncio.Future[Stream]] = {}
-        self._lanes: dict[Key, dict[int, Stream]] = {}
+        self._stripes: dict[Key, dict[int, Stream]] = {}
         self._taken: set[Key] = set()
         self._living: set[asyncio.Task[None]] = set()
         self._oldest = (0, 0)
         self._over = asyncio.Event()
 
     async def neighbours(
-        self, plan: Plan, replica: int, epoch: int, position: int
+        self, plan: Plan, replica: int, generation: int, position: int
     ) -> tuple[Stream | None, Stream | None]:
         """Streams to the stages before and after `position`. Raises ChainBroken."""
-        self.forget(plan.round, epoch)
+        self.forget(plan.round, generation)
         stages, complete = plan.replicas[replica].stages, asyncio.Event()
         tasks: dict[str, asyncio.Task[Stream]] = {}
         if position:
-            key = (plan.round, epoch, replica, stages[position - 1].peer)
+            key = (plan.round, generation, replica, stages[position - 1].peer)
             tasks["previous"] = asyncio.create_task(self._accept(key))
         if position + 1 < len(stages):
-            work = self._dial(plan.round, epoch, replica, stages[position + 1].peer, complete)
+            work = self._dial(plan.round, generation, replica, stages[position + 1].peer, complete)
             tasks["following"] = asyncio.create_task(work)
         try:
             found = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
@@ -81,14 +81,14 @@ class Pipes:
         finally:
             complete.set()
 
-    async def _dial(self, round: int, epoch: int, replica: int, peer: str, complete: asyncio.Event) -> Stream:
+    async def _dial(self, round: int, generation: int, replica: int, peer: str, complete: asyncio.Event) -> Stream:
         """The stream, which says that we live until all neighbours are there."""
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 while True:
                     try:
                         await self._reach(peer)
-                        pipe = await self._open(peer, {"round": round, "replica": replica, "epoch": epoch})
+                        pipe = await self._open(peer, {"round": round, "replica": replica, "generation": generation})
                         living = asyncio.create_task(keep_alive(pipe, complete.is_set))
                         self._living.add(living)
                         living.add_done_callback(self._living.discard)
@@ -100,14 +100,14 @@ class Pipes:
             raise ChainBroken(peer, f"did not answer for {DIAL_SECONDS:g} s") from None
 
     async def _open(self, peer: str, chain: dict[str, int]) -> Stream:
-        """A pipe of all lanes. Raises RemoteError."""
+        """A pipe of all stripes. Raises RemoteError."""
         streams: dict[int, Stream] = {}
 
-        async def open(lane: int) -> None:
-            streams[lane] = await self._transport.open(peer, endpoints.PIPE, timeout=DIAL_SECONDS)
-            await streams[lane].send(framing.pack_message({**chain, "lane": lane}))
+        async def open(stripe: int) -> None:
+            streams[stripe] = await self._transport.open(peer, endpoints.PIPE, timeout=DIAL_SECONDS)
+            await streams[stripe].send(framing.pack_message({**chain, "stripe": stripe}))
 
-        tasks = [asyncio.create_task(open(lane)) for lane in range(LANES)]
+        tasks = [asyncio.create_task(open(stripe)) for stripe in range(STRIPES)]
         try:
             await asyncio.gather(*tasks)
         except BaseException:
@@ -117,10 +117,10 @@ class Pipes:
             for stream in streams.values():
                 await stream.close()
             raise
-        return Lanes([streams[lane] for lane in range(LANES)], self._uplink)
+        return StripedStream([streams[stripe] for stripe in range(STRIPES)], self._uplink)
 
     async def _accept(self, key: Key) -> Stream:
-        seconds = MENDED_SECONDS if key[1] else ACCEPT_SECONDS
+        seconds = RECONFIGURED_SECONDS if key[1] else ACCEPT_SECONDS
         try:
             async with asyncio.timeout(seconds):
                 return await self._expect(key)
@@ -132,12 +132,12 @@ class Pipes:
             self._incoming[key] = asyncio.get_running_loop().create_future()
         return self._incoming[key]
 
-    def forget(self, round: int, epoch: int = 0) -> None:
+    def forget(self, round: int, generation: int = 0) -> None:
         """Ends the handlers of the pipes that are older."""
-        self._oldest = max(self._oldest, (round, epoch))
-        for key in [k for k in self._incoming if k[:2] < (round, epoch)]:
+        self._oldest = max(self._oldest, (round, generation))
+        for key in [k for k in self._incoming if k[:2] < (round, generation)]:
             self._incoming.pop(key).cancel()
-            self._lanes.pop(key, None)
+            self._stripes.pop(key, None)
             self._taken.discard(key)
         self._wake()
 
@@ -150,24 +150,24 @@ class Pipes:
         """An incoming pipe: hands the stream to the training that waits for it, and stays until that is over."""
         hello = framing.unpack_message(bytes(await stream.recv(256)))
         match hello:
-            case {"round": int(round), "epoch": int(epoch), "replica": int(replica), "lane": int(lane)}:
+            case {"round": int(round), "generation": int(generation), "replica": int(replica), "stripe": int(stripe)}:
                 pass
             case _:
                 raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not a pipe's beginning; it was closed")
-        if not applied < round <= applied + AHEAD or (round, epoch) < self._oldest or not 0 <= lane < LANES:
+        if not applied < round <= applied + AHEAD or (round, generation) < self._oldest or not 0 <= stripe < STRIPES:
             raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not for this chain; it was closed")
         if len(self._incoming) >= MAX_PIPES:
             raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: too many wait here; it was closed")
-        key = (round, epoch, replica, stream.remote)
+        key = (round, generation, replica, stream.remote)
         waiting = self._expect(key)
         if waiting.done():
             raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: there is one already; it was closed")
-        lanes = self._lanes.setdefault(key, {})
-        lanes[lane] = stream  # one that was there before is of a dial that failed
+        stripes = self._stripes.setdefault(key, {})
+        stripes[stripe] = stream  # one that was there before is of a dial that failed
         self._wake()
-        if len(lanes) == LANES:
-            pipe = Lanes([lanes[i] for i in range(LANES)], self._uplink)
+        if len(stripes) == STRIPES:
+            pipe = StripedStream([stripes[i] for i in range(STRIPES)], self._uplink)
             waiting.set_result(pipe)
             await keep_alive(pipe, lambda: key in self._taken or key not in self._incoming)
-        while key in self._incoming and lanes[lane] is stream:
+        while key in self._incoming and stripes[stripe] is stream:
             await self._over.wait()

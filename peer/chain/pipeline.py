@@ -18,7 +18,7 @@ keeps only what came in and computes the rest anew before it goes backward. Ever
 assignment; a checksum of them comes with each frame. NORM and TOTAL carry the wish to stop, so that all stages end after
 the same inner step.
 
-What a stage keeps when its chain breaks is its `Standing` (peer/chain/progress.py). DONE lets nobody leave while somebody may still need
+What a stage keeps when its chain breaks is its `StageProgress` (peer/chain/progress.py). DONE lets nobody leave while somebody may still need
 its TOTAL.
 
 A full replica runs the same code without neighbours. The model's work runs on the caller's one
@@ -62,9 +62,9 @@ from peer.chain.link import (
     Link,
     Refused,
 )
-from peer.chain.progress import TOTAL_BYTES, Standing, Total, catch_up
-from peer.chain.scheduler import Turns
-from peer.chain.timing import Measured, Norms, StepReport, finite, pick_depth
+from peer.chain.progress import TOTAL_BYTES, StageProgress, Total, catch_up
+from peer.chain.scheduler import BackwardFirstScheduler
+from peer.chain.timing import Norms, StageTiming, StepReport, finite, pick_depth
 from peer.net.base import Stream
 from peer.training.trainer import StageTrainer
 from protocol.codec import boundary_formats
@@ -106,11 +106,11 @@ class _Run:
         trace: Trace | None,
         statistics: Statistics,
         first_step: int,
-        standing: Standing,
+        stage_progress: StageProgress,
     ) -> None:
         self.statistics = statistics
         self.trainer, self.worker, self.windows, self.stop, self.trace = trainer, worker, windows, stop, trace
-        self.first_step, self.standing = first_step, standing
+        self.first_step, self.stage_progress = first_step, stage_progress
         self._codec = codec
         self.previous: Link | None = None
         self.following: Link | None = None
@@ -125,7 +125,7 @@ class _Run:
         self._before, self._shards = names.index(trainer.shards[0]), len(names)
         self._ids: list[tuple[Tensor, int]] = []
         self._losses: list[float] = []
-        self._pace, self._paces = 0.0, tuple[float, ...]()
+        self._seconds_per_microbatch, self._stage_seconds = 0.0, tuple[float, ...]()
         self._seconds = {FORWARD: 0.0, BACKWARD: 0.0, 0: 0.0}
         self._waits = {FORWARD: 0.0, BACKWARD: 0.0}
         self._transfers = (0.0, 0.0)
@@ -187,7 +187,7 @@ class _Run:
 
     async def resume(self, steps: int) -> None:
         """Agrees with the others where the repaired chain goes on in a round of `steps`; see the module's docstring."""
-        head, best = Head(RESUME), self.standing.total
+        head, best = Head(RESUME), self.stage_progress.total
         if self.following is not None:
             best = max(best, await self._resume_from(self.following, steps), key=lambda total: total.steps)
         if self.previous is not None:
@@ -198,7 +198,7 @@ class _Run:
             best = told
         if self.following is not None:
             self.following.send(head, best.pack(), TOTAL_BYTES)
-        await catch_up(self.trainer, self.worker, self.standing, best, self.first_step)
+        await catch_up(self.trainer, self.worker, self.stage_progress, best, self.first_step)
 
     async def _resume_from(self, link: Link, steps: int) -> Total:
         body = (await self.receive(link, Head(RESUME), TOTAL_BYTES)).body
@@ -215,7 +215,7 @@ class _Run:
             self.previous.send(Head(DONE), b"", 0)
 
     async def step(self, step: int) -> StepReport:
-        """One inner step; `standing.total` says whether somebody wishes to stop after it."""
+        """One inner step; `stage_progress.total` says whether somebody wishes to stop after it."""
         start, sent, depth = time.perf_counter(), self._sent(), self.depth
         self._losses = []
         self._seconds, self._waits = dict.fromkeys(self._seconds, 0.0), dict.fromkeys(self._waits, 0.0)
@@ -225,10 +225,10 @@ class _Run:
             self.following.ping()
         await self.job(0, self._load, step)
         await self._micro_batches(step)
-        self.standing.summed = True
+        self.stage_progress.summed = True
         norm, loss = await self._gather(step)
         await self.job(0, self.trainer.step, step, norm)
-        self.standing.summed = False
+        self.stage_progress.summed = False
         after, end = self._sent(), time.perf_counter()
         report = StepReport(
             step=step,
@@ -247,8 +247,8 @@ class _Run:
             queued=max((link.most_waiting for link in self._links), default=0),
             activations=None if self.previous is None else replace(self._running(self.previous, FORWARD)),
             gradients=None if self.following is None else replace(self._running(self.following, BACKWARD)),
-            pace=self._pace,
-            paces=self._paces,
+            seconds_per_microbatch=self._seconds_per_microbatch,
+            stage_seconds_per_microbatch=self._stage_seconds,
         )
         if self.trace is not None:
             self.trace("inner step", start, end, step=step, depth=report.depth, queued=report.queued)
@@ -305,7 +305,9 @@ class _Run:
                 return True
             return False
 
-        turns = Turns[Tensor | None](self.worker, (BACKWARD, FORWARD), done, self.arrived.set, self._waited)
+        turns = BackwardFirstScheduler[Tensor | None](
+            self.worker, (BACKWARD, FORWARD), done, self.arrived.set, self._waited
+        )
         try:
             while ended[FORWARD if last else BACKWARD] < self.train.micro_batches:
                 self.arrived.clear()
@@ -421,7 +423,7 @@ class _Run:
         else:
             behind = await self._norms(self.following, step)
             norms = Norms(stop or behind.stop, behind.loss, sums + behind.sums, [self._measured(), *behind.stages])
-        self._pace, loss, stop = norms.stages[0].pace, norms.loss, norms.stop
+        self._seconds_per_microbatch, loss, stop = norms.stages[0].seconds_per_microbatch, norms.loss, norms.stop
         if self.previous is not None:
             body = norms.pack()
             self.previous.send(Head(NORM, step=step, width=len(norms.sums)), body, len(body))
@@ -432,11 +434,11 @@ class _Run:
             stop = wished == 1
         else:
             norm = math.sqrt(sum(norms.sums))
-        self.standing.total = Total(step - self.first_step + 1, stop, norm, loss)
+        self.stage_progress.total = Total(step - self.first_step + 1, stop, norm, loss)
         if self.following is not None:
             self.following.send(Head(TOTAL, step=step), _TOTAL.pack(stop, norm, loss), _TOTAL.size)
         if self.previous is None and self.following is not None:
-            self._paces = tuple(m.pace for m in norms.stages)
+            self._stage_seconds = tuple(m.seconds_per_microbatch for m in norms.stages)
             self.depth = min(pick_depth(norms.stages, self.train.micro_batches), self.most_depth)
         return norm, loss
 
@@ -449,7 +451,7 @@ class _Run:
         except ValueError as error:
             following.blame(f"sent {error}")
 
-    def _measured(self) -> Measured:
+    def _measured(self) -> StageTiming:
         count = self.train.micro_batches
         forward, backward = self._seconds[FORWARD] / count, self._seconds[BACKWARD] / count
         if self.following is not None and self.depth > self.plain_depth:
@@ -457,7 +459,7 @@ class _Run:
         ahead = self.previous.measured() if self.previous is not None else (0.0, 0.0)
         behind = self.following.measured() if self.following is not None else (0.0, 0.0)
         self._transfers = count * ahead[1], count * behind[1]
-        return Measured(forward, backward, *ahead, *behind, self.plain_depth, self.most_depth)
+        return StageTiming(forward, backward, *ahead, *behind, self.plain_depth, self.most_depth)
 
 
 async def run_steps(
@@ -478,7 +480,7 @@ async def run_steps(
     on_step: Callable[[StepReport], None] | None = None,
     trace: Trace | None = None,
     statistics: Statistics | None = None,
-    standing: Standing | None = None,
+    stage_progress: StageProgress | None = None,
     resume: bool = False,
 ) -> tuple[StepReport, ...]:
     """Runs inner steps `first_step` .. `first_step + steps - 1` (counted from 1 over the run) of this stage.
@@ -487,9 +489,9 @@ async def run_steps(
     [micro_batches * rows, L+1]; it is called on the worker thread. `timeout`: seconds to wait for one frame of a neighbour.
     `depth`: micro-batches under way in the first step, used by the first stage. This stage's memory holds all activations
     of `plain_depth` of them and the inputs of `most_depth` (None: any number). `statistics` go on with this call. `resume`: the chain was repaired, all its stages
-    begin where `standing`, kept from the round's chain before, and those of the others let them. Returns the steps of this call:
+    begin where `stage_progress`, kept from the round's chain before, and those of the others let them. Returns the steps of this call:
     fewer if `stop` was set on any stage. Streams stay open on success; on a failure the neighbours are told, and then and on
-    cancellation they are closed. `standing` is right even then. Raises ChainBroken (names the member) or LocalError.
+    cancellation they are closed. `stage_progress` is right even then. Raises ChainBroken (names the member) or LocalError.
     """
     if ("embed" in trainer.shards) != (previous is None) or ("head" in trainer.shards) != (following is None):
         raise LocalError(f"stage {trainer.shards[0]}..{trainer.shards[-1]}: wrong neighbours; this is a bug")
@@ -515,7 +517,7 @@ async def run_steps(
                 trace,
                 statistics or Statistics(),
                 first_step,
-                standing or Standing(),
+                stage_progress or StageProgress(),
             )
             run.previous = None if previous is None else run.connect(previous, group, timeout)
             run.following = None if following is None else run.connect(following, group, timeout)
@@ -523,8 +525,8 @@ async def run_steps(
                 await run.resume(steps)
             else:
                 await run.job(0, trainer.reset)
-            while run.standing.total.steps < steps and not run.standing.total.stop:
-                report = await run.step(first_step + run.standing.total.steps)
+            while run.stage_progress.total.steps < steps and not run.stage_progress.total.stop:
+                report = await run.step(first_step + run.stage_progress.total.steps)
                 reports.append(report)
                 if on_step is not None:
                     on_step(report)

@@ -39,7 +39,7 @@ class Total:
 
 
 @dataclass(slots=True)
-class Standing:
+class StageProgress:
     """Where a stage stands in its round, whoever the other members are. `skipped`: steps of the chain that it was no part of;
     `summed`: whether the gradients of the step after its last are complete."""
 
@@ -48,18 +48,20 @@ class Standing:
     summed: bool = False
 
 
-async def catch_up(trainer: StageTrainer, worker: Executor, standing: Standing, best: Total, first_step: int) -> None:
+async def catch_up(
+    trainer: StageTrainer, worker: Executor, stage_progress: StageProgress, best: Total, first_step: int
+) -> None:
     """Brings a stage to the place where its replica stands: takes the step whose gradients it has, if the others took it, and
     forgets what was begun after it."""
 
     def work() -> None:  # after whatever an earlier chain left on the worker
-        done = standing.skipped + trainer.steps
-        if best.steps == done + 1 and standing.summed:
+        done = stage_progress.skipped + trainer.steps
+        if best.steps == done + 1 and stage_progress.summed:
             trainer.step(first_step + done, best.norm)
             done += 1
-        standing.summed = False
-        standing.skipped += best.steps - done
+        stage_progress.summed = False
+        stage_progress.skipped += best.steps - done
         trainer.reset()
 
-    standing.total = best
+    stage_progress.total = best
     await asyncio.get_running_loop().run_in_executor(worker, work)

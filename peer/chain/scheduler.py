@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Turns(Generic[T]):
+class BackwardFirstScheduler(Generic[T]):
     """`kinds`: of jobs, the most urgent first. `done(kind, result)` is called in the event loop, in the order in which jobs end;
     `stirred()` after it, and when a job raised: `check` raises that. `waited(kind, start, end)`: the worker had nothing to do
     between (time.perf_counter) and goes on with this kind."""

@@ -26,7 +26,7 @@ class StepReport:
     `forward_link_s`, `backward_link_s`: it took the activations from the previous stage, and the gradients from the next, to
     come through the link (peer/chain/link.py); `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers
     included; `depth`: micro-batches that were let into the chain at once; `queued`: most frames that waited here for this
-    stage; `pace`: seconds of forward and backward per micro-batch, without what was computed anew; `paces`: of every stage, where
+    stage; `seconds_per_microbatch`: seconds of forward and backward per micro-batch, without what was computed anew; `stage_seconds_per_microbatch`: of every stage, where
     this is the first of several. `activations`, `gradients`: of what came so far from the previous and from the next stage
     (None: there is no such stage; peer/chain/activation_stats.py).
     """
@@ -47,12 +47,12 @@ class StepReport:
     queued: int
     activations: Running | None
     gradients: Running | None
-    pace: float
-    paces: tuple[float, ...] = ()
+    seconds_per_microbatch: float
+    stage_seconds_per_microbatch: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StageTiming:
     """One stage's step: seconds per micro-batch of computing, (delay, transfer) of what came from either side (peer/chain/link.py),
     and for how many micro-batches its memory holds all activations, or only their inputs."""
 
@@ -66,7 +66,7 @@ class Measured:
     most_depth: int
 
     @property
-    def pace(self) -> float:
+    def seconds_per_microbatch(self) -> float:
         return self.forward_s + self.backward_s
 
     def plausible(self) -> bool:
@@ -79,7 +79,7 @@ class Measured:
             forward=self.forward_s, backward=self.backward_s, plain_depth=self.plain_depth, most_depth=self.most_depth
         )
 
-    def link(self, following: Measured) -> LinkCost:
+    def link(self, following: StageTiming) -> LinkCost:
         """The boundary between this stage and the next."""
         return LinkCost(
             forward=following.forward_transfer,
@@ -96,7 +96,7 @@ class Norms:
     stop: bool
     loss: float
     sums: list[float]
-    stages: list[Measured]
+    stages: list[StageTiming]
 
     def pack(self) -> bytes:
         records = b"".join(_MEASURED.pack(*astuple(stage)) for stage in self.stages)
@@ -110,7 +110,7 @@ class Norms:
             raise ValueError(f"norms of {len(body)} bytes")
         wish, loss = _NORM.unpack_from(body)
         sums = list(struct.unpack_from(f">{shards}d", body, _NORM.size))
-        stages = [Measured(*values) for values in _MEASURED.iter_unpack(body[-rest:])]
+        stages = [StageTiming(*values) for values in _MEASURED.iter_unpack(body[-rest:])]
         if wish > 1 or not finite(loss, *sums):
             raise ValueError("impossible gradient norms")
         if not all(stage.plausible() for stage in stages):
@@ -128,7 +128,7 @@ def finite(*values: float) -> bool:
     return all(math.isfinite(value) and value >= 0 for value in values)
 
 
-def pick_depth(stages: Sequence[Measured], micro_batches: int) -> int:
+def pick_depth(stages: Sequence[StageTiming], micro_batches: int) -> int:
     """How many micro-batches the first of these stages had better let into the chain at once."""
     links = [a.link(b) for a, b in itertools.pairwise(stages)]
     return pipeline_model.pick_depth([m.stage() for m in stages], links, micro_batches)

@@ -24,8 +24,8 @@ class TraceFile:
         self._spans: list[dict[str, object]] = [
             {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": name}},
             *(
-                {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": i, "args": {"name": lane}}
-                for i, lane in enumerate(_LANES)
+                {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": i, "args": {"name": stripe}}
+                for i, stripe in enumerate(_LANES)
             ),
         ]
         try:
@@ -37,10 +37,10 @@ class TraceFile:
 
     def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None:
         """A span from `start` to `end`, by time.perf_counter."""
-        lane = "wait" if name.startswith("wait") else name if name in _LANES else "compute"
+        stripe = "wait" if name.startswith("wait") else name if name in _LANES else "compute"
         span = {
             "name": name, "ph": "X", "ts": round((start + self._offset) * 1e6, 1), "dur": round((end - start) * 1e6, 1),
-            "pid": os.getpid(), "tid": _LANES.index(lane), "args": facts,
+            "pid": os.getpid(), "tid": _LANES.index(stripe), "args": facts,
         }  # fmt: skip
         self._spans.append(span)
 

@@ -19,7 +19,7 @@ from peer.cli import commands
 from peer.demo import recipe, swarm
 from protocol.errors import PotluckError
 
-DEMO_K = "64"
+DEMO_RANK = "64"
 """Of the demo's recipe: values per token at a chain's boundaries."""
 
 app = typer.Typer(
@@ -144,10 +144,10 @@ def demo(
     chains: Annotated[int, typer.Option(min=0, help="Pipeline chains of weak peers.")] = 1,
     stages: Annotated[int, typer.Option(min=2, max=16, help="Members of each chain.")] = 3,
     spares: Annotated[int, typer.Option(min=0, help="Weak peers more than the chains need.")] = 0,
-    k: Annotated[
+    rank: Annotated[
         str,
         typer.Option(help="Values per token at chain boundaries; 0 = whole; a list gives one for each chain."),
-    ] = DEMO_K,
+    ] = DEMO_RANK,
     inner_steps: Annotated[int | None, typer.Option(min=1, help="Inner steps per round, H.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data order and the demo's keys.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "cpu",
@@ -170,7 +170,7 @@ def demo(
             chains=chains,
             stages=stages,
             spares=spares,
-            k=recipe.parse_k(k),
+            rank=recipe.parse_rank(rank),
             inner_steps=inner_steps,
             seed=seed,
             device=device,

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from peer.demo.recipe import DemoOptions, PeerSpec
-from peer.demo.swarm import SILENCE_SECONDS
 from peer.events import Event, Sink, from_json
 from protocol.errors import LocalError
 
+SILENCE_SECONDS = 900.0
 PRELOAD = ["peer.node.peer", "peer.cli.commands", "peer.net.p2p", "peer.training.device"]
 
 

@@ -34,7 +34,7 @@ class DemoOptions:
     chains: int
     stages: int
     spares: int
-    k: tuple[int, ...]
+    rank: tuple[int, ...]
     inner_steps: int | None
     seed: int
     device: str
@@ -44,12 +44,14 @@ class DemoOptions:
     in_memory: bool
 
 
-def parse_k(text: str) -> tuple[int, ...]:
+def parse_rank(text: str) -> tuple[int, ...]:
     """ "16" or "16,8" as numbers. Raises UsageError."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise UsageError(f'--k {text}: not a number or a list of numbers; write for example "16" or "16,8"') from None
+        raise UsageError(
+            f'--rank {text}: not a number or a list of numbers; write for example "16" or "16,8"'
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +77,12 @@ def make_manifest(options: DemoOptions, model: ModelSpec = MODEL) -> Manifest:
         raise UsageError(
             f"--stages {options.stages}: the demo's model has {model.n_layers} blocks; ask for at most so many"
         )
-    if len(options.k) not in (1, max(options.chains, 1)):
-        raise UsageError(f"--k: {len(options.k)} values for {options.chains} chains; give one, or one for each chain")
-    if any(not 0 <= k <= model.d_model for k in options.k):
-        raise UsageError(f"--k: the demo's model is {model.d_model} wide; give values from 0 (off) to that")
+    if len(options.rank) not in (1, max(options.chains, 1)):
+        raise UsageError(
+            f"--rank: {len(options.rank)} values for {options.chains} chains; give one, or one for each chain"
+        )
+    if any(not 0 <= rank <= model.d_model for rank in options.rank):
+        raise UsageError(f"--rank: the demo's model is {model.d_model} wide; give values from 0 (off) to that")
     rounds, inner = options.rounds or ROUNDS, options.inner_steps or INNER_STEPS
     tokenizer = (open_run.ASSETS / TOKENIZER).read_bytes()
     return Manifest(
@@ -98,8 +102,8 @@ def make_manifest(options: DemoOptions, model: ModelSpec = MODEL) -> Manifest:
             warmup_steps=min(20, rounds * inner // 10),
             total_steps=rounds * inner,
         ),
-        outer=OuterSpec(k=256, values="sym2"),
-        chains=ChainSpec(k=tuple(dict.fromkeys(options.k))),
+        outer=OuterSpec(topk=256, values="sym2"),
+        chains=ChainSpec(rank=tuple(dict.fromkeys(options.rank))),
         timing=TimingSpec(round_deadline=600.0, heartbeat=1.0, gone_after=20.0),
     )
 
@@ -112,11 +116,11 @@ def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
     rest = _least_memory(manifest, options.stages, last) if options.chains else 0
     for chain in range(options.chains):
         # each chain a little slower than the one before, so that the matchmaker does not mix their members
-        up = int(_uplink(manifest, options.k[chain % len(options.k)]) * (1 + 0.01 * (options.chains - chain)))
+        up = int(_uplink(manifest, options.rank[chain % len(options.rank)]) * (1 + 0.01 * (options.chains - chain)))
         for stage in range(options.stages):
             wanted.append((f"chain-{chain}-{stage}", last if stage == options.stages - 1 else rest, up))
     for spare in range(options.spares):
-        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, options.k[-1])))
+        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, options.rank[-1])))
     return [PeerSpec(name, identity_of(options.seed, name), size, up) for name, size, up in wanted]
 
 
@@ -132,11 +136,11 @@ def _least_memory(manifest: Manifest, stages: int, last: int) -> int:
     return high
 
 
-def _uplink(manifest: Manifest, k: int) -> int:
-    """The least round uplink, in bits per second, at which the matchmaker chooses `k`."""
+def _uplink(manifest: Manifest, rank: int) -> int:
+    """The least round uplink, in bits per second, at which the matchmaker chooses `rank`."""
     up = 100  # one chain may be a hundredth slower than another
-    while planner.boundary_k(manifest, up) != k:
+    while planner.boundary_rank(manifest, up) != rank:
         up = max(up + 1, up * 21 // 20)
         if up > 10**12:
-            raise UsageError(f"--k {k}: cannot be told from the other values of --k; give different ones")
+            raise UsageError(f"--rank {rank}: cannot be told from the other values of --rank; give different ones")
     return up

@@ -28,8 +28,6 @@ from protocol.errors import LocalError, UsageError
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 
-SILENCE_SECONDS = 900.0
-
 
 async def run(options: DemoOptions, manifest: Manifest | None = None) -> None:
     """Everything, from an empty folder to the summary. `manifest`: the run (default: the demo's recipe). Raises PotluckError."""

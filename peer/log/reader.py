@@ -28,7 +28,7 @@ from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing
-from protocol.wire.session import Ask
+from protocol.wire.session import LogRequest
 
 CALL_SECONDS = 20.0
 
@@ -127,7 +127,7 @@ class Remote:
         failure: RemoteError | None = None
         for node in self._nodes:
             try:
-                ask = encoding.encode(Ask(after=after))
+                ask = encoding.encode(LogRequest(after=after))
                 page = framing.unpack_message(
                     await call(self._transport, node, endpoints.LOG, ask, timeout=CALL_SECONDS)
                 )

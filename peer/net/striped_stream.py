@@ -2,8 +2,8 @@
 
 What is under way in one stream is bounded by its window: in libp2p 256 KB at first, of which at worst a half is left when a frame comes;
 the other costs a round trip. Sixteen streams have sixteen windows (docs/adr/0011). A frame is cut into slices of SLICE bytes or more, one for
-each lane in turn, and the next frame begins where it ended, so that all windows are used alike. The first slice of a frame begins with the frame's
-length, 4 bytes, big-endian, which says what comes on which lane. A slice may come in pieces: a sender with a limited uplink sends
+each stripe in turn, and the next frame begins where it ended, so that all windows are used alike. The first slice of a frame begins with the frame's
+length, 4 bytes, big-endian, which says what comes on which stripe. A slice may come in pieces: a sender with a limited uplink sends
 little at once, since a burst that a router's queue cannot hold is lost, and TCP then takes longer than the link (docs/adr/0013).
 """
 
@@ -19,20 +19,20 @@ from protocol.errors import RemoteError
 from protocol.wire import framing
 from protocol.wire.framing import MAX_FRAME, PREFIX
 
-LANES = 16
+STRIPES = 16
 SLICE = 32 * 1024
 SMALL = 1024
 """Frames of so many bytes with their length, signs of life among them, do not wait for their turn."""
 
 
-def slices(first: int, frame: int, lanes: int) -> list[tuple[int, int]]:
-    """Lane and bytes of each slice of a frame of so many bytes, whose first slice goes on lane `first`."""
-    count = max(1, min(lanes, frame // SLICE))
+def slices(first: int, frame: int, stripes: int) -> list[tuple[int, int]]:
+    """Stripe and bytes of each slice of a frame of so many bytes, whose first slice goes on stripe `first`."""
+    count = max(1, min(stripes, frame // SLICE))
     cuts = [frame * i // count for i in range(count + 1)]
-    return [((first + i) % lanes, b - a) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
+    return [((first + i) % stripes, b - a) for i, (a, b) in enumerate(itertools.pairwise(cuts))]
 
 
-class Lanes:
+class StripedStream:
     """See peer.net.base.Stream. Owns its streams: nobody else uses them any more."""
 
     def __init__(self, streams: Sequence[Stream], uplink: Uplink | None = None) -> None:
@@ -40,7 +40,7 @@ class Lanes:
         self._streams = streams
         self._sending = asyncio.Lock()
         self._uplink = uplink or Uplink()
-        self._send_at = self._recv_at = 0  # the lanes where the next frames begin
+        self._send_at = self._recv_at = 0  # the stripes where the next frames begin
         self._came: dict[int, bytearray] = {}  # slices of the frame that comes
 
     @property
@@ -57,10 +57,10 @@ class Lanes:
                     await self._uplink.turn(self.remote, len(piece))
                 await stream.send(piece, timeout=timeout)
 
-        async with self._sending:  # the slices of two frames are in the same order on all lanes
+        async with self._sending:  # the slices of two frames are in the same order on all stripes
             puts, at = [], 0
-            for lane, size in self._slices(self._send_at, len(frame) - PREFIX):
-                puts.append(put(self._streams[lane], frame[at : at + size]))
+            for stripe, size in self._slices(self._send_at, len(frame) - PREFIX):
+                puts.append(put(self._streams[stripe], frame[at : at + size]))
                 at += size
             self._send_at = (self._send_at + len(puts)) % len(self._streams)
             try:
@@ -71,8 +71,8 @@ class Lanes:
 
     def _slices(self, first: int, frame: int) -> list[tuple[int, int]]:
         """As `slices`, with the length that goes before the first."""
-        (lane, size), *others = slices(first, frame, len(self._streams))
-        return [(lane, PREFIX + size), *others]
+        (stripe, size), *others = slices(first, frame, len(self._streams))
+        return [(stripe, PREFIX + size), *others]
 
     async def recv(self, limit: int = MAX_FRAME, *, timeout: float | None = None) -> bytes:
         try:
@@ -99,16 +99,16 @@ class Lanes:
         if len(beginning) > expected[0][1]:
             raise self._no_frame(f"more than a slice of a frame of {size} bytes")
 
-        async def take(lane: int, size: int) -> None:
-            came = self._came.setdefault(lane, bytearray())
+        async def take(stripe: int, size: int) -> None:
+            came = self._came.setdefault(stripe, bytearray())
             while len(came) < size:
-                piece = await self._streams[lane].recv(size - len(came))
+                piece = await self._streams[stripe].recv(size - len(came))
                 if not piece:
                     raise self._no_frame("an empty piece")
                 came += piece
 
-        await asyncio.gather(*(take(lane, size) for lane, size in expected))
-        others = (self._came[lane] for lane, _ in expected[1:])
+        await asyncio.gather(*(take(stripe, size) for stripe, size in expected))
+        others = (self._came[stripe] for stripe, _ in expected[1:])
         frame = b"".join((memoryview(beginning)[PREFIX:], *others))
         self._came, self._recv_at = {}, (first + len(expected)) % len(self._streams)
         return frame

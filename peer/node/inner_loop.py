@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 from peer.chain import pipeline, trace
 from peer.chain.activation_stats import Statistics
 from peer.chain.connect import Pipes
-from peer.chain.progress import Standing, catch_up
+from peer.chain.progress import StageProgress, catch_up
 from peer.chain.timing import StepReport
 from peer.config import JoinConfig
 from peer.net.base import Stream, Transport
 from peer.net.directory import Directory
 from peer.net.uplink import Uplink
-from peer.node.rounds import Order, Repair, Result
+from peer.node.rounds import ChainOrders, Result, TrainOrder
 from peer.state.storage import Shards
 from peer.training import data, device, trainer
 from protocol.codec import subspace
@@ -38,14 +38,14 @@ from protocol.wire.plan import StageSpec
 
 T = TypeVar("T")
 STUCK_SECONDS = 60.0
-"""After so long without the frame that is due a chain's neighbour counts as broken, even if it gives signs of life (peer/chain/link.py)."""
+"""After so long without the frame that is due a chain's neighbour counts as failure, even if it gives signs of life (peer/chain/link.py)."""
 PACES = 32
 """Inner steps that are compared to find a stage that has become slow."""
 SOFT_DEADLINE = 0.8
 """Share of the round's deadline after which a replica offers the steps that it has."""
 
 
-class Engine:
+class InnerLoop:
     """Trains what the plan says; remembers the optimizer's state from round to round."""
 
     def __init__(
@@ -73,7 +73,10 @@ class Engine:
         self._shape: tuple[object, ...] = ()
         self._depth: tuple[object, int] = ((), 0)  # a chain's stages, and the depth of its last inner step
         self._basis: NDArray[np.float32] | None = None
-        self._paces: tuple[object, deque[tuple[float, ...]]] = ((), deque())  # the same, and the stages' pace of late
+        self._stage_seconds: tuple[object, deque[tuple[float, ...]]] = (
+            (),
+            deque(),
+        )  # the same, and the stages' seconds_per_microbatch of late
         self._directory = directory
         self._speed = Speedometer(manifest)
         self._training = False
@@ -107,11 +110,11 @@ class Engine:
 
     async def train(
         self,
-        order: Order,
+        order: TrainOrder,
         theta: Shards,
         stop: asyncio.Event,
         progress: Callable[[int, float | None], None],
-        repair: Repair,
+        chain_orders: ChainOrders,
     ) -> Result:
         """Inner steps of one round. Errors become the result's `error`: the replica sits out, nobody else notices. A chain that
         loses a member waits for the next order, and goes on."""
@@ -120,20 +123,24 @@ class Engine:
         position = spec.peers.index(self.peer)
         soft = asyncio.Event()
         timer = asyncio.get_running_loop().call_later(SOFT_DEADLINE * self.manifest.timing.round_deadline, soft.set)
-        standing, reports = Standing(), list[StepReport]()
+        stage_progress, reports = StageProgress(), list[StepReport]()
         first_step = (plan.round - 1) * train.inner_steps + 1
 
         def on_step(report: StepReport) -> None:
             reports.append(report)
             stages = order.plan.replicas[order.replica].stages
             self._depth = (stages, report.depth)
-            self._look(stages, report.paces, lambda peer: repair.broke(order.epoch, peer, SLOW))
+            self._look(
+                stages,
+                report.stage_seconds_per_microbatch,
+                lambda peer: chain_orders.failed(order.generation, peer, SLOW),
+            )
             stage = stages[position]
-            self._directory.update(speed_flops=self._speed.add(stage.first, stage.last, report.pace))
+            self._directory.update(speed_flops=self._speed.add(stage.first, stage.last, report.seconds_per_microbatch))
             if self._trace is not None:
                 self._trace.flush()
             if len(spec.stages) > 1:
-                left_out = ("loss", "norm", "tokens", "paces")
+                left_out = ("loss", "norm", "tokens", "stage_seconds_per_microbatch")
                 measured = {name: x for name, x in schema.plain(report).items() if name not in left_out}
                 self._emit("chain", round=plan.round, **measured)
             progress(report.step - first_step + 1, report.loss)
@@ -145,18 +152,20 @@ class Engine:
         error = None
         self._training = True
         try:
-            await self._prepare(spec.stages[position], spec.k, theta)
+            await self._prepare(spec.stages[position], spec.rank, theta)
             assert self._trainer is not None
             while not order.steps:
-                chain = self._chain(order, position, standing, stop, Either(), on_step)
-                newer = await self._unless_mended(chain, order.epoch, stop, repair)
+                chain = self._chain(order, position, stage_progress, stop, Either(), on_step)
+                newer = await self._unless_mended(chain, order.generation, stop, chain_orders)
                 if newer is None:
                     break
                 order = newer
             else:
-                standing.summed = standing.summed and standing.total.steps == order.steps  # else the norm is unknown
-                best = dataclasses.replace(standing.total, steps=order.steps)
-                await catch_up(self._trainer, self._worker, standing, best, first_step)
+                stage_progress.summed = (
+                    stage_progress.summed and stage_progress.total.steps == order.steps
+                )  # else the norm is unknown
+                best = dataclasses.replace(stage_progress.total, steps=order.steps)
+                await catch_up(self._trainer, self._worker, stage_progress, best, first_step)
             if stop.is_set():
                 error = "the round was decided before all steps were done"
         except PotluckError as failure:
@@ -168,35 +177,40 @@ class Engine:
             # weights are at rest then; what the outer step needs takes the place of activations
             await asyncio.get_running_loop().run_in_executor(self._worker, device.return_memory)
             self._training = False
-        steps = standing.total.steps
+        steps = stage_progress.total.steps
         tokens = steps * train.step_tokens
         return Result(
             steps=steps,
             tokens=tokens,
-            loss=reports[0].loss if reports else standing.total.loss if steps else None,
+            loss=reports[0].loss if reports else stage_progress.total.loss if steps else None,
             error=error if steps or error else "no step was done",
             forward_bytes=sum(r.forward_bytes for r in reports),
             backward_bytes=sum(r.backward_bytes for r in reports),
             boundary_tokens=tokens if len(spec.stages) > 1 else 0,
         )
 
-    def _look(self, stages: tuple[StageSpec, ...], paces: tuple[float, ...], tell: Callable[[str], None]) -> None:
+    def _look(
+        self,
+        stages: tuple[StageSpec, ...],
+        stage_seconds_per_microbatch: tuple[float, ...],
+        tell: Callable[[str], None],
+    ) -> None:
         """Tells, as a chain's first stage, of one that has become slow."""
-        if self._paces[0] != stages:
-            self._paces = (stages, deque(maxlen=PACES))
-        if paces:
-            self._paces[1].append(paces)
-        slow = pipeline_model.slow_stage(list(self._paces[1]), self.manifest.train.micro_batches)
+        if self._stage_seconds[0] != stages:
+            self._stage_seconds = (stages, deque(maxlen=PACES))
+        if stage_seconds_per_microbatch:
+            self._stage_seconds[1].append(stage_seconds_per_microbatch)
+        slow = pipeline_model.slow_stage(list(self._stage_seconds[1]), self.manifest.train.micro_batches)
         if slow is not None:
             tell(stages[slow].peer)
 
     async def _unless_mended(
-        self, work: Coroutine[None, None, None], epoch: int, stop: asyncio.Event, repair: Repair
-    ) -> Order | None:
-        """Trains in one chain to the end; or the order to go on in another, which comes when it broke, here or elsewhere. Raises
-        what broke it if there is none before the round is over."""
+        self, work: Coroutine[None, None, None], generation: int, stop: asyncio.Event, chain_orders: ChainOrders
+    ) -> TrainOrder | None:
+        """Trains in one chain to the end; or the order to go on in another, which comes when it failed, here or elsewhere. Raises
+        what failed it if there is none before the round is over."""
         chain = asyncio.create_task(work)
-        newer, over = asyncio.create_task(repair.orders.get()), asyncio.create_task(stop.wait())
+        newer, over = asyncio.create_task(chain_orders.orders.get()), asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({chain, newer}, return_when=asyncio.FIRST_COMPLETED)
             if not newer.done():
@@ -204,7 +218,7 @@ class Engine:
                     chain.result()
                     return None
                 except pipeline.ChainBroken as error:
-                    repair.broke(epoch, error.peer, error.reason)
+                    chain_orders.failed(generation, error.peer, error.reason)
                     await asyncio.wait({newer, over}, return_when=asyncio.FIRST_COMPLETED)
                     if not newer.done():
                         raise
@@ -216,9 +230,9 @@ class Engine:
 
     async def _chain(
         self,
-        order: Order,
+        order: TrainOrder,
         position: int,
-        standing: Standing,
+        stage_progress: StageProgress,
         stop: asyncio.Event,
         end: pipeline.StopSign,
         on_step: Callable[[StepReport], None],
@@ -235,7 +249,7 @@ class Engine:
             return self._corpus.train_windows(numbers)
 
         previous, following = await self._unless(
-            stop, self.pipes.neighbours(plan, order.replica, order.epoch, position)
+            stop, self.pipes.neighbours(plan, order.replica, order.generation, position)
         )
         plain, most = memory.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
         assert self._trainer is not None
@@ -257,8 +271,8 @@ class Engine:
                 on_step=on_step,
                 trace=self._trace,
                 statistics=self._statistics,
-                standing=standing,
-                resume=order.epoch > 0,
+                stage_progress=stage_progress,
+                resume=order.generation > 0,
             )
         finally:
             if following is not None:  # the other one is closed where it came in
@@ -276,18 +290,18 @@ class Engine:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _prepare(self, stage: StageSpec, k: int, theta: Shards) -> None:
+    async def _prepare(self, stage: StageSpec, rank: int, theta: Shards) -> None:
         """A trainer for this stage with the optimizer state that is still of use, at θ(r-1)."""
         shards = memory.stage_shards(self.manifest, stage.first, stage.last)
-        if (shards, k) != self._shape:
+        if (shards, rank) != self._shape:
             self._state = {**self._state, **self.optimizer()}
             self._trainer = None
-            if k and self._basis is None:
+            if rank and self._basis is None:
                 self._basis = await asyncio.to_thread(
                     subspace.basis,
                     self.manifest.seed_bytes,
                     self.manifest.model.d_model,
-                    max(self.manifest.chains.k),
+                    max(self.manifest.chains.rank),
                 )
 
             def build() -> trainer.StageTrainer:
@@ -295,15 +309,15 @@ class Engine:
                     self.manifest.model,
                     self.manifest.train,
                     shards,
-                    k=k,
-                    basis=self._basis if k else None,
+                    rank=rank,
+                    basis=self._basis if rank else None,
                     device=self._config.device,
                 )
                 made.load_optimizer(self._state)
                 return made
 
             self._trainer = await asyncio.get_running_loop().run_in_executor(self._worker, build)
-            self._shape = (shards, k)
+            self._shape = (shards, rank)
             self._state = {}
         assert self._trainer is not None
         await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.begin_round, theta)

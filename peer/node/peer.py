@@ -1,4 +1,4 @@
-"""A volunteer's daemon: wires presence, rounds, storage and the computing engine together, and owns their tasks."""
+"""A volunteer's daemon: wires presence, rounds, storage and the computing inner_loop together, and owns their tasks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peer.net.base import Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import Directory
 from peer.net.uplink import Uplink
-from peer.node.inner_loop import Engine
+from peer.node.inner_loop import InnerLoop
 from peer.node.rounds import Rounds
 from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
@@ -30,7 +30,7 @@ from protocol.wire import endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import Finished, Mend, Offered
+from protocol.wire.session import ChainReconfig, Finished, Offered
 
 
 async def join(
@@ -95,7 +95,7 @@ async def join(
     if restored is not None:
         emit("restored", round=restored.round)
     uplink = Uplink(config.up_limit_bps)
-    engine = Engine(
+    inner_loop = InnerLoop(
         manifest,
         identity.peer_id,
         transport,
@@ -122,7 +122,7 @@ async def join(
         identity.peer_id,
         transport,
         storage,
-        engine,
+        inner_loop,
         follow,  # type: ignore[arg-type]
         exchange=exchange,
         tell=sessions.tell,
@@ -137,8 +137,8 @@ async def join(
             rounds.put(member.Committed(message))
         elif isinstance(message, Offered):
             rounds.prefetch(message)
-        elif isinstance(message, Mend):
-            rounds.put(member.Mended(message))
+        elif isinstance(message, ChainReconfig):
+            rounds.put(member.Reconfigured(message))
         elif isinstance(message, Finished):
             rounds.put(member.RunOver())
 
@@ -146,7 +146,7 @@ async def join(
         rounds.put(member.Connected())
 
     await exchange.serve()
-    await transport.serve(endpoints.PIPE, lambda stream: engine.pipes.serve(stream, rounds.member.applied))
+    await transport.serve(endpoints.PIPE, lambda stream: inner_loop.pipes.serve(stream, rounds.member.applied))
     emit(
         "started",
         peer=identity.peer_id,
@@ -172,7 +172,7 @@ async def join(
             task.cancel()
         await asyncio.gather(work, *background, return_exceptions=True)
         await exchange.aclose()
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(inner_loop.close)
     digests = {s: rounds.outer.digest(s) for s in layout.shard_names(manifest.model) if s in rounds.outer.theta}
     emit("finished", round=rounds.member.applied, digests=digests)
 

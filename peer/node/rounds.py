@@ -1,7 +1,7 @@
 """Carries out what the member machine decides: one loop that owns a peer's state at the round boundaries.
 
-Events come in through `put`, in any order, from training, session and timers; effects that change state (Pack, Fold, GiveBack,
-Apply, Arrange) are done one after the other in this loop, so nothing else ever sees them half done. Training runs beside it
+Events come in through `put`, in any order, from training, session and timers; effects that change state (EncodeUpdate, KeepInFeedback, RestoreFeedback,
+Apply, HoldShards) are done one after the other in this loop, so nothing else ever sees them half done. Training runs beside it
 and only reads θ. The way into any state is one: peer/state/recovery.py.
 
 *Overlap.* With `overlap = 1` the inner steps of round r + 1 begin as soon as the payloads of round r are packed, and the commit
@@ -61,7 +61,7 @@ LOOK_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What an engine did of a round; `error` is None if all steps were done. `seconds`: that it took."""
+    """What an inner_loop did of a round; `error` is None if all steps were done. `seconds`: that it took."""
 
     steps: int
     tokens: int
@@ -74,33 +74,33 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """Train `plan.round` as a member of replica `replica`, in its `epoch`-th chain; see member.Train."""
+class TrainOrder:
+    """Train `plan.round` as a member of replica `replica`, in its `generation`-th chain; see member.Train."""
 
     plan: Plan
     replica: int
-    epoch: int
+    generation: int
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class Repair:
-    """How a training tells (epoch, peer, reason) that its chain lost a member, and is told how it goes on."""
+class ChainOrders:
+    """How a training tells (generation, peer, reason) that its chain lost a member, and is told how it goes on."""
 
-    broke: Callable[[int, str, str], None]
-    orders: asyncio.Queue[Order]
+    failed: Callable[[int, str, str], None]
+    orders: asyncio.Queue[TrainOrder]
 
 
-class Engine(Protocol):
+class InnerLoop(Protocol):
     """The part of a peer that computes; see peer/node/inner_loop.py for the real one."""
 
     async def train(
         self,
-        order: Order,
+        order: TrainOrder,
         theta: Shards,
         stop: asyncio.Event,
         progress: Callable[[int, float | None], None],
-        repair: Repair,
+        chain_orders: ChainOrders,
     ) -> Result:
         """Inner steps of one round; ends early, with an error, when `stop` is set."""
         ...
@@ -128,7 +128,7 @@ class Rounds:
         peer: str,
         transport: Transport,
         storage: Storage,
-        engine: Engine,
+        inner_loop: InnerLoop,
         emit: Emitter,
         *,
         exchange: Exchange,
@@ -140,7 +140,7 @@ class Rounds:
         self.manifest = manifest
         self.peer = peer
         self._warm = warm
-        self._task: tuple[Plan, asyncio.Queue[Order]] | None = None
+        self._task: tuple[Plan, asyncio.Queue[TrainOrder]] | None = None
         self.outer = Outer(
             manifest.model,
             manifest.outer.codec,
@@ -149,12 +149,12 @@ class Rounds:
             threads,
         )
         self.phase_seconds: dict[str, float] = {}
-        self._room: list[NDArray[np.float32]] = []
+        self._scratch: list[NDArray[np.float32]] = []
         self._worker = ThreadPoolExecutor(1, "rounds")
         self._quiet = ThreadPoolExecutor(1, "quiet", initializer=_be_quiet)
         self._transport = transport
         self._storage = storage
-        self._engine = engine
+        self._inner_loop = inner_loop
         self._emit = emit
         self._exchange = exchange
         self._tell = tell
@@ -227,34 +227,34 @@ class Rounds:
 
     async def _do(self, effect: member.Effect) -> None:
         match effect:
-            case member.Tell(message):
+            case member.Send(message):
                 self._tell(message)
-            case member.Train(plan, replica, epoch, steps):
-                self._begin_training(Order(plan, replica, epoch, steps))
-            case member.Resume(plan, replica, epoch, steps):
-                self._resume(Order(plan, replica, epoch, steps))
+            case member.Train(plan, replica, generation, steps):
+                self._begin_training(TrainOrder(plan, replica, generation, steps))
+            case member.Resume(plan, replica, generation, steps):
+                self._resume(TrainOrder(plan, replica, generation, steps))
             case member.Stop():
                 self._stop.set()
-            case member.Pack(plan, replica, steps, tokens, loss):
+            case member.EncodeUpdate(plan, replica, steps, tokens, loss):
                 await self._timed("disk", self._saved())
-                offer = await self._timed("pack", self._work(self._pack, plan, replica, steps, tokens, loss))
+                offer = await self._timed("encode", self._work(self._encode_update, plan, replica, steps, tokens, loss))
                 self._save(plan.round)
                 self._emit("offered", round=plan.round, bytes=sum(p.size for p in offer.parts))
-                self.put(member.Packed(plan.round, offer))
-            case member.Fold(round):
+                self.put(member.UpdateEncoded(plan.round, offer))
+            case member.KeepInFeedback(round):
                 await self._saved()
-                await self._work(self._fold, round)
-                self.put(member.Packed(round, None))
-            case member.GiveBack(offer):
+                await self._work(self._keep_in_feedback, round)
+                self.put(member.UpdateEncoded(round, None))
+            case member.RestoreFeedback(offer):
                 await self._saved()
-                await self._work(self._give_back, offer)
-                self._save(offer.round, given_back=True)
+                await self._work(self._restore_feedback, offer)
+                self._save(offer.round, restored_offer=True)
             case member.Apply(commit, rebuild):
                 await self._apply(commit, rebuild)
                 self.put(member.Applied(commit.round))
-            case member.Arrange(commit):
-                await self._timed("arrange", self._arrange(commit))
-                self.put(member.Arranged(commit.round))
+            case member.HoldShards(commit):
+                await self._timed("hold", self._hold_shards(commit))
+                self.put(member.ShardsHeld(commit.round))
             case member.Finish():
                 raise AssertionError("Finish ends the loop")
 
@@ -271,14 +271,20 @@ class Rounds:
 
     # --- training
 
-    def _resume(self, order: Order) -> None:
+    def _resume(self, order: TrainOrder) -> None:
         assert self._task is not None
         peers = order.plan.replicas[order.replica].peers
-        self._emit("mended", round=order.plan.round, replica=order.replica, epoch=order.epoch, peers=list(peers))
+        self._emit(
+            "chain_reconfigured",
+            round=order.plan.round,
+            replica=order.replica,
+            generation=order.generation,
+            peers=list(peers),
+        )
         self._task = (order.plan, self._task[1])
         self._task[1].put_nowait(order)
 
-    def _begin_training(self, order: Order) -> None:
+    def _begin_training(self, order: TrainOrder) -> None:
         plan, replica = order.plan, order.replica
         spec = plan.replicas[replica]
         stage = spec.stage_of(self.peer)
@@ -290,20 +296,20 @@ class Rounds:
             replica=replica,
             first=stage.first,
             last=stage.last,
-            k=spec.k,
+            rank=spec.rank,
             position=spec.stages.index(stage),
             stages=len(spec.stages),
         )
         self._stop = asyncio.Event()
         theta = {shard: self.outer.theta[shard] for shard in self._held(plan)}
-        if order.epoch:  # a spare needs its memory for the stage
+        if order.generation:  # a spare needs its memory for the stage
             self.outer.theta = dict(theta)
         self._task = (plan, asyncio.Queue())
         ahead = plan.round > self.member.applied + 1
         self._training = asyncio.create_task(self._train(order, self._task[1], theta, ahead, self._stop))
 
     async def _train(
-        self, order: Order, orders: asyncio.Queue[Order], theta: Shards, ahead: bool, stop: asyncio.Event
+        self, order: TrainOrder, orders: asyncio.Queue[TrainOrder], theta: Shards, ahead: bool, stop: asyncio.Event
     ) -> None:
         began = last = time.monotonic()
         plan, step_tokens = order.plan, self.manifest.train.step_tokens
@@ -314,13 +320,13 @@ class Rounds:
             self._emit("step", round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last)
             last = now
 
-        def broke(epoch: int, peer: str, reason: str) -> None:
-            self._emit("broke", round=plan.round, epoch=epoch, peer=peer, reason=reason)
-            self.put(member.Broke(plan.round, epoch, peer, reason))
+        def failed(generation: int, peer: str, reason: str) -> None:
+            self._emit("chain_failed", round=plan.round, generation=generation, peer=peer, reason=reason)
+            self.put(member.ChainFailed(plan.round, generation, peer, reason))
 
         if ahead:
             theta = await asyncio.to_thread(self._ahead, plan, theta)
-        result = await self._engine.train(order, theta, stop, progress, Repair(broke, orders))
+        result = await self._inner_loop.train(order, theta, stop, progress, ChainOrders(failed, orders))
         self._results[plan.round] = dataclasses.replace(result, seconds=time.monotonic() - began)
         if result.error is None:
             self.put(member.Trained(plan.round, result.steps, result.tokens, result.loss))
@@ -331,7 +337,7 @@ class Rounds:
     def _ahead(self, plan: Plan, theta: Shards) -> Shards:
         """b of a round whose predecessor is not decided (see the module's docstring); `theta`: before that one."""
         trained = self._trained(plan)
-        moved = {s: zip(theta[s], difference(self._engine.displacement(s)), strict=True) for s in trained}
+        moved = {s: zip(theta[s], difference(self._inner_loop.displacement(s)), strict=True) for s in trained}
         return theta | {s: [t - d for t, d in pairs] for s, pairs in moved.items()}
 
     def _trained(self, plan: Plan) -> tuple[str, ...]:
@@ -346,10 +352,10 @@ class Rounds:
 
     # --- what we send
 
-    def _pack(self, plan: Plan, replica: int, steps: int, tokens: int, loss: float | None) -> Offer:
+    def _encode_update(self, plan: Plan, replica: int, steps: int, tokens: int, loss: float | None) -> Offer:
         parts = []
         for shard in self._trained(plan):
-            self.outer.accumulate(shard, self._engine.displacement(shard))
+            self.outer.accumulate(shard, self._inner_loop.displacement(shard))
             payload, norm = self.outer.encode(shard)
             parts.append(
                 Part(
@@ -365,15 +371,17 @@ class Rounds:
         self._storage.save_offer(offer)
         return offer
 
-    def _save(self, round: int, given_back: bool = False) -> None:
+    def _save(self, round: int, restored_offer: bool = False) -> None:
         """Has the feedback written, soon. It is most of what a round writes; nobody waits for it, so what is waited for goes
         first."""
-        self._unsaved = (round, given_back, time.monotonic())
+        self._unsaved = (round, restored_offer, time.monotonic())
 
     def _begin_saving(self) -> None:
         if self._unsaved is not None:
-            (round, given_back, _), self._unsaved = self._unsaved, None
-            work = asyncio.to_thread(self._storage.save_feedback, round, self.outer.feedback, given_back=given_back)
+            (round, restored_offer, _), self._unsaved = self._unsaved, None
+            work = asyncio.to_thread(
+                self._storage.save_feedback, round, self.outer.feedback, restored_offer=restored_offer
+            )
             self._saving = asyncio.create_task(work)
 
     async def _saved(self) -> None:
@@ -383,17 +391,17 @@ class Rounds:
             saving, self._saving = self._saving, None
             await saving
 
-    def _fold(self, round: int) -> None:
+    def _keep_in_feedback(self, round: int) -> None:
         done = self._results.get(round)
         if self._task is not None and self._task[0].round == round and done and done.steps:
             for shard in self._trained(self._task[0]):
-                self.outer.accumulate(shard, self._engine.displacement(shard))
+                self.outer.accumulate(shard, self._inner_loop.displacement(shard))
             self._storage.save_feedback(round, self.outer.feedback)
             self._offer = None
 
-    def _give_back(self, offer: Offer) -> None:
+    def _restore_feedback(self, offer: Offer) -> None:
         for part in offer.parts:
-            self.outer.give_back(part.shard, self._own(offer, part))
+            self.outer.restore_feedback(part.shard, self._own(offer, part))
 
     def _own(self, offer: Offer, part: Part) -> bytes:
         payload = self._storage.blobs.get(part.digest)
@@ -411,15 +419,15 @@ class Rounds:
         await self._leap(commit)
         held = [s for s in self.outer.theta if s not in rebuild]
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
-        room = None
+        scratch = None
         if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
             await self._attested()
-            self._engine.release()
-            room = self._room
+            self._inner_loop.release()
+            scratch = self._scratch
 
         def work() -> None:
             for shard in held:
-                self.outer.apply(shard, [(w, payloads[p.digest]) for w, p, _ in commit.payloads(shard)], room)
+                self.outer.apply(shard, [(w, payloads[p.digest]) for w, p, _ in commit.payloads(shard)], scratch)
 
         await self._timed("apply", self._work(work))
         if rebuild:
@@ -427,7 +435,7 @@ class Rounds:
             for shard in again:
                 del self.outer.theta[shard]
             await self._recovery.build(again, commit.round)
-            self._emit("repaired", round=commit.round, shards=again)
+            self._emit("shard_rebuilt", round=commit.round, shards=again)
         await self._work(self._settle, commit)
         self.phase_seconds["boundary"] = time.monotonic() - began
         result = self._results.pop(commit.round, None) or Result(0, 0, None, None)
@@ -445,7 +453,7 @@ class Rounds:
         self.phase_seconds = {}
         self._results = {r: x for r, x in self._results.items() if r > commit.round}
 
-    async def _arrange(self, commit: Commit) -> None:
+    async def _hold_shards(self, commit: Commit) -> None:
         await self._attested()
         wanted = set(self._held(commit.plan)) if commit.plan else set()
         if self._warm and commit.plan is not None and self.peer in commit.plan.spares:
@@ -490,7 +498,7 @@ class Rounds:
         return needed
 
     async def _leap(self, commit: Commit) -> None:
-        """Far behind, forgets the state that we have if a later one costs less; `_arrange` builds it."""
+        """Far behind, forgets the state that we have if a later one costs less; `_hold_shards` builds it."""
         held, before, head = tuple(self.outer.theta), commit.round - 1, self.member.head
         if not self._recovery.is_long(held, before, head) or time.monotonic() - self._looked_at < LOOK_SECONDS:
             return
@@ -499,7 +507,7 @@ class Rounds:
             self.outer.theta.clear()
 
     def _checkpoint(self, round: int, digests: Mapping[str, str]) -> None:
-        self._storage.save_checkpoint(Checkpoint(round, self.outer.theta, self._engine.optimizer()), digests)
+        self._storage.save_checkpoint(Checkpoint(round, self.outer.theta, self._inner_loop.optimizer()), digests)
         self._checkpointed = round
         self._exchange.drop_states(self.member.commits)
 

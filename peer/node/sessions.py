@@ -1,6 +1,6 @@
 """A peer's sessions with the bootstrap nodes.
 
-A session is one stream to a bootstrap node: Hello, then messages both ways, a Beat at least every `heartbeat` seconds. When it breaks, it is
+A session is one stream to a bootstrap node: Hello, then messages both ways, a Heartbeat at least every `heartbeat` seconds. When it breaks, it is
 opened again with growing pauses, for ever, and the member machine tells again what matters. There is one with every operator's node, so that
 whoever leads next knows what the one before knew.
 """
@@ -21,7 +21,7 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import Ask, Beat, Finished, Hello, Mend, Offered
+from protocol.wire.session import ChainReconfig, Finished, Heartbeat, Hello, LogRequest, Offered
 
 RETRY_SECONDS = (0.5, 10.0)
 
@@ -45,7 +45,7 @@ class Sessions:
         """Queues a message for every bootstrap node, a request for one in turn; without a session it is dropped, and the
         machine sends it again later."""
         outboxes = list(self._outboxes.values())
-        if isinstance(message, Ask) and outboxes:
+        if isinstance(message, LogRequest) and outboxes:
             outboxes = [outboxes[next(self._turns) % len(outboxes)]]
         for outbox in outboxes:
             with contextlib.suppress(asyncio.QueueFull):
@@ -103,7 +103,7 @@ class Sessions:
                         message: Message = await outbox.get()
                 except TimeoutError:
                     a = self.directory.announcement
-                    message = Beat(phase=a.phase, round=a.round, step=a.step, loss=a.loss)
+                    message = Heartbeat(phase=a.phase, round=a.round, step=a.step, loss=a.loss)
                 await stream.send(encoding.encode(message))
 
         async def receive() -> None:
@@ -114,9 +114,9 @@ class Sessions:
                 except TimeoutError:
                     raise RemoteError(node, "it is silent; dialling again") from None
                 message = encoding.decode_any(bytes(raw), node)
-                if isinstance(message, Beat):
+                if isinstance(message, Heartbeat):
                     self._watch(node, message)
-                elif isinstance(message, Record | Finished | Offered | Mend):
+                elif isinstance(message, Record | Finished | Offered | ChainReconfig):
                     await on_message(message)
 
         sender, receiver = asyncio.create_task(send()), asyncio.create_task(receive())
@@ -129,7 +129,7 @@ class Sessions:
                 task.cancel()
             await asyncio.gather(sender, receiver, return_exceptions=True)
 
-    def _watch(self, node: str, beat: Beat) -> None:
+    def _watch(self, node: str, beat: Heartbeat) -> None:
         """Says once why nothing is decided."""
         if beat.phase != "stalled":
             self._stalled.discard(node)

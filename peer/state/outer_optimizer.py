@@ -4,7 +4,7 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
 
     e    = β e + δ              δ = θ_global - θ_local after H inner steps      accumulate
     sent = Q(TopK(e));  e -= sent        the dequantized value                  encode
-    e   += sent                          the contribution was not committed     give_back
+    e   += sent                          the contribution was not committed     restore_feedback
     e    = β e - sent                    sent, but a crash took δ               without_delta
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
 
@@ -63,10 +63,10 @@ class Outer:
             blocks = _blocks(pair[0] if pair[1] is None else pair[1])
             if not all(math.isfinite(x) for block in blocks for x in (block.min(), block.max())):
                 raise LocalError(f"{shard}: the pseudo-gradient is not finite; this round's work is dropped")
-        room = np.empty(BLOCK, dtype=np.float32)
+        scratch = np.empty(BLOCK, dtype=np.float32)
         for e, (a, b) in zip(self._feedback(shard), displacement, strict=True):
             for e_block, a_block, b_block in zip(_blocks(e), _blocks(a), _blocks(a if b is None else b), strict=True):
-                delta = a_block if b is None else np.subtract(a_block, b_block, out=room[: a_block.size])
+                delta = a_block if b is None else np.subtract(a_block, b_block, out=scratch[: a_block.size])
                 np.multiply(e_block, self.beta, out=e_block)
                 np.add(e_block, delta, out=e_block)
 
@@ -91,7 +91,7 @@ class Outer:
             np.multiply(e, self.beta, out=e)
             e.reshape(-1)[x.index] -= x.values
 
-    def give_back(self, shard: str, payload: bytes | memoryview) -> None:
+    def restore_feedback(self, shard: str, payload: bytes | memoryview) -> None:
         """e gets back what `payload`, made by `encode`, took from it: it was not committed. Raises
         PayloadError."""
         returned = self._decode(shard, payload)
@@ -102,20 +102,20 @@ class Outer:
         self,
         shard: str,
         contributions: Sequence[tuple[float, bytes | memoryview]],
-        room: list[Array] | None = None,
+        scratch: list[Array] | None = None,
     ) -> None:
         """θ -= η Σ w_m sent_m over (weight, payload) in the given order. Raises PayloadError or ValueError (a
         weight that is not finite) before anything is changed, KeyError for a shard that is not held.
 
-        With `room` the memory of the former arrays goes there, and the new ones take theirs from it: only for a caller
+        With `scratch` the memory of the former arrays goes there, and the new ones take theirs from it: only for a caller
         who knows that nobody else reads those arrays any more."""
         held = self.theta[shard]
         if not all(math.isfinite(weight) for weight, _ in contributions):
             raise ValueError(f"{shard}: a contribution's weight is not finite")
         with self._pool() as run:
-            self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, run, room)
-        if room is not None:
-            room += [array for array in held if array.flags.writeable]
+            self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, run, scratch)
+        if scratch is not None:
+            scratch += [array for array in held if array.flags.writeable]
 
     def digest(self, shard: str) -> str:
         """The shard's digest (protocol/run/layout.py)."""

@@ -90,9 +90,9 @@ class Exchange:
     # --- payloads
 
     def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch a payload that may be committed soon, if there is room. A failure is for `payloads` to mend."""
+        """Begins to fetch a payload that may be committed soon, if there is space. A failure is for `payloads` to reconfig."""
         part = offered.part
-        if self.store.has(part.digest) or not self.store.make_room(part.size):
+        if self.store.has(part.digest) or not self.store.make_space(part.size):
             return
 
         async def work() -> None:
@@ -200,7 +200,7 @@ class Exchange:
         """After `commit` was applied: `needed` must not be evicted, what it does not name of its round is of no use."""
         self.store.protected = set(needed)
         self.store.settle(commit.round, {p.digest for c in commit.contributions for s in c.shares for p in s.parts})
-        fits = self.store.make_room(0)
+        fits = self.store.make_space(0)
         if not fits and not self._over_limit:
             self._warn(
                 f"directory {self.store.folder}: {self.store.used / 1e6:.1f} MB of payloads are needed since the last"

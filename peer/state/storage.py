@@ -5,7 +5,7 @@
     DIR/tokenizer.json                the run's
     DIR/blobs/                        payloads, our own and others' (peer/net/blobs/store.py)
     DIR/offer-<round>.json            what was offered in the round
-    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `given_back`: and its offer given back
+    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `restored_offer`: and its offer given back
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard
 
 Everything appears by rename after fsync, so that a crash leaves the old or the new, and what a kill leaves half-written is
@@ -108,11 +108,11 @@ class Storage:
         for _, path in self._numbered("offer-*.json")[:-KEPT]:
             path.unlink()
 
-    def save_feedback(self, round: int, feedback: Shards, *, given_back: bool = False) -> None:
+    def save_feedback(self, round: int, feedback: Shards, *, restored_offer: bool = False) -> None:
         """Makes the feedback after packing `round` durable, or that after its offer was given back."""
         path = self.folder / f"feedback-{round:08d}.safetensors"
         before = [old for _, old in self._numbered("feedback-*.safetensors") if old != path]
-        pieces = _safetensors(_flatten(feedback), {"given_back": str(given_back)})
+        pieces = _safetensors(_flatten(feedback), {"restored_offer": str(restored_offer)})
         write_durably(path, *pieces, over=before[0] if len(before) >= KEPT else None)
 
     def load_feedback(self) -> Feedback:
@@ -123,14 +123,14 @@ class Storage:
                 offer = build(Offer, json.loads(path.read_text()))
                 break
         feedback: Shards = {}
-        newest, given_back = 0, False
+        newest, restored_offer = 0, False
         for round, path in reversed(self._numbered("feedback-*.safetensors")):
             with contextlib.suppress(OSError, ValueError, SafetensorError):
                 feedback, newest = _unflatten(load_file(path)), round
                 with safe_open(path, "numpy") as file:
-                    given_back = (file.metadata() or {}).get("given_back") == "True"
+                    restored_offer = (file.metadata() or {}).get("restored_offer") == "True"
                 break
-        if offer is None or offer.round < newest or (offer.round == newest and given_back):
+        if offer is None or offer.round < newest or (offer.round == newest and restored_offer):
             return Feedback(newest, feedback, None, False)
         return Feedback(newest, feedback, offer, offer.round > newest)
 

@@ -75,8 +75,8 @@ class _Deferred:
 class StageTrainer:
     """Trains the contiguous `shards` of one replica.
 
-    `k`: values per token at this chain's boundaries, 0 for whole activations and for a full replica; `basis`
-    [D, >= k] (protocol.subspace.basis) is needed when k > 0. `steps`: inner steps done since `begin_round`.
+    `rank`: values per token at this chain's boundaries, 0 for whole activations and for a full replica; `basis`
+    [D, >= rank] (protocol.subspace.basis) is needed when `rank` > 0. `steps`: inner steps done since `begin_round`.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class StageTrainer:
         train: TrainSpec,
         shards: Sequence[str],
         *,
-        k: int = 0,
+        rank: int = 0,
         basis: np.ndarray | None = None,
         device: str = "cpu",
     ) -> None:
         names = layout.shard_names(spec)
         if not shards or tuple(shards) not in {names[i : i + len(shards)] for i in range(len(names))}:
             raise LocalError(f"stage {list(shards)}: not a contiguous range of shards; this is a bug")
-        if k and (basis is None or basis.shape[0] != spec.d_model or not k <= basis.shape[1]):
-            raise LocalError(f"stage of a chain with k = {k}: no basis of that width; this is a bug")
-        self.spec, self.train, self.k = spec, train, k
+        if rank and (basis is None or basis.shape[0] != spec.d_model or not rank <= basis.shape[1]):
+            raise LocalError(f"stage of a chain with rank {rank}: no basis of that width; this is a bug")
+        self.spec, self.train, self.rank = spec, train, rank
         self.shards = tuple(shards)
         self.device = torch.device(device)
         blocks = [layout.block_index(name) for name in shards if name.startswith("block.")]
-        u_DK = torch.tensor(np.ascontiguousarray(basis[:, :k])) if k and basis is not None else None
+        u_DK = torch.tensor(np.ascontiguousarray(basis[:, :rank])) if rank and basis is not None else None
         self.stage = Stage(
             spec,
             blocks[0] if blocks else 0,
@@ -116,10 +116,10 @@ class StageTrainer:
     @property
     def width(self) -> int:
         """W: values per token and direction at this chain's boundaries."""
-        return self.k or self.spec.d_model
+        return self.rank or self.spec.d_model
 
     def begin_round(self, theta: Theta) -> None:
-        """Starts from `theta`: the held shards, and `embed` too when k > 0. The optimizer's state stays.
+        """Starts from `theta`: the held shards, and `embed` too when `rank` > 0. The optimizer's state stays.
 
         The arrays are read again by `delta`: they must not change before that.
         """
@@ -199,7 +199,9 @@ class StageTrainer:
         gradients = {name: p.grad for name, p in self.stage.named_parameters() if p.grad is not None}
         sums: list[tuple[str, float]] = []
         for shard in self.shards:
-            names = [COORDINATES] if shard == "embed" and self.k else [n for n, _ in layout.tensors(self.spec, shard)]
+            names = (
+                [COORDINATES] if shard == "embed" and self.rank else [n for n, _ in layout.tensors(self.spec, shard)]
+            )
             total = 0.0
             for name in names:
                 if name in gradients:
@@ -269,7 +271,7 @@ class StageTrainer:
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
         """Takes the moments of the parameters held here; the others start afresh. What is not held is ignored.
 
-        A chain's embedding coordinates of another k start afresh too. Raises LocalError if a shape does not fit.
+        A chain's embedding coordinates of another rank start afresh too. Raises LocalError if a shape does not fit.
         """
         self._moments.clear()
         for name, parameter in self.stage.named_parameters():

@@ -55,7 +55,7 @@ async def _believed(manifest: Manifest, source: Source, note: Callable[[str], No
 
 def round_fields(record: Record, plan: Plan | None) -> dict[str, Any]:
     """A record as plain data; `plan` is that of its round. Adds to a `commit` event (peer/events.py) the digests, who proposed,
-    voted and votes next, and who the replicas were: kind, k, peers, weight in the mean, and norm of the whole update."""
+    voted and votes next, and who the replicas were: kind, rank, peers, weight in the mean, and norm of the whole update."""
     commit = record.commit
     fields = commit_fields(commit)
     total = sum(c.tokens for c in commit.contributions)
@@ -71,9 +71,9 @@ def round_fields(record: Record, plan: Plan | None) -> dict[str, Any]:
 
 def _replica(plan: Plan | None, index: int) -> dict[str, Any]:
     if plan is None or not 0 <= index < len(plan.replicas):
-        return {"kind": "unplanned", "k": None, "peers": []}
+        return {"kind": "unplanned", "rank": None, "peers": []}
     spec = plan.replicas[index]
-    return {"kind": _kind(spec), "k": spec.k, "peers": list(spec.peers)}
+    return {"kind": _kind(spec), "rank": spec.rank, "peers": list(spec.peers)}
 
 
 def _kind(spec: ReplicaSpec) -> str:
@@ -127,7 +127,9 @@ def _who(plan: Plan) -> tuple[object, ...]:
 
 
 def _name(replica: dict[str, Any]) -> str:
-    return f"{replica['replica']} {replica['kind']}" + (f" k {replica['k']}" if replica["kind"] == "chain" else "")
+    return f"{replica['replica']} {replica['kind']}" + (
+        f" rank {replica['rank']}" if replica["kind"] == "chain" else ""
+    )
 
 
 def _peers(replica: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
-from protocol.wire.session import Ask
+from protocol.wire.session import LogRequest
 
 POLL_SECONDS = 1.0
 CALL_SECONDS = 20.0
@@ -128,7 +128,7 @@ class Monitor:
 
     async def _read_log(self, node: str) -> None:
         while True:
-            ask = encoding.encode(Ask(after=self.commits[-1].round if self.commits else -1))
+            ask = encoding.encode(LogRequest(after=self.commits[-1].round if self.commits else -1))
             reply = await call(self.transport, node, endpoints.LOG, ask, timeout=CALL_SECONDS)
             try:
                 records = framing.unpack_message(reply)
@@ -200,13 +200,13 @@ def _roles(plan: Plan, when: float) -> list[Event]:
                 "replica": index,
                 "first": stage.first,
                 "last": stage.last,
-                "k": replica.k,
+                "rank": replica.rank,
                 "position": position,
                 "stages": len(replica.stages),
             }
             events.append(Event(when, stage.peer, "role", fields))
     for peer in plan.spares:
-        none = {"replica": None, "first": None, "last": None, "k": None}
+        none = {"replica": None, "first": None, "last": None, "rank": None}
         events.append(Event(when, peer, "role", {"round": plan.round, "role": "spare", **none}))
     return events
 
@@ -217,7 +217,7 @@ def _peer(announcement: Announcement, plan: Plan | None) -> dict[str, Any]:
     data.pop("run")
     data["chain"] = utilization.fields(announcement.chain) if announcement.chain is not None else None
     replica = plan.replica_of(announcement.peer) if plan is not None else None
-    role: dict[str, Any] = {"role": "waiting", "replica": replica, "first": None, "last": None, "k": None}
+    role: dict[str, Any] = {"role": "waiting", "replica": replica, "first": None, "last": None, "rank": None}
     if plan is not None and replica is not None:
         spec = plan.replicas[replica]
         stage = spec.stage_of(announcement.peer)
@@ -226,7 +226,7 @@ def _peer(announcement: Announcement, plan: Plan | None) -> dict[str, Any]:
             "first": stage.first,
             "last": stage.last,
         }
-        role["k"] = spec.k
+        role["rank"] = spec.rank
     elif plan is not None and announcement.peer in plan.spares:
         role["role"] = "spare"
     return data | role

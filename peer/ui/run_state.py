@@ -39,7 +39,7 @@ class PeerView:
     last: int = 0
     position: int = 0
     stages: int = 1
-    k: int = 0
+    rank: int = 0
     phase: str = "joining"
     round: int = 0
     step: int = 0
@@ -52,8 +52,8 @@ class PeerView:
 
     @property
     def place(self) -> tuple[int, ...]:
-        """What its measurements are worth nothing without: its blocks, its position, the chain's length and k."""
-        return self.first, self.last, self.position, self.stages, self.k
+        """What its measurements are worth nothing without: its blocks, its position, the chain's length and rank."""
+        return self.first, self.last, self.position, self.stages, self.rank
 
     @property
     def activity(self) -> Activity | None:
@@ -84,7 +84,7 @@ class Note:
 class Replica:
     """A planned replica: its members in order."""
 
-    k: int
+    rank: int
     peers: tuple[str, ...]
 
 
@@ -167,8 +167,8 @@ class View:
         times = sorted(self._commit_times.items())[-6:]
         if self.finished or len(times) < 2 or times[-1][0] == times[0][0]:
             return None
-        pace = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
-        return max(0.0, pace * (self.manifest.rounds - times[-1][0]) - (self.now - times[-1][1]))
+        seconds_per_round = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
+        return max(0.0, seconds_per_round * (self.manifest.rounds - times[-1][0]) - (self.now - times[-1][1]))
 
     @property
     def curve(self) -> list[tuple[float, float]]:
@@ -260,7 +260,7 @@ class View:
         p.role, p.round, p.step, p.phase = str(f["role"]), int(f["round"]), 0, "training"
         if p.role in ("full", "stage"):
             p.replica, p.first, p.last = int(f["replica"]), int(f["first"]), int(f["last"])
-            p.k = int(f["k"])
+            p.rank = int(f["rank"])
             p.position, p.stages = int(f.get("position", p.position)), int(f.get("stages", p.stages))
         else:
             p.replica, p.phase = None, "waiting"
@@ -327,7 +327,7 @@ class View:
             self._plan(f["plan"])
 
     def _plan(self, plan: dict[str, Any]) -> None:
-        self.replicas = [Replica(int(r["k"]), tuple(s["peer"] for s in r["stages"])) for r in plan["replicas"]]
+        self.replicas = [Replica(int(r["rank"]), tuple(s["peer"] for s in r["stages"])) for r in plan["replicas"]]
         for p in self.peers.values():
             p.role, p.replica = "waiting", None
         for spare in plan["spares"]:
@@ -336,9 +336,9 @@ class View:
             for position, stage in enumerate(replica["stages"]):
                 p = self._peer(stage["peer"])
                 p.role = "full" if len(replica["stages"]) == 1 else "stage"
-                p.replica, p.k, p.position, p.stages = (
+                p.replica, p.rank, p.position, p.stages = (
                     index,
-                    int(replica["k"]),
+                    int(replica["rank"]),
                     position,
                     len(replica["stages"]),
                 )

@@ -77,10 +77,10 @@ def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
     return _Plain(frame) if ascii_only else frame
 
 
-def _busy_rows(view: View, room: int) -> int:
+def _busy_rows(view: View, free: int) -> int:
     """Lines of the panel of chains: none if nothing is known of them, or too few would fit."""
     members = sum(len(c.members) for c in view.chains)
-    return min(members + 3, room) if members and room >= 5 else 0
+    return min(members + 3, free) if members and free >= 5 else 0
 
 
 class _Plain:
@@ -132,14 +132,14 @@ def _title(view: View, width: int) -> Text:
 
 def _bar(view: View, width: int) -> Text:
     label = f" {view.progress * 100:3.0f} % "
-    room = width - len(label) - 1
-    filled = view.progress * room
+    free = width - len(label) - 1
+    filled = view.progress * free
     whole = int(filled)
     part = " ▏▎▍▌▋▊▉"[int((filled - whole) * 8)].strip()
     return Text.assemble(
         " ",
         ("█" * whole + part, SKY),
-        ("░" * (room - whole - len(part)), "bright_black"),
+        ("░" * (free - whole - len(part)), "bright_black"),
         label,
         no_wrap=True,
     )

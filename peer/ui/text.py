@@ -36,7 +36,7 @@ def describe(event: Event, names: Mapping[str, str]) -> tuple[str, str] | None:
             return "warning", f"{source} sits out round {f['round']}: {readable(f['reason'], names)}"
         case "restored":
             return "info", f"{source} continues from round {f['round']}"
-        case "repaired":
+        case "shard_rebuilt":
             return "info", f"{source} rebuilt {', '.join(map(clean, f['shards']))} from the log"
         case "finished" if "state_digest" in f:
             digest = f["state_digest"]

@@ -59,16 +59,16 @@ def root(size: int, leaves: bytes) -> str:
 
 def leaves_of(pieces: Iterable[Bytes]) -> tuple[int, bytes]:
     """(size, leaves) of a blob that comes in pieces of any length."""
-    size, digests, state, room = 0, [], hashlib.sha256(), RANGE
+    size, digests, state, free = 0, [], hashlib.sha256(), RANGE
     for piece in pieces:
         view = memoryview(piece).cast("B")
         size += len(view)
         while len(view):
-            if not room:
+            if not free:
                 digests.append(state.digest())
-                state, room = hashlib.sha256(), RANGE
-            state.update(view[:room])
-            view, room = view[room:], room - min(room, len(view))
+                state, free = hashlib.sha256(), RANGE
+            state.update(view[:free])
+            view, free = view[free:], free - min(free, len(view))
     return size, b"".join([*digests, state.digest()])
 
 

@@ -61,15 +61,15 @@ class PayloadError(PotluckError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Keep `k` of every 4096 elements, in the value format `values` and the index format `indices`."""
+    """Keep `topk` of every 4096 elements, in the value format `values` and the index format `indices`."""
 
-    k: int
+    topk: int
     values: str = "sym2"
     indices: str = "rice"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= TILE:
-            raise ValueError(f"k must be in 1..{TILE}")
+        if not 1 <= self.topk <= TILE:
+            raise ValueError(f"topk must be in 1..{TILE}")
         if self.values not in _VALUES:
             raise ValueError(f"values must be one of {', '.join(_VALUES)}")
         if self.indices not in _INDICES:
@@ -89,7 +89,7 @@ class Sparse:
 
 def entries(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
     """How many entries a payload of these shapes carries."""
-    return sum(topk.tiling(shape, codec.k).entries for shape in shapes)
+    return sum(topk.tiling(shape, codec.topk).entries for shape in shapes)
 
 
 def max_payload_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
@@ -97,7 +97,7 @@ def max_payload_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
     size = _HEADER.size
     for shape in shapes:
         size += 4 * _CENTROIDS[codec.values]
-        for part in _segments(topk.tiling(shape, codec.k)):
+        for part in _segments(topk.tiling(shape, codec.topk)):
             size += sum(_fields(codec, part)) + (_LENGTH + _quotients(part)[1] if codec.indices == "rice" else 0)
     return size
 
@@ -106,7 +106,7 @@ def entropy_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> float:
     """Bytes of log2 C(n, k') bits a tile and of the bare values: the shortest code for index sets without structure."""
     size_bits = 0.0
     for shape in shapes:
-        t = topk.tiling(shape, codec.k)
+        t = topk.tiling(shape, codec.topk)
         subsets = math.lgamma(t.n + 1) - math.lgamma(t.keep + 1) - math.lgamma(t.n - t.keep + 1)
         size_bits += t.tiles * subsets / math.log(2) + t.entries * (32 if codec.values == "fp32" else 2)
     return size_bits / 8
@@ -140,7 +140,7 @@ def _quotients(part: Tiling) -> tuple[int, int]:
 
 
 def _header(codec: Codec) -> bytes:
-    return _HEADER.pack(_MAGIC, _VERSION, _VALUES[codec.values], _INDICES[codec.indices], codec.k)
+    return _HEADER.pack(_MAGIC, _VERSION, _VALUES[codec.values], _INDICES[codec.indices], codec.topk)
 
 
 # --- to bytes
@@ -150,7 +150,7 @@ def encode(codec: Codec, arrays: Sequence[npt.NDArray[np.floating]], run: Map = 
     """The payload of fp32 `arrays`. Raises PayloadError if a value is not finite."""
     lengths, pieces = [], []
     for array in arrays:
-        tiling = topk.tiling(array.shape, codec.k)
+        tiling = topk.tiling(array.shape, codec.topk)
         x_RC = np.ascontiguousarray(array, dtype=np.float32).reshape(tiling.rows, tiling.cols)
         try:
             index_TK, values = topk.select(x_RC, tiling, run)
@@ -240,7 +240,7 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
     header, lengths and centroids are checked before all else, then padding, index order and range, and finiteness."""
     result = []
     for number, tensor in enumerate(_open(codec, shapes, payload)):
-        tiling = topk.tiling(shapes[number], codec.k)
+        tiling = topk.tiling(shapes[number], codec.topk)
         offsets, corners = tiling.offsets, tiling.corners[:, None]
         index = np.empty((tiling.tiles, tiling.keep), dtype=np.int64)
         values = np.empty((tiling.tiles, tiling.keep), dtype=np.float32)
@@ -258,16 +258,16 @@ def apply(
     contributions: Sequence[tuple[float, bytes | memoryview]],
     eta: np.float32,
     run: Map = map,
-    room: list[Array] | None = None,
+    scratch: list[Array] | None = None,
 ) -> list[Array]:
     """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. The
-    result takes its memory out of `room` where that has an array of the same shape: fresh pages cost as much as the sums.
+    result takes its memory out of `scratch` where that has an array of the same shape: fresh pages cost as much as the sums.
 
     Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
     """
     weights = [np.float32(weight) for weight, _ in contributions]
     opened = [_open(codec, [x.shape for x in arrays], payload) for _, payload in contributions]
-    new = [_taken(room, x.shape) for x in arrays]
+    new = [_taken(scratch, x.shape) for x in arrays]
 
     def job(place: tuple[int, int, Tiling]) -> None:
         number, segment, part = place
@@ -278,14 +278,14 @@ def apply(
             index_MSK[m], values_MSK[m] = _read(codec, part, number, table, raw, weight)
         _descend(arrays[number], new[number], part, index_MSK, values_MSK, eta)
 
-    parts = [_segments(topk.tiling(x.shape, codec.k)) for x in arrays]
+    parts = [_segments(topk.tiling(x.shape, codec.topk)) for x in arrays]
     list(run(job, [(number, i, part) for number, cut in enumerate(parts) for i, part in enumerate(cut)]))
     return new
 
 
-def _taken(room: list[Array] | None, shape: tuple[int, ...]) -> Array:
-    found = next((i for i, array in enumerate(room or ()) if array.shape == shape), None)
-    return np.empty(shape, dtype=np.float32) if room is None or found is None else room.pop(found)
+def _taken(scratch: list[Array] | None, shape: tuple[int, ...]) -> Array:
+    found = next((i for i, array in enumerate(scratch or ()) if array.shape == shape), None)
+    return np.empty(shape, dtype=np.float32) if scratch is None or found is None else scratch.pop(found)
 
 
 def _descend(
@@ -313,7 +313,7 @@ def _descend(
 def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[_Tensor]:
     """Raises PayloadError if header, lengths or centroids cannot be those of a payload."""
     raw = np.frombuffer(payload, dtype=np.uint8)
-    cut = [_segments(topk.tiling(shape, codec.k)) for shape in shapes]
+    cut = [_segments(topk.tiling(shape, codec.topk)) for shape in shapes]
     least = [0 if codec.indices == "fixed" else _quotients(part)[0] for parts in cut for part in parts]
     most = [0 if codec.indices == "fixed" else _quotients(part)[1] for parts in cut for part in parts]
     start = _HEADER.size + (_LENGTH * len(least) if codec.indices == "rice" else 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from protocol.run import init
+from protocol.codec import philox
 
 Array64 = npt.NDArray[np.float64]
 
@@ -25,7 +25,7 @@ def basis(seed: bytes, d: int, k_max: int) -> npt.NDArray[np.float32]:
     """
     if not 0 <= k_max <= d:
         raise ValueError(f"a basis of {k_max} columns does not fit in {d} dimensions")
-    rows_KD = init.normal_like(seed, "subspace", (k_max, d), 1.0).astype(np.float64)
+    rows_KD = philox.normal_like(seed, "subspace", (k_max, d), 1.0).astype(np.float64)
     for _ in range(2):
         _orthonormalize(rows_KD)
     return np.ascontiguousarray(rows_KD.T.astype(np.float32))

@@ -147,7 +147,7 @@ def select(x_RC: Array, tiling: Tiling, run: Map) -> tuple[npt.NDArray[np.uint16
 
 def _candidates(x: Array, tiling: Tiling, groups: int, size: npt.NDArray[np.uint32]) -> Positions:
     """Positions, in tile order, of all elements of the bands `x` that can be among their tile's largest. `size` [len(x)] is
-    room for the magnitudes: the bits of their fp32, which have the same order, and NaN behind infinity."""
+    free for the magnitudes: the bits of their fp32, which have the same order, and NaN behind infinity."""
     bands, tc, A, G = tiling.bands, tiling.tc, tiling.across, groups * tiling.tc
     np.bitwise_and(x.view(np.uint32), _MAGNITUDE, out=size)
     top = size.reshape(bands, groups, -1, tiling.cols).max(axis=2)
@@ -172,6 +172,6 @@ def _largest(kept: Array, tile: Positions, keep: int) -> npt.NDArray[np.bool_]:
     if np.count_nonzero(chosen_TN) != keep * len(counts):
         above = size_TN > least
         equal = chosen_TN & ~above
-        room = keep - np.count_nonzero(above, axis=1)[:, None]
-        chosen_TN = above | (equal & (np.cumsum(equal, axis=1) <= room))
+        free = keep - np.count_nonzero(above, axis=1)[:, None]
+        chosen_TN = above | (equal & (np.cumsum(equal, axis=1) <= free))
     return chosen_TN[tile, place]

@@ -1,19 +1,19 @@
 """How much memory a stage needs, and which shards it holds.
 
-Memory, in bytes above an idle process (P parameters of the stage, E = V d of the embedding, k the widest allowed boundary):
+Memory, in bytes above an idle process (P parameters of the stage, E = V d of the embedding, k the highest allowed rank):
 
     parameters  24 P        theta, local copy, gradient, two AdamW moments, error feedback: fp32 each
     first stage 16 E + 20 V k  of a compressed chain, instead of 24 E: theta, T_perp, error feedback, what moved; A, A0, and of A
                             the gradient and two moments
     overlap      4 P        where the next round's inner steps begin
-    room         4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into
+    scratch         4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into
     reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp of a compressed chain
     in flight   4 r L (B (17 d + 4 F) + [head] 4 V) x micro-batches in flight
     frames      r L (4 k + f) x micro-batches in flight  what came in: a frame with f bytes a token, and its tensor
     backward    8 r L (17 d + 4 F) + [table] 4 E  the gradients within the block that goes backward, and of a head or embedding
                             that is trained as a whole, before they are added
     or, if more  8 T        than the last three: AdamW on the largest tensor (T parameters), when nothing is in flight
-    spare        4 M + room  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
+    spare        4 M + scratch  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
 with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
 peaks. Of the 17 d, tensors are 10 d: the rest, one V of the head's and half of "backward" is what glibc's heap cannot use again.
@@ -69,7 +69,7 @@ def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
     """Bytes of a micro-batch that came in: its frame and its tensor. None for a full replica."""
     if last - first == manifest.model.n_layers:
         return 0
-    chains, width = manifest.chains, max(k or manifest.model.d_model for k in manifest.chains.k)
+    chains, width = manifest.chains, max(k or manifest.model.d_model for k in manifest.chains.rank)
     most = max(boundary_formats.bytes_per_token(f, width) for f in (chains.forward, chains.backward))
     return manifest.train.rows * manifest.train.sequence * (4 * width + most)
 
@@ -89,7 +89,7 @@ def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int) 
 
 def _kept(manifest: Manifest, first: int, last: int) -> int:
     """What stays from step to step."""
-    spec, widths = manifest.model, manifest.chains.k
+    spec, widths = manifest.model, manifest.chains.rank
     params = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last))
     embed = spec.vocab_size * spec.d_model
     if first > 0:
@@ -98,7 +98,7 @@ def _kept(manifest: Manifest, first: int, last: int) -> int:
         table = 0
     else:  # it is among the parameters
         table = max(20 * spec.vocab_size * k - 8 * embed if k else 0 for k in widths)
-    return (24 + 4 * manifest.outer.overlap) * params + table + _room(manifest)
+    return (24 + 4 * manifest.outer.overlap) * params + table + _scratch(manifest)
 
 
 def _backward(manifest: Manifest, first: int, last: int) -> int:
@@ -108,18 +108,18 @@ def _backward(manifest: Manifest, first: int, last: int) -> int:
 def _table(manifest: Manifest, first: int, last: int) -> int:
     """Parameters of the embedding or the head where the stage may train one as a whole, else 0."""
     spec = manifest.model
-    trained = last == spec.n_layers or (first == 0 and 0 in manifest.chains.k)
+    trained = last == spec.n_layers or (first == 0 and 0 in manifest.chains.rank)
     return spec.vocab_size * spec.d_model if trained else 0
 
 
-def _room(manifest: Manifest) -> int:
+def _scratch(manifest: Manifest) -> int:
     spec = manifest.model
     return 4 * (spec.vocab_size * spec.d_model + layout.parameters(spec, "block.0"))
 
 
 def keeps_warm(manifest: Manifest, memory_bytes: int) -> bool:
     """Whether a spare with this memory keeps all shards, so that it can take any stage that its memory allows."""
-    return memory_bytes >= 4 * layout.total_parameters(manifest.model) + _room(manifest)
+    return memory_bytes >= 4 * layout.total_parameters(manifest.model) + _scratch(manifest)
 
 
 def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> tuple[int, int]:

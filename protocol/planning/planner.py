@@ -12,7 +12,7 @@ Who is left is a spare, and takes the place of a chain's member that is lost (pr
 Replicas of the previous plan whose members are all still there are kept, so that nobody reloads blocks for nothing. A chain's blocks move
 where that pays (protocol/planning/partition.py).
 
-k is the largest allowed one whose boundary traffic of a whole round takes at most half of the round's deadline on
+The rank is the largest allowed one whose boundary traffic of a whole round takes at most half of the round's deadline on
 the chain's slowest uplink. What a stage needs: protocol/planning/memory.py.
 """
 
@@ -36,21 +36,21 @@ ANY_ORDER = 4
 """Chains of so many members are tried in every order."""
 
 
-def boundary_k(manifest: Manifest, up_bps: int) -> int:
-    """The k of a chain whose slowest uplink is `up_bps` bits per second; it carries both directions of an inner stage."""
+def boundary_rank(manifest: Manifest, up_bps: int) -> int:
+    """The rank of a chain whose slowest uplink is `up_bps` bits per second; it carries both directions of an inner stage."""
     train = manifest.train
     tokens = train.inner_steps * train.step_tokens
 
-    def bits_per_token(k: int) -> int:
-        width = k or manifest.model.d_model
+    def bits_per_token(rank: int) -> int:
+        width = rank or manifest.model.d_model
         return 8 * sum(
             boundary_formats.bytes_per_token(f, width) for f in (manifest.chains.forward, manifest.chains.backward)
         )
 
-    by_width = sorted(manifest.chains.k, key=bits_per_token, reverse=True)
-    for k in by_width:
-        if tokens * bits_per_token(k) <= up_bps * manifest.timing.round_deadline / 2:
-            return k
+    by_width = sorted(manifest.chains.rank, key=bits_per_token, reverse=True)
+    for rank in by_width:
+        if tokens * bits_per_token(rank) <= up_bps * manifest.timing.round_deadline / 2:
+            return rank
     return by_width[-1]
 
 
@@ -75,13 +75,13 @@ def make_plan(
     for c in sorted(free.values(), key=lambda c: (-c.up_bps, c.peer)):
         if c.memory_bytes >= whole:
             whole_model = StageSpec(peer=c.peer, first=0, last=layers)
-            replicas.append(ReplicaSpec(k=0, stages=(whole_model,)))
+            replicas.append(ReplicaSpec(rank=0, stages=(whole_model,)))
             del free[c.peer]
     weak = sorted(free.values(), key=lambda c: (-c.up_bps, -c.memory_bytes, c.peer))
     for members, ranges in _chains(manifest, weak):
         stages = (StageSpec(peer=c.peer, first=a, last=b) for c, (a, b) in zip(members, ranges, strict=True))
-        k = boundary_k(manifest, min(c.up_bps for c in members))
-        replicas.append(ReplicaSpec(k=k, stages=tuple(stages)))
+        rank = boundary_rank(manifest, min(c.up_bps for c in members))
+        replicas.append(ReplicaSpec(rank=rank, stages=tuple(stages)))
         for c in members:
             del free[c.peer]
     if not replicas:

@@ -3,7 +3,7 @@
     state      event                                     next       effects
     gathering  start_peers are ready                     deciding   Propose(commit 0: the first plan)
     open       Offered, valid                            open       Fetch(parts that are not held yet)
-    open       Broken: a chain lost a member; or a       open       Tell(Mend), again until all follow (protocol/rounds/chain_repair.py)
+    open       ChainFailure: a chain lost a member; or a       open       Send(ChainReconfig), again until all follow (protocol/rounds/chain_repair.py)
                member is absent and a spare is ready
     open       no replica pending, or the deadline       deciding   Propose(commit r)
     deciding   Decided(commit r)                         open       (round r+1 begins)
@@ -14,7 +14,7 @@
 
 A planned replica is *complete* when every stage has offered and every payload is held here, *failed* when a member
 withdrew, diverged, or is gone without an offer, or its chain ended its round, else *pending*. Its members are those of the
-newest mend. The next plan keeps a mended chain as it is; who was lost is planned again when it was heard again. A commit takes
+newest reconfig. The next plan keeps a reconfigured chain as it is; who was lost is planned again when it was heard again. A commit takes
 the complete ones, in plan order. A round in which all failed commits nothing but a new plan, at the earliest `gone_after` seconds after it began. Nobody is taken for
 gone before that either: a leader that has just restarted has heard of nobody yet. It is too late to attest the final state
 after `gone_after` for a member that is gone, after `round_deadline` for one that is still applying. Over 400 lines: the table and
@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from protocol.codec import sparse
 from protocol.planning import memory, partition, planner
 from protocol.planning.partition import Candidate
-from protocol.rounds.chain_repair import SLOW, Repairs
+from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, Broken, Mend, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
 
 ABSENT_BEATS = 2
 """After so many heartbeats without a session a chain's member is replaced, if a spare is ready."""
@@ -61,10 +61,10 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A peer sent an offer, an attestation, a withdrawal, or about its chain: that it broke, or which mend it follows."""
+    """A peer sent an offer, an attestation, a withdrawal, or about its chain: that it broke, or which reconfig it follows."""
 
     peer: str
-    message: Offer | Attest | Withdraw | Broken | Mend
+    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +111,11 @@ class Propose:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Send:
     """Effect: send this to those of `peers` who have a session; `first`: it is not a repetition."""
 
     peers: tuple[str, ...]
-    message: Mend
+    message: ChainReconfig
     first: bool
 
 
@@ -147,7 +147,7 @@ class Done:
 
 
 Event = Ready | Gone | Received | Held | Lead | Decided | Tick
-Effect = Fetch | Propose | Tell | Report | Moved | Done
+Effect = Fetch | Propose | Send | Report | Moved | Done
 
 
 class Leader:
@@ -162,7 +162,7 @@ class Leader:
         self._majorities: dict[int, dict[str, str]] = {}
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self._held = set(held)
-        self.repairs = Repairs(self.plan)
+        self.roster = ChainRoster(self.plan)
         self._offers: dict[str, Offer] = {}
         self._failures: dict[str, str] = {}
         self._absent: frozenset[str] = frozenset()
@@ -186,7 +186,7 @@ class Leader:
         """One step of the machine."""
         effects: list[Effect] = []
         if isinstance(event, Received):
-            self.repairs.away.discard(event.peer)
+            self.roster.away.discard(event.peer)
         match event:
             case Ready(candidate):
                 self.ready[candidate.peer] = candidate
@@ -201,10 +201,10 @@ class Leader:
                 if withdraw.round == self.round and self.plan and self._replica_of(peer) is not None:
                     self._failures.setdefault(peer, withdraw.reason[:200])
                     effects += self._lost(peer, withdraw.reason, must_go_on=True)
-            case Received(peer, Broken() as broken):
-                effects += self._broken(peer, broken)
-            case Received(peer, Mend() as mend):
-                self.repairs.heard(peer, mend)
+            case Received(peer, ChainFailure() as failure):
+                effects += self._chain_failure(peer, failure)
+            case Received(peer, ChainReconfig() as reconfig):
+                self.roster.heard(peer, reconfig)
             case Received(peer, Offer() as offer):
                 effects += self._offer(peer, offer)
             case Lead(leads):
@@ -213,8 +213,8 @@ class Leader:
                 effects += self._begin(commit, now)
             case Tick(absent):
                 self._absent = absent
-                if self._leads and self.repairs.mends:
-                    effects += [Tell((peer,), mend, False) for peer, mend in self.repairs.unheard()]
+                if self._leads and self.roster.reconfigs:
+                    effects += [Send((peer,), reconfig, False) for peer, reconfig in self.roster.unheard()]
                 for peer in sorted(absent):
                     effects += self._lost(peer, "its session ended")
         return effects + self._advance(now)
@@ -223,41 +223,41 @@ class Leader:
 
     def _replica_of(self, peer: str) -> int | None:
         """The replica that has `peer` as a member now."""
-        return self.repairs.plan.replica_of(peer) if self.repairs.plan else None
+        return self.roster.plan.replica_of(peer) if self.roster.plan else None
 
-    def _broken(self, peer: str, broken: Broken) -> list[Effect]:
-        repairs, replica = self.repairs, broken.replica
-        if not self._leads or broken.round != self.round or repairs.plan is None:
+    def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
+        roster, replica = self.roster, failure.replica
+        if not self._leads or failure.round != self.round or roster.plan is None:
             return []
-        if not 0 <= replica < len(repairs.plan.replicas) or broken.epoch > repairs.epoch(replica):
+        if not 0 <= replica < len(roster.plan.replicas) or failure.generation > roster.generation(replica):
             return []
-        spec = repairs.plan.replicas[replica]
-        known = repairs.mends.get(replica)
-        if known is not None and (broken.epoch < known.epoch or not known.peers or peer not in spec.peers):
-            return [Tell((peer,), known, False)]
+        spec = roster.plan.replicas[replica]
+        known = roster.reconfigs.get(replica)
+        if known is not None and (failure.generation < known.generation or not known.peers or peer not in spec.peers):
+            return [Send((peer,), known, False)]
         if peer not in spec.peers or len(spec.stages) < 2:
             return []
-        if broken.peer in spec.peers:
-            return self._lost(broken.peer, broken.reason, must_go_on=broken.reason != SLOW)
-        return self._tell(repairs.again(replica, spec.peers, "its members knew different chains", 0))
+        if failure.peer in spec.peers:
+            return self._lost(failure.peer, failure.reason, must_go_on=failure.reason != SLOW)
+        return self._tell(roster.again(replica, spec.peers, "its members knew different chains", 0))
 
     def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> list[Effect]:
         """A chain goes on with a spare in the place of `peer`; `must_go_on`: without one, it is not waited upon."""
-        replica, repairs = self._replica_of(peer), self.repairs
-        if replica is None or repairs.plan is None or not self._leads or self._proposed or repairs.ended(replica):
+        replica, roster = self._replica_of(peer), self.roster
+        if replica is None or roster.plan is None or not self._leads or self._proposed or roster.ended(replica):
             return []
-        spec = repairs.plan.replicas[replica]
+        spec = roster.plan.replicas[replica]
         if len(spec.stages) < 2:
             return []
         offers = {p: o for p in spec.peers if (o := self._offer_of(replica, p)) is not None}
         steps = max((o.steps for o in offers.values()), default=0)
         text = f"peer {peer[-8:]}: {reason}"
         if peer in offers:
-            return self._tell(repairs.again(replica, spec.peers, text, steps)) if must_go_on else []
-        mend = repairs.replace(replica, peer, text, steps, self._suits)
-        if mend is None and must_go_on:
-            mend = repairs.without_spare(replica, peer, text, steps, may_return=peer not in self._failures)
-        return [] if mend is None else self._tell(mend)
+            return self._tell(roster.again(replica, spec.peers, text, steps)) if must_go_on else []
+        reconfig = roster.replace(replica, peer, text, steps, self._suits)
+        if reconfig is None and must_go_on:
+            reconfig = roster.without_spare(replica, peer, text, steps, may_return=peer not in self._failures)
+        return [] if reconfig is None else self._tell(reconfig)
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
@@ -267,8 +267,8 @@ class Leader:
         there = spare in self.ready and spare not in self._absent
         return right and there and partition.can_take(self.manifest, self.ready[spare], stage)
 
-    def _tell(self, mend: Mend) -> list[Effect]:
-        return [Tell(self.repairs.audience(mend.replica), mend, True)]
+    def _tell(self, reconfig: ChainReconfig) -> list[Effect]:
+        return [Send(self.roster.audience(reconfig.replica), reconfig, True)]
 
     def _attest(self, peer: str, attest: Attest) -> list[Effect]:
         if not max(self.round - 2, 0) <= attest.round < self.round:
@@ -284,7 +284,7 @@ class Leader:
         return [Report(attest.round, d.peer, d.shard) for d in fresh]
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
-        replica, plan = self._replica_of(peer), self.repairs.plan
+        replica, plan = self._replica_of(peer), self.roster.plan
         if plan is not None and 0 <= offer.replica < len(plan.replicas) and peer in plan.replicas[offer.replica].peers:
             replica = offer.replica  # a spare may have been named twice, by two leaders
         if replica is None or offer.round != self.round or plan is None:
@@ -295,9 +295,11 @@ class Leader:
             return []
         self._offers[peer] = offer
         effects: list[Effect] = [Fetch(peer, part) for part in offer.parts if part.digest not in self._held]
-        mend = self.repairs.mends.get(replica)
-        if self._leads and mend is not None and mend.peers and not mend.steps:  # it may have left before the mend
-            effects += self._tell(self.repairs.again(replica, mend.peers, mend.reason, offer.steps))
+        reconfig = self.roster.reconfigs.get(replica)
+        if (
+            self._leads and reconfig is not None and reconfig.peers and not reconfig.steps
+        ):  # it may have left before the reconfig
+            effects += self._tell(self.roster.again(replica, reconfig.peers, reconfig.reason, offer.steps))
         return effects
 
     def _problem(self, spec: ReplicaSpec, peer: str, offer: Offer, replica: int) -> str | None:
@@ -348,12 +350,12 @@ class Leader:
     # --- deciding
 
     def _begin(self, commit: Commit, now: float) -> list[Effect]:
-        before = self.repairs.plan or self._last_plan
+        before = self.roster.plan or self._last_plan
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
         self._offers, self._failures = {}, {}
-        away, self.repairs = self.repairs.away, Repairs(commit.plan)
-        self.repairs.away = away
+        away, self.roster = self.roster.away, ChainRoster(commit.plan)
+        self.roster.away = away
         self._proposed, self._began = False, now
         for round in [r for r in self.attests if r < commit.round - 1]:
             del self.attests[round]
@@ -365,7 +367,7 @@ class Leader:
 
     def _candidates(self) -> list[Candidate]:
         """Ready peers that attested the state before the open round (round 0: all, there is no state yet)."""
-        there = [c for p, c in sorted(self.ready.items()) if p not in self.repairs.away]
+        there = [c for p, c in sorted(self.ready.items()) if p not in self.roster.away]
         return [c for c in there if self._newest.get(c.peer, -1) >= self.round - 1]
 
     def _advance(self, now: float) -> list[Effect]:
@@ -383,13 +385,13 @@ class Leader:
     def _round(self, now: float) -> list[Effect]:
         waited = now - self._began
         late = waited >= self.manifest.timing.round_deadline
-        replicas = self.repairs.plan.replicas if self.repairs.plan else ()
+        replicas = self.roster.plan.replicas if self.roster.plan else ()
         diverged = self._diverged(self.round - 1, ties=True)
         wrong = {d.peer for d in diverged}
         complete: list[Contribution] = []
         left_out: list[LeftOut] = []
         for index, replica in enumerate(replicas):
-            reason = self.repairs.ended(index) or self._failure(replica, wrong, waited)
+            reason = self.roster.ended(index) or self._failure(replica, wrong, waited)
             if reason is None and self._is_complete(index, replica):
                 complete.append(self._contribution(index, replica))
             elif reason is None and not late:
@@ -455,7 +457,7 @@ class Leader:
             slot = planner.following(manifest, self.plan) if self.plan else 0
             if self.plan is None and self._last_plan is not None:
                 slot = planner.following(manifest, self._last_plan)
-            previous = self.repairs.plan or self._last_plan
+            previous = self.roster.plan or self._last_plan
             plan = planner.make_plan(manifest, self._candidates(), round=round + 1, slot=slot, previous=previous)
             if plan is None and not contributions:
                 return []

@@ -3,36 +3,36 @@
     phase      event                                   next       effects
     waiting    commit applied+1 is known               applying   Apply
     waiting    the plan of applied+1 names us          training   Train
-    training   Trained                                 packing    Pack  (e = beta e + delta, encode, make durable)
-    training   Failed                                  packing    Tell(Withdraw), Fold  (e = beta e + delta, durable, nothing sent)
+    training   Trained                                 packing    EncodeUpdate  (e = beta e + delta, encode, make durable)
+    training   Failed                                  packing    Send(Withdraw), KeepInFeedback  (e = beta e + delta, durable, nothing sent)
     training   commit applied+1 is known (too late)    stopping   Stop
-    stopping   Trained or Failed                       packing    Fold
-    packing    Packed(offer)                           waiting    Tell(Offer)
-    packing    Packed(None)                            waiting
+    stopping   Trained or Failed                       packing    KeepInFeedback
+    packing    UpdateEncoded(offer)                           waiting    Send(Offer)
+    packing    UpdateEncoded(None)                            waiting
     applying   Applied                                 waiting
-    waiting    our offer's round is applied and known  waiting    GiveBack if the commit does not include it
-    waiting    nothing newer is known                  arranging  Arrange  (hold the shards that the plan wants held)
-    arranging  Arranged                                waiting
-    any        Digested                                the same   Tell(Attest)
+    waiting    our offer's round is applied and known  waiting    RestoreFeedback if the commit does not include it
+    waiting    nothing newer is known                  arranging  HoldShards  (hold the shards that the plan wants held)
+    arranging  ShardsHeld                                waiting
+    any        Digested                                the same   Send(Attest)
     waiting    RunOver, the last round is attested     done       Finish
 
 A chain that loses a member is repaired within the round (protocol/rounds/chain_repair.py): the phase stays *training*, and the work is kept.
 
     phase      event                                   next       effects
-    training   Broke: our chain lost a neighbour       training   Tell(Broken), again with every Tick until there is a Mend
-    training   Mended, with us                         training   Tell(Mend), Resume
-    training   Mended, without us, or nobody           stopping   Stop  (and Tell(Withdraw) where the chain has ended)
-    waiting    Mended, with us, a spare                training   Tell(Mend), Train
+    training   ChainFailed: our chain lost a neighbour       training   Send(ChainFailure), again with every Tick until there is a ChainReconfig
+    training   Reconfigured, with us                         training   Send(ChainReconfig), Resume
+    training   Reconfigured, without us, or nobody           stopping   Stop  (and Send(Withdraw) where the chain has ended)
+    waiting    Reconfigured, with us, a spare                training   Send(ChainReconfig), Train
 
 With `overlap = 1` a peer trains the round after its offer's while that offer is decided and applied; it follows the plan that
 it expects, the present one again. `ahead` is that training's state beside the phase:
 
     ahead      event                                   next       effects
-    none       Packed(offer)                           running    Train  (the expected plan of the round after the offer's)
+    none       UpdateEncoded(offer)                           running    Train  (the expected plan of the round after the offer's)
     running    Trained                                 ready
     running    Failed                                  none       (the round is trained again when its plan is known)
     running    waiting, the plan is what we expected   none       phase training, as if it had begun now
-    ready      waiting, the plan is what we expected   none       Pack
+    ready      waiting, the plan is what we expected   none       EncodeUpdate
     running    waiting, the plan is another            dropped    Stop  (what was done is forgotten)
     dropped    Trained or Failed                       none
     ready      waiting, the plan is another            none
@@ -49,13 +49,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.planning import planner
-from protocol.rounds.chain_repair import SLOW, mended
+from protocol.rounds.chain_repair import SLOW, reconfigured
 from protocol.rounds.paxos import problem
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record, is_decided
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
-from protocol.wire.session import Ask, Attest, Broken, Mend, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
 
 RESEND_SECONDS = 5.0
 
@@ -92,24 +92,24 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
-    """The chain that trains `round`, the `epoch`-th of its replica, lost `peer`, or `peer` is SLOW; our work is kept."""
+class ChainFailed:
+    """The chain that trains `round`, the `generation`-th of its replica, lost `peer`, or `peer` is SLOW; our work is kept."""
 
     round: int
-    epoch: int
+    generation: int
     peer: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Mended:
+class Reconfigured:
     """The leader says who the members of a chain are."""
 
-    mend: Mend
+    reconfig: ChainReconfig
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class UpdateEncoded:
     """`offer` and its payloads are durable; without one, the error feedback is."""
 
     round: int
@@ -124,7 +124,7 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Arranged:
+class ShardsHeld:
     """The shards of the plan after `round` are held."""
 
     round: int
@@ -150,12 +150,12 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class Train:
-    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed. `epoch`: of its
+    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed. `generation`: of its
     chain; `steps` > 0: so many are done by the others and no more are needed."""
 
     plan: Plan
     replica: int
-    epoch: int = 0
+    generation: int = 0
     steps: int = 0
 
 
@@ -165,7 +165,7 @@ class Resume:
 
     plan: Plan
     replica: int
-    epoch: int
+    generation: int
     steps: int
 
 
@@ -177,8 +177,8 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Pack:
-    """Effect: e = beta e + delta, payloads, e -= sent; the offer and its payloads durable; answer with Packed(offer)."""
+class EncodeUpdate:
+    """Effect: e = beta e + delta, payloads, e -= sent; the offer and its payloads durable; answer with UpdateEncoded(offer)."""
 
     plan: Plan
     replica: int
@@ -188,14 +188,14 @@ class Pack:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
-    """Effect: e = beta e + delta of a round that sends nothing, durable; answer with Packed(None)."""
+class KeepInFeedback:
+    """Effect: e = beta e + delta of a round that sends nothing, durable; answer with UpdateEncoded(None)."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack:
+class RestoreFeedback:
     """Effect, done at once and in order: e += what `offer` would have sent."""
 
     offer: Offer
@@ -211,15 +211,15 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrange:
-    """Effect: hold what the commit's plan wants held, at the state after the commit; answer with Arranged, and sooner or later
+class HoldShards:
+    """Effect: hold what the commit's plan wants held, at the state after the commit; answer with ShardsHeld, and sooner or later
     with Digested."""
 
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class Send:
     """Effect: send to every bootstrap node with a session; what matters is sent again later."""
 
     message: Message
@@ -231,22 +231,33 @@ class Finish:
 
 
 Event = (
-    Connected | Committed | Trained | Failed | Broke | Mended | Packed | Applied | Arranged | Digested | RunOver | Tick
+    Connected
+    | Committed
+    | Trained
+    | Failed
+    | ChainFailed
+    | Reconfigured
+    | UpdateEncoded
+    | Applied
+    | ShardsHeld
+    | Digested
+    | RunOver
+    | Tick
 )
-Effect = Train | Resume | Stop | Pack | Fold | GiveBack | Apply | Arrange | Tell | Finish
+Effect = Train | Resume | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback | Apply | HoldShards | Send | Finish
 
 
 class ForkError(Exception):
-    """A majority decided two different commits for one round: the run's history is broken and nothing more is applied."""
+    """A majority decided two different commits for one round: the run's history is failure and nothing more is applied."""
 
 
 class Member:
     """See the table above. `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless
-    the feedback says that it is resolved. `packed`: the newest round whose feedback is durable; it is not trained again, even
+    the feedback says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained again, even
     where the state is older."""
 
     def __init__(
-        self, manifest: Manifest, peer: str, applied: int = -1, offer: Offer | None = None, packed: int = 0
+        self, manifest: Manifest, peer: str, applied: int = -1, offer: Offer | None = None, feedback_round: int = 0
     ) -> None:
         self.manifest = manifest
         self.peer = peer
@@ -254,16 +265,16 @@ class Member:
         self.phase = "waiting"
         self.commits: dict[int, Commit] = {}
         self._pending = offer
-        self._attempted = max(packed, offer.round if offer else 0)
-        self._arranged = -1
+        self._attempted = max(feedback_round, offer.round if offer else 0)
+        self._held_round = -1
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
         self._finished = False
         self._run_over = False
         self._sent_at = float("-inf")
         self._task: tuple[Plan, int] | None = None
-        self._mend: Mend | None = None
-        self._broken: Broken | None = None
+        self._reconfig: ChainReconfig | None = None
+        self._chain_failure: ChainFailure | None = None
         self.ahead = "none"
         self._expected: tuple[Plan, int] | None = None
         self._ready: Trained | None = None
@@ -282,8 +293,12 @@ class Member:
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine. Raises ForkError."""
         effects: list[Effect] = []
-        if isinstance(event, Trained | Failed) and self._broken is not None and self._broken.round == event.round:
-            self._broken = None
+        if (
+            isinstance(event, Trained | Failed)
+            and self._chain_failure is not None
+            and self._chain_failure.round == event.round
+        ):
+            self._chain_failure = None
         match event:
             case Connected():
                 effects += self._resend(now)
@@ -295,37 +310,37 @@ class Member:
                 effects += self._trained(round, steps, tokens, loss)
             case Failed(round, steps, reason):
                 effects += self._failed(round, reason)
-            case Broke(round, epoch, peer, reason):
-                effects += self._broke(round, epoch, peer, reason)
-            case Mended(mend):
-                effects += self._mended(mend)
-            case Packed(round, offer):
+            case ChainFailed(round, generation, peer, reason):
+                effects += self._chain_failed(round, generation, peer, reason)
+            case Reconfigured(reconfig):
+                effects += self._reconfigured(reconfig)
+            case UpdateEncoded(round, offer):
                 self.phase = "waiting"
                 if offer is not None:
                     self._pending = offer
-                    effects += [Tell(offer), *self._run_ahead(offer)]
+                    effects += [Send(offer), *self._run_ahead(offer)]
             case Applied(round):
                 self.applied, self.phase = round, "waiting"
-            case Arranged(round):
-                self._arranged, self.phase = round, "waiting"
+            case ShardsHeld(round):
+                self._held_round, self.phase = round, "waiting"
             case Digested(round, digests):
                 if self._attest is None or self._attest.round <= round:
                     self._attest = Attest(round=round, digests=digests)
-                    effects.append(Tell(self._attest))
+                    effects.append(Send(self._attest))
             case RunOver():
                 self._run_over = True
             case Tick():
                 if now - self._sent_at >= RESEND_SECONDS:
                     effects += self._resend(now)
-                elif self._broken is not None:
-                    effects.append(Tell(self._broken))
+                elif self._chain_failure is not None:
+                    effects.append(Send(self._chain_failure))
         return effects + self._advance()
 
     def _learn(self, record: Record) -> list[Effect]:
         """Only what a majority of the members voted for counts; the members are those that the commit before names."""
         commit = record.commit
         if commit.round > self.head + 1:
-            return [Tell(Ask(after=self.head))]
+            return [Send(LogRequest(after=self.head))]
         before = self.commits[commit.round - 1] if commit.round else None
         if not is_decided(record, before.members if before else self.manifest.first_members):
             return []
@@ -345,65 +360,65 @@ class Member:
             return []
         self.phase = "packing"
         if late:
-            return [Fold(round)]
+            return [KeepInFeedback(round)]
         plan, replica = self._task
-        return [Pack(plan, replica, steps, tokens, loss)]
+        return [EncodeUpdate(plan, replica, steps, tokens, loss)]
 
     def _failed(self, round: int, reason: str) -> list[Effect]:
         if self._task is None or self._task[0].round != round:
             return []
         if self.phase == "stopping":
             self.phase = "packing"
-            return [Fold(round)]
+            return [KeepInFeedback(round)]
         self.phase = "packing"
         self._withdraw = Withdraw(round=round, reason=reason)
-        return [Tell(self._withdraw), Fold(round)]
+        return [Send(self._withdraw), KeepInFeedback(round)]
 
     # --- a chain that lost a member
 
-    def _epoch(self, round: int) -> int:
-        return self._mend.epoch if self._mend is not None and self._mend.round == round else 0
+    def _generation(self, round: int) -> int:
+        return self._reconfig.generation if self._reconfig is not None and self._reconfig.round == round else 0
 
-    def _broke(self, round: int, epoch: int, peer: str, reason: str) -> list[Effect]:
+    def _chain_failed(self, round: int, generation: int, peer: str, reason: str) -> list[Effect]:
         ahead = self._expected if self.ahead == "running" else None
         task = ahead or (self._task if self.phase == "training" else None)
-        if task is None or task[0].round != round or epoch != self._epoch(round):
+        if task is None or task[0].round != round or generation != self._generation(round):
             return []
-        broken = Broken(round=round, replica=task[1], epoch=epoch, peer=peer, reason=reason[:200])
+        failure = ChainFailure(round=round, replica=task[1], generation=generation, peer=peer, reason=reason[:200])
         if reason != SLOW:  # that chain still trains
-            self._broken = broken
-        return [Tell(broken)]
+            self._chain_failure = failure
+        return [Send(failure)]
 
-    def _mended(self, mend: Mend) -> list[Effect]:
-        plan, joins = self.plan, self.peer in mend.peers
-        if plan is None or mend.round != plan.round or mend.round in self.commits:
+    def _reconfigured(self, reconfig: ChainReconfig) -> list[Effect]:
+        plan, joins = self.plan, self.peer in reconfig.peers
+        if plan is None or reconfig.round != plan.round or reconfig.round in self.commits:
             return []
-        new = mended(plan, mend)
-        if mend.epoch <= self._epoch(mend.round) or (mend.peers and new is None):
-            return [Tell(mend)] if mend == self._mend else []
-        trains = self.phase == "training" and self._task is not None and self._task[1] == mend.replica
+        new = reconfigured(plan, reconfig)
+        if reconfig.generation <= self._generation(reconfig.round) or (reconfig.peers and new is None):
+            return [Send(reconfig)] if reconfig == self._reconfig else []
+        trains = self.phase == "training" and self._task is not None and self._task[1] == reconfig.replica
         if trains and joins:
             assert new is not None
-            self._mend, self._broken, self._task = mend, None, (new, mend.replica)
-            return [Tell(mend), Resume(new, mend.replica, mend.epoch, mend.steps)]
+            self._reconfig, self._chain_failure, self._task = reconfig, None, (new, reconfig.replica)
+            return [Send(reconfig), Resume(new, reconfig.replica, reconfig.generation, reconfig.steps)]
         if trains:
-            self._mend, self._broken, self.phase = mend, None, "stopping"
-            if mend.peers:
-                return [Stop(mend.round)]
-            self._withdraw = Withdraw(round=mend.round, reason=mend.reason)
-            return [Tell(mend), Tell(self._withdraw), Stop(mend.round)]
+            self._reconfig, self._chain_failure, self.phase = reconfig, None, "stopping"
+            if reconfig.peers:
+                return [Stop(reconfig.round)]
+            self._withdraw = Withdraw(round=reconfig.round, reason=reconfig.reason)
+            return [Send(reconfig), Send(self._withdraw), Stop(reconfig.round)]
         if not joins:
             return []
-        if self._attempted >= mend.round:  # our part of it is done
-            self._mend = mend
-            return [Tell(mend)]
+        if self._attempted >= reconfig.round:  # our part of it is done
+            self._reconfig = reconfig
+            return [Send(reconfig)]
         ready = self.phase == "waiting" and self.ahead == "none"
-        if not ready or self._arranged != self.applied:
+        if not ready or self._held_round != self.applied:
             return []  # it is told again
         assert new is not None
-        self._mend, self._task = mend, (new, mend.replica)
-        self.phase, self._attempted = "training", mend.round
-        return [Tell(mend), Train(new, mend.replica, mend.epoch, mend.steps)]
+        self._reconfig, self._task = reconfig, (new, reconfig.replica)
+        self.phase, self._attempted = "training", reconfig.round
+        return [Send(reconfig), Train(new, reconfig.replica, reconfig.generation, reconfig.steps)]
 
     # --- the round after the one that is being decided
 
@@ -411,7 +426,7 @@ class Member:
         if not self.manifest.outer.overlap or self.plan is None or not offer.round < self.manifest.rounds:
             return []
         assert self._task is not None
-        replicas = self._task[0].replicas  # a mended chain stays as it is
+        replicas = self._task[0].replicas  # a reconfigured chain stays as it is
         expected = Plan(round=offer.round + 1, slot=planner.following(self.manifest, self.plan), replicas=replicas)
         decided = self.commits.get(offer.round)
         if decided is not None and not _same_work(expected, decided.plan, offer.replica):
@@ -445,11 +460,11 @@ class Member:
 
     def _resend(self, now: float) -> list[Effect]:
         self._sent_at = now
-        out: list[Effect] = [Tell(Ask(after=self.head))]
+        out: list[Effect] = [Send(LogRequest(after=self.head))]
         if self._attest is not None:
-            out.append(Tell(self._attest))
-        told = (self._mend, self._broken, self._pending, self._withdraw)
-        out += [Tell(m) for m in told if m is not None and m.round == self.applied + 1]
+            out.append(Send(self._attest))
+        told = (self._reconfig, self._chain_failure, self._pending, self._withdraw)
+        out += [Send(m) for m in told if m is not None and m.round == self.applied + 1]
         return out
 
     def _advance(self) -> list[Effect]:
@@ -465,16 +480,16 @@ class Member:
             if commit is None:
                 return []
             if not commit.includes(self.peer, self._pending.parts):
-                effects.append(GiveBack(self._pending))
+                effects.append(RestoreFeedback(self._pending))
             self._pending = None
         if following is not None:
             self.phase = "applying"
             rebuild = tuple(d.shard for d in following.diverged if d.peer == self.peer)
             return [*effects, Apply(following, rebuild)]
         commit = self.commits.get(self.applied)
-        if commit is not None and self._arranged < self.applied:
+        if commit is not None and self._held_round < self.applied:
             self.phase = "arranging"
-            return [*effects, Arrange(commit)]
+            return [*effects, HoldShards(commit)]
         return effects + self._begin()
 
     def _begin(self) -> list[Effect]:

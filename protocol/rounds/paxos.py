@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, is_decided, vote_body
-from protocol.wire.session import Ask, Beat
+from protocol.wire.session import Heartbeat, LogRequest
 
 RETRY_SECONDS = 1.0
 """Unanswered requests are sent again after so long; a rejected proposer waits so long times one plus its rank."""
@@ -48,7 +48,7 @@ class Heard:
     """Event: another operator's node sent this."""
 
     peer: str
-    message: Prepare | Promise | Accept | Vote | Reject | Beat
+    message: Prepare | Promise | Accept | Vote | Reject | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Send:
     """Effect: to another operator's node, if it can be reached; it is sent again while it matters."""
 
     peer: str
-    message: Prepare | Promise | Accept | Vote | Reject | Beat | Ask
+    message: Prepare | Promise | Accept | Vote | Reject | Heartbeat | LogRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +268,7 @@ class Quorum:
             out.append(Stalled(missing))
         if self._now - self._beat_at >= self.manifest.timing.heartbeat:
             self._beat_at = self._now
-            beat = Beat(phase="leading" if leads else "following", round=self.round)
+            beat = Heartbeat(phase="leading" if leads else "following", round=self.round)
             out += [Send(o, beat) for o in self.manifest.operators if o != self.peer]
 
     def _next_members(self) -> tuple[str, ...]:
@@ -284,9 +284,9 @@ class Quorum:
 
     def _hear(self, peer: str, message: object, out: list[Effect]) -> None:
         match message:
-            case Beat(round=round):
+            case Heartbeat(round=round):
                 if round > self.round:
-                    out.append(Send(peer, Ask(after=self.round - 1)))
+                    out.append(Send(peer, LogRequest(after=self.round - 1)))
                 elif round < self.round:
                     out.append(SendLog(peer, round - 1))
             case Prepare() if self._current(peer, message, out):
@@ -310,7 +310,7 @@ class Quorum:
         if message.round < self.round:
             out.append(SendLog(peer, message.round - 1))
         elif message.round > self.round:
-            out.append(Send(peer, Ask(after=self.round - 1)))
+            out.append(Send(peer, LogRequest(after=self.round - 1)))
         elif self.peer in self.members and self._vote.round == self.round:
             return self._owner(message.ballot) == peer
         return False
@@ -433,7 +433,7 @@ class Quorum:
 
     def _learn(self, peer: str, record: Record, out: list[Effect]) -> None:
         if record.commit.round > self.round:
-            out.append(Send(peer, Ask(after=self.round - 1)))
+            out.append(Send(peer, LogRequest(after=self.round - 1)))
         elif self._phase != "appending" and problem(self.manifest, self.head, record) is None:
             self._phase = "appending"
             out.append(Append(record))

@@ -101,11 +101,11 @@ class TrainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSpec:
-    """The outer step of SparseLoCo (algorithms, section 1): `k` entries of every 4096 in the value format `values`, their
+    """The outer step of SparseLoCo (algorithms, section 1): `topk` entries of every 4096 in the value format `values`, their
     indices in the format `indices`. `overlap`: 1 lets replicas train the next round while this one is decided and applied
     (peer/node/rounds.py); 0 waits."""
 
-    k: int = 32
+    topk: int = 32
     values: str = "sym2"
     indices: str = "rice"
     beta: float = 0.95
@@ -115,8 +115,8 @@ class OuterSpec:
     def __post_init__(self) -> None:
         if self.overlap not in (0, 1):
             raise ValueError("overlap must be 0 or 1")
-        if not 1 <= self.k <= 4096:
-            raise ValueError("k must be in 1..4096")
+        if not 1 <= self.topk <= 4096:
+            raise ValueError("topk must be in 1..4096")
         if self.values not in ("sym2", "ref2", "fp32"):
             raise ValueError(f'values must be "sym2", "ref2" or "fp32", not "{self.values}"')
         if self.indices not in ("rice", "fixed"):
@@ -127,21 +127,21 @@ class OuterSpec:
     @property
     def codec(self) -> Codec:
         """Of the run's payloads."""
-        return Codec(k=self.k, values=self.values, indices=self.indices)
+        return Codec(topk=self.topk, values=self.values, indices=self.indices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSpec:
-    """Stage boundaries: the allowed k (values per token; 0 = no compression) and the number formats (protocol/codec/boundary_formats.py) of
+    """Stage boundaries: the allowed ranks (values per token; 0 = no compression) and the number formats (protocol/codec/boundary_formats.py) of
     activations on their way `forward` and of gradients on their way `backward`."""
 
-    k: tuple[int, ...] = (0,)
+    rank: tuple[int, ...] = (0,)
     forward: str = "int4"
     backward: str = "int4"
 
     def __post_init__(self) -> None:
-        if not self.k or len(set(self.k)) != len(self.k) or min(self.k) < 0:
-            raise ValueError("k must list different numbers, at least 0 each")
+        if not self.rank or len(set(self.rank)) != len(self.rank) or min(self.rank) < 0:
+            raise ValueError("rank must list different numbers, at least 0 each")
         for name, value in (("forward", self.forward), ("backward", self.backward)):
             if value not in boundary_formats.FORMATS:
                 raise ValueError(f'{name} must be one of {", ".join(boundary_formats.FORMATS)}, not "{value}"')
@@ -203,13 +203,13 @@ class Manifest:
             identity.public_key(operator)
         if self.train.sequence > self.model.context:
             raise ValueError("train.sequence must be at most model.context")
-        if max(self.chains.k) > self.model.d_model:
-            raise ValueError("chains.k must be at most model.d_model")
-        for k in self.chains.k:
+        if max(self.chains.rank) > self.model.d_model:
+            raise ValueError("chains.rank must be at most model.d_model")
+        for rank in self.chains.rank:
             for name in (self.chains.forward, self.chains.backward):
-                if not boundary_formats.fits(name, k or self.model.d_model):
+                if not boundary_formats.fits(name, rank or self.model.d_model):
                     raise ValueError(
-                        f"chains.k = {k} has no {name}: int4 needs an even number of values per token, tah4 a multiple of 16"
+                        f"chains.rank = {rank} has no {name}: int4 needs an even number of values per token, tah4 a multiple of 16"
                     )
 
     @property
@@ -260,7 +260,7 @@ def from_toml(raw: bytes, source: str) -> Manifest:
     except UnicodeDecodeError as error:
         raise UsageError(f"manifest {source}: not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"manifest {source}: not TOML: {shown(error)}; mend that line") from None
+        raise UsageError(f"manifest {source}: not TOML: {shown(error)}; reconfig that line") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
         raise UsageError(f"manifest {source}: {shown(error)}; is it the right file?") from None
     return _build(data, source)

@@ -14,7 +14,18 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
 from protocol.wire.schema import SchemaError, build, plain
-from protocol.wire.session import Ask, Attest, Beat, Broken, Finished, Hello, Mend, Offer, Offered, Withdraw
+from protocol.wire.session import (
+    Attest,
+    ChainFailure,
+    ChainReconfig,
+    Finished,
+    Heartbeat,
+    Hello,
+    LogRequest,
+    Offer,
+    Offered,
+    Withdraw,
+)
 
 MAX_VOTES = 16
 
@@ -30,12 +41,12 @@ Message = (
     Offer
     | Offered
     | Withdraw
-    | Broken
-    | Mend
+    | ChainFailure
+    | ChainReconfig
     | Attest
-    | Beat
+    | Heartbeat
     | Hello
-    | Ask
+    | LogRequest
     | Finished
     | Announcement
     | Prepare

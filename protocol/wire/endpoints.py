@@ -6,7 +6,7 @@ SESSION = "potluck/session/1"
 """Stream, peer to bootstrap node: Hello first, then messages both ways, and records to the peer."""
 
 LOG = "potluck/log/1"
-"""Call: Ask -> msgpack list of records after that round, oldest first, as many as fit in LOG_REPLY bytes."""
+"""Call: LogRequest -> msgpack list of records after that round, oldest first, as many as fit in LOG_REPLY bytes."""
 
 QUORUM = "potluck/quorum/1"
 """Stream, one way, between operators' nodes: votes, signs of life, records."""

@@ -16,9 +16,9 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
-    """One replica: a full peer (one stage) or a chain; `k` values per token at its boundaries, 0 = uncompressed."""
+    """One replica: a full peer (one stage) or a chain; `rank`: values per token at its boundaries, 0 = uncompressed."""
 
-    k: int
+    rank: int
     stages: tuple[StageSpec, ...]
 
     @property

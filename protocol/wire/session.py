@@ -37,24 +37,24 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Broken:
-    """The sender's chain, the `epoch`-th of its replica in `round`, lost `peer`; the sender keeps its work and waits for a Mend."""
+class ChainFailure:
+    """The sender's chain, the `generation`-th of its replica in `round`, lost `peer`; the sender keeps its work and waits for a ChainReconfig."""
 
     round: int
     replica: int
-    epoch: int
+    generation: int
     peer: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mend:
-    """The members of a replica's chain from now on, under a new epoch (protocol/rounds/chain_repair.py); nobody: its round is over. `steps` > 0:
+class ChainReconfig:
+    """The members of a replica's chain from now on, under a new generation (protocol/rounds/chain_repair.py); nobody: its round is over. `steps` > 0:
     so many inner steps are done and no more are needed, offer them. A member sends it back when it follows."""
 
     round: int
     replica: int
-    epoch: int
+    generation: int
     peers: tuple[str, ...]
     steps: int
     reason: str
@@ -69,7 +69,7 @@ class Attest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """A sign of life."""
 
     phase: str
@@ -87,7 +87,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class LogRequest:
     """Please send the commits after round `after`."""
 
     after: int

@@ -64,7 +64,7 @@ def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
     spec, train, key = manifest.model, manifest.train, manifest.seed_bytes
     corpus = _corpus(dataclasses.replace(manifest, seed=0))
     shards = layout.shard_names(spec)
-    trainer = StageTrainer(spec, train, shards, k=int(k), basis=_basis(key) if int(k) else None)
+    trainer = StageTrainer(spec, train, shards, rank=int(k), basis=_basis(key) if int(k) else None)
     project_at(trainer, CUTS, wires=(forward, backward))
     outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
     outer.theta = {shard: init.initial_shard(spec, key, shard) for shard in shards}

@@ -4,19 +4,19 @@
     python -m tests.benchmarks.chain --netlab PATH/netlab.sh --target     # 100 Mb/s, 25 ms, d/8 at full size
 
 Everything but the model's arithmetic is real: daemons, streams, frames, queues, tensors of the true size, number formats,
-measuring and picking the depth. `--pace`: seconds of forward + backward per stage and micro-batch; the tensors' size follows
+measuring and picking the depth. `--seconds_per_microbatch`: seconds of forward + backward per stage and micro-batch; the tensors' size follows
 from it, so that transfer and computing have the ratio of a 70 B model (d = 8192) in four stages of 400 TFLOP/s each: a token
 takes 262.5 microseconds. Every boundary has the link's rate in each direction (the two inner stages have twice the rate, since
 each has two neighbours).
 
 Where the links together carry more than LOAD, this machine would measure itself. There the clock goes slower: rates are divided, and
-latencies, routers' queues, deadlines of dials, signs of life and the pace multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
+latencies, routers' queues, deadlines of dials, signs of life and the seconds_per_microbatch multiplied by the same whole number, which leaves all ratios as they were, TCP's windows
 among them (time dilation; Gupta et al., NSDI 2006).
 
 Peers know what their uplinks have (`potluck join --up-limit`, nine tenths of it), but for --no-limit; and TCP keeps its windows while a
 connection rests (net.ipv4.tcp_slow_start_after_idle=0, see the README), but for --idle-restart.
 
-Ideal: the same chain if bytes took no time, (M + S - 1) x pace for M micro-batches. Beside the measured share of it stand the
+Ideal: the same chain if bytes took no time, (M + S - 1) x seconds_per_microbatch for M micro-batches. Beside the measured share of it stand the
 cost model's prediction, and both for textbook 1F1B, whose depth is the number of stages. Depth: what the chain picked from its
 own measurements in the steps before. A row is the median of three steps, or one long one. Where transfers take over twice the computing,
 only 32 micro-batches are run: more would give the same share.
@@ -86,20 +86,20 @@ QUEUE_MS = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One row. `rate`: Mb/s of a boundary and direction; `latency`: one-way ms; `divisor`: d/k; `pace`: seconds; `wire`: number
+    """One row. `rate`: Mb/s of a boundary and direction; `latency`: one-way ms; `divisor`: d/k; `seconds_per_microbatch`: seconds; `wire`: number
     format, both ways; `limited`: whether the peers know what their uplinks have."""
 
     rate: float
     latency: float
     divisor: int
     micro_batches: int
-    pace: float
+    seconds_per_microbatch: float
     wire: str
     limited: bool
 
     @property
     def tokens(self) -> int:
-        return round(self.pace / TOKEN_SECONDS)
+        return round(self.seconds_per_microbatch / TOKEN_SECONDS)
 
     @property
     def transfer(self) -> float:
@@ -110,20 +110,20 @@ class Case:
 
     @property
     def slower(self) -> int:
-        """How many times slower the clock of rates, latencies, queues and pace goes, so that the links and not this machine are
+        """How many times slower the clock of rates, latencies, queues and seconds_per_microbatch goes, so that the links and not this machine are
         measured."""
-        used = self.transfer / max(self.transfer, self.pace)
+        used = self.transfer / max(self.transfer, self.seconds_per_microbatch)
         return math.ceil(2 * (STAGES - 1) * self.rate * used / LOAD)
 
     def costs(self) -> tuple[list[StageCost], list[LinkCost]]:
         """For the cost model."""
-        stage = StageCost(forward=self.pace / 3, backward=self.pace * 2 / 3)
+        stage = StageCost(forward=self.seconds_per_microbatch / 3, backward=self.seconds_per_microbatch * 2 / 3)
         between = LinkCost(forward=self.transfer, backward=self.transfer, latency=self.latency / 1e3)
         return [stage] * STAGES, [between] * (STAGES - 1)
 
     @property
     def ideal(self) -> float:
-        return (self.micro_batches + STAGES - 1) * self.pace
+        return (self.micro_batches + STAGES - 1) * self.seconds_per_microbatch
 
     def predicted(self, depth: int) -> float:
         """Share of the ideal by the cost model."""
@@ -136,9 +136,9 @@ class Case:
 class Paced:
     """Stands where a StageTrainer does, waits instead of computing, and gives tensors of the true size."""
 
-    def __init__(self, train: TrainSpec, stage: int, width: int, pace: float) -> None:
+    def __init__(self, train: TrainSpec, stage: int, width: int, seconds_per_microbatch: float) -> None:
         names = layout.shard_names(SPEC)
-        self.spec, self.train, self.width, self.pace = SPEC, train, width, pace
+        self.spec, self.train, self.width, self.seconds_per_microbatch = SPEC, train, width, seconds_per_microbatch
         self.shards = tuple(
             n for n in names if n == f"block.{stage}" or (stage == 0 and n == "embed") or (stage == STAGES - 1 and n == "head")
         )  # fmt: skip
@@ -160,11 +160,11 @@ class Paced:
         return
 
     def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> Any:
-        self._wait(self.pace / 3)
+        self._wait(self.seconds_per_microbatch / 3)
         return 1.0 if self._last else self._values
 
     def backward(self, micro: int, wire: torch.Tensor | None = None) -> Any:
-        self._wait(self.pace * 2 / 3)
+        self._wait(self.seconds_per_microbatch * 2 / 3)
         return self._values if self.shards[0] != "embed" else None
 
     def grad_sumsq(self) -> list[tuple[str, float]]:
@@ -191,7 +191,9 @@ async def joined(
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()
     addresses |= {p["peer"]: p["address"] for p in peers}
-    chain = ReplicaSpec(k=0, stages=tuple(StageSpec(peer=p["peer"], first=i, last=i + 1) for i, p in enumerate(peers)))
+    chain = ReplicaSpec(
+        rank=0, stages=tuple(StageSpec(peer=p["peer"], first=i, last=i + 1) for i, p in enumerate(peers))
+    )
     previous, following = await ours.neighbours(Plan(round=1, slot=0, replicas=(chain,)), 0, 0, stage)
     say(ready=True)
     yield previous, following
@@ -220,7 +222,7 @@ async def be_stage(stage: int, host: str, folder: Path, limit: int | None) -> No
                 lr=1.0, warmup_steps=0, total_steps=1,
             )  # fmt: skip
             reports = await run_steps(
-                Paced(train, stage, asked["width"], asked["pace"]),  # type: ignore[arg-type]
+                Paced(train, stage, asked["width"], asked["seconds_per_microbatch"]),  # type: ignore[arg-type]
                 worker,
                 first_step=1,
                 steps=asked["steps"],
@@ -312,7 +314,7 @@ class Chain:
                 "micro_batches": case.micro_batches,
                 "tokens": case.tokens,
                 "width": D // case.divisor,
-                "pace": case.pace * case.slower,
+                "seconds_per_microbatch": case.seconds_per_microbatch * case.slower,
                 "steps": count,
                 "forward": case.wire,
                 "backward": case.wire,
@@ -333,7 +335,7 @@ class Chain:
         return sorted(samples, key=lambda report: float(report["seconds"]))[len(samples) // 2]
 
 
-HEAD = "| Mb/s | ms | k/d | format | M | clock | transfer / pace | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+HEAD = "| Mb/s | ms | k/d | format | M | clock | transfer / seconds_per_microbatch | depth | share | predicted | 1F1B | predicted |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 
 
 def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
@@ -342,7 +344,7 @@ def measure(chain: Chain, case: Case, depth: int) -> tuple[dict[str, Any], int]:
     textbook = chain.middle(case, STAGES, STAGES)
     row = {
         "rate": case.rate, "latency": case.latency, "divisor": case.divisor, "format": case.wire, "micro_batches": case.micro_batches,
-        "slower": case.slower, "ratio": case.transfer / case.pace, "depth": ours["depth"],
+        "slower": case.slower, "ratio": case.transfer / case.seconds_per_microbatch, "depth": ours["depth"],
         "share": case.ideal * case.slower / ours["seconds"], "predicted": case.predicted(ours["depth"]),
         "textbook": case.ideal * case.slower / textbook["seconds"], "textbook_predicted": case.predicted(STAGES),
     }  # fmt: skip
@@ -360,10 +362,22 @@ def cases(chosen: argparse.Namespace) -> Iterator[Case]:
     if chosen.target:
         for wire in chosen.formats:
             yield Case(
-                rate=100, latency=25, divisor=8, micro_batches=32, pace=2048 * TOKEN_SECONDS, wire=wire, limited=limited
+                rate=100,
+                latency=25,
+                divisor=8,
+                micro_batches=32,
+                seconds_per_microbatch=2048 * TOKEN_SECONDS,
+                wire=wire,
+                limited=limited,
             )
             yield Case(
-                rate=100, latency=25, divisor=8, micro_batches=128, pace=512 * TOKEN_SECONDS, wire=wire, limited=limited
+                rate=100,
+                latency=25,
+                divisor=8,
+                micro_batches=128,
+                seconds_per_microbatch=512 * TOKEN_SECONDS,
+                wire=wire,
+                limited=limited,
             )
         return
     for rate in chosen.rates:
@@ -372,17 +386,17 @@ def cases(chosen: argparse.Namespace) -> Iterator[Case]:
                 for micro_batches in chosen.micro_batches:
                     for wire in chosen.formats:
                         case = Case(
-                            rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches, pace=chosen.pace,
+                            rate=rate, latency=latency, divisor=divisor, micro_batches=micro_batches, seconds_per_microbatch=chosen.seconds_per_microbatch,
                             wire=wire, limited=limited,
                         )  # fmt: skip
-                        if micro_batches == 32 or case.transfer <= 2 * case.pace:
+                        if micro_batches == 32 or case.transfer <= 2 * case.seconds_per_microbatch:
                             yield case
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--netlab", type=Path, help="the lab's script")
-    parser.add_argument("--pace", type=float, default=PACE)
+    parser.add_argument("--seconds_per_microbatch", type=float, default=PACE)
     parser.add_argument("--target", action="store_true")
     parser.add_argument(
         "--idle-restart", action="store_true", help="leave TCP's windows to shrink at rest, Linux's default"
@@ -417,7 +431,7 @@ def main() -> int:
         with Chain.start(chosen.netlab, chosen.idle_restart, *same) as chain:
             depth, before = 0, None
             for case in some:
-                if before != (shape := (case.divisor, case.pace, case.wire)):
+                if before != (shape := (case.divisor, case.seconds_per_microbatch, case.wire)):
                     depth, before = 0, shape
                 row, depth = measure(chain, case, depth)
                 rows.append(row)

@@ -40,7 +40,7 @@ def main() -> int:
                     out,
                     **swarm,
                     stages=3,
-                    k=recipe.parse_k(cli.DEMO_K),
+                    rank=recipe.parse_rank(cli.DEMO_RANK),
                     rounds=chosen.rounds,
                     inner_steps=None,
                     seed=seed,

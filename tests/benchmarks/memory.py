@@ -72,7 +72,7 @@ class Shape:
             warmup_steps=0, total_steps=9,
         )  # fmt: skip
         return tiny.manifest(
-            model=model, train=train, chains=ChainSpec(k=(self.k,), forward=self.wire, backward=self.wire)
+            model=model, train=train, chains=ChainSpec(rank=(self.k,), forward=self.wire, backward=self.wire)
         )
 
     def range(self, stage: str) -> tuple[int, int]:
@@ -209,9 +209,9 @@ def peer(
             for row in array.reshape(-1, array.shape[-1]):
                 row[:] = rng.standard_normal(row.size, np.float32) * 0.02
     others = {"embed": sparse.encode(manifest.outer.codec, [np.zeros((spec.vocab_size, spec.d_model), np.float32)])}
-    trainer = Gated(spec, manifest.train, shards, k=k, basis=basis)
+    trainer = Gated(spec, manifest.train, shards, rank=k, basis=basis)
     trainer.gate, trainer.depth = gate, depth
-    room: list[Any] = []
+    scratch: list[Any] = []
 
     def go() -> None:
         for _ in filter(None, ends):
@@ -225,7 +225,7 @@ def peer(
             payloads[shard], _ = outer.encode(shard)
         trainer.release()
         for shard in held:
-            outer.apply(shard, [(0.5, payloads[shard])] * 2, room)
+            outer.apply(shard, [(0.5, payloads[shard])] * 2, scratch)
             outer.digest(shard)
         trainer.begin_round(outer.theta)
 

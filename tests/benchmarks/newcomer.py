@@ -55,7 +55,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
-from tests.volunteers import TOKENIZER, Engine
+from tests.volunteers import TOKENIZER, InnerLoop
 
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)
 REPLICAS, ROUNDS, CHECKPOINT, STOPPED = 8, 120, 100, 115
@@ -124,7 +124,7 @@ def prepare(folder: Path) -> None:
             share = Share(peer=identity(f"replica {replica}").peer_id, parts=tuple(parts))
             contributions.append(Contribution(replica=replica, tokens=64, steps=4, loss=1.0, shares=(share,)))
         stages = [(StageSpec(peer=identity(n).peer_id, first=0, last=MODEL.n_layers),) for n in JOINERS]
-        plan = Plan(round=round + 1, slot=0, replicas=tuple(ReplicaSpec(k=0, stages=s) for s in stages))
+        plan = Plan(round=round + 1, slot=0, replicas=tuple(ReplicaSpec(rank=0, stages=s) for s in stages))
         commit = Commit(
             run=run.run_id, round=round, parent=parent, time=0.0, contributions=tuple(contributions), left_out=(),
             diverged=(), digests=digests, plan=plan if round == ROUNDS else None, leader=tiny.OPERATOR.peer_id, members=run.operators,
@@ -235,7 +235,7 @@ async def join(name: str, folder: Path, address: str) -> None:
     warnings: list[str] = []
     began = time.monotonic()
 
-    class Idle(Engine):
+    class Idle(InnerLoop):
         async def train(self, *args: Any) -> Any:
             ready.set()
             await asyncio.Event().wait()
@@ -244,7 +244,7 @@ async def join(name: str, folder: Path, address: str) -> None:
         if event.kind == "warning":
             warnings.append(event.fields["text"])
 
-    daemon.Engine = Idle  # type: ignore[misc,assignment]
+    daemon.InnerLoop = Idle  # type: ignore[misc,assignment]
     daemon.data.prepare = lambda *_: None  # type: ignore[attr-defined,assignment,return-value]
     daemon.data.load_tokenizer = lambda *_: None  # type: ignore[attr-defined,assignment]
     rounds: list[Any] = []

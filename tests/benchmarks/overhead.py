@@ -46,7 +46,7 @@ async def be_stage(stage: int, stages: int, steps: int, folder: Path) -> None:
     names = layout.shard_names(MODEL)
     shards = names if stages == 1 else (names[:CUT], names[CUT:])[stage]
     k, basis = (0, None) if stages == 1 else (K, subspace.basis(b"overhead", MODEL.d_model, K))
-    trainer = StageTrainer(MODEL, TRAIN, shards, k=k, basis=basis)
+    trainer = StageTrainer(MODEL, TRAIN, shards, rank=k, basis=basis)
     trainer.begin_round({s: init.initial_shard(MODEL, b"overhead", s) for s in {"embed", *shards}})
 
     def windows(step: int) -> np.ndarray:
@@ -76,9 +76,11 @@ def measure(stages: int, steps: int) -> list[list[dict[str, Any]]]:
 def free_wire(stages: Sequence[dict[str, Any]]) -> float:
     """Seconds of a step by the stages' reports of it, had the wire cost nothing: micro-batches in their schedule, and what else
     each stage computed, at the same time as the others."""
-    costs = [StageCost(forward=r["pace"] / 3, backward=r["pace"] * 2 / 3) for r in stages]
+    costs = [
+        StageCost(forward=r["seconds_per_microbatch"] / 3, backward=r["seconds_per_microbatch"] * 2 / 3) for r in stages
+    ]
     links = [LinkCost(forward=0.0, backward=0.0, latency=0.0)] * (len(stages) - 1)
-    rest = max(r["busy_s"] - r["pace"] * TRAIN.micro_batches for r in stages)
+    rest = max(r["busy_s"] - r["seconds_per_microbatch"] * TRAIN.micro_batches for r in stages)
     return rest + pipeline_model.step_seconds(costs, links, TRAIN.micro_batches, stages[0]["depth"])
 
 

@@ -49,7 +49,7 @@ def make_run(millions: float, peers: int, rounds: int, overlap: int) -> Manifest
         operators=(tiny.OPERATOR.peer_id,),
         model=averaging.model(millions),
         train=train,
-        outer=OuterSpec(k=32, overlap=overlap),
+        outer=OuterSpec(topk=32, overlap=overlap),
         timing=TimingSpec(round_deadline=600.0, heartbeat=2.0, gone_after=120.0),
     )
 

@@ -39,7 +39,7 @@ def run() -> dict[str, Any]:
 
 def main() -> int:
     result = json.loads(Path(sys.argv[1]).read_text()) if len(sys.argv) > 1 else run()
-    chosen = options(Path("unused"), full=2, chains=1, stages=3, k=recipe.parse_k(cli.DEMO_K))
+    chosen = options(Path("unused"), full=2, chains=1, stages=3, rank=recipe.parse_rank(cli.DEMO_RANK))
     manifest = recipe.make_manifest(chosen)
     wrong = 0
 
@@ -59,7 +59,7 @@ def main() -> int:
     print(f"; {100 * (payload / entropy - 1):+.2f} %")
     wrong += payload != most if codec.indices == "fixed" else payload > min(most, (1 + PAYLOAD_TOLERANCE) * entropy)
 
-    train, k = manifest.train, manifest.chains.k[0]
+    train, k = manifest.train, manifest.chains.rank[0]
     framing = link.HEAD_BYTES / (train.rows * train.sequence)
     for way, name in (("", manifest.chains.forward), ("backward_", manifest.chains.backward)):
         measured, formula = (

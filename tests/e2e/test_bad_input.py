@@ -178,7 +178,7 @@ def test_run_is_neither_file_nor_address(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--k", "x"), ("--k", "1,2,3"), ("--stages", 9), ("--full", 0, "--chains", 0), ("--k", 4000)]
+    "arguments", [("--rank", "x"), ("--rank", "1,2,3"), ("--stages", 9), ("--full", 0, "--chains", 0), ("--rank", 4000)]
 )
 def test_demo_options(
     arguments: tuple[object, ...],

@@ -37,7 +37,7 @@ REQUIRED = [
 
 def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_path: Path) -> None:
     """P1 with a full replica and two chains of different k; and the oracle between transports."""
-    mixed = {"full": 1, "chains": 2, "k": (8, 4), "inner_steps": 2}
+    mixed = {"full": 1, "chains": 2, "rank": (8, 4), "inner_steps": 2}
     near = swarms.run(swarms.options(tmp_path / "memory", **mixed))
     far = swarms.run(swarms.options(tmp_path / "hivemind", **mixed, in_memory=False))
     assert set(REQUIRED) <= set(far)
@@ -61,7 +61,7 @@ def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(directory, "PUBLISH_SECONDS", 0.01)
     monkeypatch.setattr(MemoryTransport, "store", spied)
-    chosen = swarms.options(tmp_path / "run", full=0, chains=1, k=(8,), inner_steps=3)
+    chosen = swarms.options(tmp_path / "run", full=0, chains=1, rank=(8,), inner_steps=3)
     swarms.run(chosen)
     (first, last) = (announced[p.identity.peer_id][-1] for p in recipe.make_peers(swarms.manifest(chosen), chosen))
     for report in (first, last):

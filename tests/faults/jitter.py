@@ -4,7 +4,7 @@ python -m tests.faults.jitter --netlab PATH/netlab.sh [--dir FOLDER]
 
 One bootstrap node and four weak peers that make a chain, each behind an emulated home link. Four phases: as it is; with 3 % loss and
 100 ms jitter on the link of LOSSY; with SLOW at half its speed as well, until a plan moves blocks away from it; and after that. In each
-the chain must do all inner steps of every round and be committed, and nobody may be mended. While SLOW is slow, the bottleneck of most
+the chain must do all inner steps of every round and be committed, and nobody may be reconfigured. While SLOW is slow, the bottleneck of most
 steps must be SLOW or a link of LOSSY, and so must be what `potluck monitor` names last before the move; announcements are some
 seconds old. In the end the log is replayed: everybody must have attested those bits.
 
@@ -59,7 +59,7 @@ class Uneven:
         self.swarm, self.campaign = swarm, campaign
         self.chain = campaign.chain()
         self.peers = [campaign.ids()[name] for name in self.chain]
-        self.mends = 0
+        self.reconfigs = 0
 
     def named(self, bottleneck: utilization.Bottleneck) -> str:
         return bottleneck.text(self.chain)
@@ -95,8 +95,8 @@ class Uneven:
             fields = commits[round].fields
             done = [c["steps"] for c in fields["contributions"] if set(c["peers"]) == set(self.peers)]
             assert done == [steps], (phase, fields["contributions"], fields["left_out"])
-        mends = [e.fields for e in self.campaign.tails[NODE].read() if e.kind == "mended"]
-        assert not mends, mends
+        reconfigs = [e.fields for e in self.campaign.tails[NODE].read() if e.kind == "chain_reconfigured"]
+        assert not reconfigs, reconfigs
         events = [
             {
                 (e.fields["round"], e.fields["step"]): e.fields

@@ -7,7 +7,7 @@ One bootstrap node, one full replica, four weak peers that make a chain, and a s
 commit. Then the lost member comes back: a killed one is started again, a stopped one continued, a cut one healed; nothing else
 is started. When it is a spare, the next fault strikes. In the end the log is replayed: everybody must have attested those bits.
 
-Printed: seconds from the fault until all members of the mended chain have completed an inner step. Ctrl-C ends it early.
+Printed: seconds from the fault until all members of the reconfigured chain have completed an inner step. Ctrl-C ends it early.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PATIENCE = 300.0
 
 def make_manifest() -> Manifest:
     """The demo's recipe with a small model and steps of four micro-batches; short leases."""
-    chosen = swarms.options(Path("unused"), full=1, chains=1, stages=STAGES, k=(8,), rounds=10**6, inner_steps=STEPS)
+    chosen = swarms.options(Path("unused"), full=1, chains=1, stages=STAGES, rank=(8,), rounds=10**6, inner_steps=STEPS)
     made = swarms.manifest(chosen)
     return dataclasses.replace(
         made,
@@ -84,7 +84,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """`seconds`: until all members of the mended chain had completed an inner step; None where the chain ended its round.
+    """`seconds`: until all members of the reconfigured chain had completed an inner step; None where the chain ended its round.
     `kept`: whether its work is in the commit; `back`: seconds until the lost member was in a plan again."""
 
     seconds: float | None
@@ -176,8 +176,10 @@ class Campaign:
             self.lab.control("cut", victim)
             (folder / "cut").touch()
         round = self.round() + 1
-        mends = self.until(lambda: self._mends(round) or self.round() >= round, f"the mend after {fault} of {victim}")
-        peers = self._mends(round)[-1].fields["peers"] if mends is not True else []
+        reconfigs = self.until(
+            lambda: self._mends(round) or self.round() >= round, f"the reconfig after {fault} of {victim}"
+        )
+        peers = self._mends(round)[-1].fields["peers"] if reconfigs is not True else []
         names = [n for n, peer in self.ids().items() if peer in peers]
         self.until(
             lambda: self.round() >= round or (names and all(self._steps(n, round, at) for n in names)),
@@ -201,13 +203,15 @@ class Campaign:
         return Outcome(seconds, kept, time.time() - begin)
 
     def _mends(self, round: int) -> list[Event]:
-        return [e for e in self.tails[NODE].read() if e.kind == "mended" and e.fields["round"] == round]
+        return [e for e in self.tails[NODE].read() if e.kind == "chain_reconfigured" and e.fields["round"] == round]
 
     def _steps(self, name: str, round: int, after: float) -> list[float]:
-        """When a member completed inner steps of the mended chain."""
+        """When a member completed inner steps of the reconfigured chain."""
         events = self.tails[name].read()
-        mended = [e.time for e in events if e.kind in ("mended", "role") and e.fields["round"] == round]
-        begin = max(after, mended[-1]) if mended else float("inf")
+        reconfigured = [
+            e.time for e in events if e.kind in ("chain_reconfigured", "role") and e.fields["round"] == round
+        ]
+        begin = max(after, reconfigured[-1]) if reconfigured else float("inf")
         return [e.time for e in events if e.kind == "step" and e.fields["round"] == round and e.time > begin]
 
     def _is_back(self, name: str) -> bool:

@@ -15,7 +15,7 @@ KEYS = tiny.OPERATORS[:3]
 
 def three_nodes(rounds: int, start_peers: int) -> Manifest:
     """The demo's recipe with a small model, a quorum of three and a lease of five seconds."""
-    chosen = swarms.options(Path("unused"), full=2, chains=1, k=(8,), rounds=rounds, inner_steps=2)
+    chosen = swarms.options(Path("unused"), full=2, chains=1, rank=(8,), rounds=rounds, inner_steps=2)
     return dataclasses.replace(
         swarms.manifest(chosen),
         start_peers=start_peers,

@@ -51,7 +51,7 @@ from protocol.wire.encoding import MessageError
 from protocol.wire.framing import FrameError, FrameReader
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
-from protocol.wire.session import Ask
+from protocol.wire.session import LogRequest
 from tests import tiny
 from tests.e2e import swarms
 from tests.fuzz.mutate import Mutator, change_bytes, change_msgpack, change_text
@@ -403,7 +403,7 @@ def change_blob_reply(rng: Any, raw: bytes, others: Sequence[bytes]) -> bytes:
 
 def call_request(raw: bytes) -> object:
     """The request of a LOG call, as bootstrap/node.py reads it."""
-    return encoding.expect(Ask, encoding.decode(raw, KEY.peer_id), KEY.peer_id).after
+    return encoding.expect(LogRequest, encoding.decode(raw, KEY.peer_id), KEY.peer_id).after
 
 
 def log_reply(raw: bytes) -> object:
@@ -466,7 +466,7 @@ def _use(found: manifests.Manifest) -> object:
     return "read"
 
 
-MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chains=1, k=(8,)))]
+MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chains=1, rank=(8,)))]
 
 # --- the DHT
 
@@ -534,7 +534,7 @@ TARGETS = [
     Target("pipeline frames", pipe, (link.ChainBroken, quantize.BadTensor), PIPE, change_bytes, 8),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
-    Target("log requests", call_request, (MessageError,), [encoding.encode(Ask(after=3))], change_msgpack, 4),
+    Target("log requests", call_request, (MessageError,), [encoding.encode(LogRequest(after=3))], change_msgpack, 4),
     Target("log replies", log_reply, (RemoteError,), [framing.pack_message(RECORDS * 2), framing.pack_message([])], change_msgpack, 2),
     Target("log file", log_file, (archive.Damaged,), [_records(RECORDS * 3), b""], change_log, 6),
     Target("addresses", addresses, (address.BadAddress,), [

@@ -66,7 +66,7 @@ def test_an_error_of_several_lines_is_found(tmp_path: Path, monkeypatch: pytest.
 
     def refuse(raw: bytes) -> None:
         if raw != b"seed":
-            raise LocalError("two\nlines; mend them")
+            raise LocalError("two\nlines; reconfig them")
 
     (state,) = campaign.run(
         [Target("bad", refuse, (LocalError,), [b"seed"], mutate.change_bytes, 1)], 0, lambda n: n < 5

@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
     ],
     "rounds": 30, "inner_steps": 10, "micro_batches": 2, "rows": 4, "sequence": 128,
     "lr": 3e-3, "warmup_steps": 20, "total_steps": 300, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "clip": 1.0,
-    "outer": {"k": 256, "values": "sym2", "beta": 0.95, "eta": 1.0},
+    "outer": {"topk": 256, "values": "sym2", "beta": 0.95, "eta": 1.0},
     "wire": "bf16",
 }  # fmt: skip
 
@@ -250,7 +250,7 @@ def run(
                     ahead[-1][name] = w - delta  # before this round's commit: its own work stands for the mean of all
                     e = feedback[number][name]
                     e.mul_(outer["beta"]).add_(delta)
-                    sent[-1][name] = sparsify(e, outer["k"], outer["values"])
+                    sent[-1][name] = sparsify(e, outer["topk"], outer["values"])
                     e.sub_(sent[-1][name])
         for name, w in theta.items():
             total = torch.zeros_like(w)

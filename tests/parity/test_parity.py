@@ -37,7 +37,7 @@ def config(values: str, wire: str) -> dict[str, object]:
     return {
         "model": {name: getattr(SPEC, name) for name in ModelSpec.__slots__},
         "replicas": [{"stages": stages, "k": k} for stages, k in REPLICAS],
-        "outer": {"k": 256, "values": values, "beta": BETA, "eta": ETA},
+        "outer": {"topk": 256, "values": values, "beta": BETA, "eta": ETA},
         "rounds": ROUNDS,
         "wire": wire,
         **{name: getattr(TRAIN, name) for name in TrainSpec.__slots__},
@@ -85,7 +85,7 @@ def test_rounds_agree_with_the_reference(values: str, wire: str) -> None:
     for outer in outers:
         outer.theta = {shard: [a.copy() for a in arrays] for shard, arrays in theta0.items()}
     replicas = [
-        [StageTrainer(SPEC, TRAIN, shards_of(*stage), k=k, basis=basis if k else None) for stage in stages]
+        [StageTrainer(SPEC, TRAIN, shards_of(*stage), rank=k, basis=basis if k else None) for stage in stages]
         for stages, k in REPLICAS
     ]
     losses: list[list[float]] = []

@@ -19,7 +19,7 @@ from tests.parity import reference
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int) -> None:
-    chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, k=(8,), inner_steps=3)
+    chosen = swarms.options(tmp_path / "run", full=1, chains=1, stages=3, rank=(8,), inner_steps=3)
     chains = {"forward": "bf16", "backward": "bf16"}
     manifest = swarms.manifest(chosen, outer={"overlap": overlap}, chains=chains)
     swarms.run(chosen, manifest)
@@ -41,7 +41,7 @@ def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int)
 
     config = {
         "model": {name: getattr(model, name) for name in model.__slots__},
-        "replicas": [{"stages": [(s.first, s.last) for s in r.stages], "k": r.k} for r in plan.replicas],
+        "replicas": [{"stages": [(s.first, s.last) for s in r.stages], "k": r.rank} for r in plan.replicas],
         "outer": {name: getattr(manifest.outer, name) for name in manifest.outer.__slots__},
         "rounds": manifest.rounds,
         "wire": manifest.chains.forward,

@@ -16,7 +16,7 @@ from protocol.run.manifest import TimingSpec
 from protocol.wire.ballot import Promise
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import Ask
+from protocol.wire.session import LogRequest
 from tests import tiny
 from tests.sim.ledger import Violation
 from tests.sim.world import Node, Weather, World
@@ -97,7 +97,7 @@ class Voter(Node):
         match message:
             case Record():
                 self.feed(paxos.Learned(name, message))
-            case Ask(after=after):
+            case LogRequest(after=after):
                 self.send_log(name, after)
             case _:
                 self.feed(paxos.Heard(name, message))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from protocol.rounds.paxos import Quorum
 from protocol.wire.ballot import Promise
 from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import Ask, Attest, Beat, Broken, Finished, Mend, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Finished, Heartbeat, LogRequest, Offer, Withdraw
 from tests.sim.ledger import Vector, Violation
 from tests.sim.world import Node
 
@@ -106,12 +106,12 @@ class BootstrapNode(Node):
         if peer in self.heard:
             self.heard[peer] = self.world.now
         match message:
-            case Ask(after=after):
+            case LogRequest(after=after):
                 for record in self.log[after + 1 :]:
                     self.tell(peer, record)
                 if self.done:
                     self.tell(peer, Finished(round=self.log[-1].commit.round))
-            case Offer() | Attest() | Withdraw() | Broken() | Mend():
+            case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
                 self.work(leader.Received(peer, message))
             case _:
                 pass
@@ -131,7 +131,7 @@ class BootstrapNode(Node):
         match message:
             case Record():
                 self.work(paxos.Learned(name, message))
-            case Ask(after=after):
+            case LogRequest(after=after):
                 self.send_log(name, after)
             case _:
                 self.work(paxos.Heard(name, message))  # type: ignore[arg-type]
@@ -161,8 +161,8 @@ class BootstrapNode(Node):
                 case leader.Propose(commit):
                     self.boundary("before Propose")
                     self.soon.append(paxos.Proposed(commit))
-                case leader.Tell(peers, mend, first):
-                    self.mends(peers, mend, first)
+                case leader.Send(peers, reconfig, first):
+                    self.reconfigs(peers, reconfig, first)
                 case leader.Report(round, peer, shard):
                     self.trace(f"reports: {peer} diverged on {shard} after round {round}")
                     self.reports.add((round, peer, shard))
@@ -177,14 +177,14 @@ class BootstrapNode(Node):
                         self.tell(peer, Finished(round=round))
                         self.boundary("half broadcast")
 
-    def mends(self, peers: tuple[str, ...], mend: Mend, first: bool) -> None:
+    def reconfigs(self, peers: tuple[str, ...], reconfig: ChainReconfig, first: bool) -> None:
         if first:
-            self.boundary("before Mend")
-            kind = "ended" if not mend.peers else "finished" if mend.steps else "mended"
+            self.boundary("before ChainReconfig")
+            kind = "ended" if not reconfig.peers else "finished" if reconfig.steps else "chain_reconfigured"
             self.world.stats[f"chains {kind}"] += 1
-            self.trace(f"{mend}")
+            self.trace(f"{reconfig}")
         for peer in peers:
-            self.tell(peer, mend)
+            self.tell(peer, reconfig)
             self.boundary("half broadcast")
 
     def quorum_does(self, event: paxos.Event) -> None:
@@ -193,11 +193,11 @@ class BootstrapNode(Node):
                 case paxos.Save(vote):
                     self.save(vote)
                 case paxos.Send(peer, message):
-                    if not isinstance(message, Beat):
+                    if not isinstance(message, Heartbeat):
                         self.boundary("before Send")
                         self.trace(f"-> {peer}: {type(message).__name__} {getattr(message, 'ballot', '')}")
                     self.tell_node(peer, message)
-                    if not isinstance(message, Beat):
+                    if not isinstance(message, Heartbeat):
                         self.boundary("after Send")
                 case paxos.SendLog(peer, after):
                     self.send_log(peer, after)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.rounds.chain_repair import Repairs
+from protocol.rounds.chain_repair import ChainRoster
 from protocol.rounds.leader import Leader
-from protocol.rounds.member import Effect, Event, GiveBack, Member, Train
+from protocol.rounds.member import Effect, Event, Member, RestoreFeedback, Train
 from protocol.rounds.paxos import Appended
 from protocol.wire.commit import Commit, Record
-from protocol.wire.session import Mend, Offer
+from protocol.wire.session import ChainReconfig, Offer
 from tests.sim.bootstrap_node import BootstrapNode
 from tests.sim.ledger import Vector
 from tests.sim.peer_node import Checkpoint, PeerNode, Written
@@ -71,7 +71,7 @@ class ForgetfulMember(Member):
     """Does not give back what was not committed."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        return [e for e in super().handle(event, now) if not isinstance(e, GiveBack)]
+        return [e for e in super().handle(event, now) if not isinstance(e, RestoreFeedback)]
 
 
 class ForgetfulPeer(PeerNode):
@@ -86,7 +86,7 @@ class HastyBootstrap(BootstrapNode):
         self.later(self.world.rng.uniform(0.0, 1.0), self.write, record)
 
 
-class GenerousRepairs(Repairs):
+class GenerousRepairs(ChainRoster):
     """Gives a spare to several chains."""
 
     def _is_free(self, spare: str) -> bool:
@@ -98,11 +98,11 @@ class DoublingLeader(Leader):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.repairs = GenerousRepairs(self.plan)
+        self.roster = GenerousRepairs(self.plan)
 
     def _begin(self, commit: Commit, now: float) -> list[Any]:
         effects = super()._begin(commit, now)
-        self.repairs = GenerousRepairs(commit.plan)
+        self.roster = GenerousRepairs(commit.plan)
         return effects
 
     def _offer_of(self, index: int, peer: str) -> Offer | None:
@@ -116,9 +116,9 @@ class DoublingBootstrap(BootstrapNode):
 class TwiceMember(Member):
     """A spare that does not remember that it took part in the round: replaced itself, it begins again."""
 
-    def _mended(self, mend: Mend) -> list[Effect]:
+    def _reconfigured(self, reconfig: ChainReconfig) -> list[Effect]:
         before = self._attempted
-        effects = super()._mended(mend)
+        effects = super()._reconfigured(reconfig)
         if any(isinstance(effect, Train) for effect in effects):
             self._attempted = before
         return effects

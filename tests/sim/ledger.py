@@ -6,7 +6,7 @@ P1  theta(shard, r) = theta(shard, r-1) - eta sum_m w_m sent_m, over the decided
     round r must hold.
 P2  the first commit of a round that any node writes, applies or learns is the only one, and it follows from the one
     before.
-P3  for every peer and shard, with the pseudo-gradients delta_1 ... delta_n that its Pack and Fold records made durable, and
+P3  for every peer and shard, with the pseudo-gradients delta_1 ... delta_n that its EncodeUpdate and KeepInFeedback records made durable, and
     sent_i the payload of record i if a decided commit names it, else 0:
 
         sum_i beta^(n-i) sent_i + e = sum_i beta^(n-i) delta_i        whenever no offer is waiting for its decision.

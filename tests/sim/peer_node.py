@@ -18,36 +18,36 @@ from protocol.planning.partition import Candidate
 from protocol.rounds.member import (
     Applied,
     Apply,
-    Arrange,
-    Arranged,
-    Broke,
+    ChainFailed,
     Committed,
     Connected,
     Digested,
     Effect,
+    EncodeUpdate,
     Event,
     Failed,
     Finish,
-    Fold,
     ForkError,
-    GiveBack,
+    HoldShards,
+    KeepInFeedback,
     Member,
-    Mended,
-    Pack,
-    Packed,
+    Reconfigured,
+    RestoreFeedback,
     Resume,
     RunOver,
+    Send,
+    ShardsHeld,
     Stop,
-    Tell,
     Tick,
     Train,
     Trained,
+    UpdateEncoded,
 )
 from protocol.run import layout
 from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
-from protocol.wire.session import Ask, Attest, Beat, Finished, Mend, Offer
+from protocol.wire.session import Attest, ChainReconfig, Finished, Heartbeat, LogRequest, Offer
 from tests.sim import ledger
 from tests.sim.ledger import SIZE, ZERO, Entry, Vector, Violation
 from tests.sim.world import Node
@@ -68,7 +68,7 @@ class Written:
 
     round: int
     feedback: dict[str, Vector]
-    given_back: bool = False
+    restored_offer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class PeerNode(Node):
         self.delta: dict[str, Vector] = {}
         self.volatile: dict[str, Vector] = {}
         self.writing: Callable[[], None] | None = None
-        self.job: tuple[Plan, int, int] | None = None  # plan, replica, epoch
+        self.job: tuple[Plan, int, int] | None = None  # plan, replica, generation
         self.swarm.left(self.name)
 
     def started(self) -> None:
@@ -117,7 +117,9 @@ class PeerNode(Node):
             self.round, self.theta = self.checkpoint.round, dict(self.checkpoint.theta)
         self.feedback = dict(self.record.feedback)
         offer = self.offer
-        if offer and (offer.round < self.record.round or (offer.round == self.record.round and self.record.given_back)):
+        if offer and (
+            offer.round < self.record.round or (offer.round == self.record.round and self.record.restored_offer)
+        ):
             offer = None
         if offer and offer.round > self.record.round:
             self.world.stats["without delta"] += 1
@@ -173,13 +175,13 @@ class PeerNode(Node):
                 self.theta[shard], (Fraction(self.world.rng.randint(1, 10**9)), Fraction(0), Fraction(0))
             )
             self.corrupted.add(shard)
-        self.tell(Beat(phase=self.member.phase, round=self.round))
+        self.tell(Heartbeat(phase=self.member.phase, round=self.round))
         self.feed(Tick())
         self.later(TICK_SECONDS, self.tick)
 
     def tell(self, message: Message) -> None:
         names = list(self.sessions)
-        if isinstance(message, Ask) and names:
+        if isinstance(message, LogRequest) and names:
             self.turn += 1
             names = [names[self.turn % len(names)]]
         for name in names:
@@ -195,8 +197,8 @@ class PeerNode(Node):
                 self.feed(Committed(message))
             case Finished():
                 self.feed(RunOver())
-            case Mend():
-                self.feed(Mended(message))
+            case ChainReconfig():
+                self.feed(Reconfigured(message))
             case _:
                 pass
 
@@ -213,39 +215,39 @@ class PeerNode(Node):
     def carry_out(self, effect: Effect) -> None:
         rng = self.world.rng
         match effect:
-            case Train(plan, replica, epoch, steps):
+            case Train(plan, replica, generation, steps):
                 self.boundary("before Train")
-                self.train(plan, replica, epoch, steps)
+                self.train(plan, replica, generation, steps)
                 self.boundary("after Train")
-            case Resume(plan, replica, epoch, steps):
+            case Resume(plan, replica, generation, steps):
                 self.boundary("before Resume")
                 if self.job is not None:  # else its answer is under way
-                    self.train(plan, replica, epoch, steps)
+                    self.train(plan, replica, generation, steps)
             case Stop():
                 self.world.stats["ahead in vain"] += self.member.ahead == "dropped"
                 self.later(rng.uniform(0.0, 1.0), self.answer, rng.choice((0, 1, 2)), "stopped")
-            case Pack(plan, replica, steps, tokens, loss):
-                self.boundary("before Pack")
+            case EncodeUpdate(plan, replica, steps, tokens, loss):
+                self.boundary("before EncodeUpdate")
                 self.later(rng.uniform(0.0, 1.0), self.pack, plan, replica, steps, tokens, loss)
-            case Fold(round):
-                self.boundary("before Fold")
+            case KeepInFeedback(round):
+                self.boundary("before KeepInFeedback")
                 self.later(rng.uniform(0.0, 1.0), self.fold, round)
-            case GiveBack(offer):
-                self.boundary("before GiveBack")
-                self.give_back(offer)
-                self.boundary("after GiveBack")
+            case RestoreFeedback(offer):
+                self.boundary("before RestoreFeedback")
+                self.restore_feedback(offer)
+                self.boundary("after RestoreFeedback")
             case Apply(commit, rebuild):
                 self.boundary("before Apply")
                 self.apply(commit, rebuild)
-            case Arrange(commit):
-                self.boundary("before Arrange")
+            case HoldShards(commit):
+                self.boundary("before HoldShards")
                 self.arrange(commit)
-            case Tell(Ask() as message):
+            case Send(LogRequest() as message):
                 self.tell(message)
-            case Tell(message):
-                self.boundary("before Tell")
+            case Send(message):
+                self.boundary("before Send")
                 self.tell(message)
-                self.boundary("after Tell")
+                self.boundary("after Send")
                 if isinstance(message, Attest):
                     self.attested(message)
             case Finish():
@@ -257,25 +259,25 @@ class PeerNode(Node):
 
     # --- training
 
-    def train(self, plan: Plan, replica: int, epoch: int, steps: int) -> None:
-        self.trace(f"trains round {plan.round} in replica {replica}, epoch {epoch}")
-        self.job = (plan, replica, epoch)
+    def train(self, plan: Plan, replica: int, generation: int, steps: int) -> None:
+        self.trace(f"trains round {plan.round} in replica {replica}, generation {generation}")
+        self.job = (plan, replica, generation)
         self.world.stats["ahead"] += plan.round > self.member.applied + 1
         if steps:
-            self.later(self.world.rng.uniform(0.0, 1.0), self.finish, epoch, steps)
+            self.later(self.world.rng.uniform(0.0, 1.0), self.finish, generation, steps)
         else:
-            self.swarm.joins(self, plan, replica, epoch)
+            self.swarm.joins(self, plan, replica, generation)
 
-    def finish(self, epoch: int, steps: int) -> None:
-        """The inner steps are done, as far as this chain is still the one of `epoch`."""
-        if self.job is not None and self.job[2] == epoch:
+    def finish(self, generation: int, steps: int) -> None:
+        """The inner steps are done, as far as this chain is still the one of `generation`."""
+        if self.job is not None and self.job[2] == generation:
             self.answer(steps, "")
 
-    def broke(self, round: int, replica: int, epoch: int, who: str) -> None:
+    def broke(self, round: int, replica: int, generation: int, who: str) -> None:
         """The chain lost a member; the work is kept until somebody says how it goes on."""
-        if self.job is not None and (self.job[0].round, *self.job[1:]) == (round, replica, epoch):
-            self.trace(f"lost {who} in round {round}, epoch {epoch}")
-            self.feed(Broke(round, epoch, who, "lost"))
+        if self.job is not None and (self.job[0].round, *self.job[1:]) == (round, replica, generation):
+            self.trace(f"lost {who} in round {round}, generation {generation}")
+            self.feed(ChainFailed(round, generation, who, "lost"))
 
     def answer(self, steps: int, reason: str) -> None:
         """Training is over after `steps` steps; with a `reason` it was cut short."""
@@ -373,10 +375,10 @@ class PeerNode(Node):
             writing()
 
     def packed(self, round: int, offer: Offer | None) -> None:
-        self.boundary("before Packed")
-        self.feed(Packed(round, offer))
+        self.boundary("before UpdateEncoded")
+        self.feed(UpdateEncoded(round, offer))
 
-    def give_back(self, offer: Offer) -> None:
+    def restore_feedback(self, offer: Offer) -> None:
         self.world.stats["give-backs"] += 1
         self.written()
         for part in offer.parts:
@@ -386,7 +388,7 @@ class PeerNode(Node):
         feedback = dict(self.feedback)
 
         def write() -> None:
-            self.record = Written(offer.round, feedback, given_back=True)
+            self.record = Written(offer.round, feedback, restored_offer=True)
             self.boundary("give-back durable")
 
         self.begin(write)
@@ -431,9 +433,9 @@ class PeerNode(Node):
 
     def arranged(self, commit: Commit, wanted: tuple[str, ...]) -> None:
         self.theta = {s: self.theta[s] if s in self.theta else self.rebuilt(s, commit) for s in wanted}
-        self.boundary("after Arrange")
+        self.boundary("after HoldShards")
         digests = {shard: ledger.digest(shard, x) for shard, x in self.theta.items()}
-        self.later(self.world.rng.uniform(0.0, 0.5), self.feed, Arranged(commit.round))
+        self.later(self.world.rng.uniform(0.0, 0.5), self.feed, ShardsHeld(commit.round))
         self.later(self.world.rng.uniform(0.5, 3.0), self.feed, Digested(commit.round, digests))
 
     def attested(self, attest: Attest) -> None:

@@ -20,13 +20,13 @@ QUORUMS = ((1, 1), (3, 3), (3, 3), (3, 4), (5, 5), (5, 6))
 """Sizes of the quorum, and operators' nodes."""
 CHAIN_PATIENCE = 20.0
 Key = tuple[int, int, int]
-"""A chain: round, replica, epoch."""
+"""A chain: round, replica, generation."""
 LATEST = 150.0
 """By then everybody has started."""
 
 
 class Swarm:
-    """Everything that one seed decides; `run` raises Violation if a promise is broken."""
+    """Everything that one seed decides; `run` raises Violation if a promise is failure."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Swarm:
             wrong = known.get(peer.name) not in (None, right)
             told = (round, peer.name, shard) in node.reports
             if wrong and not told and list(known.values()).count(right) >= 2:
-                raise Violation("P1", f"{peer.name}: the memory error in {shard} was neither mended nor reported")
+                raise Violation("P1", f"{peer.name}: the memory error in {shard} was neither reconfigured nor reported")
 
     def new_session(self) -> int:
         self._sessions += 1
@@ -144,9 +144,9 @@ class Swarm:
 
     # --- chains: all members train together or not at all
 
-    def joins(self, peer: PeerNode, plan: Plan, replica: int, epoch: int) -> None:
+    def joins(self, peer: PeerNode, plan: Plan, replica: int, generation: int) -> None:
         """A peer is ready to train; once all members of its chain are, they train, and may lose one of them."""
-        rng, key, members = self.world.rng, (plan.round, replica, epoch), plan.replicas[replica].peers
+        rng, key, members = self.world.rng, (plan.round, replica, generation), plan.replicas[replica].peers
         together = self._chains.setdefault((key, members), set())
         together.add(peer.name)
         if together == set(members) and (key, members) not in self._torn:

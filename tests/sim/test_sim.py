@@ -47,8 +47,8 @@ def lives(pool: ProcessPoolExecutor) -> list[Life]:
 
 
 def test_every_promise_is_kept(lives: list[Life]) -> None:
-    broken = [f"seed {s}: {text}; replay: python -m tests.sim.run --seed {s}" for s, _, text in lives if text]
-    assert broken == []
+    failure = [f"seed {s}: {text}; replay: python -m tests.sim.run --seed {s}" for s, _, text in lives if text]
+    assert failure == []
 
 
 def test_the_faults_do_happen_and_the_work_is_done_nevertheless(lives: list[Life]) -> None:
@@ -80,7 +80,7 @@ def test_the_faults_do_happen_and_the_work_is_done_nevertheless(lives: list[Life
         "left out",
         "leads",
         "ahead",
-        "chains mended",
+        "chains reconfigured",
         "chains finished",
     )
     assert {name: stats[name] for name in often if stats[name] < 200} == {}
@@ -106,7 +106,7 @@ def test_a_planted_bug_is_found_by_the_promise_that_it_breaks(name: str) -> None
             found.setdefault(violation.promise, seed)
         if BUGS[name].promise in found:
             return
-    pytest.fail(f"{name}: {BUGS[name].promise} not seen broken in {BUG_SEEDS} seeds, only {found}")
+    pytest.fail(f"{name}: {BUGS[name].promise} not seen failure in {BUG_SEEDS} seeds, only {found}")
 
 
 def test_a_quorum_in_a_storm_forks_never_and_decides_when_it_is_over(pool: ProcessPoolExecutor) -> None:

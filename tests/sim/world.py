@@ -18,10 +18,10 @@ from protocol.wire.commit import Record
 from protocol.wire.encoding import Message, decode, encode
 
 BOUNDARIES = (
-    "before Train", "after Train", "before Pack", "payload durable", "offer durable", "record durable", "before Packed", "before Tell",
-    "after Tell", "before GiveBack", "after GiveBack", "give-back durable", "before Apply", "theta changed", "after Apply", "before Fold",
-    "before Arrange", "after Arrange", "before Finish", "checkpoint written", "before Fetch", "payload held",
-    "before Propose", "before Mend", "before Resume", "before Save", "vote durable", "before Send", "after Send", "before Append", "log durable", "before broadcast",
+    "before Train", "after Train", "before EncodeUpdate", "payload durable", "offer durable", "record durable", "before UpdateEncoded", "before Send",
+    "after Send", "before RestoreFeedback", "after RestoreFeedback", "give-back durable", "before Apply", "theta changed", "after Apply", "before KeepInFeedback",
+    "before HoldShards", "after HoldShards", "before Finish", "checkpoint written", "before Fetch", "payload held",
+    "before Propose", "before ChainReconfig", "before Resume", "before Save", "vote durable", "before Send", "after Send", "before Append", "log durable", "before broadcast",
     "half broadcast", "before Done",
 )  # fmt: skip
 """Where a process may die."""

@@ -82,11 +82,11 @@ def test_what_is_protected_stays_above_the_limit(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, limit=2500)
     names = [store.put(noise(1000, i), i) for i in range(2)]
     store.protected = set(names)
-    assert not store.make_room(1000)
+    assert not store.make_space(1000)
     names.append(store.put(noise(1000, 2), 2))
     assert set(store) == set(names)
     store.protected = set(names[1:])
-    assert store.make_room(0)
+    assert store.make_space(0)
     assert set(store) == set(names[1:])
 
 

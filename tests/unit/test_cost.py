@@ -15,9 +15,13 @@ TRANSFER = PACE * 0.624
 """Of their d/8 values (d = 8192) in bf16 at 100 Mb/s."""
 
 
-def _chain(pace: float, transfer: float, latency: float, stages: int = 4) -> tuple[list[StageCost], list[LinkCost]]:
+def _chain(
+    seconds_per_microbatch: float, transfer: float, latency: float, stages: int = 4
+) -> tuple[list[StageCost], list[LinkCost]]:
     link = LinkCost(forward=transfer, backward=transfer, latency=latency)
-    return [StageCost(forward=pace / 3, backward=2 * pace / 3)] * stages, [link] * (stages - 1)
+    return [StageCost(forward=seconds_per_microbatch / 3, backward=2 * seconds_per_microbatch / 3)] * stages, [link] * (
+        stages - 1
+    )
 
 
 @pytest.mark.parametrize("micro_batches", [1, 7, 32, 128])

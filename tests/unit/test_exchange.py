@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.wire import endpoints
-from tests.volunteers import Engine, Swarm, manifest
+from tests.volunteers import InnerLoop, Swarm, manifest
 
 DEADLINE = 200.0
 
@@ -36,7 +36,7 @@ def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: py
                 if peer == slow.id:
                     await release.wait()
 
-            Engine.hold = hold
+            InnerLoop.hold = hold
             fast = [swarm.start(name) for name in ("a", "b")]
             await swarm.until(lambda: all(p.rounds and p.rounds._offer for p in fast))
             offered = [{x.digest for x in p.rounds._offer.parts} for p in fast]
@@ -72,7 +72,7 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
                 if round == 4 and peer == roomy.id:
                     await release.wait()
 
-            Engine.hold = hold
+            InnerLoop.hold = hold
             await swarm.until(lambda: late.rounds is not None and late.rounds.member.applied == 2)
             assert payloads(swarm, 1) | payloads(swarm, 2) <= set(roomy.storage.blobs)
             await swarm.until(lambda: tight.rounds.member.applied == 2)

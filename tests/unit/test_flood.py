@@ -20,7 +20,7 @@ from peer.chain.connect import Pipes
 from peer.chain.pipeline import ChainBroken, run_steps
 from peer.net import p2p
 from peer.net.base import Timeout, Transport
-from peer.net.striped_stream import LANES
+from peer.net.striped_stream import STRIPES
 from peer.net.uplink import Uplink
 from peer.training.trainer import make_worker
 from protocol.wire import endpoints
@@ -103,7 +103,7 @@ def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path, s
                 peer, *pids = await asyncio.to_thread(here.recv)
                 stage, daemon = map(psutil.Process, pids)
                 stages = tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate((a.peer_id, peer)))
-                plan = Plan(round=1, slot=0, replicas=(ReplicaSpec(k=0, stages=stages),))
+                plan = Plan(round=1, slot=0, replicas=(ReplicaSpec(rank=0, stages=stages),))
                 here.send(plan)
                 _, stream = await (await _pipes(a)).neighbours(plan, 0, 0, 0)
                 assert stream is not None
@@ -120,7 +120,7 @@ def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path, s
                     await flood()
                 grown, more = (p.memory_info().rss - b for p, b in zip((stage, daemon), before, strict=True))
                 assert WAITING <= sent <= WAITING + 2 + IN_DAEMON // FRAME
-                assert grown < (WAITING + 5) * 2 * FRAME + LANES * IN_LANE, (
+                assert grown < (WAITING + 5) * 2 * FRAME + STRIPES * IN_LANE, (
                     f"{grown} bytes: frames as bytes and as tensors"
                 )
                 assert more < IN_DAEMON, f"{more} bytes"

@@ -1,4 +1,4 @@
-"""Several streams as one: what is sent comes whole and in order, whatever is interrupted; lies end all lanes."""
+"""Several streams as one: what is sent comes whole and in order, whatever is interrupted; lies end all stripes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from peer.net.base import Closed, Ended, Stream, Timeout
 from peer.net.memory import MemoryNetwork
-from peer.net.striped_stream import LANES, SLICE, SMALL, Lanes, slices
+from peer.net.striped_stream import SLICE, SMALL, STRIPES, StripedStream, slices
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.wire.framing import MAX_FRAME, FrameError
 
-WHOLE = LANES * SLICE
-"""A frame with a slice on every lane."""
+WHOLE = STRIPES * SLICE
+"""A frame with a slice on every stripe."""
 FOUR = 4 * SLICE
 """One with four slices."""
 SIZES = (0, 1, SLICE - 1, SLICE, 2 * SLICE, 3 * SLICE - 1, WHOLE, WHOLE + 7, 1_000_003)
@@ -25,7 +25,7 @@ SIZES = (0, 1, SLICE - 1, SLICE, 2 * SLICE, 3 * SLICE - 1, WHOLE, WHOLE + 7, 1_0
 
 @contextlib.asynccontextmanager
 async def connected() -> AsyncIterator[tuple[list[Stream], list[Stream]]]:
-    """The ends of LANES streams."""
+    """The ends of STRIPES streams."""
     network, there, over = MemoryNetwork(), dict[int, Stream](), asyncio.Event()
     a, b = network.transport("a"), network.transport("b")
 
@@ -33,16 +33,16 @@ async def connected() -> AsyncIterator[tuple[list[Stream], list[Stream]]]:
         there[int(await stream.recv())] = stream
         await over.wait()
 
-    await b.serve("lanes", serve)
+    await b.serve("stripes", serve)
     await a.connect(b.addresses, timeout=1.0)
     here: list[Stream] = []
-    for lane in range(LANES):
-        here.append(await a.open("b", "lanes", timeout=1.0))
-        await here[-1].send(str(lane).encode())
-    while len(there) < LANES:
+    for stripe in range(STRIPES):
+        here.append(await a.open("b", "stripes", timeout=1.0))
+        await here[-1].send(str(stripe).encode())
+    while len(there) < STRIPES:
         await asyncio.sleep(0)
     try:
-        yield here, [there[i] for i in range(LANES)]
+        yield here, [there[i] for i in range(STRIPES)]
     finally:
         over.set()
         await a.aclose()
@@ -73,34 +73,34 @@ async def put(here: list[Stream], first: bytes, others: Sequence[int]) -> None:
         await stream.send(bytes(size))
 
 
-@pytest.mark.parametrize("first", [0, LANES - 1])
+@pytest.mark.parametrize("first", [0, STRIPES - 1])
 @pytest.mark.parametrize("size", SIZES)
 def test_slices_are_the_frame_and_nearly_equal(size: int, first: int) -> None:
-    cut = slices(first, size, LANES)
-    assert [lane for lane, _ in cut] == [(first + i) % LANES for i in range(len(cut))]
+    cut = slices(first, size, STRIPES)
+    assert [stripe for stripe, _ in cut] == [(first + i) % STRIPES for i in range(len(cut))]
     assert sum(part for _, part in cut) == size
-    assert len(cut) == min(LANES, max(1, size // SLICE))
+    assert len(cut) == min(STRIPES, max(1, size // SLICE))
     assert max(part for _, part in cut) - min(part for _, part in cut) <= 1
 
 
 def test_all_lanes_carry_alike() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        one, two, count = Lanes(here), Lanes(there), 2 * LANES
+        one, two, count = StripedStream(here), StripedStream(there), 2 * STRIPES
         before = [stream.received for stream in there]
         for _ in range(count):  # each has three slices
             _, frame = await asyncio.gather(one.send(body(3 * SLICE)), two.recv())
             assert frame == body(3 * SLICE)
         carried = [stream.received - was for stream, was in zip(there, before, strict=True)]
         assert max(carried) - min(carried) <= SLICE + 64
-        assert min(carried) >= (3 * count // LANES - 1) * SLICE
+        assert min(carried) >= (3 * count // STRIPES - 1) * SLICE
 
     run(story)
 
 
 def test_frames_come_whole_and_in_order_both_ways() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        one, two = Lanes(here), Lanes(there)
-        assert (one.remote, one.name) == ("b", "lanes")
+        one, two = StripedStream(here), StripedStream(there)
+        assert (one.remote, one.name) == ("b", "stripes")
 
         async def send(stream: Stream) -> None:
             for size in SIZES:
@@ -112,7 +112,7 @@ def test_frames_come_whole_and_in_order_both_ways() -> None:
         before = two.received
         _, _, *came = await asyncio.gather(send(one), send(two), take(one), take(two))
         assert came == [[body(size) for size in SIZES]] * 2
-        count = sum(len(slices(0, size, LANES)) for size in SIZES)
+        count = sum(len(slices(0, size, STRIPES)) for size in SIZES)
         assert two.received - before == sum(SIZES) + 4 * len(SIZES) + 4 * count, "lengths and the slices' prefixes"
 
     run(story)
@@ -120,12 +120,12 @@ def test_frames_come_whole_and_in_order_both_ways() -> None:
 
 def test_an_interrupted_recv_loses_nothing() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        frame, taking, at = body(WHOLE), Lanes(there), 0
-        for lane, size in slices(0, WHOLE, LANES):
+        frame, taking, at = body(WHOLE), StripedStream(there), 0
+        for stripe, size in slices(0, WHOLE, STRIPES):
             with pytest.raises(Timeout):
                 await taking.recv(timeout=0.01)
-            head = len(frame).to_bytes(4, "big") if lane == 0 else b""
-            await here[lane].send(head + frame[at : at + size])
+            head = len(frame).to_bytes(4, "big") if stripe == 0 else b""
+            await here[stripe].send(head + frame[at : at + size])
             at += size
         assert await taking.recv() == frame
 
@@ -136,7 +136,7 @@ def test_a_limited_uplink_sends_in_pieces_and_keeps_its_rate() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         uplink, loop = Uplink(16_000_000), asyncio.get_running_loop()
         assert uplink.piece < 2 * SLICE
-        one, two = Lanes(here, uplink), Lanes(there)
+        one, two = StripedStream(here, uplink), StripedStream(there)
         began = loop.time()
 
         async def send() -> None:
@@ -157,9 +157,9 @@ def test_signs_of_life_do_not_wait_for_their_turn() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         uplink = Uplink(8)
         await uplink.turn("somebody else", uplink.piece)
-        await Lanes(here, uplink).send(body(SMALL - 4))
-        assert await Lanes(there).recv() == body(SMALL - 4)
-        waiting = asyncio.create_task(Lanes(here, uplink).send(body(SMALL)))
+        await StripedStream(here, uplink).send(body(SMALL - 4))
+        assert await StripedStream(there).recv() == body(SMALL - 4)
+        waiting = asyncio.create_task(StripedStream(here, uplink).send(body(SMALL)))
         done, _ = await asyncio.wait({waiting}, timeout=0.05)
         assert not done
         waiting.cancel()
@@ -183,7 +183,7 @@ def test_signs_of_life_do_not_wait_for_their_turn() -> None:
 )
 def test_who_sends_what_is_no_frame_is_cut_off(first: bytes, others: Sequence[int]) -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        taking = Lanes(there)
+        taking = StripedStream(there)
         await put(here, first, others)
         with pytest.raises(Closed):
             await taking.recv(limit=2 * FOUR)
@@ -203,7 +203,7 @@ def test_who_sends_what_is_no_frame_is_cut_off(first: bytes, others: Sequence[in
 )
 def test_the_rest_of_a_frame_is_waited_for(first: bytes, others: Sequence[int]) -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        taking = Lanes(there)
+        taking = StripedStream(there)
         await put(here, first, others)
         with pytest.raises(Timeout):
             await taking.recv(timeout=0.05)
@@ -215,9 +215,9 @@ def test_the_rest_of_a_frame_is_waited_for(first: bytes, others: Sequence[int]) 
 
 def test_a_frame_above_the_limit_is_refused_at_once() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        sending = asyncio.create_task(Lanes(here).send(body(10 * SLICE)))
+        sending = asyncio.create_task(StripedStream(here).send(body(10 * SLICE)))
         with pytest.raises(Closed):
-            await Lanes(there).recv(limit=SLICE)
+            await StripedStream(there).recv(limit=SLICE)
         await asyncio.gather(sending, return_exceptions=True)
 
     run(story)
@@ -225,7 +225,7 @@ def test_a_frame_above_the_limit_is_refused_at_once() -> None:
 
 def test_the_end_and_a_death_are_told_apart() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        one, two = Lanes(here), Lanes(there)
+        one, two = StripedStream(here), StripedStream(there)
         await one.send(body(WHOLE))
         await one.finish()
         assert await two.recv() == body(WHOLE)
@@ -242,7 +242,7 @@ def test_a_send_that_fails_on_one_lane_ends_all() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
         await here[-1].close()
         with pytest.raises(RemoteError):
-            await Lanes(here).send(body(WHOLE))
+            await StripedStream(here).send(body(WHOLE))
         for stream in there[:-1]:
             with pytest.raises(Closed):
                 await drain(stream)
@@ -252,7 +252,7 @@ def test_a_send_that_fails_on_one_lane_ends_all() -> None:
 
 def test_the_longest_frame_passes_and_a_longer_one_is_not_sent() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        one, two = Lanes(here), Lanes(there)
+        one, two = StripedStream(here), StripedStream(there)
         with pytest.raises(FrameError):
             await one.send(bytes(MAX_FRAME), b"x")
         _, came = await asyncio.gather(one.send(bytes(MAX_FRAME)), two.recv())
@@ -263,7 +263,7 @@ def test_the_longest_frame_passes_and_a_longer_one_is_not_sent() -> None:
 
 def test_a_cancelled_send_ends_all() -> None:
     async def story(here: list[Stream], there: list[Stream]) -> None:
-        sending = asyncio.create_task(Lanes(here).send(bytes(MAX_FRAME)))  # more than memory streams hold
+        sending = asyncio.create_task(StripedStream(here).send(bytes(MAX_FRAME)))  # more than memory streams hold
         while not any(stream.received > SLICE for stream in there):
             with contextlib.suppress(Timeout):
                 await there[1].recv(timeout=0.01)

@@ -65,7 +65,7 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         "name": "other", "seed": 2, "checkpoint_rounds": 3, "rounds": 6, "start_peers": 3,
         "model": dataclasses.replace(base.model, d_ff=32), "outer": dataclasses.replace(base.outer, beta=0.9),
         "train": dataclasses.replace(base.train, lr=2e-3), "timing": dataclasses.replace(base.timing, gone_after=13.0),
-        "chains": dataclasses.replace(base.chains, k=(4,)), "data": dataclasses.replace(base.data, digest="0" * 64),
+        "chains": dataclasses.replace(base.chains, rank=(4,)), "data": dataclasses.replace(base.data, digest="0" * 64),
         "tokenizer": dataclasses.replace(base.tokenizer, digest="1" * 64),
     }  # fmt: skip
     ids = {tiny.manifest(**{field: value}).run_id for field, value in changed.items()}
@@ -85,7 +85,7 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ("train.lr", "nan", "train.lr: must be a finite number"),
         ("train.lr", "-1.0", "train: lr and clip must be positive"),
         ("model.d_model", "9", "model: d_model / n_heads must be an even whole number"),
-        ("chains.k", "[0, 99]", "chains.k must be at most model.d_model"),
+        ("chains.rank", "[0, 99]", "chains.rank must be at most model.d_model"),
         ("tokenizer.digest", '"xyz"', "must be a sha256 in 64 hexadecimal digits"),
         ("operators", '["me"]', "not an Ed25519 peer id"),
         ("operators", "[]", "operators must name at least quorum (1, 3 or 5)"),
@@ -146,4 +146,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "4601f3264d2c81066cc953e4cfd3814788dc7de1769e58d4965e9000e34fc12b"
+FROZEN = "e21f76ac0c3586233013566a294339298840ed4f66cd6017f928ed33e8c0177c"

@@ -12,33 +12,33 @@ from protocol.rounds.member import (
     RESEND_SECONDS,
     Applied,
     Apply,
-    Arrange,
-    Arranged,
     Committed,
     Connected,
     Digested,
     Effect,
+    EncodeUpdate,
     Event,
     Failed,
     Finish,
-    Fold,
     ForkError,
-    GiveBack,
+    HoldShards,
+    KeepInFeedback,
     Member,
-    Pack,
-    Packed,
+    RestoreFeedback,
     RunOver,
+    Send,
+    ShardsHeld,
     Stop,
-    Tell,
     Tick,
     Train,
     Trained,
+    UpdateEncoded,
 )
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.commit import Commit, Contribution, Diverged, Part, Share
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Ask, Attest, Offer, Withdraw
+from protocol.wire.session import Attest, LogRequest, Offer, Withdraw
 from tests import tiny
 
 ME = "me"
@@ -48,7 +48,7 @@ DIGESTS = {"embed": "x"}
 
 
 def plan(round: int, *peers: str) -> Plan:
-    replicas = tuple(ReplicaSpec(k=0, stages=(StageSpec(peer=p, first=0, last=4),)) for p in peers)
+    replicas = tuple(ReplicaSpec(rank=0, stages=(StageSpec(peer=p, first=0, last=4),)) for p in peers)
     return Plan(round=round, slot=0, replicas=replicas)
 
 
@@ -85,7 +85,7 @@ def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True, run: s
 
 
 class Driver:
-    """A member whose effects are collected; `settle` answers Apply and Arrange as a good machine does, the digests last."""
+    """A member whose effects are collected; `settle` answers Apply and HoldShards as a good machine does, the digests last."""
 
     def __init__(self, applied: int = -1, offer: Offer | None = None, manifest: Manifest = M, packed: int = 0) -> None:
         self.member = Member(manifest, ME, applied, offer, packed)
@@ -105,14 +105,14 @@ class Driver:
             done.append(effect)
             if isinstance(effect, Apply):
                 effects = self.do(Applied(effect.commit.round)) + effects
-            elif isinstance(effect, Arrange):
+            elif isinstance(effect, HoldShards):
                 round = effect.commit.round
-                effects = self.do(Arranged(round), Digested(round, DIGESTS)) + effects
+                effects = self.do(ShardsHeld(round), Digested(round, DIGESTS)) + effects
         return done
 
 
 def told(effects: list[Effect]) -> list[Message]:
-    return [e.message for e in effects if isinstance(e, Tell)]
+    return [e.message for e in effects if isinstance(e, Send)]
 
 
 def training(round: int = 1) -> tuple[Driver, list[Commit]]:
@@ -125,7 +125,7 @@ def training(round: int = 1) -> tuple[Driver, list[Commit]]:
 
 def waiting_with_offer() -> Driver:
     driver, _ = training(1)
-    driver.do(Trained(1, 4, TOKENS, 2.0), Packed(1, offer(1)))
+    driver.do(Trained(1, 4, TOKENS, 2.0), UpdateEncoded(1, offer(1)))
     assert driver.member.phase == "waiting"
     return driver
 
@@ -137,11 +137,11 @@ def test_the_first_commit_is_applied_arranged_and_trained_upon_while_it_is_compa
     driver, (first, *_) = Driver(), log(0)
     assert driver.learn(first) == [Apply(first, ())]
     assert driver.member.phase == "applying"
-    assert driver.do(Applied(0)) == [Arrange(first)]
+    assert driver.do(Applied(0)) == [HoldShards(first)]
     assert driver.member.phase == "arranging"
-    assert driver.do(Arranged(0)) == [Train(plan(1, ME), 0)]
+    assert driver.do(ShardsHeld(0)) == [Train(plan(1, ME), 0)]
     assert driver.member.phase == "training"
-    assert driver.do(Digested(0, DIGESTS)) == [Tell(Attest(round=0, digests=DIGESTS))]
+    assert driver.do(Digested(0, DIGESTS)) == [Send(Attest(round=0, digests=DIGESTS))]
     assert driver.member.phase == "training"
 
 
@@ -150,29 +150,29 @@ def test_commits_are_applied_one_by_one_and_only_the_newest_is_arranged() -> Non
     assert driver.learn(*commits) == [Apply(commits[0], ())]
     assert driver.do(Applied(0)) == [Apply(commits[1], ())]
     assert driver.do(Applied(1)) == [Apply(commits[2], ())]
-    assert driver.do(Applied(2)) == [Arrange(commits[2])]
+    assert driver.do(Applied(2)) == [HoldShards(commits[2])]
 
 
 def test_who_is_not_in_the_plan_waits() -> None:
     driver = Driver()
     effects = driver.settle(driver.learn(*log(0, planned=False)))
-    assert [type(e) for e in effects] == [Apply, Arrange, Tell]
+    assert [type(e) for e in effects] == [Apply, HoldShards, Send]
     assert driver.member.phase == "waiting"
 
 
 def test_training_is_packed_and_the_offer_told_only_when_it_is_durable() -> None:
     driver, _ = training(1)
-    assert driver.do(Trained(1, 4, TOKENS, 2.0)) == [Pack(plan(1, ME), 0, 4, TOKENS, 2.0)]
+    assert driver.do(Trained(1, 4, TOKENS, 2.0)) == [EncodeUpdate(plan(1, ME), 0, 4, TOKENS, 2.0)]
     assert driver.member.phase == "packing"
-    assert driver.do(Packed(1, offer(1))) == [Tell(offer(1))]
+    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1))]
     assert driver.member.phase == "waiting"
 
 
 def test_failed_training_withdraws_and_keeps_its_work() -> None:
     driver, _ = training(1)
     withdraw = Withdraw(round=1, reason="chain broken")
-    assert driver.do(Failed(1, 2, "chain broken")) == [Tell(withdraw), Fold(1)]
-    assert driver.do(Packed(1, None)) == []
+    assert driver.do(Failed(1, 2, "chain broken")) == [Send(withdraw), KeepInFeedback(1)]
+    assert driver.do(UpdateEncoded(1, None)) == []
     assert driver.member.phase == "waiting"
     assert withdraw in told(driver.do(Connected()))
 
@@ -183,9 +183,9 @@ def test_too_late_the_training_stops_and_its_work_is_folded_before_the_commit_is
     commit = log(1)[1]
     assert driver.learn(commit) == [Stop(1)]
     assert driver.member.phase == "stopping"
-    assert driver.do(Tick())[1:] == [Tell(Attest(round=0, digests=DIGESTS))]
-    assert driver.do(end) == [Fold(1)]
-    assert driver.do(Packed(1, None)) == [Apply(commit, ())]
+    assert driver.do(Tick())[1:] == [Send(Attest(round=0, digests=DIGESTS))]
+    assert driver.do(end) == [KeepInFeedback(1)]
+    assert driver.do(UpdateEncoded(1, None)) == [Apply(commit, ())]
 
 
 def test_a_commit_during_packing_is_applied_after_it_and_the_offer_given_back() -> None:
@@ -193,28 +193,28 @@ def test_a_commit_during_packing_is_applied_after_it_and_the_offer_given_back() 
     driver.do(Trained(1, 4, TOKENS, 2.0))
     commit = log(1)[1]
     assert driver.learn(commit) == []
-    assert driver.do(Packed(1, offer(1))) == [Tell(offer(1)), Apply(commit, ())]
-    assert driver.do(Applied(1)) == [GiveBack(offer(1)), Arrange(commit)]
+    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), Apply(commit, ())]
+    assert driver.do(Applied(1)) == [RestoreFeedback(offer(1)), HoldShards(commit)]
 
 
 def test_a_committed_offer_is_not_given_back() -> None:
     driver = waiting_with_offer()
     commit = log(1, mine=(1,))[1]
     effects = driver.settle(driver.learn(commit))
-    assert [type(e) for e in effects] == [Apply, Arrange, Train, Tell]
+    assert [type(e) for e in effects] == [Apply, HoldShards, Train, Send]
 
 
 def test_an_offer_with_other_parts_is_not_the_committed_one() -> None:
     driver = waiting_with_offer()
     other = dataclasses.replace(offer(1), parts=(dataclasses.replace(offer(1).parts[0], digest="other"),))
     commit = dataclasses.replace(log(1)[1], contributions=(contribution(other),))
-    assert GiveBack(offer(1)) in driver.settle(driver.learn(commit))
+    assert RestoreFeedback(offer(1)) in driver.settle(driver.learn(commit))
 
 
 def test_give_back_comes_before_anything_is_added() -> None:
     driver = waiting_with_offer()
     effects = driver.settle(driver.learn(log(1)[1]))
-    assert [type(e) for e in effects] == [Apply, GiveBack, Arrange, Train, Tell]
+    assert [type(e) for e in effects] == [Apply, RestoreFeedback, HoldShards, Train, Send]
 
 
 def test_a_diverged_shard_is_rebuilt() -> None:
@@ -230,7 +230,7 @@ def test_the_end() -> None:
     assert told(effects) == [Attest(round=3, digests=DIGESTS)]
     assert driver.do(RunOver()) == [Finish()]
     assert driver.member.phase == "done"
-    assert driver.do(RunOver(), Tick())[0] == Tell(Ask(after=3))
+    assert driver.do(RunOver(), Tick())[0] == Send(LogRequest(after=3))
     assert not any(isinstance(e, Finish) for e in driver.do(RunOver()))
 
 
@@ -256,7 +256,7 @@ def ahead() -> Driver:
     driver = Driver(manifest=AHEAD)
     driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
     driver.do(Trained(1, 4, TOKENS, 2.0))
-    assert driver.do(Packed(1, offer(1))) == [Tell(offer(1)), Train(next_plan(2), 0)]
+    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), Train(next_plan(2), 0)]
     assert driver.member.phase == "waiting"
     return driver
 
@@ -269,23 +269,23 @@ def decided(plan: Plan) -> Commit:
 def test_ahead_of_the_commit_the_expected_plan_is_trained_and_goes_on_when_it_is_decided() -> None:
     driver = ahead()
     effects = driver.settle(driver.learn(decided(next_plan(2))))
-    assert [type(e) for e in effects] == [Apply, Arrange, Tell]
+    assert [type(e) for e in effects] == [Apply, HoldShards, Send]
     assert (driver.member.phase, driver.member.ahead) == ("training", "none")
-    assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [Pack(next_plan(2), 0, 4, TOKENS, 1.9)]
+    assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [EncodeUpdate(next_plan(2), 0, 4, TOKENS, 1.9)]
 
 
 def test_what_is_ready_ahead_is_packed_only_upon_the_applied_commit() -> None:
     driver = ahead()
     assert driver.do(Trained(2, 4, TOKENS, 1.9)) == []
     effects = driver.settle(driver.learn(decided(next_plan(2))))
-    assert [type(e) for e in effects] == [Apply, Arrange, Pack, Tell]
+    assert [type(e) for e in effects] == [Apply, HoldShards, EncodeUpdate, Send]
 
 
 @pytest.mark.parametrize("other", [plan(2, ME), dataclasses.replace(next_plan(2), replicas=plan(2, "other").replicas)])
 def test_work_that_nobody_planned_is_stopped_and_forgotten(other: Plan) -> None:
     driver = ahead()
     effects = driver.settle(driver.learn(decided(other)))
-    assert [type(e) for e in effects] == [Apply, Arrange, Stop, Tell]
+    assert [type(e) for e in effects] == [Apply, HoldShards, Stop, Send]
     planned = [Train(other, 0)] if other.replica_of(ME) is not None else []
     assert driver.do(Failed(2, 1, "stopped")) == planned
 
@@ -308,16 +308,16 @@ def test_nothing_is_begun_ahead_of_a_commit_that_is_known_to_plan_otherwise() ->
     driver.do(Trained(1, 4, TOKENS, 2.0))
     commit = decided(plan(2, ME))
     driver.learn(commit)
-    assert driver.do(Packed(1, offer(1))) == [Tell(offer(1)), Apply(commit, ())]
+    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), Apply(commit, ())]
 
 
 def test_nothing_is_begun_after_the_last_round_or_after_a_restart() -> None:
     driver = Driver(applied=2, manifest=AHEAD)
     driver.settle(driver.learn(*log(2, run=AHEAD.run_id)))
     driver.do(Trained(3, 4, TOKENS, 2.0))
-    assert driver.do(Packed(3, offer(3))) == [Tell(offer(3))]
+    assert driver.do(UpdateEncoded(3, offer(3))) == [Send(offer(3))]
     driver = Driver(applied=0, offer=offer(1), manifest=AHEAD)
-    assert [type(e) for e in driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))] == [Arrange, Tell]
+    assert [type(e) for e in driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))] == [HoldShards, Send]
 
 
 # --- what is lost is sent again
@@ -325,7 +325,7 @@ def test_nothing_is_begun_after_the_last_round_or_after_a_restart() -> None:
 
 def test_every_connection_and_every_few_seconds_what_matters_is_sent_again() -> None:
     driver = waiting_with_offer()
-    everything = [Ask(after=0), Attest(round=0, digests=DIGESTS), offer(1)]
+    everything = [LogRequest(after=0), Attest(round=0, digests=DIGESTS), offer(1)]
     assert told(driver.do(Connected())) == everything
     driver.now = RESEND_SECONDS - 0.1
     assert driver.do(Tick()) == []
@@ -335,12 +335,12 @@ def test_every_connection_and_every_few_seconds_what_matters_is_sent_again() -> 
 
 def test_an_old_offer_is_not_sent_again() -> None:
     driver = Driver(applied=0, offer=offer(2))
-    assert told(driver.do(Connected())) == [Ask(after=-1)]
+    assert told(driver.do(Connected())) == [LogRequest(after=-1)]
 
 
 def test_a_gap_in_the_log_is_asked_for() -> None:
     driver, commits = Driver(), log(2)
-    assert told(driver.learn(commits[2])) == [Ask(after=-1)]
+    assert told(driver.learn(commits[2])) == [LogRequest(after=-1)]
     assert driver.member.head == -1
 
 
@@ -384,14 +384,14 @@ def test_answers_of_another_round_are_ignored(event: Event) -> None:
 def test_restarted_in_training_it_trains_the_round_again() -> None:
     driver = Driver(applied=0)
     effects = driver.settle(driver.learn(*log(0)))
-    assert [type(e) for e in effects] == [Arrange, Train, Tell]
+    assert [type(e) for e in effects] == [HoldShards, Train, Send]
 
 
 def test_restarted_with_a_durable_offer_it_tells_it_again_and_does_not_train() -> None:
     driver = Driver(applied=0, offer=offer(1))
-    assert told(driver.do(Connected())) == [Ask(after=-1), offer(1)]
+    assert told(driver.do(Connected())) == [LogRequest(after=-1), offer(1)]
     effects = driver.settle(driver.learn(*log(0)))
-    assert [type(e) for e in effects] == [Arrange, Tell]
+    assert [type(e) for e in effects] == [HoldShards, Send]
 
 
 def test_a_round_whose_work_is_durable_is_not_trained_again_from_an_older_state() -> None:
@@ -409,9 +409,9 @@ def test_wherever_it_restarts_an_offer_is_resolved_once_and_before_training(appl
     commits = log(2, mine=(1,) if committed else ())
     effects = driver.settle(driver.learn(*commits))
     kinds = [type(e) for e in effects]
-    assert kinds.count(GiveBack) == (0 if committed else 1)
+    assert kinds.count(RestoreFeedback) == (0 if committed else 1)
     assert [e.commit.round for e in effects if isinstance(e, Apply)] == list(range(applied + 1, 3))
-    assert [k for k in kinds if k is not Tell][-1] is Train
+    assert [k for k in kinds if k is not Send][-1] is Train
     assert driver.member.applied == 2
 
 
@@ -419,7 +419,7 @@ def test_a_state_newer_than_the_known_log_waits_for_the_log() -> None:
     driver = Driver(applied=2, offer=offer(2))
     assert driver.settle(driver.learn(*log(1))) == []
     effects = driver.settle(driver.learn(log(2)[2]))
-    assert [type(e) for e in effects] == [GiveBack, Arrange, Train, Tell]
+    assert [type(e) for e in effects] == [RestoreFeedback, HoldShards, Train, Send]
 
 
 def test_restarted_at_the_end_it_attests_again_and_finishes() -> None:

@@ -28,13 +28,24 @@ from protocol.wire.encoding import (
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import plain
 from protocol.wire.sealed import seal, unseal, unseal_announcement
-from protocol.wire.session import Ask, Attest, Beat, Broken, Finished, Hello, Mend, Offer, Offered, Withdraw
+from protocol.wire.session import (
+    Attest,
+    ChainFailure,
+    ChainReconfig,
+    Finished,
+    Heartbeat,
+    Hello,
+    LogRequest,
+    Offer,
+    Offered,
+    Withdraw,
+)
 from tests import tiny
 
 ME, OTHER = Identity(b"m" * 32), Identity(b"o" * 32)
 PART = Part(shard="embed", digest="a" * 64, size=10, norm=1.5)
-CHAIN = ReplicaSpec(k=4, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4)))
-FULL = ReplicaSpec(k=0, stages=(StageSpec(peer="a", first=0, last=4),))
+CHAIN = ReplicaSpec(rank=4, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4)))
+FULL = ReplicaSpec(rank=0, stages=(StageSpec(peer="a", first=0, last=4),))
 PLAN = Plan(round=3, slot=40, replicas=(FULL, CHAIN), spares=("d",))
 COMMIT = Commit(
     run="r",
@@ -66,9 +77,9 @@ SAMPLES: list[Message] = [
     Offered(round=1, peer="p", part=PART),
     Withdraw(round=1, reason="no"),
     Attest(round=1, digests={"embed": "x", "block.0": "y"}),
-    Beat(phase="training", round=1, step=2, loss=3.0),
+    Heartbeat(phase="training", round=1, step=2, loss=3.0),
     Hello(run="r", version=1),
-    Ask(after=-1),
+    LogRequest(after=-1),
     Finished(round=3),
     Prepare(round=2, ballot=4),
     Promise(round=2),
@@ -76,8 +87,8 @@ SAMPLES: list[Message] = [
     Accept(round=2, ballot=4, commit=dataclasses.replace(COMMIT, plan=None)),
     Vote(round=2, ballot=4, digest=COMMIT.digest, signature=b"s"),
     Reject(round=2, ballot=4, promised=5),
-    Broken(round=1, replica=0, epoch=2, peer="p", reason="silent"),
-    Mend(round=1, replica=0, epoch=3, peers=("a", "b"), steps=0, reason="p is lost"),
+    ChainFailure(round=1, replica=0, generation=2, peer="p", reason="silent"),
+    ChainReconfig(round=1, replica=0, generation=3, peers=("a", "b"), steps=0, reason="p is lost"),
 ]
 
 
@@ -172,18 +183,18 @@ def test_a_changed_seal_never_passes_for_its_signer(position: int, flip: int) ->
 
 
 def test_a_seal_of_somebody_else_is_refused() -> None:
-    data = framing.unpack_message(seal(ME, Ask(after=0)))
+    data = framing.unpack_message(seal(ME, LogRequest(after=0)))
     with pytest.raises(MessageError, match="the signature is wrong"):
         unseal(framing.pack_message({**data, "p": OTHER.peer_id}))
     with pytest.raises(MessageError, match="the signature is wrong"):
-        unseal(framing.pack_message({**data, "b": encode(Ask(after=1))}))
+        unseal(framing.pack_message({**data, "b": encode(LogRequest(after=1))}))
 
 
 @pytest.mark.parametrize(
     "change", [{"p": 1}, {"p": "x\ny"}, {"b": "text"}, {"s": None}, {"s": b""}, {"p": "12D3KooWx"}]
 )
 def test_broken_envelopes_are_refused(change: dict[str, Any]) -> None:
-    data = framing.unpack_message(seal(ME, Ask(after=0)))
+    data = framing.unpack_message(seal(ME, LogRequest(after=0)))
     with pytest.raises(MessageError) as caught:
         unseal(framing.pack_message({**data, **change}))
     assert str(caught.value).isprintable()
@@ -195,7 +206,7 @@ def test_only_a_peer_itself_announces_itself_and_for_this_run() -> None:
     assert unseal_announcement(seal(ME, good), ME.peer_id, "other run") is None
     assert unseal_announcement(seal(ME, good), OTHER.peer_id, "r") is None
     assert unseal_announcement(seal(OTHER, good), OTHER.peer_id, "r") is None
-    assert unseal_announcement(seal(ME, Ask(after=0)), ME.peer_id, "r") is None
+    assert unseal_announcement(seal(ME, LogRequest(after=0)), ME.peer_id, "r") is None
     assert unseal_announcement(b"junk", ME.peer_id, "r") is None
 
 
@@ -263,9 +274,9 @@ def test_a_plan_knows_the_replica_of_a_peer() -> None:
 
 
 def test_expect() -> None:
-    assert expect(Ask, Ask(after=1), "peer") == Ask(after=1)
-    with pytest.raises(MessageError, match="expected Ask, got Beat"):
-        expect(Ask, SAMPLES[5], "peer")
+    assert expect(LogRequest, LogRequest(after=1), "peer") == LogRequest(after=1)
+    with pytest.raises(MessageError, match="expected LogRequest, got Heartbeat"):
+        expect(LogRequest, SAMPLES[5], "peer")
 
 
 @pytest.mark.parametrize("raw", [b"", b"\xc1", b"\xc0\xc0", b"\x91" * 20, b"\x81\x01\x01", b"\xdd\xff\xff\xff\xff"])

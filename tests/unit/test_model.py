@@ -122,14 +122,14 @@ def test_optimizer_state_is_kept_for_what_is_still_held() -> None:
     chain = make_chain((3,), 8)
     asyncio.run(run_chain(chain))
     state = chain[0].optimizer_state() | chain[1].optimizer_state()
-    same = StageTrainer(SPEC, TRAIN, ("embed", "block.0"), k=8, basis=BASIS)
+    same = StageTrainer(SPEC, TRAIN, ("embed", "block.0"), rank=8, basis=BASIS)
     same.load_optimizer(state)
     assert {key: state[key].tolist() for key in same.optimizer_state()} == {
         key: value.tolist() for key, value in same.optimizer_state().items()
     }
     assert f"{COORDINATES}/exp_avg" in same.optimizer_state()
     assert not any("layers.1." in key for key in same.optimizer_state())
-    narrower = StageTrainer(SPEC, TRAIN, ("embed", "block.0"), k=4, basis=BASIS)
+    narrower = StageTrainer(SPEC, TRAIN, ("embed", "block.0"), rank=4, basis=BASIS)
     narrower.load_optimizer(state)
     assert {key.split("/")[0] for key in narrower.optimizer_state()} == {
         name for name, _ in layout.tensors(SPEC, "block.0")
@@ -167,7 +167,7 @@ def test_a_stage_must_be_contiguous() -> None:
         with pytest.raises(LocalError, match="contiguous"):
             StageTrainer(SPEC, TRAIN, shards)
     with pytest.raises(LocalError, match="no basis"):
-        StageTrainer(SPEC, TRAIN, ("embed",), k=BASIS.shape[1] + 1, basis=BASIS)
+        StageTrainer(SPEC, TRAIN, ("embed",), rank=BASIS.shape[1] + 1, basis=BASIS)
 
 
 @pytest.mark.parametrize("wire", boundary_formats.FORMATS)

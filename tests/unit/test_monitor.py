@@ -19,7 +19,7 @@ from protocol.wire import encoding, endpoints, framing, sealed
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Ask
+from protocol.wire.session import LogRequest
 from tests import tiny
 
 MANIFEST = tiny.manifest(rounds=2)
@@ -28,9 +28,9 @@ WATCHER = Identity(bytes([9] * 32)).peer_id
 
 
 def plan(number: int) -> Plan:
-    full = ReplicaSpec(k=0, stages=(StageSpec(peer=ALICE.peer_id, first=0, last=4),))
+    full = ReplicaSpec(rank=0, stages=(StageSpec(peer=ALICE.peer_id, first=0, last=4),))
     chain = ReplicaSpec(
-        k=4,
+        rank=4,
         stages=(
             StageSpec(peer=BOB.peer_id, first=0, last=2),
             StageSpec(peer=CAROL.peer_id, first=2, last=4),
@@ -80,7 +80,7 @@ class Node:
 
     async def start(self) -> None:
         async def answer(remote: str, request: bytes) -> bytes:
-            ask = encoding.expect(Ask, encoding.decode(request, remote), remote)
+            ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
             self.asked.append(ask.after)
             return framing.pack_message(self.log[ask.after + 1 : ask.after + 3])
 
@@ -231,7 +231,7 @@ def _flipped(log: list[Commit]) -> list[bytes]:
         (_flipped, "signature is wrong"),
         (lambda log: records(log[1:]), "not the one of round 0"),
         (lambda log: [records(log)[0]] * 2, "not the one of round 1"),
-        (lambda log: [encoding.encode(Ask(after=1))], "must be a table"),
+        (lambda log: [encoding.encode(LogRequest(after=1))], "must be a table"),
         (lambda log: [b"junk"], "record"),
     ],
 )

@@ -106,7 +106,7 @@ def test_nothing_is_lost(plays: list[list[tuple[int, str]]], values: str, beta: 
             if fate == "idle":
                 continue
             for payload in pending[m]:  # the news that it was left out came late, before this round's work ended
-                peers[m].give_back(SHARD, payload)
+                peers[m].restore_feedback(SHARD, payload)
                 gone[m] -= dense(peers[m], payload)
             pending[m] = []
             delta = pseudo_gradient(seed)
@@ -117,7 +117,7 @@ def test_nothing_is_lost(plays: list[list[tuple[int, str]]], values: str, beta: 
             payload = peers[m].encode(SHARD)[0]
             gone[m] += dense(peers[m], payload)
             if fate == "returned":
-                peers[m].give_back(SHARD, payload)
+                peers[m].restore_feedback(SHARD, payload)
                 gone[m] -= dense(peers[m], payload)
             elif fate == "returned later":
                 pending[m].append(payload)
@@ -153,7 +153,7 @@ def test_updates_and_buffers_are_the_decayed_work(values: str) -> None:
             peer.accumulate(SHARD, alone(delta))
             payload = peer.encode(SHARD)[0]
             if (r + m) % 4 == 0:
-                peer.give_back(SHARD, payload)
+                peer.restore_feedback(SHARD, payload)
             else:
                 commit.append((1 / members, payload))
         shared.apply(SHARD, commit)
@@ -172,7 +172,7 @@ def test_the_arithmetic_is_the_stated_one() -> None:
     assert all((e == d).all() for e, d in zip(o.feedback[SHARD], first, strict=True))
     a = o.encode(SHARD)[0]
     assert all((e == 0).all() for e in o.feedback[SHARD])
-    o.give_back(SHARD, a)
+    o.restore_feedback(SHARD, a)
     o.accumulate(SHARD, alone(second))
     expected = [np.float32(0.95) * d1 + d2 for d1, d2 in zip(first, second, strict=True)]
     assert all((e == x).all() for e, x in zip(o.feedback[SHARD], expected, strict=True))
@@ -197,7 +197,7 @@ def test_a_bad_contribution_changes_nothing() -> None:
     with pytest.raises(ValueError, match="weight"):
         o.apply(SHARD, [(float("nan"), good)])
     with pytest.raises(PayloadError):
-        o.give_back(SHARD, good + b"x")
+        o.restore_feedback(SHARD, good + b"x")
     with pytest.raises(KeyError):
         o.apply("embed", [])
     assert o.digest(SHARD) == before
@@ -234,17 +234,17 @@ def test_a_displacement_is_subtracted_bit_by_bit() -> None:
 
 
 def test_memory_that_is_taken_again_changes_no_bits() -> None:
-    o, other, room = outer(), outer(), []
+    o, other, scratch = outer(), outer(), []
     for seed in range(3):
         o.accumulate(SHARD, alone(pseudo_gradient(seed)))
         payload = o.encode(SHARD)[0]
         former = o.theta[SHARD]
-        o.apply(SHARD, [(0.5, payload)], room)
+        o.apply(SHARD, [(0.5, payload)], scratch)
         other.apply(SHARD, [(0.5, payload)])
-        assert all(any(a is kept for kept in room) for a in former)
+        assert all(any(a is kept for kept in scratch) for a in former)
         for a, b in zip(o.theta[SHARD], other.theta[SHARD], strict=True):
             np.testing.assert_array_equal(a, b)
-    assert len(room) == len(SHAPES), "the same memory, again and again"
+    assert len(scratch) == len(SHAPES), "the same memory, again and again"
 
 
 def test_feedback_needs_no_holding() -> None:
@@ -253,7 +253,7 @@ def test_feedback_needs_no_holding() -> None:
     o.accumulate(SHARD, alone(pseudo_gradient(1)))
     payload = o.encode(SHARD)[0]
     del o.theta[SHARD], o.feedback[SHARD]
-    o.give_back(SHARD, payload)
+    o.restore_feedback(SHARD, payload)
     assert (flat(o.feedback[SHARD]) == dense(o, payload)).all()
 
 

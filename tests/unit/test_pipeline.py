@@ -30,7 +30,7 @@ def test_bytes_per_token() -> None:
     spec = ModelSpec(vocab_size=97, d_model=32, n_layers=2, n_heads=2, d_ff=32, context=128)
     train = dataclasses.replace(TRAIN, sequence=128, rows=2, micro_batches=2)
     u, theta, names = basis(b"bytes", 32, 16), random_theta(spec), layout.shard_names(spec)
-    chain = [StageTrainer(spec, train, shards, k=16, basis=u) for shards in (names[:2], names[2:])]
+    chain = [StageTrainer(spec, train, shards, rank=16, basis=u) for shards in (names[:2], names[2:])]
     for trainer in chain:
         trainer.begin_round(theta)
     first, last = asyncio.run(run_chain(chain, wires=("bf16", "bf16")))
@@ -328,8 +328,16 @@ def test_the_depth_follows_what_the_stages_measured(monkeypatch: pytest.MonkeyPa
     reports = asyncio.run(run_chain(chain, steps=2, depth=3, most_depth=3))
     assert [report.depth for report in reports[0]] == [3, 2]
     assert [report.depth for report in reports[2]] == [3, 2]
-    assert [[len(report.paces) for report in stage] for stage in reports] == [[3, 3], [0, 0], [0, 0]]
-    assert all(pace > 0 for report in reports[0] for pace in report.paces)
+    assert [[len(report.stage_seconds_per_microbatch) for report in stage] for stage in reports] == [
+        [3, 3],
+        [0, 0],
+        [0, 0],
+    ]
+    assert all(
+        seconds_per_microbatch > 0
+        for report in reports[0]
+        for seconds_per_microbatch in report.stage_seconds_per_microbatch
+    )
     for stages, links, micro_batches in asked:
         assert (len(stages), len(links), micro_batches) == (3, 2, TRAIN.micro_batches)
         assert all(stage.forward > 0 for stage in stages)

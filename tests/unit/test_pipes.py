@@ -1,4 +1,4 @@
-"""Streams between a chain's neighbours: who waits is heard, and chains of other epochs never meet."""
+"""Streams between a chain's neighbours: who waits is heard, and chains of other generations never meet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peer.chain.connect import Pipes
 from peer.chain.link import ChainBroken
 from peer.net.base import Closed
 from peer.net.memory import MemoryNetwork
-from peer.net.striped_stream import LANES, SLICE, Lanes
+from peer.net.striped_stream import SLICE, STRIPES, StripedStream
 from peer.net.uplink import Uplink
 from protocol.wire import endpoints, framing
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -22,7 +22,7 @@ NAMES = ("a", "b", "c")
 PLAN = Plan(
     round=4,
     slot=0,
-    replicas=(ReplicaSpec(k=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(NAMES))),),
+    replicas=(ReplicaSpec(rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(NAMES))),),
 )
 
 
@@ -98,14 +98,14 @@ def test_who_is_not_ready_gives_signs_of_life() -> None:
         dialled = dict[int, Any]()
 
         async def serve(stream: Any) -> None:
-            dialled[framing.unpack_message(await stream.recv())["lane"]] = stream
+            dialled[framing.unpack_message(await stream.recv())["stripe"]] = stream
             await asyncio.Event().wait()
 
         await network.peers["c"].serve(endpoints.PIPE, serve)
         waits = asyncio.create_task(made["b"].neighbours(PLAN, 0, 1, 1))  # b has, and waits for a
-        while len(dialled) < LANES:
+        while len(dialled) < STRIPES:
             await asyncio.sleep(0)
-        assert await kind(Lanes([dialled[i] for i in range(LANES)])) == link.BEAT
+        assert await kind(StripedStream([dialled[i] for i in range(STRIPES)])) == link.BEAT
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
 
@@ -134,7 +134,7 @@ def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
 
 def test_who_cannot_be_reached_is_named_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "DIAL_SECONDS", 0.1)
-    monkeypatch.setattr(connect, "MENDED_SECONDS", 0.2)
+    monkeypatch.setattr(connect, "RECONFIGURED_SECONDS", 0.2)
 
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
         await network.peers["c"].aclose()
@@ -145,15 +145,15 @@ def test_who_cannot_be_reached_is_named_and_nothing_stays_open(monkeypatch: pyte
             await made["b"].neighbours(Plan(round=4, slot=0, replicas=(two,)), 0, 2, 1)
         assert (caught.value.peer, caught.value.reason) == ("a", "did not dial for 0.2 s")
 
-    two = ReplicaSpec(k=4, stages=PLAN.replicas[0].stages[:2])
+    two = ReplicaSpec(rank=4, stages=PLAN.replicas[0].stages[:2])
     run(story)
 
 
 @pytest.mark.parametrize(
     "hello",
-    [{}, {"round": 4, "replica": 0, "lane": 0}, {"round": "4", "epoch": 0, "replica": 0, "lane": 0}, [4], None]
-    + [{"round": r, "epoch": 0, "replica": 0, "lane": 0} for r in (3, 7, -1)]
-    + [{"round": 4, "epoch": 0, "replica": 0, "lane": lane} for lane in (-1, LANES)],
+    [{}, {"round": 4, "replica": 0, "stripe": 0}, {"round": "4", "generation": 0, "replica": 0, "stripe": 0}, [4], None]
+    + [{"round": r, "generation": 0, "replica": 0, "stripe": 0} for r in (3, 7, -1)]
+    + [{"round": 4, "generation": 0, "replica": 0, "stripe": stripe} for stripe in (-1, STRIPES)],
 )
 def test_other_beginnings_are_refused(hello: Any) -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
@@ -167,17 +167,17 @@ def test_other_beginnings_are_refused(hello: Any) -> None:
 
 def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
-        halves = [await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(LANES - 1)]
-        for lane, half in enumerate(halves):
-            await half.send(framing.pack_message({"round": 4, "epoch": 0, "replica": 0, "lane": lane}))
-        while len(made["b"]._lanes.get((4, 0, 0, "a"), ())) < LANES - 1:
+        halves = [await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(STRIPES - 1)]
+        for stripe, half in enumerate(halves):
+            await half.send(framing.pack_message({"round": 4, "generation": 0, "replica": 0, "stripe": stripe}))
+        while len(made["b"]._stripes.get((4, 0, 0, "a"), ())) < STRIPES - 1:
             await asyncio.sleep(0)
         found = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
         for half in halves:
             with pytest.raises(Closed):
                 await half.recv()
-        await found[0][1].send(bytes(LANES * SLICE))
-        while len(frame := await found[1][0].recv()) != LANES * SLICE:
+        await found[0][1].send(bytes(STRIPES * SLICE))
+        while len(frame := await found[1][0].recv()) != STRIPES * SLICE:
             assert link.Head(*link._HEAD.unpack_from(frame)).kind == link.BEAT
 
     run(story)
@@ -189,7 +189,7 @@ def test_waiting_pipes_are_bounded() -> None:
             await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(connect.MAX_PIPES + 4)
         ]
         for number, stream in enumerate(streams):
-            await stream.send(framing.pack_message({"round": 4, "epoch": number, "replica": 0, "lane": 0}))
+            await stream.send(framing.pack_message({"round": 4, "generation": number, "replica": 0, "stripe": 0}))
             while len(made["b"]._incoming) <= min(number, connect.MAX_PIPES - 1):
                 await asyncio.sleep(0)
         with pytest.raises(Closed):

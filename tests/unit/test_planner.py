@@ -49,7 +49,7 @@ def _check(candidates: list[Candidate], plan: Plan) -> None:
         assert all(a.last == b.first for a, b in itertools.pairwise(stages))
         assert all(s.first < s.last for s in stages)
         assert all(stage_memory(M, s.first, s.last) <= memory[s.peer] for s in stages)
-        assert replica.k == 0 or len(stages) > 1
+        assert replica.rank == 0 or len(stages) > 1
     everybody = [p for r in plan.replicas for p in r.peers] + list(plan.spares)
     assert sorted(everybody) == sorted(memory)
 
@@ -167,24 +167,30 @@ def test_stages_cover_every_shard_once_and_readers_hold_the_embedding() -> None:
 def test_memory_of_a_full_replica_by_hand() -> None:
     params = layout.total_parameters(M.model)
     block = 17 * 8 + 4 * 16
-    room = 4 * (16 * 8 + layout.parameters(M.model, "block.0"))
+    scratch = 4 * (16 * 8 + layout.parameters(M.model, "block.0"))
     head = 4 * 16 * 8
-    assert 24 * params + room + 4 * 1 * 8 * (4 * block + 4 * 16 + 2 * block) + head == FULL
+    assert 24 * params + scratch + 4 * 1 * 8 * (4 * block + 4 * 16 + 2 * block) + head == FULL
 
 
 def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
-    m = tiny.manifest(chains=ChainSpec(k=(4, 2), forward="bf16", backward="int8"))
+    m = tiny.manifest(chains=ChainSpec(rank=(4, 2), forward="bf16", backward="int8"))
     embed, one = 16 * 8, layout.parameters(M.model, "block.0")
-    room, block, frame = 4 * (embed + one), 17 * 8 + 4 * 16, 6 * 4
+    scratch, block, frame = 4 * (embed + one), 17 * 8 + 4 * 16, 6 * 4
     work, head = 4 * 8 * 2 * (block + 2 * block) + 8 * frame * 2, layout.parameters(M.model, "head")
     assert (
         stage_memory(m, 0, 2)
-        == 24 * 2 * one + 16 * embed + 20 * 16 * 4 + room + 4 * 8 * 2 * (2 * block + block) + 8 * frame * 2
+        == 24 * 2 * one + 16 * embed + 20 * 16 * 4 + scratch + 4 * 8 * 2 * (2 * block + block) + 8 * frame * 2
     )
-    assert stage_memory(m, 1, 3) == 24 * 2 * one + 8 * embed + room + work
+    assert stage_memory(m, 1, 3) == 24 * 2 * one + 8 * embed + scratch + work
     logits = 4 * 8 * 4 * 16
     last = (
-        24 * (2 * one + head) + 8 * embed + room + 4 * 8 * (2 * block + 2 * block) + logits + 8 * frame * 2 + 4 * embed
+        24 * (2 * one + head)
+        + 8 * embed
+        + scratch
+        + 4 * 8 * (2 * block + 2 * block)
+        + logits
+        + 8 * frame * 2
+        + 4 * embed
     )
     assert stage_memory(m, 2, 4) == last
 
@@ -202,7 +208,7 @@ def test_what_memory_is_left_over_makes_the_chain_deeper() -> None:
 
 
 def test_k_is_the_largest_that_the_uplink_carries_in_half_a_round() -> None:
-    manifest = tiny.manifest(chains=ChainSpec(k=(0, 4, 2), forward="bf16", backward="bf16"))
+    manifest = tiny.manifest(chains=ChainSpec(rank=(0, 4, 2), forward="bf16", backward="bf16"))
     tokens, half = manifest.train.inner_steps * manifest.train.step_tokens, manifest.timing.round_deadline / 2
 
     def needed(k: int) -> float:
@@ -210,9 +216,9 @@ def test_k_is_the_largest_that_the_uplink_carries_in_half_a_round() -> None:
 
     for k, smaller in ((0, 4), (4, 2)):
         link = int(needed(k)) + 1
-        assert planner.boundary_k(manifest, link) == k
-        assert planner.boundary_k(manifest, link - 2) == smaller
-    assert planner.boundary_k(manifest, 0) == 2
+        assert planner.boundary_rank(manifest, link) == k
+        assert planner.boundary_rank(manifest, link - 2) == smaller
+    assert planner.boundary_rank(manifest, 0) == 2
 
 
 def test_slots_go_on_after_the_plan() -> None:
@@ -281,7 +287,7 @@ def _kept(manifest: Manifest, blocks: tuple[int, ...]) -> Plan:
     """A plan with one chain, of p00, p01, ... with so many blocks each."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i:02}", first=a, last=b) for i, (a, b) in enumerate(edges))
-    return Plan(round=1, slot=0, replicas=(ReplicaSpec(k=0, stages=stages),))
+    return Plan(round=1, slot=0, replicas=(ReplicaSpec(rank=0, stages=stages),))
 
 
 def _next(candidates: list[Candidate], previous: Plan, manifest: Manifest = DEEP) -> tuple[int, ...]:

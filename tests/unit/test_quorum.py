@@ -32,7 +32,7 @@ from protocol.rounds.paxos import (
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Prepare, Promise, Vote
 from protocol.wire.commit import Commit, Contribution, Part, Record, Share, is_decided
-from protocol.wire.session import Ask, Beat
+from protocol.wire.session import Heartbeat, LogRequest
 from tests import tiny
 
 NAMES = tuple(o.peer_id for o in tiny.OPERATORS)
@@ -87,7 +87,7 @@ class Cluster:
                 case Save(vote):
                     self.votes[name].append(vote)
                 case Send(to, message) if not self.cut(name, to, message):
-                    if isinstance(message, Ask):
+                    if isinstance(message, LogRequest):
                         self.send_log(to, name, message.after)
                     else:
                         self.do(to, Heard(name, message))
@@ -312,5 +312,5 @@ def test_who_is_behind_is_helped() -> None:
         cluster.propose(A, time)
     assert cluster.logs[C] == []
     cluster.cut = is_kind()
-    cluster.do(C, Heard(B, Beat(phase="following", round=2)))
+    cluster.do(C, Heard(B, Heartbeat(phase="following", round=2)))
     assert len(cluster.logs[C]) == 2

@@ -24,7 +24,7 @@ from protocol.rounds import leader
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests.volunteers import MODEL, Engine, Swarm, Volunteer, manifest, noise
+from tests.volunteers import MODEL, InnerLoop, Swarm, Volunteer, manifest, noise
 
 DEADLINE = 300.0
 SHARDS = layout.shard_names(MODEL)
@@ -41,7 +41,7 @@ class Rounds:
     def __init__(self) -> None:
         self.upto = 0
         self._moved = asyncio.Event()
-        Engine.hold = self.hold
+        InnerLoop.hold = self.hold
 
     async def hold(self, peer: str, round: int) -> None:
         while round > self.upto:
@@ -90,7 +90,7 @@ def test_a_newcomer_takes_the_newest_checkpoint_and_replays_the_rest(
     """The newest is 20 rounds old: at most 1.5 checkpoints. And who missed 5 rounds fetches at most 12 % of one."""
 
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=50, outer=OuterSpec(k=96, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=50, outer=OuterSpec(topk=96, indices="fixed"))
         async with Swarm(tmp_path, run, monkeypatch) as swarm:
             rounds = Rounds()
             for name in ("a", "b"):
@@ -140,7 +140,7 @@ def test_after_a_kill_the_payloads_on_disk_are_not_fetched_again(
 @pytest.mark.campaign
 def test_who_is_far_behind_takes_a_later_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         async with Swarm(tmp_path, run, monkeypatch) as swarm:
             rounds = Rounds()
             swarm.start("a"), swarm.start("b")
@@ -164,7 +164,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path, monkeypatch: pytes
     """It is stopped after its first shards: what is on disk is not fetched again."""
 
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         async with Swarm(tmp_path, run, monkeypatch) as swarm:
             rounds = Rounds()
             holder, _ = swarm.start("a"), swarm.start("b")
@@ -206,7 +206,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path, monkeypatch: pytes
 
 def test_a_stage_fetches_its_own_shards_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         half = max(memory.stage_memory(run, 0, 2), memory.stage_memory(run, 2, 4))
         async with Swarm(tmp_path, run, monkeypatch) as swarm:
             rounds = Rounds()
@@ -230,7 +230,7 @@ def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         async with Swarm(tmp_path, run, monkeypatch) as swarm:
             rounds = Rounds()
             bad, *_ = [swarm.start(name) for name in ("bad", "b", "c")]
@@ -256,7 +256,7 @@ def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(
 
 def test_without_any_checkpoint_the_archive_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         async with Swarm(tmp_path, run, monkeypatch) as swarm:
             rounds = Rounds()
             holders = [swarm.start(name) for name in ("a", "b")]
@@ -279,7 +279,7 @@ def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(
     """They say that they have a state and then do not serve it."""
 
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(k=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         async with Swarm(tmp_path, run, monkeypatch) as swarm:
             rounds = Rounds()
             holders = [swarm.start(name) for name in ("a", "b")]
@@ -306,7 +306,7 @@ def test_one_wrong_shard_is_rebuilt_from_our_own_checkpoint(tmp_path: Path, monk
             array.view(np.uint32)[5] ^= 1
             wrong.rounds.outer.theta["block.2"] = [array, *wrong.rounds.outer.theta["block.2"][1:]]
             await to(swarm, rounds, 15)
-            assert [e.fields["shards"] for e in wrong.events if e.kind == "repaired"] == [["block.2"]]
+            assert [e.fields["shards"] for e in wrong.events if e.kind == "shard_rebuilt"] == [["block.2"]]
             assert bases(wrong) == {"block.2": 10}
             await is_right(swarm, wrong)
 
@@ -372,7 +372,7 @@ def test_error_feedback_waits_for_its_shard(tmp_path: Path, monkeypatch: pytest.
             return None
         first, second = peers if round % 2 else reversed(peers)
         stages = (StageSpec(peer=first, first=0, last=2), StageSpec(peer=second, first=2, last=4))
-        return Plan(round=round, slot=slot, replicas=(ReplicaSpec(k=0, stages=stages),))
+        return Plan(round=round, slot=slot, replicas=(ReplicaSpec(rank=0, stages=stages),))
 
     monkeypatch.setattr(leader.planner, "make_plan", swapped)
 
@@ -386,7 +386,7 @@ def test_error_feedback_waits_for_its_shard(tmp_path: Path, monkeypatch: pytest.
             peer = swarm.start("x")
             for number in range(3, 7):
                 await to(swarm, rounds, number)
-            spec, codec = run.model, Codec(k=run.outer.k, values=run.outer.values)
+            spec, codec = run.model, Codec(topk=run.outer.topk, values=run.outer.values)
             alone = Outer(spec, codec, run.outer.beta, run.outer.eta)
             trained = set()
             for number in range(1, 7):

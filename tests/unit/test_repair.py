@@ -12,7 +12,7 @@ import pytest
 from peer.chain import link
 from peer.chain.link import BACKWARD, DONE, FORWARD, NORM, TOTAL, ChainBroken, Head
 from peer.chain.pipeline import run_steps
-from peer.chain.progress import Standing, Total
+from peer.chain.progress import StageProgress, Total
 from peer.training.trainer import StageTrainer
 from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, windows_of, worker
 
@@ -70,7 +70,9 @@ class Hit:
         return frame
 
 
-def _stage(trainer: StageTrainer, i: int, wired: Wired, standing: Standing, **changes: Any) -> asyncio.Task[Any]:
+def _stage(
+    trainer: StageTrainer, i: int, wired: Wired, stage_progress: StageProgress, **changes: Any
+) -> asyncio.Task[Any]:
     options = {"previous": wired.previous[i], "following": wired.following[i], "windows": windows_of(), **changes}
     work = run_steps(
         trainer,
@@ -80,15 +82,15 @@ def _stage(trainer: StageTrainer, i: int, wired: Wired, standing: Standing, **ch
         wires=("fp32", "fp32"),
         timeout=DEADLINE_S,
         depth=2,
-        standing=standing,
+        stage_progress=stage_progress,
         **options,
     )
     return asyncio.create_task(work)
 
 
-async def _break(chain: list[Recording], victim: int, moment: str, kill: bool) -> tuple[list[Standing], list[Any]]:
+async def _break(chain: list[Recording], victim: int, moment: str, kill: bool) -> tuple[list[StageProgress], list[Any]]:
     """The round until the fault: where each stage stands, and what the survivors say."""
-    standings = [Standing() for _ in chain]
+    standings = [StageProgress() for _ in chain]
     fate = Fate(moment, victim)
     async with asyncio.timeout(DEADLINE_S), Wired(len(chain)) as wired:
         for ends in (wired.previous, wired.following):
@@ -104,7 +106,7 @@ async def _break(chain: list[Recording], victim: int, moment: str, kill: bool) -
     return standings, said
 
 
-async def _repaired(chain: list[Recording], standings: list[Standing]) -> list[Any]:
+async def _repaired(chain: list[Recording], standings: list[StageProgress]) -> list[Any]:
     async with asyncio.timeout(DEADLINE_S), Wired(len(chain)) as wired:
         pairs = enumerate(zip(chain, standings, strict=True))
         return await asyncio.gather(*(_stage(t, i, wired, s, resume=True) for i, (t, s) in pairs))
@@ -129,7 +131,7 @@ def test_the_chain_goes_on_from_its_last_complete_step(victim: int, moment: str,
     stay = said[:victim] if moment == "done" else said  # those behind have said that they are done, and left
     assert [error.peer for error in stay if isinstance(error, ChainBroken)] == [f"P{victim}"] * len(stay)
     assert not any(isinstance(error, Exception) for error in said[len(stay) :])
-    chain[victim], standings[victim] = _fresh(victim), Standing()
+    chain[victim], standings[victim] = _fresh(victim), StageProgress()
     asyncio.run(_repaired(chain, standings))
 
     complete = {"total": HIT if victim else HIT - 1, "done": STEPS}.get(moment, HIT - 1)
@@ -138,8 +140,8 @@ def test_the_chain_goes_on_from_its_last_complete_step(victim: int, moment: str,
     plain[victim] = _fresh(victim)
     if complete < STEPS:
         asyncio.run(run_chain(plain, first_step=complete + 1, steps=STEPS - complete))
-    for ours, theirs, standing in zip(chain, plain, standings, strict=True):
-        assert standing.total.steps == STEPS == standing.skipped + ours.steps
+    for ours, theirs, stage_progress in zip(chain, plain, standings, strict=True):
+        assert stage_progress.total.steps == STEPS == stage_progress.skipped + ours.steps
         for shard in ours.shards:
             for a, b in zip(ours.delta(shard), theirs.delta(shard), strict=True):
                 np.testing.assert_array_equal(a, b)
@@ -148,7 +150,7 @@ def test_the_chain_goes_on_from_its_last_complete_step(victim: int, moment: str,
 def test_two_faults_in_one_round() -> None:
     chain = make_chain(CUTS, K)
     standings, _ = asyncio.run(_break(chain, 2, "total", True))
-    chain[2], standings[2] = _fresh(2), Standing()
+    chain[2], standings[2] = _fresh(2), StageProgress()
 
     async def again() -> None:
         """The first stage dies before the repaired chain has agreed where to go on."""
@@ -159,9 +161,9 @@ def test_two_faults_in_one_round() -> None:
             assert {error.peer for error in said} == {"P0"}
 
     asyncio.run(again())
-    chain[0], standings[0] = _fresh(0), Standing()
+    chain[0], standings[0] = _fresh(0), StageProgress()
     asyncio.run(_repaired(chain, standings))
-    assert [standing.total.steps for standing in standings] == [STEPS] * 4
+    assert [stage_progress.total.steps for stage_progress in standings] == [STEPS] * 4
     assert [trainer.steps for trainer in chain] == [STEPS - HIT, STEPS, STEPS - HIT, STEPS] or [
         trainer.steps for trainer in chain
     ] == [STEPS - HIT + 1, STEPS, STEPS - HIT + 1, STEPS]
@@ -181,7 +183,7 @@ def test_a_stage_that_was_only_away_finds_its_place_again() -> None:
 
 def test_nobody_goes_on_behind_what_is_done() -> None:
     chain = make_chain((3,), K)
-    standings = [Standing(), Standing(total=Total(steps=2), skipped=2)]
+    standings = [StageProgress(), StageProgress(total=Total(steps=2), skipped=2)]
 
     async def lie() -> Any:
         async with asyncio.timeout(DEADLINE_S), Wired(2) as wired:
@@ -234,7 +236,7 @@ def test_a_frame_that_takes_long_is_no_silence(monkeypatch: pytest.MonkeyPatch) 
             wired.following[0] = Slow(wired.following[0])
             pairs = enumerate(chain)
             return await asyncio.gather(
-                *(_stage(t, i, wired, Standing(), windows=windows_of(train=train)) for i, t in pairs)
+                *(_stage(t, i, wired, StageProgress(), windows=windows_of(train=train)) for i, t in pairs)
             )
 
     first, _ = asyncio.run(main())

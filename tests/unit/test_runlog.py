@@ -21,7 +21,7 @@ from protocol.rounds import validation
 from protocol.wire import encoding, endpoints, framing, sealed
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Ask
+from protocol.wire.session import LogRequest
 from tests import tiny
 
 MANIFEST = tiny.manifest(rounds=2)
@@ -57,7 +57,7 @@ def ask(story: Callable[[reader.Remote], Awaitable[None]], answer: Callable[[int
         node = network.transport(OTHER)
 
         async def log(remote: str, request: bytes) -> bytes:
-            return answer(encoding.expect(Ask, encoding.decode(request, remote), remote).after)
+            return answer(encoding.expect(LogRequest, encoding.decode(request, remote), remote).after)
 
         await serve_calls(node, endpoints.LOG, log)
         watcher = network.transport(WATCHER)
@@ -108,7 +108,10 @@ def test_a_node_that_answers_nonsense_is_named(answer: Callable[[int], bytes], r
     ("log", "reason"),
     [
         ([b"junk"], "round 0: the commit cannot be believed: record from the log"),
-        ([sealed.seal(tiny.OPERATOR, Ask(after=1))], "round 0: the commit cannot be believed: record from the log"),
+        (
+            [sealed.seal(tiny.OPERATOR, LogRequest(after=1))],
+            "round 0: the commit cannot be believed: record from the log",
+        ),
         (records(commits(1)) * 50, "round 1: the commit is not the one of round 1"),
     ],
 )
@@ -153,7 +156,7 @@ def test_a_commit_that_no_honest_leader_writes() -> None:
     assert problems(round=3) == ["the run has 2 rounds only"]
     assert problems(contributions=(made,)) == ["decides about replicas [0], the plan has 0"]
     stage = StageSpec(peer=OTHER, first=0, last=2)
-    plan = Plan(round=2, slot=0, replicas=(ReplicaSpec(k=0, stages=(stage,)),))
+    plan = Plan(round=2, slot=0, replicas=(ReplicaSpec(rank=0, stages=(stage,)),))
     assert problems(plan=plan) == [
         "plans round 2, not the next one",
         "plans replica 0 with stages that are not the whole model",
@@ -173,7 +176,7 @@ def test_a_contribution_without_weight_is_no_commit() -> None:
 def test_blocks_that_moved_are_shown() -> None:
     def plan(cut: int) -> Plan:
         stages = (StageSpec(peer="a" * 12, first=0, last=cut), StageSpec(peer="b" * 12, first=cut, last=4))
-        return Plan(round=2, slot=0, replicas=(ReplicaSpec(k=0, stages=stages),))
+        return Plan(round=2, slot=0, replicas=(ReplicaSpec(rank=0, stages=stages),))
 
     made = tiny.record(dataclasses.replace(commits(2)[1], plan=plan(3)))
     assert (

@@ -22,7 +22,7 @@ VALUES = ("sym2", "ref2", "fp32")
 INDICES = ("rice", "fixed")
 FORMATS = list(itertools.product(VALUES, INDICES))
 ks = st.one_of(st.integers(1, 4096), st.sampled_from([1, 32, 64, 128, 2048, 4095, 4096]))
-codecs = st.builds(Codec, k=ks, values=st.sampled_from(VALUES), indices=st.sampled_from(INDICES))
+codecs = st.builds(Codec, topk=ks, values=st.sampled_from(VALUES), indices=st.sampled_from(INDICES))
 side = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 67, 96, 128]))
 shape = st.one_of(st.tuples(side), st.tuples(side, side), st.sampled_from([(5000,), (4096,), (12288,), (192, 352)]))
 shape_lists = st.lists(shape, min_size=1, max_size=3)
@@ -67,7 +67,7 @@ def test_round_trip_keeps_the_largest_of_every_tile(codec: Codec, shapes: list[t
         kept[got.index] = True
         in_tiles, of_tiles = tiles_of(kept.reshape(x.shape)), np.abs(tiles_of(x))
         n = of_tiles.shape[1]
-        assert (in_tiles.sum(axis=1) == max(1, math.floor(n * codec.k / 4096 + 0.5))).all()
+        assert (in_tiles.sum(axis=1) == max(1, math.floor(n * codec.topk / 4096 + 0.5))).all()
         least = np.where(in_tiles, of_tiles, np.inf).min(axis=1, keepdims=True)
         left_out = np.where(in_tiles, -1, of_tiles)
         assert (left_out <= least).all()
@@ -218,7 +218,7 @@ def test_wrong_lengths_of_quotients_are_refused(
     codec: Codec, shapes: list[tuple[int, ...]], seed: int, at: int, step: int
 ) -> None:
     """Also where the bytes move from one tensor to its neighbour, so that their sum is right."""
-    codec = Codec(codec.k, codec.values, "rice")
+    codec = Codec(codec.topk, codec.values, "rice")
     payload = encode(codec, arrays_of(shapes, seed))
     lengths = np.frombuffer(payload, "<u4", len(shapes), 8).astype(np.int64)
     lengths[at % len(shapes)] += step

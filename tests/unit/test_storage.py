@@ -39,7 +39,7 @@ def test_an_offer_and_its_feedback_are_found_wherever_the_process_was_killed(tmp
     assert found(tmp_path) == (0, None, offer(1), True)
     storage.save_feedback(1, feedback(1.0))
     assert found(tmp_path) == (1, 1.0, offer(1), False)
-    storage.save_feedback(1, feedback(1.5), given_back=True)
+    storage.save_feedback(1, feedback(1.5), restored_offer=True)
     assert found(tmp_path) == (1, 1.5, None, False)
     storage.save_offer(offer(2))
     assert found(tmp_path) == (1, 1.5, offer(2), True)

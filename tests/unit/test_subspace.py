@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import subspace
+from protocol.codec import philox, subspace
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 
@@ -28,33 +28,33 @@ def sha(*arrays: np.ndarray) -> str:
 @given(seed=st.binary(max_size=40), name=st.text(max_size=20), n=st.integers(0, 50), more=st.integers(0, 50))
 @settings(max_examples=50, deadline=None)
 def test_bits_are_a_stream(seed: bytes, name: str, n: int, more: int) -> None:
-    long = init.bits(seed, name, n + more)
+    long = philox.bits(seed, name, n + more)
     assert long.dtype == np.uint64
     assert len(long) == n + more
-    assert (init.bits(seed, name, n) == long[:n]).all()
+    assert (philox.bits(seed, name, n) == long[:n]).all()
 
 
 def test_seed_and_name_do_not_run_together() -> None:
-    streams = {init.bits(s, n, 1)[0] for s, n in [(b"a", "b"), (b"ab", ""), (b"", "ab"), (b"a", "c")]}
+    streams = {philox.bits(s, n, 1)[0] for s, n in [(b"a", "b"), (b"ab", ""), (b"", "ab"), (b"a", "c")]}
     assert len(streams) == 4
 
 
 def test_normal_like_is_the_stated_sum_of_lanes() -> None:
-    words = init.bits(b"s", "n", 3)
-    got = init.normal_like(b"s", "n", (3,), 0.5)
+    words = philox.bits(b"s", "n", 3)
+    got = philox.normal_like(b"s", "n", (3,), 0.5)
     for word, value in zip(words.tolist(), got.tolist(), strict=True):
         total = sum((word >> shift) & 0xFFFF for shift in (0, 16, 32, 48)) - 2 * 65_535
         assert Fraction(value) == Fraction(float(np.float32(total) * np.float32(0.5 / math.sqrt(4 * (2**32 - 1) / 12))))
 
 
 def test_normal_like_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = init.normal_like(b"s", "n", (13, 11), 2.0)
+    whole = philox.normal_like(b"s", "n", (13, 11), 2.0)
     monkeypatch.setattr(init, "_BLOCK", 10)
-    assert (init.normal_like(b"s", "n", (13, 11), 2.0) == whole).all()
+    assert (philox.normal_like(b"s", "n", (13, 11), 2.0) == whole).all()
 
 
 def test_normal_like_looks_normal() -> None:
-    x = init.normal_like(b"s", "n", (400, 500), 2.0)
+    x = philox.normal_like(b"s", "n", (400, 500), 2.0)
     assert x.dtype == np.float32
     assert abs(x.mean()) < 0.02
     assert x.std() == pytest.approx(2.0, rel=0.01)
@@ -103,7 +103,7 @@ def test_a_basis_must_fit(k_max: int) -> None:
 
 def test_golden_digests() -> None:
     """These bits are part of the protocol: every run's θ(0) and U depend on them."""
-    assert sha(init.bits(b"potluck/7", "theta0/lm_head.weight", 1000)) == GOLDEN["bits"]
+    assert sha(philox.bits(b"potluck/7", "theta0/lm_head.weight", 1000)) == GOLDEN["bits"]
     assert sha(subspace.basis(b"potluck/7", 192, 24)) == GOLDEN["basis"]
     assert sha(*init.initial_shard(SPEC, b"potluck/7", "embed")) == GOLDEN["embed"]
     assert sha(*init.initial_shard(SPEC, b"potluck/7", "block.1")) == GOLDEN["block.1"]

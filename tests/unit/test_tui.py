@@ -20,10 +20,10 @@ PEERS = [Identity(bytes([i] * 32)).peer_id for i in range(1, 7)]
 NAMES = dict(zip(PEERS, ("full-0", "full-1", "a", "b", "c", "spare"), strict=True))
 PLAN = {
     "replicas": [
-        {"k": 0, "stages": [{"peer": PEERS[0], "first": 0, "last": 4}]},
-        {"k": 0, "stages": [{"peer": PEERS[1], "first": 0, "last": 4}]},
+        {"rank": 0, "stages": [{"peer": PEERS[0], "first": 0, "last": 4}]},
+        {"rank": 0, "stages": [{"peer": PEERS[1], "first": 0, "last": 4}]},
         {
-            "k": 4,
+            "rank": 4,
             "stages": [
                 {"peer": PEERS[2], "first": 0, "last": 1},
                 {"peer": PEERS[3], "first": 1, "last": 2},
@@ -208,8 +208,8 @@ def test_time_left_follows_the_pace() -> None:
     story.round(1, 2.5)
     story.round(2, 2.4)
     commits = [e.time for e in story.events if e.kind == "commit"]
-    pace = (commits[-1] - commits[0]) / 2
-    assert story.view.eta == pytest.approx(pace * 3 - (story.events[-1].time - commits[-1]))
+    seconds_per_microbatch = (commits[-1] - commits[0]) / 2
+    assert story.view.eta == pytest.approx(seconds_per_microbatch * 3 - (story.events[-1].time - commits[-1]))
 
 
 def test_the_curve_is_the_mean_over_replicas() -> None:
@@ -285,7 +285,7 @@ def test_what_was_measured_in_another_place_is_forgotten() -> None:
     story.chain(PEERS[3], 1.0)
     (chain,) = story.view.chains
     assert [p.activity is not None for p in chain.members] == [False, True, False]
-    story.tell(PEERS[3], "role", round=2, role="stage", replica=2, first=0, last=2, k=4, position=0, stages=2)
+    story.tell(PEERS[3], "role", round=2, role="stage", replica=2, first=0, last=2, rank=4, position=0, stages=2)
     assert story.view.chains == []
     story.chain(PEERS[3], 1.0)
     assert len(story.view.chains) == 1
@@ -321,7 +321,7 @@ def test_a_peer_tells_of_its_own_rounds() -> None:
         found = line(Event(1_700_000_000.0, PEERS[0], kind, fields), own=True)
         return None if found is None else found.split(" ", 2)[2]
 
-    name, part = PEERS[0][-8:], {"replica": 1, "k": 8, "stages": 3}
+    name, part = PEERS[0][-8:], {"replica": 1, "rank": 8, "stages": 3}
     assert (
         told("started", peer=PEERS[0], pid=1, device="cpu", memory_bytes=8e9, rss_bytes=1)
         == f"{name} is here: cpu, 8.0 GB"

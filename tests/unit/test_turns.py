@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from peer.chain.scheduler import Turns
+from peer.chain.scheduler import BackwardFirstScheduler
 
 URGENT, USUAL = 2, 1
 DEADLINE_S = 30.0
 
 
 class Bench:
-    """Turns whose jobs wait until they are let go."""
+    """BackwardFirstScheduler whose jobs wait until they are let go."""
 
     def __init__(self, worker: ThreadPoolExecutor) -> None:
         self.ended: list[tuple[int, str]] = []
         self.waits: list[int] = []
         self.began: queue.Queue[str] = queue.Queue()
         self.stirred = asyncio.Event()
-        self.turns = Turns[str](
+        self.turns = BackwardFirstScheduler[str](
             worker,
             (URGENT, USUAL),
             lambda kind, name: self.ended.append((kind, name)),

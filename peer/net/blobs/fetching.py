@@ -55,21 +55,25 @@ class _Speed:
     """Of one holder: seconds until the first range that is asked for comes, seconds per byte; 0 where it is not known yet."""
 
     latency: float = 0.0
-    pace: float = 0.0
+    seconds_per_byte: float = 0.0
 
     def answered(self, seconds: float) -> None:
         self.latency = _mean(self.latency, seconds)
 
     def arrived(self, seconds: float, size: int) -> None:
-        self.pace = _mean(self.pace, seconds / max(size, 1))
+        self.seconds_per_byte = _mean(self.seconds_per_byte, seconds / max(size, 1))
 
     def expected(self, size: int) -> float:
-        return self.latency + size * self.pace
+        return self.latency + size * self.seconds_per_byte
 
     @property
     def depth(self) -> int:
         """Enough ranges to fill the way there and back one and a half times."""
-        ahead = 1 + math.ceil(1.5 * self.latency / (self.pace * blob_hash.RANGE)) if self.pace else 0
+        ahead = (
+            1 + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE))
+            if self.seconds_per_byte
+            else 0
+        )
         return max(DEPTH[0], min(DEPTH[1], ahead))
 
 
@@ -99,7 +103,7 @@ class _Job:
     def is_missing(self, index: int) -> bool:
         return self.data is None if self.part is None else index in self.part.missing
 
-    def give_back(self, indices: Sequence[int]) -> None:
+    def restore_feedback(self, indices: Sequence[int]) -> None:
         """A holder that was asked for these does not send them."""
         for index in indices:
             if self.asked.pop(index, None) is not None and self.is_missing(index):
@@ -326,7 +330,7 @@ class Fetcher:
             raise RemoteError(peer, f"{what}: {error}") from None
         finally:
             job.asking.discard(peer)
-            job.give_back(mine)
+            job.restore_feedback(mine)
             if stream is not None and usable:
                 await self._idle.keep(stream)
             elif stream is not None:

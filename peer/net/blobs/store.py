@@ -7,7 +7,7 @@
 A blob becomes visible only when it is whole, checked and durable (write, fsync, rename, fsync of the folder). A part file says
 by itself which ranges are there: those whose digest is right. So whatever a kill leaves behind can be gone on with.
 
-Retention: a store with a limit removes what is not protected when room is needed, oldest rounds first. What is protected is
+Retention: a store with a limit removes what is not protected when space is needed, oldest rounds first. What is protected is
 kept even above the limit: it is up to the owner to need less.
 """
 
@@ -30,7 +30,7 @@ PIECE = 1 << 20
 
 
 def disk_error(path: Path, error: OSError) -> LocalError:
-    """One line for a failed write under `path`; exit code 2, since only the user can mend it."""
+    """One line for a failed write under `path`; exit code 2, since only the user can reconfig it."""
     return UsageError(
         f"directory {path}: {error.strerror or error}; free space or choose another with --dir, then start again"
         " (nothing half-written is kept)"
@@ -46,7 +46,7 @@ def write_durably(
 ) -> None:
     """Writes a file so that a crash leaves the old one or the new one; `seconds`: its modification time. Without `sync` that
     holds for a process that is killed, not for a machine that loses power. `over`: a file that is not needed any more, whose
-    room on disk and in the page cache is taken: fresh pages cost more than the bytes. Raises UsageError."""
+    space on disk and in the page cache is taken: fresh pages cost more than the bytes. Raises UsageError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         if over is not None:
@@ -174,12 +174,12 @@ class BlobStore:
             self.protected.add(name)
         if name not in self._known:
             if round != NO_ROUND:
-                self.make_room(len(data))
+                self.make_space(len(data))
             write_durably(self.folder / name, data, seconds=round, sync=sync)
             self._add(name, round, len(data))
         return name
 
-    def make_room(self, size: int) -> bool:
+    def make_space(self, size: int) -> bool:
         """Removes what is not protected, oldest rounds first, until `size` more bytes fit; whether they do."""
         if self.limit is None:
             return True
@@ -292,7 +292,7 @@ class Part:
                 self._discard()
                 raise
         if round != NO_ROUND:
-            self._store.make_room(self.size)
+            self._store.make_space(self.size)
         try:
             if sync:
                 with open(self._path, "rb+") as file:
