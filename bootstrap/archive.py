@@ -1,78 +1,25 @@
 """A bootstrap node's disk: the log of rounds, its vote, and every payload.
 
-DIR/log is append-only: `length (4 bytes, big-endian) | crc32 (4 bytes) | record` for each round. A record counts when it is whole; what
-a crash left half-written at the end is cut off at the next start. A damaged record in the middle is refused by name, since a
-decided commit must not be forgotten; `records` is for whoever only reads, while a node writes or not. DIR/manifest.json is the run's manifest, so that the
-folder can be verified by itself. DIR/vote is the newest promise of
-the quorum's acceptor, `crc32 | promise`.
+DIR/log is the run's log (protocol/wire/logfile.py); what a crash left half-written at its end is cut off at the next start.
+DIR/manifest.json is the run's manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
+quorum's acceptor, `crc32 | promise`.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import struct
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from peer.net.blobs import BlobStore, disk_error, write_durably
 from protocol.errors import UsageError
 from protocol.rounds import paxos
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, framing
+from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import MessageError
-
-_HEAD = struct.Struct(">II")
-HEAD_BYTES = _HEAD.size
-MANIFEST = "manifest.json"
-_BEGIN = b"\x83\xa1c"
-"""How every record begins: a map of three whose first key is "c"."""
-
-
-class Damaged(UsageError):
-    """A record before the end of a log, at byte `at`, cannot be read."""
-
-    def __init__(self, path: Path, at: int) -> None:
-        super().__init__(f"log {path}: the record at byte {at} is damaged; restore the file from a copy")
-        self.at = at
-
-
-def records(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
-    """(position, record) of every whole record of the log in `file`, which `path` names in errors.
-
-    Ends before a record that a crash, or a write under way, left half-written at the end of what is there when the reading
-    begins. Raises Damaged for any other that is not whole.
-    """
-    size = file.seek(0, os.SEEK_END)
-    at = 0
-    while at + _HEAD.size <= size:
-        file.seek(at)
-        length, crc = _HEAD.unpack(file.read(_HEAD.size))
-        end = at + _HEAD.size + length
-        raw = file.read(length) if end <= size else b""
-        if end > size or zlib.crc32(raw) != crc:
-            file.seek(at + 1)
-            if end < size or _holds_record(file.read(size - at - 1)):
-                raise Damaged(path, at)
-            return
-        yield at, raw
-        at = end
-
-
-def _holds_record(data: bytes) -> bool:
-    """Whether a whole record begins anywhere in `data`: then what is before it was whole once, too."""
-    start = data.find(_BEGIN)
-    while start >= 0:
-        if start >= _HEAD.size:
-            length, crc = _HEAD.unpack_from(data, start - _HEAD.size)
-            if start + length <= len(data) and zlib.crc32(data[start : start + length]) == crc:
-                return True
-        start = data.find(_BEGIN, start + 1)
-    return False
 
 
 class Archive:
@@ -85,7 +32,7 @@ class Archive:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(folder / "lock", "w")  # noqa: SIM115  (held until close)
-            self._file = open(folder / "log", "a+b")  # noqa: SIM115
+            self._file = open(folder / logfile.LOG, "a+b")  # noqa: SIM115
         except OSError as error:
             raise disk_error(folder, error) from None
         try:
@@ -95,8 +42,8 @@ class Archive:
             raise UsageError(
                 f"directory {folder}: another bootstrap node uses it; stop that one or choose another with --dir"
             ) from None
-        if not (folder / MANIFEST).exists():
-            write_durably(folder / MANIFEST, manifest.to_bytes())
+        if not (folder / logfile.MANIFEST).exists():
+            write_durably(folder / logfile.MANIFEST, manifest.to_bytes())
         self.blobs = BlobStore(folder / "blobs")
         self.records: list[bytes] = []
         self.tokenizer = self._read_tokenizer()
@@ -125,7 +72,7 @@ class Archive:
         raw = encoding.encode_record(record)
         size = self._file.seek(0, os.SEEK_END)
         try:
-            self._file.write(_HEAD.pack(len(raw), zlib.crc32(raw)) + raw)
+            self._file.write(logfile.pack(raw))
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -153,9 +100,9 @@ class Archive:
 
     def _read(self) -> None:
         end = 0
-        for at, raw in records(self._file, self.folder / "log"):
+        for at, raw in logfile.records(self._file, self.folder / logfile.LOG):
             self._take(raw, at)
-            end = at + _HEAD.size + len(raw)
+            end = logfile.end_of(at, raw)
         if end < self._file.seek(0, os.SEEK_END):
             self._file.truncate(end)
 

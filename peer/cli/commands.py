@@ -213,4 +213,4 @@ async def log_verify(text: str, checkpoint: Path | None) -> None:
         if manifest is None:
             _note(f"log {source.name}: has no rounds yet")
         else:
-            await reader.verify(manifest, source, checkpoint, _say, _note)
+            await log_text.verify(manifest, source, checkpoint, _say, _note)

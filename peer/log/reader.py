@@ -13,21 +13,14 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
-from bootstrap import archive
-from peer.log import replay
-from peer.log.replay import BadPayload, Problem, State
+from peer.log.replay import BadPayload
 from peer.net.base import Transport, call, short
 from peer.net.blobs import BlobStore, Fetcher
-from peer.state.storage import read_theta
-from peer.ui.text import clean, count, size
-from protocol.errors import LocalError, RemoteError, UsageError
+from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.rounds.validation import BadCommit
-from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, framing
+from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.session import LogRequest
 
 CALL_SECONDS = 20.0
@@ -52,24 +45,24 @@ class Folder:
     """The folder of a bootstrap node. Raises UsageError where there is no log."""
 
     def __init__(self, folder: Path) -> None:
-        self.name = str(folder / "log")
+        self.name = str(folder / logfile.LOG)
         self._folder = folder
-        if not (folder / "log").is_file():
+        if not (folder / logfile.LOG).is_file():
             raise UsageError(f"directory {folder}: has no log; give the folder (--dir) of a bootstrap node, or RUN")
 
     async def records(self, note: Callable[[str], None]) -> AsyncGenerator[bytes, None]:
-        path, end = self._folder / "log", 0
+        path, end = self._folder / logfile.LOG, 0
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                for at, raw in archive.records(file, path):
-                    end = at + archive.HEAD_BYTES + len(raw)
+                for at, raw in logfile.records(file, path):
+                    end = logfile.end_of(at, raw)
                     yield raw
                 if end < size:
                     note(
                         f"after byte {end} there is a record that is not whole: a crash cut it off, or it is being written"
                     )
-        except archive.Damaged as error:
+        except logfile.Damaged as error:
             raise BadCommit(f"cannot be read: its record at byte {error.at} is damaged") from None
         except OSError as error:
             raise UsageError(f"log {path}: {error.strerror}; give a folder that can be read") from None
@@ -90,13 +83,13 @@ class Folder:
             run = encoding.decode_record(raw, "the log").commit.run
         except (BadCommit, RemoteError) as error:
             raise LocalError(f"log {self.name}: round 0: the commit {error}; compare with another node's") from None
-        path = self._folder / archive.MANIFEST
+        path = self._folder / logfile.MANIFEST
         with contextlib.suppress(OSError):
             manifest = manifests.from_bytes(await asyncio.to_thread(path.read_bytes), str(path))
             if manifest.run_id == run:
                 return manifest
         raise UsageError(
-            f"directory {self._folder}: {path.name} is not the manifest of run {clean(run, 12)}; start its bootstrap node"
+            f"directory {self._folder}: {path.name} is not the manifest of run {shown(run[:12])}…; start its bootstrap node"
             " once, or ask the node over the network"
         )
 
@@ -153,44 +146,3 @@ class Remote:
     async def aclose(self) -> None:
         """Ends what is under way."""
         await self._fetcher.aclose()
-
-
-def start_from(manifest: Manifest, folder: Path) -> State:
-    """The state in a peer's checkpoint. Raises UsageError where it is not one of the run's model."""
-    round, theta = read_theta(folder)
-    names = layout.shard_names(manifest.model)
-    for shard, arrays in theta.items():
-        fits = shard in names and tuple(a.shape for a in arrays) == layout.shapes(manifest.model, shard)
-        if not fits or any(a.dtype != np.float32 for a in arrays):
-            raise UsageError(f"checkpoint {folder}: {clean(shard)} is not of the run's model; give one of this run")
-    return State(round, theta, {})
-
-
-async def verify(
-    manifest: Manifest, source: Source, checkpoint: Path | None, out: Callable[[str], None], note: Callable[[str], None]
-) -> None:
-    """Says all that is wrong with a log, and what it proves. Raises LocalError when something is wrong."""
-    start = start_from(manifest, checkpoint) if checkpoint else None
-
-    def report(problem: Problem) -> None:
-        out(clean(str(problem), 400))
-
-    done = await replay.verify(manifest, source.records(note), source.payload, report, start)
-    head = done.head.round if done.head else -1
-    if start is not None and start.round >= head:
-        raise UsageError(
-            f"checkpoint {checkpoint}: is of round {start.round}, the log ends at round {head}; give an older one"
-        )
-    out(
-        f"run {manifest.run_id[:12]} {clean(manifest.name)}: {count(range(head + 1), 'commit')},"
-        f" {count(range(done.contributions), 'contribution')}; replayed {count(range(done.payloads), 'payload')}"
-        f" ({size(done.payload_bytes)}) from round {start.round if start else 0} on"
-    )
-    out(f"{done.agreed} of {done.attested} attested digests of shards are what the replay gives")
-    names = layout.shard_names(manifest.model)
-    if head >= 0 and set(names) <= set(done.digests):
-        out(f"state after round {head}: {layout.state_digest(manifest.model, done.digests)}")
-    if done.problems:
-        raise LocalError(
-            f"log {source.name}: {count(done.problems, 'problem')}; compare with another node's before you build on it"
-        )

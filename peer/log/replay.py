@@ -11,12 +11,15 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
 
 from peer.state.outer_optimizer import Outer
-from peer.state.storage import Shards
+from peer.state.storage import Shards, read_theta
 from protocol.codec import blob_hash
 from protocol.codec.sparse import PayloadError
-from protocol.errors import LocalError, RemoteError
+from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.rounds import validation
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
@@ -196,3 +199,14 @@ async def _payloads(
             items.append(result[:2])
             wrong += [result[2]] if result[2] else []
     return wrong, items if len(items) == len(found) else None
+
+
+def start_from(manifest: Manifest, folder: Path) -> State:
+    """The state in a peer's checkpoint. Raises UsageError where it is not one of the run's model."""
+    round, theta = read_theta(folder)
+    names = layout.shard_names(manifest.model)
+    for shard, arrays in theta.items():
+        fits = shard in names and tuple(a.shape for a in arrays) == layout.shapes(manifest.model, shard)
+        if not fits or any(a.dtype != np.float32 for a in arrays):
+            raise UsageError(f"checkpoint {folder}: {shown(shard)} is not of the run's model; give one of this run")
+    return State(round, theta, {})

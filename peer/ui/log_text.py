@@ -1,20 +1,23 @@
-"""The log of a run as text and as JSON: `potluck log show`."""
+"""The log of a run as text and as JSON, and what its verification found: `potluck log`."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from peer.events import commit_fields
+from peer.log import replay
 from peer.log.reader import Source
 from peer.net.base import short
 from peer.ui.text import clean, count, mean_loss, readable, size
-from protocol.errors import LocalError
+from protocol.errors import LocalError, UsageError
 from protocol.planning import partition
 from protocol.rounds import validation
 from protocol.rounds.validation import BadCommit
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record
 from protocol.wire.plan import Plan, ReplicaSpec
@@ -51,6 +54,36 @@ async def _believed(manifest: Manifest, source: Source, note: Callable[[str], No
     except BadCommit as error:
         round = 0 if before is None else before.round + 1
         raise LocalError(f"log {source.name}: round {round}: the commit {error}; compare with another node's") from None
+
+
+async def verify(
+    manifest: Manifest, source: Source, checkpoint: Path | None, out: Callable[[str], None], note: Callable[[str], None]
+) -> None:
+    """Says all that is wrong with a log, and what it proves. Raises LocalError when something is wrong."""
+    start = replay.start_from(manifest, checkpoint) if checkpoint else None
+
+    def report(problem: replay.Problem) -> None:
+        out(clean(str(problem), 400))
+
+    done = await replay.verify(manifest, source.records(note), source.payload, report, start)
+    head = done.head.round if done.head else -1
+    if start is not None and start.round >= head:
+        raise UsageError(
+            f"checkpoint {checkpoint}: is of round {start.round}, the log ends at round {head}; give an older one"
+        )
+    out(
+        f"run {manifest.run_id[:12]} {clean(manifest.name)}: {count(range(head + 1), 'commit')},"
+        f" {count(range(done.contributions), 'contribution')}; replayed {count(range(done.payloads), 'payload')}"
+        f" ({size(done.payload_bytes)}) from round {start.round if start else 0} on"
+    )
+    out(f"{done.agreed} of {done.attested} attested digests of shards are what the replay gives")
+    names = layout.shard_names(manifest.model)
+    if head >= 0 and set(names) <= set(done.digests):
+        out(f"state after round {head}: {layout.state_digest(manifest.model, done.digests)}")
+    if done.problems:
+        raise LocalError(
+            f"log {source.name}: {count(done.problems, 'problem')}; compare with another node's before you build on it"
+        )
 
 
 def round_fields(record: Record, plan: Plan | None) -> dict[str, Any]:

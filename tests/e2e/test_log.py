@@ -17,14 +17,13 @@ from typing import Any
 
 import pytest
 
-from bootstrap import archive
 from bootstrap.archive import Archive
 from peer.cli import main
 from peer.net import keyfile
 from protocol.identity import Identity
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding
+from protocol.wire import encoding, logfile
 from protocol.wire.commit import Commit
 from tests import tiny
 from tests.e2e import swarms
@@ -81,7 +80,7 @@ def commits(folder: Path) -> list[tuple[int, bytes, Commit]]:
     """(position, bytes, commit) of every record."""
     with open(folder / "log", "rb") as file:
         found = []
-        for at, raw in archive.records(file, folder / "log"):
+        for at, raw in logfile.records(file, folder / "log"):
             found.append((at, raw, encoding.decode_record(raw, "the log").commit))
         return found
 
@@ -210,7 +209,7 @@ def test_the_replay_can_begin_at_a_checkpoint(done: Done, potluck: Potluck, tmp_
 def test_a_flipped_byte_in_the_middle_of_the_log(copy: Done, potluck: Potluck) -> None:
     at, record, _ = commits(copy.folder)[1]
     raw = bytearray((copy.folder / "log").read_bytes())
-    raw[at + archive.HEAD_BYTES + len(record) // 2] ^= 1
+    raw[logfile.end_of(at, record) - len(record) // 2] ^= 1
     (copy.folder / "log").write_bytes(raw)
     lines, _ = potluck("verify", copy.folder, code=1)
     assert lines[0] == f"round 1: the commit cannot be read: its record at byte {at} is damaged"

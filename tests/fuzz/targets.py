@@ -29,7 +29,6 @@ import msgpack
 import numpy as np
 import torch
 
-from bootstrap import archive
 from peer.chain import link, quantize
 from peer.demo import recipe
 from peer.log import reader
@@ -44,7 +43,7 @@ from protocol.identity import Identity
 from protocol.rounds import validation
 from protocol.run import layout
 from protocol.run import manifest as manifests
-from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing, logfile, sealed
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import DOMAIN, Commit, Record, vote_body
 from protocol.wire.encoding import MessageError
@@ -425,9 +424,10 @@ def _records(found: Sequence[bytes]) -> bytes:
 
 def log_file(raw: bytes) -> object:
     total = 0
-    for at, record in archive.records(io.BytesIO(raw), Path("DIR/log")):
-        total += archive.HEAD_BYTES + len(record)
-        check(at < total <= len(raw), "more comes out than is there")
+    for at, record in logfile.records(io.BytesIO(raw), Path("DIR/log")):
+        check(at == total, "records do not follow each other")
+        total = logfile.end_of(at, record)
+        check(total <= len(raw), "more comes out than is there")
         with _allowed(validation.BadCommit):
             validation.follow(ONE_NODE, None, record)
     return total
@@ -536,7 +536,7 @@ TARGETS = [
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
     Target("log requests", call_request, (MessageError,), [encoding.encode(LogRequest(after=3))], change_msgpack, 4),
     Target("log replies", log_reply, (RemoteError,), [framing.pack_message(RECORDS * 2), framing.pack_message([])], change_msgpack, 2),
-    Target("log file", log_file, (archive.Damaged,), [_records(RECORDS * 3), b""], change_log, 6),
+    Target("log file", log_file, (logfile.Damaged,), [_records(RECORDS * 3), b""], change_log, 6),
     Target("addresses", addresses, (address.BadAddress,), [
         f"/ip4/203.0.113.5/tcp/4001/p2p/{KEY.peer_id}".encode(),
         f"/ip6/2001:db8::1/tcp/1/p2p/{KEY.peer_id}".encode(),

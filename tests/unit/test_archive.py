@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from bootstrap import archive
-from bootstrap.archive import Archive, Damaged
+from bootstrap.archive import Archive
 from protocol.errors import UsageError
-from protocol.wire import encoding, framing
+from protocol.wire import encoding, framing, logfile
 from protocol.wire.commit import Commit
+from protocol.wire.logfile import Damaged
 from tests import tiny
 
 MANIFEST = tiny.manifest()
@@ -51,7 +51,7 @@ def written(found: list[bytes]) -> bytes:
 
 
 def read(raw: bytes) -> list[bytes]:
-    return [found for _, found in archive.records(io.BytesIO(raw), Path("DIR/log"))]
+    return [found for _, found in logfile.records(io.BytesIO(raw), Path("DIR/log"))]
 
 
 def open_archive(folder: Path) -> Archive:
@@ -109,7 +109,7 @@ def test_a_reader_sees_what_was_there_when_it_began(tmp_path: Path) -> None:
     path, records = tmp_path / "log", raws(3)
     path.write_bytes(written(records[:2])[:-5])
     with open(path, "rb") as file, open(path, "ab") as writer:
-        reading = archive.records(file, path)
+        reading = logfile.records(file, path)
         assert next(reading)[1] == records[0]
         writer.write(written(records[:2])[-5:] + written(records[2:]))
         writer.flush()

@@ -1,0 +1,77 @@
+"""The file of a run's log: for each round `length (4 bytes, big-endian) | CRC-32 of the record (4 bytes) | record`.
+
+The file only grows. A record counts when it is whole. A crash may leave half a record at the end, which is no damage: the
+record was never told to anybody. Half a record anywhere else is damage, since a decided commit must not be forgotten.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from protocol.errors import UsageError
+
+LOG = "log"
+"""The log's name in the folder of a bootstrap node."""
+MANIFEST = "manifest.json"
+"""The name of the run's manifest in that folder, so that the folder can be verified by itself."""
+
+_HEAD = struct.Struct(">II")
+_START, _END = 0, 2
+"""Where a seek counts from."""
+_BEGIN = b"\x83\xa1c"
+"""How every record begins: a map of three whose first key is "c"."""
+
+
+class Damaged(UsageError):
+    """A record before the end of a log, at byte `at`, cannot be read."""
+
+    def __init__(self, path: object, at: int) -> None:
+        super().__init__(f"log {path}: the record at byte {at} is damaged; restore the file from a copy")
+        self.at = at
+
+
+def pack(record: bytes) -> bytes:
+    """What is appended to the file for a record."""
+    return _HEAD.pack(len(record), zlib.crc32(record)) + record
+
+
+def end_of(at: int, record: bytes) -> int:
+    """Where a record that begins at byte `at` of the file ends."""
+    return at + _HEAD.size + len(record)
+
+
+def records(file: BinaryIO, path: object) -> Iterator[tuple[int, bytes]]:
+    """(position, record) of every whole record of the log in `file`, which `path` names in errors.
+
+    Ends before a record that a crash, or a write under way, left half-written at the end of what is there when the reading
+    begins. Raises Damaged for any other that is not whole.
+    """
+    size = file.seek(0, _END)
+    at = 0
+    while at + _HEAD.size <= size:
+        file.seek(at, _START)
+        length, crc = _HEAD.unpack(file.read(_HEAD.size))
+        end = at + _HEAD.size + length
+        record = file.read(length) if end <= size else b""
+        if end > size or zlib.crc32(record) != crc:
+            file.seek(at + 1, _START)
+            if end < size or _holds_record(file.read(size - at - 1)):
+                raise Damaged(path, at)
+            return
+        yield at, record
+        at = end
+
+
+def _holds_record(data: bytes) -> bool:
+    """Whether a whole record begins anywhere in `data`: then what is before it was whole once, too."""
+    start = data.find(_BEGIN)
+    while start >= 0:
+        if start >= _HEAD.size:
+            length, crc = _HEAD.unpack_from(data, start - _HEAD.size)
+            if start + length <= len(data) and zlib.crc32(data[start : start + length]) == crc:
+                return True
+        start = data.find(_BEGIN, start + 1)
+    return False
