@@ -1,0 +1,209 @@
+"""Everything that Potluck writes to disk, as one small interface, and the real disk behind it.
+
+Blobs, checkpoints, votes and the log are written through a `Disk`. The composition root hands it in, so that the simulation can
+hand in one that dies between any two operations, tears what was being written and forgets what was not synced (tests/sim/disk.py).
+
+`write` and `append` are the two ways to keep something. A file that was written appears whole or not at all. What was appended
+may be torn by a crash; whoever reads it back checks it. With `sync` both hold for a machine that loses power; without, only for a
+process that is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from protocol.errors import LocalError, UsageError
+
+Tensors = dict[str, NDArray[np.generic]]
+Piece = bytes | memoryview
+
+
+class Disk(Protocol):
+    """All methods but `write`, `append`, `lock` and `make_folder`, which raise UsageError, raise OSError where the disk refuses."""
+
+    def lock(self, folder: Path, who: str) -> Lock:
+        """Keeps other processes out of `folder`, which is made, until the lock is closed. `who`: what uses it. Raises UsageError."""
+
+    def make_folder(self, path: Path) -> None:
+        """Makes a folder and those above it, if they are not there."""
+
+    def names(self, folder: Path) -> list[str]:
+        """The names in a folder, sorted."""
+
+    def stat(self, path: Path) -> tuple[int, int]:
+        """(bytes, modification time in seconds). Raises FileNotFoundError."""
+
+    def read(self, path: Path, start: int = 0, size: int = -1) -> bytes:
+        """At most `size` bytes from byte `start` on (-1: all). Raises FileNotFoundError."""
+
+    def open(self, path: Path) -> BinaryIO:
+        """The file, for reading. Raises FileNotFoundError."""
+
+    def tensors(self, path: Path) -> tuple[Tensors, Mapping[str, str]]:
+        """The tensors of a safetensors file by name, and its metadata. Raises OSError, SafetensorError."""
+
+    def write(
+        self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None
+    ) -> None:
+        """Puts a file there, whole or not at all. `seconds`: its modification time. `over`: a file that is not needed any more,
+        whose space on disk and in the page cache is taken: fresh pages cost more than the bytes. Raises UsageError."""
+
+    def append(self, path: Path, data: bytes) -> None:
+        """Adds to the end of a file, synced. Raises UsageError; then the file is as before."""
+
+    def write_at(self, path: Path, start: int, data: Piece) -> None:
+        """Puts bytes into a file, which is made if it is not there; not synced."""
+
+    def truncate(self, path: Path, size: int) -> None:
+        """Cuts a file off."""
+
+    def sync(self, path: Path) -> None:
+        """Makes a file's bytes, or the names in a folder, survive a loss of power."""
+
+    def set_seconds(self, path: Path, seconds: int) -> None:
+        """Sets a file's modification time."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Moves a file or a folder; a file that is there already is replaced."""
+
+    def remove(self, path: Path) -> None:
+        """Removes a file, or a folder with all that is in it, if it is there."""
+
+
+class Lock(Protocol):
+    """A folder that is kept for one process."""
+
+    def close(self) -> None:
+        """Lets others have the folder."""
+
+
+def disk_error(path: Path, error: OSError) -> LocalError:
+    """One line for a failed write under `path`; exit code 2, since only the user can mend it."""
+    return UsageError(
+        f"directory {path}: {error.strerror or error}; free space or choose another with --dir, then start again"
+        " (nothing half-written is kept)"
+    )
+
+
+class LocalDisk:
+    """The machine's file systems."""
+
+    def lock(self, folder: Path, who: str) -> BinaryIO:
+        self.make_folder(folder)
+        try:
+            file = open(folder / "lock", "wb")  # noqa: SIM115  (held until it is closed)
+        except OSError as error:
+            raise disk_error(folder, error) from None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            raise UsageError(
+                f"directory {folder}: another {who} uses it; stop that one or choose another with --dir"
+            ) from None
+        return file
+
+    def make_folder(self, path: Path) -> None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise disk_error(path, error) from None
+
+    def names(self, folder: Path) -> list[str]:
+        return sorted(os.listdir(folder))
+
+    def stat(self, path: Path) -> tuple[int, int]:
+        found = path.stat()
+        return found.st_size, int(found.st_mtime)
+
+    def read(self, path: Path, start: int = 0, size: int = -1) -> bytes:
+        with open(path, "rb") as file:
+            file.seek(start)
+            return file.read(size)
+
+    def open(self, path: Path) -> BinaryIO:
+        return open(path, "rb")  # noqa: SIM115
+
+    def tensors(self, path: Path) -> tuple[Tensors, Mapping[str, str]]:
+        with safe_open(path, "numpy") as file:
+            metadata = file.metadata() or {}
+        return load_file(path), metadata
+
+    def write(
+        self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None
+    ) -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            if over is not None:
+                os.replace(over, temporary)
+            with open(temporary, "wb" if over is None else "r+b") as file:
+                file.writelines(pieces)
+                file.truncate()
+                file.flush()
+                if sync:
+                    os.fsync(file.fileno())
+            if seconds is not None:
+                os.utime(temporary, (seconds, seconds))
+            os.replace(temporary, path)
+            if sync:
+                self.sync(path.parent)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise disk_error(path.parent, error) from None
+
+    def append(self, path: Path, data: bytes) -> None:
+        with open(path, "ab") as file:
+            size = file.tell()
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError as error:
+                with contextlib.suppress(OSError):
+                    os.truncate(path, size)
+                raise disk_error(path.parent, error) from None
+
+    def write_at(self, path: Path, start: int, data: Piece) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            view = memoryview(data)
+            while len(view):
+                written = os.pwrite(descriptor, view, start)
+                start, view = start + written, view[written:]
+        finally:
+            os.close(descriptor)
+
+    def truncate(self, path: Path, size: int) -> None:
+        os.truncate(path, size)
+
+    def sync(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def set_seconds(self, path: Path, seconds: int) -> None:
+        os.utime(path, (seconds, seconds))
+
+    def rename(self, old: Path, new: Path) -> None:
+        os.replace(old, new)
+
+    def remove(self, path: Path) -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
