@@ -7,12 +7,11 @@ quorum's acceptor, `crc32 | promise`.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import zlib
 from pathlib import Path
 
-from peer.net.blobs import BlobStore, disk_error, write_durably
+from peer.net.blobs import BlobStore
+from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
 from protocol.rounds import paxos
 from protocol.run.manifest import Manifest
@@ -26,25 +25,14 @@ class Archive:
     """DIR/log, DIR/vote, DIR/tokenizer.json and DIR/blobs (which keeps everything) of one bootstrap node. One process at a time. Raises
     UsageError."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, disk: Disk | None = None) -> None:
         self.folder = folder
         self.manifest = manifest
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(folder / "lock", "w")  # noqa: SIM115  (held until close)
-            self._file = open(folder / logfile.LOG, "a+b")  # noqa: SIM115
-        except OSError as error:
-            raise disk_error(folder, error) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.close()
-            raise UsageError(
-                f"directory {folder}: another bootstrap node uses it; stop that one or choose another with --dir"
-            ) from None
-        if not (folder / logfile.MANIFEST).exists():
-            write_durably(folder / logfile.MANIFEST, manifest.to_bytes())
-        self.blobs = BlobStore(folder / "blobs")
+        self._disk: Disk = disk or LocalDisk()
+        self._lock = self._disk.lock(folder, "bootstrap node")
+        if logfile.MANIFEST not in self._disk.names(folder):
+            self._disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
+        self.blobs = BlobStore(folder / "blobs", disk=self._disk)
         self.records: list[bytes] = []
         self.tokenizer = self._read_tokenizer()
         self.commits: list[Commit] = []
@@ -53,38 +41,30 @@ class Archive:
 
     def close(self) -> None:
         """Lets another process use the folder."""
-        self._file.close()
         self._lock.close()
 
     def save_tokenizer(self, data: bytes) -> None:
         """Keeps the file of the run's tokenizer, to serve it by name. Raises UsageError."""
-        write_durably(self.folder / "tokenizer.json", data)
+        self._disk.write(self.folder / "tokenizer.json", data)
         self.tokenizer = data
 
     def _read_tokenizer(self) -> bytes | None:
         try:
-            return (self.folder / "tokenizer.json").read_bytes()
+            return self._disk.read(self.folder / "tokenizer.json")
         except FileNotFoundError:
             return None
 
     def append(self, record: Record) -> None:
         """Makes a decided commit durable. Raises UsageError; then the file is as before."""
         raw = encoding.encode_record(record)
-        size = self._file.seek(0, os.SEEK_END)
-        try:
-            self._file.write(logfile.pack(raw))
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self._file.truncate(size)
-            raise disk_error(self.folder, error) from None
+        self._disk.append(self.folder / logfile.LOG, logfile.pack(raw))
         self.records.append(raw)
         self.commits.append(record.commit)
 
     def save_vote(self, vote: Promise) -> None:
         """Makes a vote durable. Raises UsageError."""
         raw = encoding.encode(vote)
-        write_durably(self.folder / "vote", zlib.crc32(raw).to_bytes(4, "big") + raw)
+        self._disk.write(self.folder / "vote", zlib.crc32(raw).to_bytes(4, "big") + raw)
         self.vote = vote
 
     def after(self, round: int) -> bytes:
@@ -99,12 +79,18 @@ class Archive:
         return framing.pack_message(out)
 
     def _read(self) -> None:
-        end = 0
-        for at, raw in logfile.records(self._file, self.folder / logfile.LOG):
-            self._take(raw, at)
-            end = logfile.end_of(at, raw)
-        if end < self._file.seek(0, os.SEEK_END):
-            self._file.truncate(end)
+        path, end = self.folder / logfile.LOG, 0
+        try:
+            with self._disk.open(path) as file:
+                for at, raw in logfile.records(file, path):
+                    self._take(raw, at)
+                    end = logfile.end_of(at, raw)
+            if end < self._disk.stat(path)[0]:
+                self._disk.truncate(path, end)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise disk_error(self.folder, error) from None
 
     def _take(self, raw: bytes, at: int) -> None:
         head = self.commits[-1] if self.commits else None
@@ -123,7 +109,7 @@ class Archive:
     def _read_vote(self) -> Promise | None:
         path = self.folder / "vote"
         try:
-            data = path.read_bytes()
+            data = self._disk.read(path)
         except FileNotFoundError:
             return None
         try:

@@ -134,7 +134,7 @@ class LocalDisk:
             return file.read(size)
 
     def open(self, path: Path) -> BinaryIO:
-        return open(path, "rb")  # noqa: SIM115
+        return open(path, "rb")
 
     def tensors(self, path: Path) -> tuple[Tensors, Mapping[str, str]]:
         with safe_open(path, "numpy") as file:

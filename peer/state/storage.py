@@ -16,21 +16,19 @@ names them. A checkpoint's shards are served as blobs: their digests are those t
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import fnmatch
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file
+from safetensors import SafetensorError
 
-from peer.net.blobs import Blob, BlobStore, disk_error, sync_folder, write_durably
+from peer.net.blobs import Blob, BlobStore
+from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.run import layout
@@ -65,23 +63,14 @@ class Feedback:
 class Storage:
     """A peer's folder. One process at a time. `limit`: bytes for payloads. Raises UsageError where the disk refuses."""
 
-    def __init__(self, folder: Path, limit: int | None = None) -> None:
+    def __init__(self, folder: Path, limit: int | None = None, disk: Disk | None = None) -> None:
         self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = open(folder / "lock", "w")  # noqa: SIM115  (held until close)
-        except OSError as error:
-            raise disk_error(folder, error) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.close()
-            raise UsageError(
-                f"directory {folder}: another potluck process uses it; stop that one or choose another with --dir"
-            ) from None
-        for leftover in (*folder.glob(".checkpoint-*"), *folder.glob(".feedback-*"), *folder.glob(".offer-*")):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        self.blobs = BlobStore(folder / "blobs", limit)
+        self._disk: Disk = disk or LocalDisk()
+        self._lock = self._disk.lock(folder, "potluck process")
+        for name in self._disk.names(folder):
+            if name.startswith((".checkpoint-", ".feedback-", ".offer-")):
+                self._disk.remove(folder / name)
+        self.blobs = BlobStore(folder / "blobs", limit, self._disk)
         self._kept = self._read_index()
 
     def close(self) -> None:
@@ -90,12 +79,12 @@ class Storage:
 
     def save_tokenizer(self, data: bytes) -> None:
         """Keeps the file of the run's tokenizer."""
-        write_durably(self.folder / "tokenizer.json", data)
+        self._disk.write(self.folder / "tokenizer.json", data)
 
     def load_tokenizer(self, digest: str) -> bytes | None:
         """That file, if its sha256 is `digest`."""
         try:
-            data = (self.folder / "tokenizer.json").read_bytes()
+            data = self._disk.read(self.folder / "tokenizer.json")
         except FileNotFoundError:
             return None
         return data if hashlib.sha256(data).hexdigest() == digest else None
@@ -104,31 +93,31 @@ class Storage:
 
     def save_offer(self, offer: Offer) -> None:
         """Makes an offer durable; its payloads are."""
-        write_durably(self.folder / f"offer-{offer.round:08d}.json", json.dumps(plain(offer)).encode())
+        self._disk.write(self.folder / f"offer-{offer.round:08d}.json", json.dumps(plain(offer)).encode())
         for _, path in self._numbered("offer-*.json")[:-KEPT]:
-            path.unlink()
+            self._disk.remove(path)
 
     def save_feedback(self, round: int, feedback: Shards, *, restored_offer: bool = False) -> None:
         """Makes the feedback after packing `round` durable, or that after its offer was given back."""
         path = self.folder / f"feedback-{round:08d}.safetensors"
         before = [old for _, old in self._numbered("feedback-*.safetensors") if old != path]
         pieces = _safetensors(_flatten(feedback), {"restored_offer": str(restored_offer)})
-        write_durably(path, *pieces, over=before[0] if len(before) >= KEPT else None)
+        self._disk.write(path, *pieces, over=before[0] if len(before) >= KEPT else None)
 
     def load_feedback(self) -> Feedback:
         """The newest feedback and offer that can be read."""
         offer: Offer | None = None
         for _, path in reversed(self._numbered("offer-*.json")):
             with contextlib.suppress(OSError, ValueError, SchemaError):
-                offer = build(Offer, json.loads(path.read_text()))
+                offer = build(Offer, json.loads(self._disk.read(path)))
                 break
         feedback: Shards = {}
         newest, restored_offer = 0, False
         for round, path in reversed(self._numbered("feedback-*.safetensors")):
             with contextlib.suppress(OSError, ValueError, SafetensorError):
-                feedback, newest = _unflatten(load_file(path)), round
-                with safe_open(path, "numpy") as file:
-                    restored_offer = (file.metadata() or {}).get("restored_offer") == "True"
+                tensors, metadata = self._disk.tensors(path)
+                feedback, newest = _unflatten(tensors), round
+                restored_offer = metadata.get("restored_offer") == "True"
                 break
         if offer is None or offer.round < newest or (offer.round == newest and restored_offer):
             return Feedback(newest, feedback, None, False)
@@ -144,23 +133,23 @@ class Storage:
         temporary = self.folder / f".{final.name}"
         meta = {"round": checkpoint.round, "digests": dict(digests)}
         try:
-            temporary.mkdir()
+            self._disk.make_folder(temporary)
             for shard, arrays in checkpoint.theta.items():
-                _write(temporary / f"{shard}.safetensors", *_safetensors({f"{i:02}": a for i, a in enumerate(arrays)}))
-            _write(temporary / "optimizer.safetensors", *_safetensors(checkpoint.optimizer))
-            _write(temporary / "meta.json", json.dumps(meta).encode())
-            sync_folder(temporary)
-            if final.exists():  # with a damaged shard
-                shutil.rmtree(final)
-            os.rename(temporary, final)
-            sync_folder(self.folder)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise disk_error(self.folder, error) from None
+                tensors = {f"{i:02}": a for i, a in enumerate(arrays)}
+                self._disk.write(temporary / f"{shard}.safetensors", *_safetensors(tensors))
+            self._disk.write(temporary / "optimizer.safetensors", *_safetensors(checkpoint.optimizer))
+            self._disk.write(temporary / "meta.json", json.dumps(meta).encode())
+            self._disk.remove(final)  # there is one only if a shard of it is damaged
+            self._disk.rename(temporary, final)
+            self._disk.sync(self.folder)
+        except (OSError, UsageError) as error:
+            with contextlib.suppress(OSError):
+                self._disk.remove(temporary)
+            raise (disk_error(self.folder, error) if isinstance(error, OSError) else error) from None
         self._kept[checkpoint.round] = self._blobs_of(final, digests)
         for round, path in self._numbered("checkpoint-*")[:-KEPT]:
             self._kept.pop(round, None)
-            shutil.rmtree(path)
+            self._disk.remove(path)
 
     def load_checkpoint(self, warn: Callable[[str], None] = lambda text: None) -> Checkpoint | None:
         """The newest checkpoint of which anything can be read. Shards whose bytes are not those that were written are left
@@ -181,7 +170,7 @@ class Storage:
                 warn(f"directory {path}: no shard of this checkpoint can be read; an older one is taken, or the log")
                 continue
             try:
-                optimizer = load_file(path / "optimizer.safetensors")
+                optimizer, _ = self._disk.tensors(path / "optimizer.safetensors")
             except (OSError, SafetensorError):
                 warn(f"file {path / 'optimizer.safetensors'}: damaged; the optimizer starts afresh")
                 optimizer = {}
@@ -191,7 +180,7 @@ class Storage:
     def load_shard(self, round: int, shard: str, digest: str) -> list[NDArray[np.float32]] | None:
         """A shard of a checkpoint, or None where it is not there with this digest."""
         try:
-            arrays = _load(self.folder / f"checkpoint-{round:08d}", shard)
+            arrays = _load(self._disk, self.folder / f"checkpoint-{round:08d}", shard)
         except (OSError, SafetensorError):
             return None
         return arrays if layout.shard_digest(arrays) == digest else None
@@ -214,16 +203,17 @@ class Storage:
         found = {}
         for shard, digest in digests.items():
             file = path / f"{shard}.safetensors"
-            with contextlib.suppress(OSError), open(file, "rb") as opened:
-                start = 8 + int.from_bytes(opened.read(8), "little")
-                found[shard] = (digest, Blob(file, start, max(0, file.stat().st_size - start)))
+            with contextlib.suppress(OSError):
+                start = 8 + int.from_bytes(self._disk.read(file, 0, 8), "little")
+                size, _ = self._disk.stat(file)
+                found[shard] = (digest, Blob(self._disk, file, start, max(0, size - start)))
         return found
 
     def _read_index(self) -> dict[int, dict[str, tuple[str, Blob]]]:
         kept = {}
         for round, path in self._numbered("checkpoint-*"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                digests = json.loads((path / "meta.json").read_text())["digests"]
+                digests = json.loads(self._disk.read(path / "meta.json"))["digests"]
                 if all(blob_hash.is_name(digest) for digest in digests.values()):
                     kept[round] = self._blobs_of(path, digests)
         return kept
@@ -231,10 +221,10 @@ class Storage:
     def _numbered(self, pattern: str) -> list[tuple[int, Path]]:
         """(round, path), oldest first."""
         found = []
-        for path in self.folder.glob(pattern):
-            number = path.name.split("-")[1].split(".")[0]
+        for name in fnmatch.filter(self._disk.names(self.folder), pattern):
+            number = name.split("-")[1].split(".")[0]
             if number.isdecimal():
-                found.append((int(number), path))
+                found.append((int(number), self.folder / name))
         return sorted(found)
 
 
@@ -242,16 +232,16 @@ def read_theta(checkpoint: Path) -> tuple[int, Shards]:
     """Round and θ of a peer's checkpoint, which is only read. Raises UsageError."""
     try:
         meta = json.loads((checkpoint / "meta.json").read_text())
-        return int(meta["round"]), {shard: _load(checkpoint, shard) for shard in meta["digests"]}
+        return int(meta["round"]), {shard: _load(LocalDisk(), checkpoint, shard) for shard in meta["digests"]}
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UsageError(
             f"checkpoint {checkpoint}: cannot be read ({type(error).__name__}); give a folder checkpoint-… of a peer"
         ) from None
 
 
-def _load(checkpoint: Path, shard: str) -> list[NDArray[np.float32]]:
+def _load(disk: Disk, checkpoint: Path, shard: str) -> list[NDArray[np.float32]]:
     """A shard's tensors. Raises OSError, SafetensorError."""
-    tensors = load_file(checkpoint / f"{shard}.safetensors")
+    tensors, _ = disk.tensors(checkpoint / f"{shard}.safetensors")
     return [tensors[name] for name in sorted(tensors)]
 
 
@@ -272,13 +262,6 @@ def _safetensors(
     yield len(raw).to_bytes(8, "little") + raw
     for name in sorted(tensors):
         yield np.ascontiguousarray(tensors[name], dtype="<f4").data.cast("B")
-
-
-def _write(path: Path, *pieces: bytes | memoryview) -> None:
-    with open(path, "wb") as file:
-        file.writelines(pieces)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _flatten(shards: Mapping[str, list[NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:

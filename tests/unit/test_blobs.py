@@ -46,7 +46,7 @@ def test_a_store_keeps_blobs_by_name(tmp_path: Path) -> None:
     name = store.put(data, 4)
     assert (store.has(name), store.get(name), list(store), store.used) == (True, data, [name], len(data))
     assert store.put(data, 9) == name
-    assert store.find(name) == Blob(tmp_path / name, 0, len(data))
+    assert store.find(name) == Blob(store.disk, tmp_path / name, 0, len(data))
     (tmp_path / ".half-written").write_bytes(b"x")
     again = BlobStore(tmp_path)
     assert (again.get(name), again.used) == (data, len(data))

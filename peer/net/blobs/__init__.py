@@ -2,7 +2,7 @@
 
 from peer.net.blobs.fetching import Fetcher, fetch_named
 from peer.net.blobs.serving import NODE_COPIES, BlobServer
-from peer.net.blobs.store import NO_ROUND, Blob, BlobStore, disk_error, sync_folder, write_durably
+from peer.net.blobs.store import NO_ROUND, Blob, BlobStore
 
 __all__ = [
     "NODE_COPIES",
@@ -11,8 +11,5 @@ __all__ = [
     "BlobServer",
     "BlobStore",
     "Fetcher",
-    "disk_error",
     "fetch_named",
-    "sync_folder",
-    "write_durably",
 ]

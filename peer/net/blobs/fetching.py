@@ -103,7 +103,7 @@ class _Job:
     def is_missing(self, index: int) -> bool:
         return self.data is None if self.part is None else index in self.part.missing
 
-    def restore_feedback(self, indices: Sequence[int]) -> None:
+    def give_back(self, indices: Sequence[int]) -> None:
         """A holder that was asked for these does not send them."""
         for index in indices:
             if self.asked.pop(index, None) is not None and self.is_missing(index):
@@ -330,7 +330,7 @@ class Fetcher:
             raise RemoteError(peer, f"{what}: {error}") from None
         finally:
             job.asking.discard(peer)
-            job.restore_feedback(mine)
+            job.give_back(mine)
             if stream is not None and usable:
                 await self._idle.keep(stream)
             elif stream is not None:

@@ -14,14 +14,13 @@ kept even above the limit: it is up to the owner to need less.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.codec import blob_hash
-from protocol.errors import LocalError, UsageError
 
 NO_ROUND = 2**31 - 1
 """In place of a round: a blob that belongs to none stays until it is removed, and does not count against the limit."""
@@ -29,58 +28,11 @@ PIECE = 1 << 20
 """Bytes read at once where a whole file is read."""
 
 
-def disk_error(path: Path, error: OSError) -> LocalError:
-    """One line for a failed write under `path`; exit code 2, since only the user can reconfig it."""
-    return UsageError(
-        f"directory {path}: {error.strerror or error}; free space or choose another with --dir, then start again"
-        " (nothing half-written is kept)"
-    )
-
-
-def write_durably(
-    path: Path,
-    *pieces: bytes | memoryview,
-    seconds: int | None = None,
-    sync: bool = True,
-    over: Path | None = None,
-) -> None:
-    """Writes a file so that a crash leaves the old one or the new one; `seconds`: its modification time. Without `sync` that
-    holds for a process that is killed, not for a machine that loses power. `over`: a file that is not needed any more, whose
-    space on disk and in the page cache is taken: fresh pages cost more than the bytes. Raises UsageError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    try:
-        if over is not None:
-            os.replace(over, temporary)
-        with open(temporary, "wb" if over is None else "r+b") as file:
-            file.writelines(pieces)
-            file.truncate()
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-        if seconds is not None:
-            os.utime(temporary, (seconds, seconds))
-        os.replace(temporary, path)
-        if sync:
-            sync_folder(path.parent)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise disk_error(path.parent, error) from None
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """Where a blob's bytes are: `size` bytes of the file `path`, from byte `start` on."""
+    """Where a blob's bytes are: `size` bytes of the file `path` on `disk`, from byte `start` on."""
 
+    disk: Disk
     path: Path
     start: int
     size: int
@@ -92,12 +44,11 @@ class Blob:
     def read(self, index: int) -> bytes:
         """Range `index`. Raises OSError."""
         begin, end = blob_hash.span(self.size, index)
-        with open(self.path, "rb") as file:
-            return os.pread(file.fileno(), end - begin, self.start + begin)
+        return self.disk.read(self.path, self.start + begin, end - begin)
 
     def _pieces(self) -> Iterator[bytes]:
         left = self.size
-        with open(self.path, "rb") as file:
+        with self.disk.open(self.path) as file:
             file.seek(self.start)
             while left and (piece := file.read(min(left, PIECE))):
                 left -= len(piece)
@@ -113,8 +64,9 @@ class _Known:
 class BlobStore:
     """A folder with one file per blob. `limit`: bytes, None for no limit. Safe to use from several threads."""
 
-    def __init__(self, folder: Path, limit: int | None = None) -> None:
+    def __init__(self, folder: Path, limit: int | None = None, disk: Disk | None = None) -> None:
         self.folder = folder
+        self.disk: Disk = disk or LocalDisk()
         self.limit = limit
         self.used = 0
         """Bytes of whole blobs that belong to a round."""
@@ -124,14 +76,14 @@ class BlobStore:
         self._lock = threading.RLock()
         self._known: dict[str, _Known] = {}
         self._loose: set[str] = set()
+        self.disk.make_folder(self._parts)
         try:
-            self._parts.mkdir(parents=True, exist_ok=True)
-            for entry in os.scandir(folder):
-                if entry.name.startswith("."):
-                    os.unlink(entry.path)
-                elif blob_hash.is_name(entry.name):
-                    stat = entry.stat()
-                    self._add(entry.name, int(stat.st_mtime), stat.st_size)
+            for name in self.disk.names(folder):
+                if name.startswith("."):
+                    self.disk.remove(folder / name)
+                elif blob_hash.is_name(name):
+                    size, round = self.disk.stat(folder / name)
+                    self.add(name, round, size)
         except OSError as error:
             raise disk_error(folder, error) from None
 
@@ -150,14 +102,14 @@ class BlobStore:
     def find(self, name: str) -> Blob | None:
         """Where a blob lies, or None where it is not here."""
         known = self._known.get(name)
-        return None if known is None else Blob(self.folder / name, 0, known.size)
+        return None if known is None else Blob(self.disk, self.folder / name, 0, known.size)
 
     def get(self, name: str) -> bytes | None:
         """The blob, or None where it is not here; a file that no longer matches its name is removed."""
         if name not in self._known:
             return None
         try:
-            data = (self.folder / name).read_bytes()
+            data = self.disk.read(self.folder / name)
         except FileNotFoundError:
             data = b""
         if blob_hash.name_of(data) != name:
@@ -168,15 +120,15 @@ class BlobStore:
     # --- what comes and goes
 
     def put(self, data: bytes, round: int = 0, *, protect: bool = False, sync: bool = True) -> str:
-        """Stores `data` durably (see `write_durably`) as one of `round`'s; its name. Raises UsageError."""
+        """Stores `data` durably (see peer/net/disk.py) as one of `round`'s; its name. Raises UsageError."""
         name = blob_hash.name_of(data)
         if protect:
             self.protected.add(name)
         if name not in self._known:
             if round != NO_ROUND:
                 self.make_space(len(data))
-            write_durably(self.folder / name, data, seconds=round, sync=sync)
-            self._add(name, round, len(data))
+            self.disk.write(self.folder / name, data, seconds=round, sync=sync)
+            self.add(name, round, len(data))
         return name
 
     def make_space(self, size: int) -> bool:
@@ -201,7 +153,7 @@ class BlobStore:
             known = self._known.pop(name, None)
             if known is not None:
                 self.used -= known.size if known.round != NO_ROUND else 0
-                (self.folder / name).unlink(missing_ok=True)
+                self.disk.remove(self.folder / name)
 
     def settle(self, round: int, committed: Collection[str]) -> None:
         """`round` is decided: what was stored for it and is not committed goes, as soon as it is not protected."""
@@ -217,11 +169,12 @@ class BlobStore:
 
     def drop_parts(self, keep: Collection[str]) -> None:
         """Removes the begun blobs that are not among `keep`."""
-        for path in self._parts.iterdir():
-            if path.name.removesuffix(".leaves") not in keep:
-                path.unlink(missing_ok=True)
+        for name in self.disk.names(self._parts):
+            if name.removesuffix(".leaves") not in keep:
+                self.disk.remove(self._parts / name)
 
-    def _add(self, name: str, round: int, size: int) -> None:
+    def add(self, name: str, round: int, size: int) -> None:
+        """Counts a blob whose file is in the folder."""
         with self._lock:
             self._known[name] = _Known(round, size)
             self.used += size if round != NO_ROUND else 0
@@ -237,25 +190,27 @@ class Part:
         self.leaves: bytes | None = None
         self.missing = set(range(blob_hash.count(size)))
         self._store = store
+        self._disk = store.disk
         self._path = store._parts / name
         self._leaves = store._parts / f"{name}.leaves"
         with contextlib.suppress(FileNotFoundError):
-            self._learn(self._leaves.read_bytes())
+            self._learn(self._disk.read(self._leaves))
 
     def learn(self, leaves: bytes) -> bool:
         """Takes the digests of the ranges, if they make the blob's name. Raises UsageError."""
         if not self._learn(leaves):
             return False
-        write_durably(self._leaves, leaves, sync=False)
+        self._disk.write(self._leaves, leaves, sync=False)
         return True
 
     def _learn(self, leaves: bytes) -> bool:
         if len(leaves) != blob_hash.LEAF * blob_hash.count(self.size) or blob_hash.root(self.size, leaves) != self.name:
             return False
-        with contextlib.suppress(FileNotFoundError), open(self._path, "rb") as file:
+        with contextlib.suppress(FileNotFoundError), self._disk.open(self._path) as file:
             for index in sorted(self.missing):
                 begin, end = blob_hash.span(self.size, index)
-                data = os.pread(file.fileno(), end - begin, begin)
+                file.seek(begin)
+                data = file.read(end - begin)
                 if not data:
                     break  # the file ends here
                 if blob_hash.is_leaf(leaves, index, data):
@@ -268,14 +223,7 @@ class Part:
         if self.leaves is None or not blob_hash.is_leaf(self.leaves, index, data):
             return False
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                at, view = index * blob_hash.RANGE, memoryview(data)
-                while len(view):
-                    written = os.pwrite(descriptor, view, at)
-                    at, view = at + written, view[written:]
-            finally:
-                os.close(descriptor)
+            self._disk.write_at(self._path, index * blob_hash.RANGE, data)
         except OSError as error:
             self._discard()
             raise disk_error(self._store.folder, error) from None
@@ -283,11 +231,11 @@ class Part:
         return True
 
     def finish(self, round: int, check: Callable[[bytes], None] | None = None, *, sync: bool = True) -> None:
-        """Makes the whole blob visible and durable (see `write_durably`), unless `check` raises. Raises UsageError."""
+        """Makes the whole blob visible and durable (see peer/net/disk.py), unless `check` raises. Raises UsageError."""
         assert not self.missing
         if check is not None:
             try:
-                check(self._path.read_bytes())
+                check(self._disk.read(self._path))
             except BaseException:
                 self._discard()
                 raise
@@ -295,17 +243,16 @@ class Part:
             self._store.make_space(self.size)
         try:
             if sync:
-                with open(self._path, "rb+") as file:
-                    os.fsync(file.fileno())
-            os.utime(self._path, (round, round))
-            os.replace(self._path, self._store.folder / self.name)
+                self._disk.sync(self._path)
+            self._disk.set_seconds(self._path, round)
+            self._disk.rename(self._path, self._store.folder / self.name)
             if sync:
-                sync_folder(self._store.folder)
+                self._disk.sync(self._store.folder)
         except OSError as error:
             raise disk_error(self._store.folder, error) from None
-        self._leaves.unlink(missing_ok=True)
-        self._store._add(self.name, round, self.size)
+        self._disk.remove(self._leaves)
+        self._store.add(self.name, round, self.size)
 
     def _discard(self) -> None:
-        self._path.unlink(missing_ok=True)
-        self._leaves.unlink(missing_ok=True)
+        self._disk.remove(self._path)
+        self._disk.remove(self._leaves)
