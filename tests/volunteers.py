@@ -23,11 +23,12 @@ from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.node import peer as daemon
-from peer.node.rounds import Result, TrainOrder
+from peer.node.rounds import Result
 from peer.state.storage import Storage
 from protocol.identity import Identity
 from protocol.planning.memory import stage_memory
 from protocol.rounds.leader import Leader
+from protocol.rounds.member import TrainOrder
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec

@@ -14,8 +14,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from peer import events
 from peer.chain import pipeline, trace
-from peer.chain.activation_stats import Statistics
+from peer.chain.activation_stats import Running, Statistics
 from peer.chain.connect import Pipes
 from peer.chain.progress import StageProgress, catch_up
 from peer.chain.timing import StepReport
@@ -23,7 +24,7 @@ from peer.config import JoinConfig
 from peer.net.base import Stream, Transport
 from peer.net.directory import Directory
 from peer.net.uplink import Uplink
-from peer.node.rounds import ChainOrders, Result, TrainOrder
+from peer.node.rounds import ChainOrders, Result
 from peer.state.storage import Shards
 from peer.training import data, device, trainer
 from protocol.codec import subspace
@@ -31,9 +32,9 @@ from protocol.errors import LocalError, PotluckError
 from protocol.planning import memory, pipeline_model
 from protocol.planning.speed import Speedometer
 from protocol.rounds.chain_repair import SLOW
+from protocol.rounds.member import TrainOrder
 from protocol.run import data_order
 from protocol.run.manifest import Manifest
-from protocol.wire import schema
 from protocol.wire.plan import StageSpec
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ class InnerLoop:
         directory: Directory,
         uplink: Uplink,
         optimizer: dict[str, NDArray[np.generic]],
-        emit: Callable[..., None],
+        emit: Callable[[events.Body], None],
     ) -> None:
         self.manifest = manifest
         self._emit = emit
@@ -140,9 +141,7 @@ class InnerLoop:
             if self._trace is not None:
                 self._trace.flush()
             if len(spec.stages) > 1:
-                left_out = ("loss", "norm", "tokens", "stage_seconds_per_microbatch")
-                measured = {name: x for name, x in schema.plain(report).items() if name not in left_out}
-                self._emit("chain", round=plan.round, **measured)
+                self._emit(_chain_event(plan.round, report))
             progress(report.step - first_step + 1, report.loss)
 
         class Either:
@@ -334,3 +333,32 @@ class InnerLoop:
             for one in (task, over):
                 one.cancel()
             await asyncio.gather(task, over, return_exceptions=True)
+
+
+def _chain_event(round: int, report: StepReport) -> events.Chain:
+    """What a member of a chain tells of an inner step."""
+    return events.Chain(
+        round=round,
+        step=report.step,
+        seconds=report.seconds,
+        busy_s=report.busy_s,
+        wait_forward_s=report.wait_forward_s,
+        wait_backward_s=report.wait_backward_s,
+        forward_link_s=report.forward_link_s,
+        backward_link_s=report.backward_link_s,
+        forward_bytes=report.forward_bytes,
+        backward_bytes=report.backward_bytes,
+        depth=report.depth,
+        queued=report.queued,
+        seconds_per_microbatch=report.seconds_per_microbatch,
+        activations=_means(report.activations),
+        gradients=_means(report.gradients),
+    )
+
+
+def _means(seen: Running | None) -> events.BoundaryMeans | None:
+    if seen is None:
+        return None
+    return events.BoundaryMeans(
+        rms=seen.rms, largest=seen.largest, sampled=seen.sampled, frames=seen.frames, refused=seen.refused
+    )

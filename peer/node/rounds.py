@@ -33,7 +33,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.events import Emitter
+from peer import events
 from peer.net.base import Transport
 from peer.state.outer_optimizer import Outer, difference
 from peer.state.payloads import Exchange
@@ -43,7 +43,7 @@ from protocol.codec import sparse
 from protocol.errors import LocalError
 from protocol.planning import memory
 from protocol.rounds import member
-from protocol.rounds.member import Member
+from protocol.rounds.member import Member, TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part
@@ -71,16 +71,6 @@ class Result:
     forward_bytes: int = 0
     backward_bytes: int = 0
     boundary_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOrder:
-    """Train `plan.round` as a member of replica `replica`, in its `generation`-th chain; see member.Train."""
-
-    plan: Plan
-    replica: int
-    generation: int
-    steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +119,7 @@ class Rounds:
         transport: Transport,
         storage: Storage,
         inner_loop: InnerLoop,
-        emit: Emitter,
+        emit: Callable[[events.Body], None],
         *,
         exchange: Exchange,
         tell: Callable[[Message], None],
@@ -229,17 +219,17 @@ class Rounds:
         match effect:
             case member.Send(message):
                 self._tell(message)
-            case member.Train(plan, replica, generation, steps):
-                self._begin_training(TrainOrder(plan, replica, generation, steps))
-            case member.Resume(plan, replica, generation, steps):
-                self._resume(TrainOrder(plan, replica, generation, steps))
+            case member.TrainOrder(resume=True):
+                self._resume(effect)
+            case member.TrainOrder():
+                self._begin_training(effect)
             case member.Stop():
                 self._stop.set()
             case member.EncodeUpdate(plan, replica, steps, tokens, loss):
                 await self._timed("disk", self._saved())
                 offer = await self._timed("encode", self._work(self._encode_update, plan, replica, steps, tokens, loss))
                 self._save(plan.round)
-                self._emit("offered", round=plan.round, bytes=sum(p.size for p in offer.parts))
+                self._emit(events.Offered(round=plan.round, bytes=sum(p.size for p in offer.parts)))
                 self.put(member.UpdateEncoded(plan.round, offer))
             case member.KeepInFeedback(round):
                 await self._saved()
@@ -275,11 +265,13 @@ class Rounds:
         assert self._task is not None
         peers = order.plan.replicas[order.replica].peers
         self._emit(
-            "chain_reconfigured",
-            round=order.plan.round,
-            replica=order.replica,
-            generation=order.generation,
-            peers=list(peers),
+            events.ChainReconfigured(
+                round=order.plan.round,
+                replica=order.replica,
+                generation=order.generation,
+                peers=peers,
+                steps=order.steps,
+            )
         )
         self._task = (order.plan, self._task[1])
         self._task[1].put_nowait(order)
@@ -290,15 +282,16 @@ class Rounds:
         stage = spec.stage_of(self.peer)
         role = "full" if len(spec.stages) == 1 else "stage"
         self._emit(
-            "role",
-            round=plan.round,
-            role=role,
-            replica=replica,
-            first=stage.first,
-            last=stage.last,
-            rank=spec.rank,
-            position=spec.stages.index(stage),
-            stages=len(spec.stages),
+            events.Role(
+                round=plan.round,
+                role=role,
+                replica=replica,
+                first=stage.first,
+                last=stage.last,
+                rank=spec.rank,
+                position=spec.stages.index(stage),
+                stages=len(spec.stages),
+            )
         )
         self._stop = asyncio.Event()
         theta = {shard: self.outer.theta[shard] for shard in self._held(plan)}
@@ -317,11 +310,12 @@ class Rounds:
         def progress(step: int, loss: float | None) -> None:
             nonlocal last
             now = time.monotonic()
-            self._emit("step", round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last)
+            done = events.Step(round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last)
+            self._emit(done)
             last = now
 
         def failed(generation: int, peer: str, reason: str) -> None:
-            self._emit("chain_failed", round=plan.round, generation=generation, peer=peer, reason=reason)
+            self._emit(events.ChainFailed(round=plan.round, generation=generation, peer=peer, reason=reason))
             self.put(member.ChainFailed(plan.round, generation, peer, reason))
 
         if ahead:
@@ -331,7 +325,7 @@ class Rounds:
         if result.error is None:
             self.put(member.Trained(plan.round, result.steps, result.tokens, result.loss))
         else:
-            self._emit("withdrew", round=plan.round, reason=result.error)
+            self._emit(events.Withdrew(round=plan.round, reason=result.error))
             self.put(member.Failed(plan.round, result.steps, result.error))
 
     def _ahead(self, plan: Plan, theta: Shards) -> Shards:
@@ -435,20 +429,21 @@ class Rounds:
             for shard in again:
                 del self.outer.theta[shard]
             await self._recovery.build(again, commit.round)
-            self._emit("shard_rebuilt", round=commit.round, shards=again)
+            self._emit(events.ShardRebuilt(round=commit.round, shards=tuple(again)))
         await self._work(self._settle, commit)
         self.phase_seconds["boundary"] = time.monotonic() - began
         result = self._results.pop(commit.round, None) or Result(0, 0, None, None)
         self.phase_seconds["train"] = result.seconds
         self._emit(
-            "round",
-            round=commit.round,
-            seconds={k: round(v, 4) for k, v in self.phase_seconds.items()},
-            bytes_sent=self._transport.traffic.bytes_sent,
-            bytes_received=self._transport.traffic.bytes_received,
-            boundary_forward_bytes=result.forward_bytes,
-            boundary_backward_bytes=result.backward_bytes,
-            boundary_tokens=result.boundary_tokens,
+            events.Round(
+                round=commit.round,
+                seconds={k: round(v, 4) for k, v in self.phase_seconds.items()},
+                bytes_sent=self._transport.traffic.bytes_sent,
+                bytes_received=self._transport.traffic.bytes_received,
+                boundary_forward_bytes=result.forward_bytes,
+                boundary_backward_bytes=result.backward_bytes,
+                boundary_tokens=result.boundary_tokens,
+            )
         )
         self.phase_seconds = {}
         self._results = {r: x for r, x in self._results.items() if r > commit.round}

@@ -149,24 +149,19 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Train:
-    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed. `generation`: of its
-    chain; `steps` > 0: so many are done by the others and no more are needed."""
+class TrainOrder:
+    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed.
+
+    `generation` is the number of chains that the replica had in this round before. `steps` > 0: the others have done this
+    many inner steps and no more are needed. `resume`: the training is under way and goes on with the members that `plan`
+    names now.
+    """
 
     plan: Plan
     replica: int
     generation: int = 0
     steps: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """Effect: go on with the training, with the members that `plan` names now; as Train."""
-
-    plan: Plan
-    replica: int
-    generation: int
-    steps: int
+    resume: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +239,7 @@ Event = (
     | RunOver
     | Tick
 )
-Effect = Train | Resume | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback | Apply | HoldShards | Send | Finish
+Effect = TrainOrder | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback | Apply | HoldShards | Send | Finish
 
 
 class ForkError(Exception):
@@ -400,7 +395,7 @@ class Member:
         if trains and joins:
             assert new is not None
             self._reconfig, self._chain_failure, self._task = reconfig, None, (new, reconfig.replica)
-            return [Send(reconfig), Resume(new, reconfig.replica, reconfig.generation, reconfig.steps)]
+            return [Send(reconfig), TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps, resume=True)]
         if trains:
             self._reconfig, self._chain_failure, self.phase = reconfig, None, "stopping"
             if reconfig.peers:
@@ -418,7 +413,7 @@ class Member:
         assert new is not None
         self._reconfig, self._task = reconfig, (new, reconfig.replica)
         self.phase, self._attempted = "training", reconfig.round
-        return [Send(reconfig), Train(new, reconfig.replica, reconfig.generation, reconfig.steps)]
+        return [Send(reconfig), TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps)]
 
     # --- the round after the one that is being decided
 
@@ -432,7 +427,7 @@ class Member:
         if decided is not None and not _same_work(expected, decided.plan, offer.replica):
             return []
         self.ahead, self._expected = "running", (expected, offer.replica)
-        return [Train(expected, offer.replica)]
+        return [TrainOrder(expected, offer.replica)]
 
     def _ran_ahead(self, event: Trained | Failed) -> None:
         if self.ahead == "running" and isinstance(event, Trained):
@@ -510,7 +505,7 @@ class Member:
         if plan is None or replica is None or self._attempted >= plan.round:
             return []
         self.phase, self._attempted, self._task = "training", plan.round, (plan, replica)
-        return [Train(plan, replica)]
+        return [TrainOrder(plan, replica)]
 
 
 def _same_work(expected: Plan, plan: Plan | None, replica: int) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from protocol.rounds.chain_repair import ChainRoster
 from protocol.rounds.leader import Leader
-from protocol.rounds.member import Effect, Event, Member, RestoreFeedback, Train
+from protocol.rounds.member import Effect, Event, Member, RestoreFeedback, TrainOrder
 from protocol.rounds.paxos import Appended
 from protocol.wire.commit import Commit, Record
 from protocol.wire.session import ChainReconfig, Offer
@@ -119,7 +119,7 @@ class TwiceMember(Member):
     def _reconfigured(self, reconfig: ChainReconfig) -> list[Effect]:
         before = self._attempted
         effects = super()._reconfigured(reconfig)
-        if any(isinstance(effect, Train) for effect in effects):
+        if any(isinstance(effect, TrainOrder) for effect in effects):
             self._attempted = before
         return effects
 

@@ -33,14 +33,13 @@ from protocol.rounds.member import (
     Member,
     Reconfigured,
     RestoreFeedback,
-    Resume,
     RunOver,
     Send,
     ShardsHeld,
     Stop,
     Tick,
-    Train,
     Trained,
+    TrainOrder,
     UpdateEncoded,
 )
 from protocol.run import layout
@@ -215,14 +214,14 @@ class PeerNode(Node):
     def carry_out(self, effect: Effect) -> None:
         rng = self.world.rng
         match effect:
-            case Train(plan, replica, generation, steps):
-                self.boundary("before Train")
-                self.train(plan, replica, generation, steps)
-                self.boundary("after Train")
-            case Resume(plan, replica, generation, steps):
+            case TrainOrder(plan, replica, generation, steps, resume=True):
                 self.boundary("before Resume")
                 if self.job is not None:  # else its answer is under way
                     self.train(plan, replica, generation, steps)
+            case TrainOrder(plan, replica, generation, steps):
+                self.boundary("before Train")
+                self.train(plan, replica, generation, steps)
+                self.boundary("after Train")
             case Stop():
                 self.world.stats["ahead in vain"] += self.member.ahead == "dropped"
                 self.later(rng.uniform(0.0, 1.0), self.answer, rng.choice((0, 1, 2)), "stopped")

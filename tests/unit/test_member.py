@@ -30,8 +30,8 @@ from protocol.rounds.member import (
     ShardsHeld,
     Stop,
     Tick,
-    Train,
     Trained,
+    TrainOrder,
     UpdateEncoded,
 )
 from protocol.run.manifest import Manifest, OuterSpec
@@ -119,7 +119,7 @@ def training(round: int = 1) -> tuple[Driver, list[Commit]]:
     """A member in the middle of `round`, and the log that says so."""
     driver, commits = Driver(), log(round - 1)
     effects = driver.settle(driver.learn(*commits))
-    assert Train(plan(round, ME), 0) in effects
+    assert TrainOrder(plan(round, ME), 0) in effects
     return driver, commits
 
 
@@ -139,7 +139,7 @@ def test_the_first_commit_is_applied_arranged_and_trained_upon_while_it_is_compa
     assert driver.member.phase == "applying"
     assert driver.do(Applied(0)) == [HoldShards(first)]
     assert driver.member.phase == "arranging"
-    assert driver.do(ShardsHeld(0)) == [Train(plan(1, ME), 0)]
+    assert driver.do(ShardsHeld(0)) == [TrainOrder(plan(1, ME), 0)]
     assert driver.member.phase == "training"
     assert driver.do(Digested(0, DIGESTS)) == [Send(Attest(round=0, digests=DIGESTS))]
     assert driver.member.phase == "training"
@@ -201,7 +201,7 @@ def test_a_committed_offer_is_not_given_back() -> None:
     driver = waiting_with_offer()
     commit = log(1, mine=(1,))[1]
     effects = driver.settle(driver.learn(commit))
-    assert [type(e) for e in effects] == [Apply, HoldShards, Train, Send]
+    assert [type(e) for e in effects] == [Apply, HoldShards, TrainOrder, Send]
 
 
 def test_an_offer_with_other_parts_is_not_the_committed_one() -> None:
@@ -214,7 +214,7 @@ def test_an_offer_with_other_parts_is_not_the_committed_one() -> None:
 def test_give_back_comes_before_anything_is_added() -> None:
     driver = waiting_with_offer()
     effects = driver.settle(driver.learn(log(1)[1]))
-    assert [type(e) for e in effects] == [Apply, RestoreFeedback, HoldShards, Train, Send]
+    assert [type(e) for e in effects] == [Apply, RestoreFeedback, HoldShards, TrainOrder, Send]
 
 
 def test_a_diverged_shard_is_rebuilt() -> None:
@@ -256,7 +256,7 @@ def ahead() -> Driver:
     driver = Driver(manifest=AHEAD)
     driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
     driver.do(Trained(1, 4, TOKENS, 2.0))
-    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), Train(next_plan(2), 0)]
+    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), TrainOrder(next_plan(2), 0)]
     assert driver.member.phase == "waiting"
     return driver
 
@@ -286,20 +286,20 @@ def test_work_that_nobody_planned_is_stopped_and_forgotten(other: Plan) -> None:
     driver = ahead()
     effects = driver.settle(driver.learn(decided(other)))
     assert [type(e) for e in effects] == [Apply, HoldShards, Stop, Send]
-    planned = [Train(other, 0)] if other.replica_of(ME) is not None else []
+    planned = [TrainOrder(other, 0)] if other.replica_of(ME) is not None else []
     assert driver.do(Failed(2, 1, "stopped")) == planned
 
 
 def test_ready_work_that_nobody_planned_is_forgotten() -> None:
     driver = ahead()
     driver.do(Trained(2, 4, TOKENS, 1.9))
-    assert Train(plan(2, ME), 0) in driver.settle(driver.learn(decided(plan(2, ME))))
+    assert TrainOrder(plan(2, ME), 0) in driver.settle(driver.learn(decided(plan(2, ME))))
 
 
 def test_who_failed_ahead_trains_when_the_plan_is_known() -> None:
     driver = ahead()
     assert driver.do(Failed(2, 1, "the chain broke")) == []
-    assert Train(next_plan(2), 0) in driver.settle(driver.learn(decided(next_plan(2))))
+    assert TrainOrder(next_plan(2), 0) in driver.settle(driver.learn(decided(next_plan(2))))
 
 
 def test_nothing_is_begun_ahead_of_a_commit_that_is_known_to_plan_otherwise() -> None:
@@ -384,7 +384,7 @@ def test_answers_of_another_round_are_ignored(event: Event) -> None:
 def test_restarted_in_training_it_trains_the_round_again() -> None:
     driver = Driver(applied=0)
     effects = driver.settle(driver.learn(*log(0)))
-    assert [type(e) for e in effects] == [HoldShards, Train, Send]
+    assert [type(e) for e in effects] == [HoldShards, TrainOrder, Send]
 
 
 def test_restarted_with_a_durable_offer_it_tells_it_again_and_does_not_train() -> None:
@@ -396,9 +396,9 @@ def test_restarted_with_a_durable_offer_it_tells_it_again_and_does_not_train() -
 
 def test_a_round_whose_work_is_durable_is_not_trained_again_from_an_older_state() -> None:
     driver = Driver(packed=2)
-    assert not any(isinstance(e, Train) for e in driver.settle(driver.learn(*log(0))))
+    assert not any(isinstance(e, TrainOrder) for e in driver.settle(driver.learn(*log(0))))
     commits = log(2)
-    assert Train(plan(3, ME), 0) in driver.settle(driver.learn(*commits))
+    assert TrainOrder(plan(3, ME), 0) in driver.settle(driver.learn(*commits))
 
 
 @pytest.mark.parametrize("applied", [-1, 0, 1, 2])
@@ -411,7 +411,7 @@ def test_wherever_it_restarts_an_offer_is_resolved_once_and_before_training(appl
     kinds = [type(e) for e in effects]
     assert kinds.count(RestoreFeedback) == (0 if committed else 1)
     assert [e.commit.round for e in effects if isinstance(e, Apply)] == list(range(applied + 1, 3))
-    assert [k for k in kinds if k is not Send][-1] is Train
+    assert [k for k in kinds if k is not Send][-1] is TrainOrder
     assert driver.member.applied == 2
 
 
@@ -419,7 +419,7 @@ def test_a_state_newer_than_the_known_log_waits_for_the_log() -> None:
     driver = Driver(applied=2, offer=offer(2))
     assert driver.settle(driver.learn(*log(1))) == []
     effects = driver.settle(driver.learn(log(2)[2]))
-    assert [type(e) for e in effects] == [RestoreFeedback, HoldShards, Train, Send]
+    assert [type(e) for e in effects] == [RestoreFeedback, HoldShards, TrainOrder, Send]
 
 
 def test_restarted_at_the_end_it_attests_again_and_finishes() -> None:

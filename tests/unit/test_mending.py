@@ -17,12 +17,11 @@ from protocol.rounds.member import (
     Failed,
     KeepInFeedback,
     Reconfigured,
-    Resume,
     ShardsHeld,
     Stop,
     Tick,
-    Train,
     Trained,
+    TrainOrder,
     UpdateEncoded,
 )
 from protocol.rounds.member import Send as Says
@@ -332,7 +331,7 @@ def test_a_break_is_reported_until_there_is_a_mend_and_the_work_goes_on() -> Non
     assert driver.do(Tick(), Tick())[-1] == said
     found = reconfigs(1, "a", "me", "s")
     new = chain_plan(1, "a", "me", "s")
-    assert driver.do(Reconfigured(found)) == [Says(found), Resume(new, 0, 1, 0)]
+    assert driver.do(Reconfigured(found)) == [Says(found), TrainOrder(new, 0, 1, 0, resume=True)]
     assert driver.do(Reconfigured(found)) == [Says(found)]
     assert driver.do(Tick()) == []
     assert driver.do(ChainFailed(1, 0, "z", "of the chain before")) == []
@@ -364,7 +363,7 @@ def test_a_spare_trains_and_only_once_a_round() -> None:
     found = reconfigs(2, "a", "me", "z", steps=3)
     assert driver.do(Reconfigured(found)) == [
         Says(found),
-        Train(chain_plan(1, "a", "me", "z", spares=("me",)), 0, 2, 3),
+        TrainOrder(chain_plan(1, "a", "me", "z", spares=("me",)), 0, 2, 3),
     ]
     assert driver.do(Reconfigured(reconfigs(3, "a", "b", "z"))) == [Stop(1)]
     assert driver.do(Failed(1, 3, "stopped"), UpdateEncoded(1, None)) == [KeepInFeedback(1)]
@@ -393,7 +392,7 @@ def test_what_was_begun_ahead_keeps_the_mended_chain() -> None:
     driver = member(manifest=ahead)
     driver.do(Reconfigured(reconfigs(1, "a", "me", "s")), Trained(1, 4, 4, 2.0))
     effects = driver.do(UpdateEncoded(1, dataclasses.replace(offer(1), parts=())))
-    assert isinstance(effects[-1], Train)
+    assert isinstance(effects[-1], TrainOrder)
     assert effects[-1].plan.replicas == chain_plan(1, "a", "me", "s").replicas
     assert driver.do(ChainFailed(2, 0, "s", "gone")) == [
         Says(ChainFailure(round=2, replica=0, generation=0, peer="s", reason="gone"))
