@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONGESTION_CONTROL = "cubic"
-"""What home machines use. Some hosts' kernels default to bbr, which hides loss and stage_seconds_per_microbatch short frames, and do not allow namespaces another."""
+"""What home machines use. Some hosts' kernels default to bbr, which hides loss and paces short frames, and do not allow namespaces another."""
 
 
 Place = tuple[str, list[str]]

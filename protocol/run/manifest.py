@@ -260,7 +260,7 @@ def from_toml(raw: bytes, source: str) -> Manifest:
     except UnicodeDecodeError as error:
         raise UsageError(f"manifest {source}: not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"manifest {source}: not TOML: {shown(error)}; reconfig that line") from None
+        raise UsageError(f"manifest {source}: not TOML: {shown(error)}; correct that line") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets within brackets
         raise UsageError(f"manifest {source}: {shown(error)}; is it the right file?") from None
     return _build(data, source)
