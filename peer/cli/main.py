@@ -179,7 +179,7 @@ def demo(
             screen=screen,
             in_memory=in_memory,
         )
-        await swarm.run(options)
+        await swarm.run(options, main)
 
     _run(work(), interrupted=1)
 
@@ -234,7 +234,3 @@ def main() -> None:
     """Entry point of the command."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     app()
-
-
-if __name__ == "__main__":
-    main()

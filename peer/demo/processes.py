@@ -1,14 +1,16 @@
-"""The demo's swarm as processes: the same commands that strangers use, on loopback."""
+"""The demo's swarm as processes: the same commands that strangers use, on loopback.
+
+The command `potluck` itself comes as an argument: it is above the demo, and starts it.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,17 +19,22 @@ from peer.events import Event, Sink, from_json
 from protocol.errors import LocalError
 
 SILENCE_SECONDS = 900.0
-PRELOAD = ["peer.node.peer", "peer.cli.commands", "peer.net.p2p", "peer.training.device"]
+PRELOAD = ("peer.node.peer", "peer.net.p2p", "peer.training.device")
+"""What every process of the swarm needs besides the command: imported once, then forked."""
+
+Command = Callable[[], None]
+"""The command `potluck`: reads `sys.argv`. A function of a module, so that another process finds it."""
 
 
 class _Child:
     """One process of the swarm: a fork of a server that has imported everything once, then the command as it was typed."""
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
+    def __init__(self, command: Command, folder: Path, arguments: list[str]) -> None:
         self.folder = folder
         context = multiprocessing.get_context("forkserver")
         self.output, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=_be_potluck, args=(theirs, str(folder / "stderr.txt"), arguments))
+        errors = str(folder / "stderr.txt")
+        self.process = context.Process(target=_be_potluck, args=(command, theirs, errors, arguments))
         self.process.start()
         theirs.close()
 
@@ -37,25 +44,26 @@ class _Child:
         return lines[-1].removeprefix("potluck: ") if lines else f"exit code {self.process.exitcode}"
 
 
-def _be_potluck(output: Connection, errors: str, arguments: list[str]) -> None:
+def _be_potluck(command: Command, output: Connection, errors: str, arguments: list[str]) -> None:
     """In the child: standard output is the pipe, and the command runs."""
     os.dup2(output.fileno(), 1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
     output.close()
     sys.argv = ["potluck", *arguments]
-    cli = importlib.import_module("peer.cli.main")
-    cli.main()
+    command()
 
 
-async def run_processes(options: DemoOptions, peers: list[PeerSpec], feed: Sink) -> AsyncGenerator[None, None]:
+async def run_processes(
+    options: DemoOptions, command: Command, peers: list[PeerSpec], feed: Sink
+) -> AsyncGenerator[None, None]:
     """The swarm as processes; yields after every event, ends when the bootstrap node ends or nobody is left."""
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.set_forkserver_preload([command.__module__, *PRELOAD])
     queue: asyncio.Queue[tuple[str, Event | None]] = asyncio.Queue()
     children: dict[str, _Child] = {}
     readers: list[asyncio.Task[None]] = []
 
     async def start(name: str, *arguments: str) -> None:
-        children[name] = await asyncio.to_thread(_Child, options.out / name, [*arguments, "--json"])
+        children[name] = await asyncio.to_thread(_Child, command, options.out / name, [*arguments, "--json"])
         readers.append(asyncio.create_task(read(name, children[name])))
 
     async def read(name: str, child: _Child) -> None:

@@ -18,19 +18,20 @@ from concurrent.futures import ProcessPoolExecutor
 from rich.console import Console
 
 from peer.demo.in_memory import run_in_memory
-from peer.demo.processes import run_processes
+from peer.demo.processes import Command, run_processes
 from peer.demo.recipe import DemoOptions, identity_of, make_manifest, make_peers
 from peer.demo.report import Tally, audit, summary
 from peer.events import Event
-from peer.net.blobs import disk_error
+from peer.net.disk import disk_error
 from peer.ui import screen as tui
 from protocol.errors import LocalError, UsageError
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 
 
-async def run(options: DemoOptions, manifest: Manifest | None = None) -> None:
-    """Everything, from an empty folder to the summary. `manifest`: the run (default: the demo's recipe). Raises PotluckError."""
+async def run(options: DemoOptions, command: Command, manifest: Manifest | None = None) -> None:
+    """Everything, from an empty folder to the summary. `command`: what the processes of the swarm run, which is `potluck`.
+    `manifest`: the run (default: the demo's recipe). Raises PotluckError."""
     if manifest is None:
         manifest = make_manifest(options)
     peers = make_peers(manifest, options)
@@ -60,7 +61,9 @@ async def run(options: DemoOptions, manifest: Manifest | None = None) -> None:
             screen.feed(event)
 
         swarm = (
-            run_in_memory(options, manifest, peers, feed) if options.in_memory else run_processes(options, peers, feed)
+            run_in_memory(options, manifest, peers, feed)
+            if options.in_memory
+            else run_processes(options, command, peers, feed)
         )
         async with contextlib.aclosing(swarm) as events:
             async for _ in events:

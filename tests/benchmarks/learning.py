@@ -18,6 +18,7 @@ from typing import Any
 
 from peer.cli import main as cli
 from peer.demo import recipe
+from peer.demo import swarm as demo
 from tests.e2e.swarms import options
 
 ARMS: dict[str, dict[str, Any]] = {
@@ -45,7 +46,7 @@ def main() -> int:
                     inner_steps=None,
                     seed=seed,
                 )
-                asyncio.run(swarm.run(run))
+                asyncio.run(demo.run(run, cli.main))
                 table.setdefault(arm, []).append(json.loads(Path(f"{out}.json").read_text()))
     print("\n| arm | seed | nats per token | bits per byte | below unigram entropy | tokens | same bits | seconds |")
     print("|---|---|---|---|---|---|---|---|")

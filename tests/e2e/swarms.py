@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from peer.cli.main import main
 from peer.demo import swarm
 from peer.demo.recipe import DemoOptions, make_manifest
 from peer.events import Event, from_json
@@ -57,7 +58,7 @@ def manifest(chosen: DemoOptions, **tables: dict[str, Any]) -> Manifest:
 
 def run(chosen: DemoOptions, of: Manifest | None = None) -> dict[str, Any]:
     """The result of a demo of the run `of` (default: `manifest(chosen)`) that must end well."""
-    asyncio.run(asyncio.wait_for(swarm.run(chosen, of or manifest(chosen)), DEADLINE))
+    asyncio.run(asyncio.wait_for(swarm.run(chosen, main, of or manifest(chosen)), DEADLINE))
     return read_result(chosen.out)
 
 
@@ -73,7 +74,7 @@ class Background:
         self._result: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(asyncio.wait_for(swarm.run(chosen, of or manifest(chosen)), DEADLINE))
+        self._task = self._loop.create_task(asyncio.wait_for(swarm.run(chosen, main, of or manifest(chosen)), DEADLINE))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

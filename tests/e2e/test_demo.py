@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from peer.cli.main import main
 from peer.demo import recipe, swarm
 from peer.net import directory
 from peer.net.memory import MemoryTransport
@@ -90,7 +91,7 @@ def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Rounds, "_apply", apply)
     with pytest.raises(LocalError, match=r"same_bits: full-1 had other bits in block\.2 after round 1"):
-        asyncio.run(asyncio.wait_for(swarm.run(chosen, swarms.manifest(chosen)), swarms.DEADLINE))
+        asyncio.run(asyncio.wait_for(swarm.run(chosen, main, swarms.manifest(chosen)), swarms.DEADLINE))
     result = json.loads(swarms.result_file(chosen.out).read_text())
     assert result["same_bits"] is False
     assert result["diverged"] == [{"peer": "full-1", "round": 1, "shard": "block.2"}]

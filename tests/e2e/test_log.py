@@ -24,7 +24,7 @@ from protocol.identity import Identity
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, logfile
-from protocol.wire.commit import Commit
+from protocol.wire.commit import Commit, Diverged, LeftOut
 from tests import tiny
 from tests.e2e import swarms
 
@@ -120,7 +120,7 @@ def test_show_tells_who_did_what(done: Done, potluck: Potluck) -> None:
     assert re.search(r"^round 0  \d{4}-\d\d-\d\d [\d:]{8}\n  plan +2 full, 1 chain of 2, 0 spares$", text, re.M)
     assert len(re.findall(r"^round \d .* 3 of 3 replicas  loss \d\.\d{3}  [\d.]+ kB$", text, re.M)) == 3
     full = re.findall(r"^  \d full +weight 0\.333  loss +\d\.\d{3}  steps 1 +[\d.]+ kB  norm \S+ +…\w{8}$", text, re.M)
-    chain = re.findall(r"^  \d chain k 8 +weight 0\.333 .* …\w{8} > …\w{8}$", text, re.M)
+    chain = re.findall(r"^  \d chain rank 8 +weight 0\.333 .* …\w{8} > …\w{8}$", text, re.M)
     assert (len(full), len(chain)) == (6, 3)
 
 
@@ -146,8 +146,8 @@ def test_who_was_left_out_and_who_diverged_is_shown(copy: Done, potluck: Potluck
         return dataclasses.replace(
             commit,
             contributions=tuple(rest),
-            left_out=(commit.LeftOut(replica=first.replica, reason="peer\x1b[2J: gone"),),
-            diverged=(commit.Diverged(peer=first.shares[0].peer, shard="block.1"),),
+            left_out=(LeftOut(replica=first.replica, reason="peer\x1b[2J: gone"),),
+            diverged=(Diverged(peer=first.shares[0].peer, shard="block.1"),),
         )
 
     rewrite(copy.folder, change, key)
