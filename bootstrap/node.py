@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bootstrap.archive import Archive
-from peer.events import Emitter, commit_fields
+from peer import events
+from peer.events import Emitter
 from peer.net.base import REQUEST_SECONDS, Stream, Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer, Fetcher
 from peer.net.directory import Directory
@@ -37,7 +38,6 @@ from protocol.wire.announcement import VERSION, Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.encoding import Message
-from protocol.wire.schema import plain
 from protocol.wire.session import (
     Attest,
     ChainFailure,
@@ -106,7 +106,7 @@ class Node:
             transport,
             archive.blobs,
             reach=self._directory.reach,
-            warn=lambda text: emit("warning", text=text),
+            warn=lambda text: emit(events.Warning(text=text)),
             sync=True,
         )
         self._tasks: set[asyncio.Task[None]] = set()
@@ -213,7 +213,7 @@ class Node:
         match message:
             case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
                 if isinstance(message, Attest):
-                    self._emit("attest", peer=peer, round=message.round, digests=message.digests)
+                    self._emit(events.Attest(peer=peer, round=message.round, digests=message.digests))
                 self._events.put_nowait(leader.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session.outbox, after)
@@ -246,20 +246,26 @@ class Node:
                     await self._directory.refresh()
             now = time.time()
             for peer, announcement in self._directory.known.items():
-                said = {name: getattr(announcement, name) for name in Candidate.__slots__}
-                candidate, known = Candidate(**said), self._ready.get(peer)
+                a, known = announcement, self._ready.get(peer)
+                candidate = Candidate(
+                    peer=a.peer,
+                    memory_bytes=a.memory_bytes,
+                    up_bps=a.up_bps,
+                    down_bps=a.down_bps,
+                    speed_flops=a.speed_flops,
+                )
                 if peer not in self._sessions or known == candidate:
                     continue
                 self._ready[peer] = candidate
                 self._events.put_nowait(leader.Ready(candidate))
                 if known is None or known != dataclasses.replace(candidate, speed_flops=known.speed_flops):
-                    self._emit("ready", **said, device=announcement.device)
+                    self._emit(events.ready(announcement))
             for peer in list(self._ready):
                 if now - self._last_heard.get(peer, now) > self.manifest.timing.gone_after:
                     del self._ready[peer]
                     self._directory.lost(peer)
                     self._events.put_nowait(leader.Gone(peer))
-                    self._emit("gone", peer=peer)
+                    self._emit(events.Gone(peer=peer))
             closed = (p for p in self._ready if p not in self._sessions)
             patience = leader.ABSENT_BEATS * self.manifest.timing.heartbeat
             absent = frozenset(p for p in closed if now - self._last_heard.get(p, now) > patience)
@@ -295,20 +301,21 @@ class Node:
                     following.append(paxos.Proposed(commit))
                 case leader.Send(peers, reconfig, first):
                     if first:
-                        self._emit("chain_reconfigured", **plain(reconfig))
+                        self._emit(events.chain_reconfigured(reconfig))
                     for peer in (p for p in peers if p in self._sessions):
                         self._post(self._sessions[peer].outbox, encoding.encode(reconfig))
                 case leader.Report(round, peer, shard):
-                    self._emit("diverged", peer=peer, round=round, shard=shard)
+                    self._emit(events.Diverged(peer=peer, round=round, shard=shard))
                 case leader.Moved(round, replica, before, after, reason):
                     self._emit(
-                        "moved",
-                        round=round,
-                        replica=replica,
-                        peers=list(after.peers),
-                        before=list(before.blocks),
-                        after=list(after.blocks),
-                        reason=reason,
+                        events.Moved(
+                            round=round,
+                            replica=replica,
+                            peers=after.peers,
+                            before=before.blocks,
+                            after=after.blocks,
+                            reason=reason,
+                        )
                     )
                 case leader.Done(round):
                     self._finish(round)
@@ -333,7 +340,7 @@ class Node:
                     following.append(leader.Decided(record.commit))
                     self._decided(record)
                 case paxos.Leads(leads):
-                    self._emit("leads", leads=leads)
+                    self._emit(events.Leads(leads=leads))
                     following.append(leader.Lead(leads))
                 case paxos.Stalled(missing):
                     self._stall(missing)
@@ -350,7 +357,7 @@ class Node:
         final = self._leader.majority(round)
         whole = set(layout.shard_names(self.manifest.model)) <= set(final)
         digest = layout.state_digest(self.manifest.model, final) if whole else None
-        self._emit("finished", round=round, state_digest=digest)
+        self._emit(events.RunFinished(round=round, state_digest=digest))
         self._finished = Finished(round=round)
         for session in self._sessions.values():
             self._post(session.outbox, encoding.encode(self._finished))
@@ -366,7 +373,7 @@ class Node:
             )
         else:
             text = f"quorum: enough of the {size} bootstrap nodes are back; round {self._quorum.round} goes on"
-        self._emit("warning", text=text)
+        self._emit(events.Warning(text=text))
 
     # --- payloads
 
@@ -400,7 +407,7 @@ class Node:
             refused = Withdraw(round=round, reason=f"payload of {part.shard}: {error}")
             self._events.put_nowait(leader.Received(sender, refused))
         except RemoteError as error:
-            self._emit("warning", text=str(error))
+            self._emit(events.Warning(text=str(error)))
         finally:
             self._fetching.discard(part.digest)
 
@@ -420,4 +427,4 @@ class Node:
         task.add_done_callback(self._tasks.discard)
 
     def _emit_commit(self, commit: Commit) -> None:
-        self._emit("commit", **commit_fields(commit))
+        self._emit(events.commit_of(commit))

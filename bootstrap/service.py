@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bootstrap.archive import Archive
 from bootstrap.node import Node
+from peer import events
 from peer.events import Emitter
 from peer.net.base import Transport
 from protocol.identity import Identity
@@ -27,5 +28,5 @@ async def serve_bootstrap(
     """The node, once everything that it needs is there; runs until it is cancelled."""
     node = Node(manifest, key, transport, archive, emit, initial_peers)
     address = next((a for a in transport.addresses if "/127." not in a), transport.addresses[0])
-    emit("listening", address=f"{address}#{manifest.run_id}", addresses=list(transport.addresses))
+    emit(events.Listening(address=f"{address}#{manifest.run_id}", addresses=tuple(transport.addresses)))
     await node.run()

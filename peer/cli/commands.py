@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from bootstrap.archive import Archive
 from bootstrap.service import serve_bootstrap
+from peer import events
 from peer.config import JoinConfig
 from peer.events import Emitter, Event, Sink, json_sink
 from peer.log import reader
@@ -133,7 +134,7 @@ async def join(
                 await daemon.join(manifest, key, transport, storage, config, run.bootstrap, emit)
                 return
             except TransportLost as error:
-                emit("warning", text=f"{error}; starting it again from the state on disk")
+                emit(events.Warning(text=f"{error}; starting it again from the state on disk"))
             finally:
                 await transport.aclose()
     finally:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bootstrap import service
 from bootstrap.archive import Archive
+from peer import events
 from peer.demo.recipe import TOKENIZER, DemoOptions, PeerSpec, identity_of
 from peer.events import Emitter, Event, Sink
 from peer.net import directory
@@ -65,7 +66,7 @@ async def run_in_memory(
                 continue
             event = getter.result()
             feed(event)
-            if event.kind == "finished" and event.source == "bootstrap":
+            if isinstance(event.body, events.RunFinished):
                 await asyncio.gather(*(tasks - {node}))
             yield
     finally:

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from peer import events
 from peer.demo.recipe import DemoOptions, PeerSpec
 from peer.events import Event, Sink, from_json
 from protocol.errors import LocalError
@@ -96,16 +97,16 @@ async def run_processes(
                     raise LocalError(f"bootstrap node: {failure}")
                 left.add(name)
                 if children[name].process.exitcode:
-                    feed(Event(time.time(), name, "warning", {"text": f"{name} ended: {failure}"}))
+                    feed(Event(time.time(), name, events.Warning(text=f"{name} ended: {failure}")))
                 if len(left) == len(peers):
                     raise LocalError(f"every peer ended, the last one ({name}) with: {failure}; see {options.out}")
                 continue
             feed(event)
-            if event.kind == "listening":
+            if isinstance(event.body, events.Listening):
                 for peer in peers:
-                    await start(peer.name, *_join_arguments(options, peer, event.fields["address"]))
+                    await start(peer.name, *_join_arguments(options, peer, event.body.address))
             yield
-            if event.kind == "finished" and name == "bootstrap":
+            if isinstance(event.body, events.RunFinished):
                 await asyncio.to_thread(_all_ended, [c for n, c in children.items() if n != "bootstrap"])
     except TimeoutError:
         raise LocalError(f"the swarm: nothing happened for {SILENCE_SECONDS:g} s; see {options.out}") from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bootstrap.archive import Archive
+from peer import events
 from peer.demo.recipe import TOKENIZER, DemoOptions
 from peer.events import Event
 from peer.log import replay
@@ -14,6 +15,7 @@ from peer.node import open_run
 from peer.training import data
 from protocol.run import layout
 from protocol.run.manifest import Manifest
+from protocol.wire.schema import plain
 
 VALID_WINDOWS = 48
 
@@ -28,7 +30,7 @@ class Tally:
     manifest: Manifest
     names: dict[str, str]
     attests: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
-    commits: dict[int, dict[str, Any]] = field(default_factory=dict)
+    commits: dict[int, events.Commit] = field(default_factory=dict)
     sent: dict[str, list[int]] = field(default_factory=dict)
     boundary: dict[str, list[int]] = field(default_factory=dict)
     phases: dict[str, list[dict[str, float]]] = field(default_factory=dict)
@@ -38,29 +40,27 @@ class Tally:
     finished: bool = False
 
     def feed(self, event: Event) -> None:
-        f = event.fields
-        match event.kind:
-            case "attest":
-                self.attests.setdefault(f["round"], {})[f["peer"]] = f["digests"]
-            case "commit":
-                self.commits[f["round"]] = f
-            case "diverged":
-                self.diverged.append(
-                    {"peer": self.names.get(f["peer"], f["peer"]), "round": f["round"], "shard": f["shard"]}
-                )
-            case "started":
-                self.idle_rss[self.names.get(event.source, event.source)] = f["rss_bytes"]
-            case "round":
-                name = self.names.get(event.source, event.source)
-                self.peak_rss[name] = f["peak_rss_bytes"]
-                self.sent.setdefault(name, []).append(f["bytes_sent"])
-                self.phases.setdefault(name, []).append(f["seconds"])
-                if f["boundary_tokens"]:
+        """Takes one event into account."""
+        name = self.names.get(event.source, event.source)
+        match event.body:
+            case events.Attest(peer=peer, round=round, digests=digests):
+                self.attests.setdefault(round, {})[peer] = digests
+            case events.Commit() as commit:
+                self.commits[commit.round] = commit
+            case events.Diverged(peer=peer, round=round, shard=shard):
+                self.diverged.append({"peer": self.names.get(peer, peer), "round": round, "shard": shard})
+            case events.Started(rss_bytes=rss_bytes):
+                self.idle_rss[name] = rss_bytes
+            case events.Round() as done:
+                self.peak_rss[name] = done.peak_rss_bytes
+                self.sent.setdefault(name, []).append(done.bytes_sent)
+                self.phases.setdefault(name, []).append(done.seconds)
+                if done.boundary_tokens:
                     totals = self.boundary.setdefault(name, [0, 0, 0])
-                    totals[0] += f["boundary_forward_bytes"]
-                    totals[1] += f["boundary_backward_bytes"]
-                    totals[2] += f["boundary_tokens"]
-            case "finished" if event.source == "bootstrap":
+                    totals[0] += done.boundary_forward_bytes
+                    totals[1] += done.boundary_backward_bytes
+                    totals[2] += done.boundary_tokens
+            case events.RunFinished():
                 self.finished = True
 
     def disagreements(self, digests: dict[int, dict[str, str]]) -> list[dict[str, Any]]:
@@ -111,7 +111,7 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
     wrong = tally.disagreements(digests)
     ids = whole.sample(tokenizer.encode(PROMPT).ids, 60, 0.8, options.seed)
     to_bits = 1 / (math.log(2) * corpus.bytes_per_token)
-    tokens = sum(c["tokens"] for f in tally.commits.values() for c in f["contributions"])
+    tokens = sum(c.tokens for commit in tally.commits.values() for c in commit.contributions)
     first_stages = [b for n, b in tally.boundary.items() if n.endswith("-0") and b[0]]
     last_stages = [b for b in tally.boundary.values() if b[1]]
     return {
@@ -127,16 +127,18 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
         "state_digest": layout.state_digest(manifest.model, digests[rounds]),
         "bytes_sent_per_peer_per_round": {n: b[-1] / len(b) for n, b in sorted(tally.sent.items())},
         "payload_bytes_per_replica_per_round": _mean(
-            [c["bytes"] for f in tally.commits.values() for c in f["contributions"]]
+            [c.bytes for commit in tally.commits.values() for c in commit.contributions]
         ),
         "dense_fp32_bytes": 4 * layout.total_parameters(manifest.model),
         "boundary_bytes_per_token": _mean([b[0] / b[2] for b in first_stages]),
         "boundary_backward_bytes_per_token": _mean([b[1] / b[2] for b in last_stages]),
         "boundary_dense_bf16_bytes_per_token": 2 * manifest.model.d_model,
-        "left_out": [{"round": f["round"], **x} for f in tally.commits.values() for x in f["left_out"]],
+        "left_out": [
+            {"round": commit.round, **plain(left)} for commit in tally.commits.values() for left in commit.left_out
+        ],
         "train_loss": [
-            _mean([c["loss"] for c in f["contributions"] if c["loss"] is not None])
-            for r, f in sorted(tally.commits.items())
+            _mean([c.loss for c in commit.contributions if c.loss is not None])
+            for r, commit in sorted(tally.commits.items())
             if r
         ],
         "peak_rss_above_idle_bytes": {n: b - tally.idle_rss.get(n, 0) for n, b in sorted(tally.peak_rss.items())},

@@ -59,7 +59,7 @@ class InnerLoop:
         directory: Directory,
         uplink: Uplink,
         optimizer: dict[str, NDArray[np.generic]],
-        emit: Callable[[events.Body], None],
+        emit: events.Emit,
     ) -> None:
         self.manifest = manifest
         self._emit = emit

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import os
 from collections.abc import Sequence
 
+from peer import events
 from peer.config import JoinConfig
 from peer.events import Emitter
 from peer.net.base import Transport
@@ -19,7 +21,6 @@ from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Storage
 from peer.training import data, device
-from peer.ui import utilization
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.planning import memory
@@ -70,30 +71,28 @@ async def join(
     directory = Directory(manifest, identity, transport, bootstrap, announcement)
     sessions = Sessions(directory, transport, emit)
 
-    def follow(kind: str, **fields: object) -> None:
+    def follow(body: events.Body) -> None:
         """Everything that is emitted, and the part of it that the announcement repeats."""
-        if kind == "round":
-            fields["peak_rss_bytes"] = device.peak_rss()
-        emit(kind, **fields)
-        if kind == "chain":
-            directory.update(chain=utilization.announced(fields))
-        elif kind == "role" and fields["role"] != "stage":
-            directory.update(chain=None)
-        elif kind == "step":
-            directory.update(phase="training", round=fields["round"], step=fields["step"], loss=fields["loss"])
-        elif kind in ("offered", "withdrew"):
-            directory.update(phase=kind, round=fields["round"])
-        elif kind == "round":
-            directory.update(
-                phase="waiting",
-                round=fields["round"],
-                bytes_sent=fields["bytes_sent"],
-                bytes_received=fields["bytes_received"],
-            )
+        if isinstance(body, events.Round):
+            body = dataclasses.replace(body, peak_rss_bytes=device.peak_rss())
+        emit(body)
+        match body:
+            case events.Chain():
+                directory.update(chain=events.chain_report(body))
+            case events.Role(role="full"):
+                directory.update(chain=None)
+            case events.Step(round=round, step=step, loss=loss):
+                directory.update(phase="training", round=round, step=step, loss=loss)
+            case events.Offered(round=round):
+                directory.update(phase="offered", round=round)
+            case events.Withdrew(round=round):
+                directory.update(phase="withdrew", round=round)
+            case events.Round(round=round, bytes_sent=sent, bytes_received=received):
+                directory.update(phase="waiting", round=round, bytes_sent=sent, bytes_received=received)
 
-    restored = await asyncio.to_thread(storage.load_checkpoint, lambda text: emit("warning", text=text))
+    restored = await asyncio.to_thread(storage.load_checkpoint, lambda text: emit(events.Warning(text=text)))
     if restored is not None:
-        emit("restored", round=restored.round)
+        emit(events.Restored(round=restored.round))
     uplink = Uplink(config.up_limit_bps)
     inner_loop = InnerLoop(
         manifest,
@@ -123,7 +122,7 @@ async def join(
         transport,
         storage,
         inner_loop,
-        follow,  # type: ignore[arg-type]
+        follow,
         exchange=exchange,
         tell=sessions.tell,
         restored=restored,
@@ -147,14 +146,14 @@ async def join(
 
     await exchange.serve()
     await transport.serve(endpoints.PIPE, lambda stream: inner_loop.pipes.serve(stream, rounds.member.applied))
-    emit(
-        "started",
+    started = events.Started(
         peer=identity.peer_id,
         pid=os.getpid(),
         device=config.device,
         memory_bytes=config.memory_bytes,
         rss_bytes=device.peak_rss(),
     )
+    emit(started)
     directory.update(phase="waiting")
     background = [
         asyncio.create_task(directory.announce()),
@@ -174,7 +173,7 @@ async def join(
         await exchange.aclose()
         await asyncio.to_thread(inner_loop.close)
     digests = {s: rounds.outer.digest(s) for s in layout.shard_names(manifest.model) if s in rounds.outer.theta}
-    emit("finished", round=rounds.member.applied, digests=digests)
+    emit(events.Finished(round=rounds.member.applied, digests=digests))
 
 
 async def fetch_tokenizer(manifest: Manifest, transport: Transport, storage: Storage) -> bytes:

@@ -119,7 +119,7 @@ class Rounds:
         transport: Transport,
         storage: Storage,
         inner_loop: InnerLoop,
-        emit: Callable[[events.Body], None],
+        emit: events.Emit,
         *,
         exchange: Exchange,
         tell: Callable[[Message], None],

@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable
 
+from peer import events
 from peer.events import Emitter
 from peer.net.base import Stream, Transport
 from peer.net.directory import Directory
@@ -82,7 +83,7 @@ class Sessions:
                     await stream.close()
             except RemoteError as error:
                 if not warned:
-                    self._emit("warning", text=f"session with bootstrap node {node[-8:]}: {error}")
+                    self._emit(events.Warning(text=f"session with bootstrap node {node[-8:]}: {error}"))
                     warned = True
             self.directory.lost(node)
             await self.directory.connect()
@@ -136,4 +137,4 @@ class Sessions:
         elif node not in self._stalled:
             self._stalled.add(node)
             text = f"bootstrap node {node[-8:]} hears too few of the others to decide round {beat.round}; the run waits"
-            self._emit("warning", text=text)
+            self._emit(events.Warning(text=text))

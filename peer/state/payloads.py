@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from peer import events
 from peer.events import Emitter
 from peer.net.base import Transport, call, serve_calls
 from peer.net.blobs import NO_ROUND, Blob, BlobServer, BlobStore, Fetcher
@@ -210,4 +211,4 @@ class Exchange:
         self._over_limit = not fits
 
     def _warn(self, text: str) -> None:
-        self._emit("warning", text=text)
+        self._emit(events.Warning(text=text))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.events import Emitter
+from peer import events
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Storage
@@ -45,7 +45,7 @@ class Recovery:
         storage: Storage,
         exchange: Exchange,
         log: Mapping[int, Commit],
-        emit: Emitter,
+        emit: events.Emit,
     ) -> None:
         self.manifest = manifest
         self.outer = outer
@@ -118,7 +118,7 @@ class Recovery:
                     beside.theta[shard] = arrays
                     taken[shard] = base.round
                     break
-        self._emit("recovered", round=round, bases=taken)
+        self._emit(events.Recovered(round=round, bases=taken))
         return taken
 
     async def _load(self, shard: str, base: Base) -> list[NDArray[np.float32]] | None:
@@ -130,5 +130,5 @@ class Recovery:
         try:
             return await self._exchange.shard(base.round, shard, base.digest, base.holders)
         except RemoteError as error:
-            self._emit("warning", text=str(error))
+            self._emit(events.Warning(text=str(error)))
             return None
