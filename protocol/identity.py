@@ -76,6 +76,11 @@ def public_key(peer_id: str) -> Ed25519PublicKey:
     return Ed25519PublicKey.from_public_bytes(raw[len(_PUBLIC_PREFIX) :])
 
 
+def short_peer(peer_id: str) -> str:
+    """How messages name a peer: the last eight characters of its id, where ids differ."""
+    return peer_id[-8:]
+
+
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
     """Whether `signature` is `peer_id`'s signature of `data`; False too for what is no peer id."""
     try:

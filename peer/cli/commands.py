@@ -14,7 +14,7 @@ from bootstrap.archive import Archive
 from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.config import JoinConfig
-from peer.events import Emitter, Event, Sink, json_sink
+from peer.events import Emitter, Sink, json_sink
 from peer.log import reader
 from peer.net import keyfile
 from peer.net.address import parse
@@ -32,6 +32,7 @@ from peer.node.open_run import (
 from peer.ui import log_text
 from peer.ui import monitor as watch
 from peer.ui import screen as tui
+from peer.ui.lines import Lines, printer
 from protocol.errors import UsageError
 from protocol.run.manifest import Manifest
 
@@ -40,15 +41,7 @@ if TYPE_CHECKING:
 
 
 def _sink(json: bool, *, own: bool = False) -> Sink:
-    if json:
-        return json_sink()
-
-    def show(event: Event) -> None:
-        line = tui.line(event, own=own)
-        if line:
-            print(line, flush=True)
-
-    return show
+    return json_sink() if json else printer(Lines(own=own))
 
 
 async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peers: Sequence[str], json: bool) -> None:

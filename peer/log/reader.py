@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from peer.log.replay import BadPayload
-from peer.net.base import Transport, call, short
+from peer.net.base import Transport, call
 from peer.net.blobs import BlobStore, Fetcher
 from protocol.errors import LocalError, RemoteError, UsageError, shown
+from protocol.identity import short_peer
 from protocol.rounds.validation import BadCommit
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
@@ -99,11 +100,23 @@ def _hex(text: str) -> str:
     return text if len(text) == 64 and set(text) <= set("0123456789abcdef") else "none"
 
 
+async def page(transport: Transport, node: str, after: int) -> list[bytes]:
+    """The records of the rounds after round `after`, as many as `node` sends at once; none: it has no more. Raises RemoteError."""
+    reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=CALL_SECONDS)
+    try:
+        found = framing.unpack_message(reply)
+    except framing.FrameError as error:
+        raise RemoteError(node, f"log of {short_peer(node)}: {error}; ask another bootstrap node") from None
+    if not isinstance(found, list) or not all(isinstance(raw, bytes) for raw in found):
+        raise RemoteError(node, f"log of {short_peer(node)}: not a list of commits; ask another bootstrap node")
+    return found
+
+
 class Remote:
     """The bootstrap nodes of a run, whichever answers. Payloads pass through `store`."""
 
     def __init__(self, transport: Transport, nodes: Sequence[str], store: BlobStore) -> None:
-        self.name = f"of {', '.join(map(short, nodes))}"
+        self.name = f"of {', '.join(map(short_peer, nodes))}"
         self._transport = transport
         self._nodes = nodes
         self._store = store
@@ -111,29 +124,17 @@ class Remote:
 
     async def records(self, note: Callable[[str], None]) -> AsyncGenerator[bytes, None]:
         known = 0
-        while page := await self._page(known - 1):
-            for raw in page:
+        while found := await self._page(known - 1):
+            for raw in found:
                 known += 1
                 yield raw
 
     async def _page(self, after: int) -> list[bytes]:
-        failure: RemoteError | None = None
-        for node in self._nodes:
-            try:
-                ask = encoding.encode(LogRequest(after=after))
-                page = framing.unpack_message(
-                    await call(self._transport, node, endpoints.LOG, ask, timeout=CALL_SECONDS)
-                )
-            except RemoteError as error:
-                failure = error
-            except framing.FrameError as error:
-                failure = RemoteError(node, f"log of {short(node)}: {error}; ask another bootstrap node")
-            else:
-                if isinstance(page, list) and all(isinstance(raw, bytes) for raw in page):
-                    return page
-                failure = RemoteError(node, f"log of {short(node)}: not a list of commits; ask another bootstrap node")
-        assert failure is not None
-        raise failure
+        *others, last = self._nodes
+        for node in others:
+            with contextlib.suppress(RemoteError):
+                return await page(self._transport, node, after)
+        return await page(self._transport, last, after)
 
     async def payload(self, digest: str, size: int) -> bytes:
         await self._fetcher.fetch(digest, size, self._nodes)

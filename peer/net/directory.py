@@ -24,6 +24,13 @@ TTL_SECONDS = 60.0
 PUBLISH_SECONDS = 5.0
 
 
+async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
+    """What everybody announces for `run`, by peer id; each is signed by its peer. Raises RemoteError."""
+    records = await transport.get(endpoints.announcements_key(run))
+    found = {subkey: sealed.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
+    return {peer: announcement for peer, announcement in found.items() if announcement is not None}
+
+
 class Directory:
     """Who is where: our announcement and everybody else's. `bootstrap`: addresses to begin with."""
 
@@ -68,12 +75,7 @@ class Directory:
 
     async def refresh(self) -> None:
         """Reads the others' announcements. Raises RemoteError."""
-        run = self.manifest.run_id
-        records = await self._transport.get(endpoints.announcements_key(run))
-        for subkey, record in records.items():
-            announcement = sealed.unseal_announcement(record, subkey, run)
-            if announcement is not None:
-                self.known[subkey] = announcement
+        self.known.update(await announcements(self._transport, self.manifest.run_id))
 
     async def reach(self, peer: str) -> None:
         """Connects to `peer`, once, at the addresses it announced or that we began with. Raises RemoteError."""

@@ -1,1 +1,1 @@
-"""What people see: screens, lines of text and the monitor."""
+"""What people see: the screen, lines of text, the monitor, and the log of a run as text."""

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from peer.events import commit_fields
+from peer import events
 from peer.log import replay
 from peer.log.reader import Source
-from peer.net.base import short
 from peer.ui.text import clean, count, mean_loss, readable, size
 from protocol.errors import LocalError, UsageError
+from protocol.identity import short_peer
 from protocol.planning import partition
 from protocol.rounds import validation
 from protocol.rounds.validation import BadCommit
@@ -90,7 +90,7 @@ def round_fields(record: Record, plan: Plan | None) -> dict[str, Any]:
     """A record as plain data; `plan` is that of its round. Adds to a `commit` event (peer/events.py) the digests, who proposed,
     voted and votes next, and who the replicas were: kind, rank, peers, weight in the mean, and norm of the whole update."""
     commit = record.commit
-    fields = commit_fields(commit)
+    fields = plain(events.commit_of(commit))
     total = sum(c.tokens for c in commit.contributions)
     for shown, made in zip(fields["contributions"], commit.contributions, strict=True):
         norm = math.sqrt(math.fsum(part.norm**2 for share in made.shares for part in share.parts))
@@ -110,7 +110,7 @@ def _replica(plan: Plan | None, index: int) -> dict[str, Any]:
 
 
 def _kind(spec: ReplicaSpec) -> str:
-    return "full" if len(spec.stages) == 1 else "chain"
+    return "chain" if spec.is_chain else "full"
 
 
 def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
@@ -120,12 +120,12 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(max(commit.time, 0.0), 2.0**32)))
     title = f"round {commit.round}  {when}"
     if commit.round:
-        loss = mean_loss(made)
+        loss = mean_loss(commit.contributions)
         title += f"  {len(made)} of {count(plan.replicas if plan else (), 'replica')}"
         title += f"  loss {loss:.3f}" if loss is not None else ""
         title += f"  {size(sum(c['bytes'] for c in made))}"
     if len(commit.members) > 1:
-        title += f"  {len(record.votes)} votes, led by {short(commit.leader)}"
+        title += f"  {len(record.votes)} votes, led by {short_peer(commit.leader)}"
     lines = [title]
     for c in made:
         own = "-" if c["loss"] is None else f"{c['loss']:.3f}"
@@ -136,9 +136,11 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
     for c in left:
         lines.append(f"  {_name(c):<13} left out: {readable(c['reason'], {})}  {_peers(c)}")
     for d in fields["diverged"]:
-        lines.append(f"  diverged      {short(clean(d['peer']))} in {clean(d['shard'])} after round {commit.round - 1}")
+        lines.append(
+            f"  diverged      {short_peer(clean(d['peer']))} in {clean(d['shard'])} after round {commit.round - 1}"
+        )
     if commit.plan is not None and (plan is None or _who(commit.plan) != _who(plan)):
-        chains = [r for r in commit.plan.replicas if _kind(r) == "chain"]
+        chains = [r for r in commit.plan.replicas if r.is_chain]
         full = len(commit.plan.replicas) - len(chains)
         lengths = f" of {', '.join(str(len(r.stages)) for r in chains)}" if chains else ""
         lines.append(
@@ -166,4 +168,4 @@ def _name(replica: dict[str, Any]) -> str:
 
 
 def _peers(replica: dict[str, Any]) -> str:
-    return " > ".join(short(clean(peer)) for peer in replica["peers"])
+    return " > ".join(short_peer(clean(peer)) for peer in replica["peers"])

@@ -1,7 +1,6 @@
-"""What a screen shows: the state of a run, reduced from events. Nothing is drawn here, and nothing is looked up.
+"""What a screen shows: the state of a run, as its events tell it. Nothing is drawn here, and nothing is looked up.
 
-Texts that come from other peers are cleaned before they are kept (peer/ui/text.py): no control characters reach a
-terminal.
+Texts of other peers are cleaned before they are kept (peer/ui/text.py), so no control characters reach a terminal.
 """
 
 from __future__ import annotations
@@ -9,23 +8,29 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from peer import events
 from peer.events import Event
-from peer.ui.text import blocks, called, clean, describe, mean_loss, readable, size
-from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck, percent
+from peer.ui.lines import describe
+from peer.ui.text import blocks, called, clean, mean_loss, readable
+from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import Manifest
+from protocol.wire.plan import Plan, ReplicaSpec
 
 MESSAGES = 200
+"""Notes that are kept for the reader."""
 _MOST_POINTS = 20_000
+"""Steps whose loss is kept for the curve; of more, every second one is forgotten."""
 
 
 @dataclass(slots=True)
 class PeerView:
-    """One peer. `sent_bytes`: all that it sent in its last whole round (its payload, before there is one);
-    `dense_bytes`: its whole pseudo-gradient and its boundary vectors in fp32."""
+    """One peer. `up_bps`: bits per second; `first`, `last`: the first block of its stage, and the block after its end; `rank`:
+    values per token at the chain's boundaries; `loss`: nats per token; `sent_bytes`: all that it sent in its last whole round (its
+    payload, before there is one); `dense_bytes`: what its pseudo-gradient and its boundary vectors take in fp32; `total_sent`: bytes
+    since it was started, as of its last round; `counted`: such a round is known; `measured`: its newest step in a chain, and where."""
 
     peer: str
     name: str
@@ -80,14 +85,6 @@ class Note:
     text: str
 
 
-@dataclass(slots=True)
-class Replica:
-    """A planned replica: its members in order."""
-
-    rank: int
-    peers: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class ChainView:
     """A chain of which at least one member has said how busy it is."""
@@ -101,20 +98,6 @@ class ChainView:
         """What it waits for, for a reader."""
         return self.bottleneck.text([p.name for p in self.members])
 
-    @property
-    def text(self) -> str:
-        """A line about all members."""
-        return f"{self.name}: {'; '.join(_busy(p) for p in self.members if p.activity)}; slowest: {self.slowest}"
-
-
-def _busy(p: PeerView) -> str:
-    a = p.activity
-    assert a is not None
-    return (
-        f"{p.name} computes {percent(a.busy)}, waits {percent(a.wait_forward)} forward {percent(a.wait_backward)} backward,"
-        f" sends {size(a.forward_bytes)} forward {size(a.backward_bytes)} backward a step, queue {a.queued} of {a.depth}"
-    )
-
 
 @dataclass(slots=True)
 class View:
@@ -124,7 +107,7 @@ class View:
     manifest: Manifest
     names: Mapping[str, str] = field(default_factory=dict)
     peers: dict[str, PeerView] = field(default_factory=dict)
-    replicas: list[Replica] = field(default_factory=list)
+    replicas: tuple[ReplicaSpec, ...] = ()
     round: int = 0
     finished: bool = False
     state_digest: str | None = None
@@ -135,7 +118,6 @@ class View:
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=MESSAGES))
     began: float | None = None
     now: float = 0.0
-    _alias: dict[str, str] = field(default_factory=dict)
     _steps: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     _attests: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
     _commit_times: dict[int, float] = field(default_factory=dict)
@@ -212,92 +194,108 @@ class View:
         """A replica for a reader: its peer's name, or `chain N`."""
         if index >= len(self.replicas):
             return f"replica {index}"
-        peers = self.replicas[index].peers
-        if len(peers) == 1:
-            return self.name(peers[0])
-        return f"chain {sum(len(r.peers) > 1 for r in self.replicas[:index])}"
+        replica = self.replicas[index]
+        if not replica.is_chain:
+            return self.name(replica.peers[0])
+        return f"chain {sum(r.is_chain for r in self.replicas[:index])}"
 
     # --- what comes in
 
     def feed(self, event: Event) -> None:
-        """Takes one event into account; what is not known or not well-formed is passed over."""
+        """Takes one event into account."""
         self.now = max(self.now, event.time)
         self.began = event.time if self.began is None else self.began
-        handler = getattr(self, f"_on_{event.kind}", None)
-        try:
-            if handler is not None:
-                handler(event, event.fields)
-            text = describe(event, self.names)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            return
-        if text is not None:
-            self.notes.append(Note(event.time, *text))
+        source = event.source
+        match event.body:
+            case events.Ready() as ready:
+                self._present(ready.peer, ready.device, ready.memory_bytes).up_bps = ready.up_bps
+            case events.Started() as started:
+                self._present(started.peer, started.device, started.memory_bytes)
+            case events.Gone(peer=peer):
+                gone = self._peer(peer)
+                gone.here, gone.phase = False, "gone"
+            case events.Role() as role:
+                self._begins(source, role)
+            case events.Step() as step:
+                self._steps_on(source, step.round, step.step, step.loss)
+            case events.Chain() as chain:
+                self._measured(source, chain)
+            case events.Announced() as news:
+                self._announced(source, news)
+            case events.Offered(bytes=payload):
+                p = self._peer(source)
+                p.phase = "offered"
+                if not p.counted:
+                    p.sent_bytes, p.dense_bytes = payload, self._dense(p, 0)
+            case events.Withdrew():
+                self._peer(source).phase = "withdrew"
+            case events.Round() as done:
+                self._applied(source, done.round, done.bytes_sent, done.boundary_tokens)
+            case events.Restored():
+                self._peer(source).phase = "restored"
+            case events.Finished():
+                self._peer(source).phase = "finished"
+            case events.Commit() as commit:
+                self._committed(event.time, commit)
+            case events.Attest() as attest:
+                self._attested(attest)
+            case events.RunFinished(state_digest=digest):
+                self.finished, self.state_digest = True, digest
+        self.notes.extend(Note(event.time, *said) for said in describe(event, self.names))
 
     def _peer(self, peer: str) -> PeerView:
-        peer = self._alias.get(peer, peer)
         if peer not in self.peers:
             self.peers[peer] = PeerView(peer, self.name(peer))
         return self.peers[peer]
 
-    def _on_started(self, event: Event, f: dict[str, Any]) -> None:
-        self._alias[event.source] = f["peer"]
-        self._on_ready(event, f)
-
-    def _on_ready(self, event: Event, f: dict[str, Any]) -> None:
-        p = self._peer(f["peer"])
-        p.device, p.memory_bytes = clean(f["device"], 12), int(f["memory_bytes"])
-        p.up_bps = int(f.get("up_bps", p.up_bps))
+    def _present(self, peer: str, device: str, memory_bytes: int) -> PeerView:
+        p = self._peer(peer)
+        p.device, p.memory_bytes = clean(device, 12), memory_bytes
         if not p.here or p.phase == "joining":
             p.phase = "ready"
         p.here = True
+        return p
 
-    def _on_gone(self, event: Event, f: dict[str, Any]) -> None:
-        p = self._peer(f["peer"])
-        p.here, p.phase = False, "gone"
+    def _begins(self, peer: str, role: events.Role) -> None:
+        p = self._peer(peer)
+        p.role, p.round, p.step, p.phase = clean(role.role, 10), role.round, 0, "training"
+        p.replica, p.first, p.last, p.rank = role.replica, role.first, role.last, role.rank
+        p.position, p.stages = role.position, role.stages
 
-    def _on_role(self, event: Event, f: dict[str, Any]) -> None:
-        p = self._peer(event.source)
-        p.role, p.round, p.step, p.phase = str(f["role"]), int(f["round"]), 0, "training"
-        if p.role in ("full", "stage"):
-            p.replica, p.first, p.last = int(f["replica"]), int(f["first"]), int(f["last"])
-            p.rank = int(f["rank"])
-            p.position, p.stages = int(f.get("position", p.position)), int(f.get("stages", p.stages))
-        else:
-            p.replica, p.phase = None, "waiting"
-
-    def _on_step(self, event: Event, f: dict[str, Any]) -> None:
-        p = self._peer(event.source)
-        p.round, p.step, p.phase = int(f["round"]), int(f["step"]), clean(f.get("phase", "training"), 10)
-        if f.get("loss") is not None:
-            p.loss = float(f["loss"])
-            total, n = self._steps.get((p.round, p.step), (0.0, 0))
-            self._steps[p.round, p.step] = (total + p.loss, n + 1)
+    def _steps_on(self, peer: str, round: int, step: int, loss: float | None) -> None:
+        p = self._peer(peer)
+        p.round, p.step, p.phase = round, step, "training"
+        if loss is not None:
+            p.loss = loss
+            total, n = self._steps.get((round, step), (0.0, 0))
+            self._steps[round, step] = (total + loss, n + 1)
             if len(self._steps) > _MOST_POINTS:
                 for key in sorted(self._steps)[::2]:
                     del self._steps[key]
 
-    def _on_chain(self, event: Event, f: dict[str, Any]) -> None:
-        p = self._peer(event.source)
-        p.measured = p.place, activity(f)
+    def _measured(self, peer: str, load: events.StageLoad) -> None:
+        p = self._peer(peer)
+        p.measured = p.place, activity(load)
 
-    def _on_offered(self, event: Event, f: dict[str, Any]) -> None:
-        p = self._peer(event.source)
-        p.phase = "offered"
-        if not p.counted:
-            p.sent_bytes, p.dense_bytes = int(f["bytes"]), self._dense(p, 0)
+    def _announced(self, peer: str, news: events.Announced) -> None:
+        p = self._peer(peer)
+        if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p.total_sent:
+            replica = -1 if p.replica is None else p.replica
+            self._applied(peer, news.round, news.bytes_sent, self._tokens.get(replica, 0))
+        if news.phase == "training" and (news.round, news.step) != (p.round, p.step):
+            self._steps_on(peer, news.round, news.step, news.loss)
+        p.round, p.step, p.phase = news.round, news.step, clean(news.phase, 10)
+        if news.load is not None:
+            self._measured(peer, news.load)
 
-    def _on_withdrew(self, event: Event, f: dict[str, Any]) -> None:
-        self._peer(event.source).phase = "withdrew"
-
-    def _on_round(self, event: Event, f: dict[str, Any]) -> None:
-        p = self._peer(event.source)
-        total, before = int(f["bytes_sent"]), p.total_sent
-        if p.counted or int(f["round"]) == 1:
-            p.sent_bytes = total - (before if total >= before else 0)
+    def _applied(self, peer: str, round: int, total_sent: int, boundary_tokens: int) -> None:
+        """`total_sent`: bytes since it was started; `boundary_tokens`: of its chain's round, if it is in one."""
+        p = self._peer(peer)
+        if p.counted or round == 1:
+            p.sent_bytes = total_sent - (p.total_sent if total_sent >= p.total_sent else 0)
             neighbours = (p.position > 0) + (p.position < p.stages - 1)
-            tokens = f.get("boundary_tokens", self._tokens.get(-1 if p.replica is None else p.replica, 0))
-            p.dense_bytes = self._dense(p, neighbours * int(tokens))
-        p.total_sent, p.counted, p.phase = total, True, "waiting"
+            p.dense_bytes = self._dense(p, neighbours * boundary_tokens)
+        p.total_sent, p.counted, p.phase = total_sent, True, "waiting"
 
     def _dense(self, p: PeerView, vectors: int) -> int | None:
         """fp32 bytes of the peer's whole pseudo-gradient, and of so many boundary vectors."""
@@ -307,47 +305,39 @@ class View:
         values = sum(layout.parameters(self.manifest.model, s) for s in shards)
         return 4 * (values + vectors * self.manifest.model.d_model)
 
-    def _on_commit(self, event: Event, f: dict[str, Any]) -> None:
-        number, loss = int(f["round"]), mean_loss(f["contributions"])
+    def _committed(self, when: float, commit: events.Commit) -> None:
+        number, loss = commit.round, mean_loss(commit.contributions)
         if number in self._commit_times:
             return
-        self._commit_times[number] = event.time
-        self._tokens = {int(c["replica"]): int(c["tokens"]) for c in f["contributions"]}
+        self._commit_times[number] = when
+        self._tokens = {c.replica: c.tokens for c in commit.contributions}
         if loss is not None:
             self.committed[number] = loss
-        self.left_out = [
-            (self.replica_name(int(x["replica"])), readable(x["reason"], self.names)) for x in f["left_out"]
-        ]
+        self.left_out = [(self.replica_name(x.replica), readable(x.reason, self.names)) for x in commit.left_out]
         self.left_out_total += len(self.left_out)
-        wrong = [(d["peer"], clean(d["shard"])) for d in f["diverged"]]
+        wrong = [(d.peer, clean(d.shard)) for d in commit.diverged]
         if wrong or self.compared is None or self.compared.round < number - 1:
             self.compared = Comparison(number - 1, None, wrong)
         self.round = max(self.round, number + 1)
-        if f.get("plan"):
-            self._plan(f["plan"])
+        if commit.plan is not None:
+            self._plan(commit.plan)
 
-    def _plan(self, plan: dict[str, Any]) -> None:
-        self.replicas = [Replica(int(r["rank"]), tuple(s["peer"] for s in r["stages"])) for r in plan["replicas"]]
+    def _plan(self, plan: Plan) -> None:
+        self.replicas = plan.replicas
         for p in self.peers.values():
             p.role, p.replica = "waiting", None
-        for spare in plan["spares"]:
+        for spare in plan.spares:
             self._peer(spare).role = "spare"
-        for index, replica in enumerate(plan["replicas"]):
-            for position, stage in enumerate(replica["stages"]):
-                p = self._peer(stage["peer"])
-                p.role = "full" if len(replica["stages"]) == 1 else "stage"
-                p.replica, p.rank, p.position, p.stages = (
-                    index,
-                    int(replica["rank"]),
-                    position,
-                    len(replica["stages"]),
-                )
-                p.first, p.last = int(stage["first"]), int(stage["last"])
+        for index, replica in enumerate(plan.replicas):
+            for position, stage in enumerate(replica.stages):
+                p = self._peer(stage.peer)
+                p.role = "stage" if replica.is_chain else "full"
+                p.replica, p.rank, p.position, p.stages = index, replica.rank, position, len(replica.stages)
+                p.first, p.last = stage.first, stage.last
 
-    def _on_attest(self, event: Event, f: dict[str, Any]) -> None:
-        number = int(f["round"])
-        self._attests.setdefault(number, {})[f["peer"]] = dict(f["digests"])
-        for old in [r for r in self._attests if r < number - 2]:
+    def _attested(self, attest: events.Attest) -> None:
+        self._attests.setdefault(attest.round, {})[attest.peer] = attest.digests
+        for old in [r for r in self._attests if r < attest.round - 2]:
             del self._attests[old]
         latest = max((r for r, by in self._attests.items() if len(by) > 1), default=None)
         if latest is None:
@@ -360,12 +350,3 @@ class View:
                 common = counts.most_common(1)[0][0]
                 wrong += [(peer, shard) for peer, d in sorted(found.items()) if d.get(shard, common) != common]
         self.compared = Comparison(latest, len(found), wrong)
-
-    def _on_finished(self, event: Event, f: dict[str, Any]) -> None:
-        if "state_digest" in f:
-            self.finished, self.state_digest = True, f["state_digest"]
-        else:
-            self._peer(event.source).phase = "finished"
-
-    def _on_restored(self, event: Event, f: dict[str, Any]) -> None:
-        self._peer(event.source).phase = "restored"

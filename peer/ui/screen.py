@@ -1,7 +1,8 @@
 """The live screen of `potluck demo` and `potluck monitor`, drawn from events only (peer/ui/run_state.py).
 
-Colours are those that colour-blind readers tell apart, and nothing is said by colour alone. `NO_COLOR` is honoured; an
-output that is not UTF-8 gets plain ASCII. Frames are exactly as wide and high as asked, from about 60 x 12 on; under 20 lines there is no curve.
+The colours are some that colour-blind readers tell apart, and nothing is said by colour alone. `NO_COLOR` is honoured, and an
+output that is not UTF-8 gets plain ASCII. A frame is exactly as wide and high as asked, from about 60 x 12 characters on; one of
+fewer than 20 lines has no curve.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from types import TracebackType
+from typing import TextIO, cast
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -19,32 +21,21 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.events import Event
+from peer.ui.lines import MARKS, Lines, ascii, printer
 from peer.ui.plot import chart
 from peer.ui.run_state import PeerView, View
-from peer.ui.text import clock, describe, describe_own, duration, size
+from peer.ui.text import clock, duration, size
 from peer.ui.utilization import percent
 from protocol.run.manifest import Manifest
 
-__all__ = ["Screen", "View", "line", "render"]
+__all__ = ["Screen", "View", "render"]
 
 BLUE, SKY, ORANGE, GREEN, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00"
-LEVELS = {"info": ("·", ""), "good": ("✓", GREEN), "warning": ("!", ORANGE), "error": ("✗", f"bold {RED}")}
-_MARKS = {"computing": "◄", "forward": "→", "backward": "←"}
+LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}
+_WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
+"""How the table of peers marks what a chain waits for."""
 _LEAST_PLOT = 8
-_ASCII = str.maketrans({
-    "◄": "<", "←": "<",
-    "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o", "→": ">",
-    "▏": " ", "▎": " ", "▍": " ", "▌": " ", "▋": " ", "▊": " ", "▉": " ",
-})  # fmt: skip
-
-
-def line(event: Event, names: Mapping[str, str] | None = None, *, own: bool = False) -> str | None:
-    """An event as a line for people, or None where it is not worth one. `own`: they are the peer's that it tells of."""
-    try:
-        found = (describe_own if own else describe)(event, names or {})
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None
-    return None if found is None else f"{clock(event.time)} {LEVELS[found[0]][0]} {found[1]}"
+"""Lines that the curve keeps when the table of chains needs space."""
 
 
 def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
@@ -91,8 +82,7 @@ class _Plain:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for text, style, control in console.render(self.inner, options):
-            plain = text if control else text.translate(_ASCII).encode("ascii", "replace").decode()
-            yield Segment(plain, style, control)
+            yield Segment(text if control else ascii(text), style, control)
 
 
 def _panel(title: str, body: RenderableType, width: int, height: int, ascii_only: bool) -> Panel:
@@ -156,7 +146,7 @@ def _facts(view: View, rows: int) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="bright_black", no_wrap=True, min_width=8)
     table.add_column(overflow="ellipsis" if rows < 10 else "fold", no_wrap=rows < 10)
-    full = sum(len(r.peers) == 1 for r in view.replicas)
+    full = sum(not r.is_chain for r in view.replicas)
     chains = len(view.replicas) - full
     spares = sum(p.role == "spare" and p.here for p in view.peers.values())
     table.add_row("replicas", f"{full} full, {chains} chain" + (f", {spares} spare" if spares else ""))
@@ -203,7 +193,7 @@ def _digests(view: View) -> Text:
 
 def _peers(view: View, width: int, rows: int) -> Table:
     wide = width >= 104
-    marks = {c.members[c.bottleneck.position].peer: _MARKS[c.bottleneck.what] for c in view.chains}
+    marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
     busy = any(p.activity for p in view.peers.values())
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
     table.add_column("peer", no_wrap=True, max_width=14)
@@ -288,8 +278,8 @@ def _rate(bps: int) -> str:
 def _notes(view: View, width: int, rows: int) -> Group:
     def lines() -> Iterable[Text]:
         for note in list(view.notes)[-rows:]:
-            mark, style = LEVELS[note.level]
-            text = Text.assemble((f"{clock(note.time)} ", "bright_black"), (f"{mark} ", style), note.text, no_wrap=True)
+            mark = (f"{MARKS[note.level]} ", LEVEL_STYLES[note.level])
+            text = Text.assemble((f"{clock(note.time)} ", "bright_black"), mark, note.text, no_wrap=True)
             text.truncate(width, overflow="ellipsis")
             yield text
 
@@ -299,8 +289,8 @@ def _notes(view: View, width: int, rows: int) -> Group:
 class Screen:
     """Shows a run while events arrive: `with Screen(manifest) as screen: … screen.feed(event)`. Any thread may feed.
 
-    On a terminal the screen is redrawn a few times a second and its last frame stays; elsewhere each notable event is
-    printed as a line, and after each commit how busy the members of each chain are.
+    On a terminal the screen is redrawn a few times a second, and its last frame stays. Elsewhere lines are printed instead, few
+    of them (peer/ui/lines.py).
     """
 
     def __init__(
@@ -308,6 +298,7 @@ class Screen:
     ) -> None:
         self.view = View(manifest, names or {})
         self.console = console or Console()
+        self._print = printer(Lines(names), cast(TextIO, self.console.file))
         self._lock = threading.Lock()
         self._live: Live | None = None
 
@@ -315,13 +306,8 @@ class Screen:
         """A Sink."""
         with self._lock:
             self.view.feed(event)
-            busy = [chain.text for chain in self.view.chains] if event.kind == "commit" else []
         if self._live is None:
-            for text in (line(event, self.view.names), *(f"{clock(event.time)} · {x}" for x in busy)):
-                if text is not None:
-                    plain = self.console.options.ascii_only
-                    shown = text.translate(_ASCII).encode("ascii", "replace").decode() if plain else text
-                    self.console.print(Text(shown), soft_wrap=True)
+            self._print(event)
 
     def frame(self, height: int | None = None) -> RenderableType:
         """The present frame, as large as the terminal."""

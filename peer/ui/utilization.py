@@ -1,50 +1,23 @@
-"""How busy the members of a chain are: its `chain` events (peer/chain/pipeline.py), what its announcements repeat of them, and what
-the chain waits for.
+"""How busy the members of a chain are, and what the chain waits for: from `chain` events, or from what announcements repeat of them.
 
-Shares are of the time of one inner step. A stage's are those of computing, of waiting for activations and of waiting for
-gradients; the rest is the step's end, when norms travel. A link's are those of carrying activations to the stage behind
-it, and gradients to the one before it: the receiver measures them (peer/chain/link.py). The chain's bottleneck is the stage
-or the direction of a link with the largest share.
+All shares are of the time of one inner step. A stage computes for a part of it, waits for activations, and waits for gradients;
+the rest is the end of the step, when gradient norms travel along the chain. A link is busy for a part of it with activations for the
+stage behind it, and for a part with gradients for the stage before it; the receiver measures both (peer/chain/link.py).
+The bottleneck of a chain is the stage, or the direction of a link, with the largest share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from protocol.wire.announcement import ChainReport
-
-_TIMES = ("seconds", "busy_s", "wait_forward_s", "wait_backward_s", "forward_link_s", "backward_link_s")
-_COUNTS = ("forward_bytes", "backward_bytes", "depth", "queued")
-_STATISTICS = ("activations", "gradients")
-_MEANS = ("rms", "largest", "refused")
-
-
-def announced(f: Mapping[str, Any]) -> ChainReport:
-    """What an announcement repeats of a `chain` event with these fields."""
-    return ChainReport(
-        times_ms=tuple(round(1000 * f[name]) for name in _TIMES),
-        counts=tuple(f[name] for name in _COUNTS),
-        **{name: tuple(float(f[name][x]) for x in _MEANS) if f[name] else () for name in _STATISTICS},
-    )
-
-
-def fields(report: ChainReport) -> dict[str, Any]:
-    """The fields of the `chain` event that an announcement repeats."""
-    return {
-        **{name: ms / 1000 for name, ms in zip(_TIMES, report.times_ms, strict=True)},
-        **dict(zip(_COUNTS, report.counts, strict=True)),
-        **{
-            name: dict(zip(_MEANS, found, strict=True)) if (found := getattr(report, name)) else None
-            for name in _STATISTICS
-        },
-    }
+from peer.events import StageLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """One stage's inner step. Shares of its time, 0 to 1; bytes that it sent to the next stage and to the previous one."""
+    """One stage's inner step. Shares are of its time, 0 to 1; `forward_bytes` went to the next stage, `backward_bytes` to the
+    previous one; `depth`: micro-batches in work at once; `queued`: the most frames that waited for the stage."""
 
     busy: float
     wait_forward: float
@@ -57,30 +30,30 @@ class Activity:
     queued: int
 
 
-def activity(f: Mapping[str, Any]) -> Activity:
-    """Of a `chain` event with these fields. Raises KeyError, TypeError, ValueError where they are not."""
-    seconds = max(float(f["seconds"]), 1e-3)
-    busy, wait_forward, wait_backward, forward_link, backward_link = (
-        min(1.0, max(0.0, float(f[name]) / seconds)) for name in _TIMES[1:]
-    )
-    forward_bytes, backward_bytes, depth, queued = (int(f[name]) for name in _COUNTS)
+def activity(load: StageLoad) -> Activity:
+    """The shares that follow from what a stage measured."""
+    seconds = max(load.seconds, 1e-3)
+
+    def share(part: float) -> float:
+        return min(1.0, max(0.0, part / seconds))
+
     return Activity(
-        busy=busy,
-        wait_forward=wait_forward,
-        wait_backward=wait_backward,
-        forward_link=forward_link,
-        backward_link=backward_link,
-        forward_bytes=forward_bytes,
-        backward_bytes=backward_bytes,
-        depth=depth,
-        queued=queued,
+        busy=share(load.busy_s),
+        wait_forward=share(load.wait_forward_s),
+        wait_backward=share(load.wait_backward_s),
+        forward_link=share(load.forward_link_s),
+        backward_link=share(load.backward_link_s),
+        forward_bytes=load.forward_bytes,
+        backward_bytes=load.backward_bytes,
+        depth=load.depth,
+        queued=load.queued,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """`what`: "computing" of the stage at `position`, or "forward" or "backward", the link over which it receives activations
-    or gradients; `share` of the time."""
+    """What a chain waits for. `what` is "computing", by the stage at `position`, or "forward" or "backward": the link over which
+    that stage receives activations or gradients. `share`: of the time, 0 to 1."""
 
     position: int
     what: str

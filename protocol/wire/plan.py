@@ -26,6 +26,11 @@ class ReplicaSpec:
         return tuple(stage.peer for stage in self.stages)
 
     @property
+    def is_chain(self) -> bool:
+        """Whether several peers share the replica's blocks, else it is one full peer."""
+        return len(self.stages) > 1
+
+    @property
     def blocks(self) -> tuple[int, ...]:
         """How many blocks each stage has."""
         return tuple(stage.last - stage.first for stage in self.stages)

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from peer import events as kinds
 from peer.events import Event
 from peer.net.base import Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui.monitor import BadLog, Monitor
 from peer.ui.screen import View
 from protocol.identity import Identity
-from protocol.wire import encoding, endpoints, framing, sealed
+from protocol.wire import encoding, endpoints, framing, schema, sealed
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -122,21 +123,26 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
         assert node.asked == [-1, 1, 2]
 
     events = play(story)
-    kinds = [e.kind for e in events]
-    assert kinds.count("commit") == 3
-    assert kinds.count("ready") == 2
-    assert kinds[-1] == "finished"
-    roles = [(e.source, e.fields["role"], e.fields["round"]) for e in events if e.kind == "role"]
+    told = [e.kind for e in events]
+    assert told.count("commit") == 3
+    assert told.count("ready") == 2
+    assert told[-1] == "run_finished"
+    roles = [(e.source, e.body.role, e.body.round) for e in events if isinstance(e.body, kinds.Role)]
     assert (CAROL.peer_id, "stage", 1) in roles
-    step = next(e for e in events if e.kind == "step" and e.source == ALICE.peer_id)
-    assert step.fields == {"round": 2, "step": 3, "loss": 1.5, "phase": "training"}
-    left = [e.fields["left_out"] for e in events if e.kind == "commit"][-1]
-    assert left == [{"replica": 1, "reason": f"peer {BOB.peer_id[-8:]}: gone"}]
+    news = {e.source: e.body for e in events if isinstance(e.body, kinds.Announced)}
+    assert news[ALICE.peer_id] == kinds.Announced(
+        phase="training", round=2, step=3, loss=1.5, bytes_sent=0, bytes_received=0, load=None
+    )
+    (left,) = [e.body.left_out for e in events if isinstance(e.body, kinds.Commit)][-1]
+    assert left == LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone")
     view = View(MANIFEST)
     for event in events:
         view.feed(event)
     assert view.committed == {1: 2.0, 2: 1.0}
     assert view.finished
+    alice, bob = view.peers[ALICE.peer_id], view.peers[BOB.peer_id]
+    assert (alice.phase, alice.step, alice.loss) == ("training", 3, 1.5)
+    assert (bob.phase, bob.sent_bytes) == ("waiting", 900)
 
 
 REPORT = ChainReport(
@@ -155,20 +161,21 @@ def test_a_chain_that_only_announces_is_shown() -> None:
         told = len(events)
         await node.announce(CAROL, 61.0, serial=2, phase="training", round=2, step=4, chain=REPORT)
         await monitor.poll(events.append)
-        assert [e.kind for e in events[told:]] == ["step"], "the same is not told twice"
+        (news,) = [e.body for e in events[told:]]
+        assert isinstance(news, kinds.Announced)
+        assert (news.step, news.load) == (4, None), "the same is not told twice"
         found = json.loads(await monitor.snapshot_json())
         assert found["bottlenecks"] == [{"replica": 1, "peer": CAROL.peer_id, "what": "computing", "share": 0.93}]
         chains = {peer["peer"]: peer["chain"] for peer in found["peers"]}
         assert chains[BOB.peer_id] is None
-        assert chains[CAROL.peer_id]["activations"] == {"rms": 1.5, "largest": 9.0, "refused": 1.0}
+        assert chains[CAROL.peer_id]["activations"] == {"rms": 1.5, "largest": 9.0, "refused": 1}
 
     events = play(story)
-    (told,) = (e for e in events if e.kind == "chain")
-    assert told.source == CAROL.peer_id
-    assert told.fields == {
-        "round": 2, "step": 3, "seconds": 2.0, "busy_s": 1.86, "wait_forward_s": 0.02, "wait_backward_s": 0.04,
+    (load,) = (e.body.load for e in events if isinstance(e.body, kinds.Announced) and e.body.load is not None)
+    assert schema.plain(load) == {
+        "seconds": 2.0, "busy_s": 1.86, "wait_forward_s": 0.02, "wait_backward_s": 0.04,
         "forward_link_s": 0.5, "backward_link_s": 0.3, "forward_bytes": 4_000, "backward_bytes": 0, "depth": 7, "queued": 2,
-        "activations": {"rms": 1.5, "largest": 9.0, "refused": 1.0}, "gradients": None,
+        "activations": {"rms": 1.5, "largest": 9.0, "refused": 1}, "gradients": None,
     }  # fmt: skip
     view = View(MANIFEST)
     for event in events:
@@ -187,7 +194,7 @@ def test_only_changes_are_told() -> None:
         await node.announce(ALICE, 61.0, serial=2, phase="training", round=1, step=2)
         node.log = records(commits()[:2])
         await monitor.poll(events.append)
-        assert [e.kind for e in events[told:]] == ["commit", "role", "role", "role", "step"]
+        assert [e.kind for e in events[told:]] == ["commit", "role", "role", "role", "announced"]
         await node.announce(ALICE, 62.0, serial=1, phase="training", round=1, step=1)
         told = len(events)
         await monitor.poll(events.append)
@@ -256,9 +263,7 @@ def test_a_commit_must_follow_the_one_before_it() -> None:
     play(story)
 
 
-def test_a_node_that_is_away_is_a_warning_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peer.ui.monitor.POLL_SECONDS", 0.0)
-
+def test_a_node_that_is_away_is_a_warning_told_once() -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
         tries = 0
         opened = monitor.transport.open
@@ -269,6 +274,7 @@ def test_a_node_that_is_away_is_a_warning_told_once(monkeypatch: pytest.MonkeyPa
             return await opened("nobody" if tries < 4 else peer, name, timeout=timeout)
 
         monitor.transport.open = open_later  # type: ignore[method-assign]
+        monitor.poll_seconds = 0.0
         node.log = records(commits())
         await monitor.follow(events.append)
 

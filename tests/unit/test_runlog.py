@@ -180,6 +180,6 @@ def test_blocks_that_moved_are_shown() -> None:
 
     made = tiny.record(dataclasses.replace(commits(2)[1], plan=plan(3)))
     assert (
-        log_text.round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  …aaaaaaaa > …bbbbbbbb"
+        log_text.round_lines(made, plan(2), 9)[-1] == "  0 moved       blocks 2 > 2 become 3 > 1  aaaaaaaa > bbbbbbbb"
     )
     assert "moved" not in "".join(log_text.round_lines(made, plan(3), 9))

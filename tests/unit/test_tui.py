@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 from typing import Any
@@ -9,30 +10,35 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from peer.events import Event
+from peer import events
+from peer.events import Body, Event
+from peer.ui.lines import Lines, printer
 from peer.ui.plot import chart
-from peer.ui.screen import Screen, View, line, render
+from peer.ui.screen import Screen, View, render
 from peer.ui.text import clean, duration, size
-from protocol.identity import Identity
+from protocol.identity import Identity, short_peer
+from protocol.wire.commit import LeftOut
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 
 PEERS = [Identity(bytes([i] * 32)).peer_id for i in range(1, 7)]
 NAMES = dict(zip(PEERS, ("full-0", "full-1", "a", "b", "c", "spare"), strict=True))
-PLAN = {
-    "replicas": [
-        {"rank": 0, "stages": [{"peer": PEERS[0], "first": 0, "last": 4}]},
-        {"rank": 0, "stages": [{"peer": PEERS[1], "first": 0, "last": 4}]},
-        {
-            "rank": 4,
-            "stages": [
-                {"peer": PEERS[2], "first": 0, "last": 1},
-                {"peer": PEERS[3], "first": 1, "last": 2},
-                {"peer": PEERS[4], "first": 2, "last": 4},
-            ],
-        },
-    ],
-    "spares": [PEERS[5]],
-}
+
+
+def stage(peer: str, first: int, last: int) -> StageSpec:
+    return StageSpec(peer=peer, first=first, last=last)
+
+
+PLAN = Plan(
+    round=1,
+    slot=0,
+    replicas=(
+        ReplicaSpec(rank=0, stages=(stage(PEERS[0], 0, 4),)),
+        ReplicaSpec(rank=0, stages=(stage(PEERS[1], 0, 4),)),
+        ReplicaSpec(rank=4, stages=(stage(PEERS[2], 0, 1), stage(PEERS[3], 1, 2), stage(PEERS[4], 2, 4))),
+    ),
+    spares=(PEERS[5],),
+)
 
 
 class Story:
@@ -43,63 +49,74 @@ class Story:
         self.view = View(tiny.manifest(), names or {})
         self.sent = dict.fromkeys(PEERS, 100)
 
-    def tell(self, source: str, kind: str, **fields: Any) -> None:
-        event = Event(1_700_000_000.0 + len(self.events), source, kind, fields)
+    def tell(self, source: str, body: Body) -> None:
+        event = Event(1_700_000_000.0 + len(self.events), source, body)
         self.events.append(event)
         self.view.feed(event)
 
     def begin(self) -> Story:
         for peer in PEERS:
-            self.tell("bootstrap", "ready", peer=peer, memory_bytes=64_000_000, up_bps=20_000_000, device="cpu")
+            self.tell("bootstrap", ready(peer))
         self.commit(0, [])
         return self
 
-    def commit(self, number: int, losses: list[float], left_out: list[dict[str, Any]] | None = None) -> None:
-        contributions = [
-            {"replica": i, "tokens": 64, "steps": 4, "loss": x, "bytes": 100, "peers": []} for i, x in enumerate(losses)
-        ]
+    def commit(self, number: int, losses: list[float], left_out: tuple[LeftOut, ...] = ()) -> None:
+        made = tuple(
+            events.Contribution(replica=i, tokens=64, steps=4, loss=x, bytes=100, peers=())
+            for i, x in enumerate(losses)
+        )
         self.tell(
-            "bootstrap",
-            "commit",
-            round=number,
-            contributions=contributions,
-            left_out=left_out or [],
-            diverged=[],
-            plan=PLAN,
+            "bootstrap", events.Commit(round=number, contributions=made, left_out=left_out, diverged=(), plan=PLAN)
         )
 
-    def round(self, number: int, loss: float, **commit: Any) -> None:
+    def step(self, peer: str, round: int, step: int, loss: float | None) -> None:
+        self.tell(peer, events.Step(round=round, step=step, loss=loss, tokens=16, seconds=0.1))
+
+    def round(self, number: int, loss: float, left_out: tuple[LeftOut, ...] = ()) -> None:
         for step in range(1, 5):
             for peer in PEERS[:5]:
-                self.tell(peer, "step", round=number, step=step, loss=loss, tokens=16, seconds=0.1)
-        self.commit(number, [loss, loss, loss], **commit)
+                self.step(peer, number, step, loss)
+        self.commit(number, [loss, loss, loss], left_out)
         for peer in PEERS[:5]:
             self.sent[peer] += 400
-            self.tell(
-                peer,
-                "round",
-                round=number,
+            self.applied(peer, number, self.sent[peer], boundary_tokens=64 if peer in PEERS[2:5] else 0)
+
+    def applied(self, peer: str, round: int, sent: int, boundary_tokens: int = 0) -> None:
+        self.tell(
+            peer,
+            events.Round(
+                round=round,
                 seconds={},
-                bytes_sent=self.sent[peer],
+                bytes_sent=sent,
                 bytes_received=0,
                 boundary_forward_bytes=1,
                 boundary_backward_bytes=1,
-                boundary_tokens=64 if peer in PEERS[2:5] else 0,
-            )
+                boundary_tokens=boundary_tokens,
+            ),
+        )
 
     def chain(self, peer: str, busy: float, **changes: Any) -> None:
         """`busy`: seconds of a step of 2 s that `peer` computes."""
+        means = events.BoundaryMeans(rms=1.0, largest=2.0, refused=0, sampled=1, frames=8)
         values: dict[str, Any] = {
             "round": 1, "step": 1, "seconds": 2.0, "busy_s": busy, "wait_forward_s": 0.1, "wait_backward_s": 0.3,
             "forward_link_s": 0.5, "backward_link_s": 0.2, "forward_bytes": 12_300, "backward_bytes": 4_500, "depth": 7,
-            "queued": 3, "activations": {"rms": 1.0, "largest": 2.0, "refused": 0}, "gradients": None,
+            "queued": 3, "seconds_per_microbatch": 0.2, "activations": means, "gradients": None,
         }  # fmt: skip
-        self.tell(peer, "chain", **{**values, **changes})
+        self.tell(peer, events.Chain(**{**values, **changes}))
+
+    def finish(self) -> None:
+        self.tell("bootstrap", events.RunFinished(round=5, state_digest="ab" * 32))
 
     def attest(self, number: int, wrong: str | None = None) -> None:
         for peer in PEERS[:3]:
             digest = "bad" if peer == wrong else "good"
-            self.tell("bootstrap", "attest", peer=peer, round=number, digests={"embed": "same", "block.0": digest})
+            digests = {"embed": "same", "block.0": digest}
+            self.tell("bootstrap", events.Attest(peer=peer, round=number, digests=digests))
+
+
+def ready(peer: str) -> events.Ready:
+    return events.Ready(peer=peer, memory_bytes=64_000_000, up_bps=20_000_000, down_bps=1, speed_flops=0, device="cpu")
 
 
 def draw(view: View, width: int, height: int, ascii_only: bool = False) -> list[str]:
@@ -160,19 +177,19 @@ def test_bytes_against_fp32() -> None:
 
 def test_who_joins_late_is_not_counted_from_the_start() -> None:
     story = Story().begin()
-    story.tell(PEERS[0], "round", round=3, seconds={}, bytes_sent=9_000_000, bytes_received=0)
+    story.applied(PEERS[0], 3, 9_000_000)
     assert story.view.peers[PEERS[0]].sent_bytes is None
-    story.tell(PEERS[0], "round", round=4, seconds={}, bytes_sent=9_000_700, bytes_received=0)
+    story.applied(PEERS[0], 4, 9_000_700)
     assert story.view.peers[PEERS[0]].sent_bytes == 700
 
 
 def test_who_was_left_out_and_why() -> None:
     story = Story().begin()
-    story.round(1, 2.5, left_out=[{"replica": 2, "reason": f"peer {PEERS[3][-8:]}: gone"}])
-    story.tell("bootstrap", "gone", peer=PEERS[3])
+    story.round(1, 2.5, left_out=(LeftOut(replica=2, reason=f"peer {short_peer(PEERS[3])}: gone"),))
+    story.tell("bootstrap", events.Gone(peer=PEERS[3]))
     shown = text(story.view)
     assert "! chain 0: b: gone" in shown
-    assert "without replica 2 (b: gone)" in shown
+    assert "round 1 without replica 2: b: gone" in shown
     assert "b is gone" in shown
     story.round(2, 2.4)
     assert "nobody (1 so far)" in text(story.view)
@@ -185,7 +202,7 @@ def test_digests() -> None:
     story.attest(1)
     assert "✓ equal, round 1 (3)" in text(story.view)
     story.attest(2, wrong=PEERS[1])
-    story.tell("bootstrap", "diverged", peer=PEERS[1], round=2, shard="block.0")
+    story.tell("bootstrap", events.Diverged(peer=PEERS[1], round=2, shard="block.0"))
     shown = text(story.view)
     assert "✗ full-1 differs in block.0" in shown
     assert "full-1 has other bits in block.0 after round 2" in shown
@@ -195,7 +212,7 @@ def test_the_end() -> None:
     story = Story().begin()
     for number in range(1, 6):
         story.round(number, 3 - number / 10)
-    story.tell("bootstrap", "finished", round=5, state_digest="ab" * 32)
+    story.finish()
     shown = text(story.view)
     assert "finished 5 rounds in" in shown
     assert "100 %" in shown
@@ -207,39 +224,29 @@ def test_time_left_follows_the_pace() -> None:
     story = Story().begin()
     story.round(1, 2.5)
     story.round(2, 2.4)
-    commits = [e.time for e in story.events if e.kind == "commit"]
+    commits = [e.time for e in story.events if isinstance(e.body, events.Commit)]
     seconds_per_microbatch = (commits[-1] - commits[0]) / 2
     assert story.view.eta == pytest.approx(seconds_per_microbatch * 3 - (story.events[-1].time - commits[-1]))
 
 
 def test_the_curve_is_the_mean_over_replicas() -> None:
     story = Story().begin()
-    story.tell(PEERS[0], "step", round=1, step=1, loss=3.0, tokens=1, seconds=1)
-    story.tell(PEERS[1], "step", round=1, step=1, loss=2.0, tokens=1, seconds=1)
-    story.tell(PEERS[2], "step", round=1, step=1, loss=None, tokens=1, seconds=1)
+    story.step(PEERS[0], 1, 1, 3.0)
+    story.step(PEERS[1], 1, 1, 2.0)
+    story.step(PEERS[2], 1, 1, None)
     assert story.view.curve == [(0.25, 2.5)]
 
 
 def test_ascii_and_hostile_text() -> None:
     story = Story(None).begin()
     story.round(1, 2.5)
-    story.tell(PEERS[0], "withdrew", round=2, reason="\x1b[31mred\x07\n名前 ‮x")
+    story.tell(PEERS[0], events.Withdrew(round=2, reason="\x1b[31mred\x07\n名前 ‮x"))
     plain = draw(story.view, 80, 24, ascii_only=True)
     assert "\n".join(plain).isascii()
     assert len(plain) == 24
     for frame in ("\n".join(plain), text(story.view)):
         assert not set(frame) & {"\x1b", "\x07", "‮"}
     assert clean("a\nb" + "x" * 300, 10) == "a bxxxxxxx…"
-
-
-def test_malformed_events_are_passed_over() -> None:
-    story = Story().begin()
-    before = text(story.view)
-    for kind in ("commit", "ready", "role", "step", "round", "attest", "unknown", "gone", "listening", "peer", "chain"):
-        story.tell("somebody", kind)
-    assert line(story.events[-1]) is None
-    assert len(story.view.notes) == len(Story().begin().view.notes)
-    assert len(text(story.view).split("\n")) == len(before.split("\n"))
 
 
 def test_a_chain_shows_how_busy_it_is_and_what_it_waits_for() -> None:
@@ -285,79 +292,113 @@ def test_what_was_measured_in_another_place_is_forgotten() -> None:
     story.chain(PEERS[3], 1.0)
     (chain,) = story.view.chains
     assert [p.activity is not None for p in chain.members] == [False, True, False]
-    story.tell(PEERS[3], "role", round=2, role="stage", replica=2, first=0, last=2, rank=4, position=0, stages=2)
+    elsewhere = events.Role(round=2, role="stage", replica=2, first=0, last=2, rank=4, position=0, stages=2)
+    story.tell(PEERS[3], elsewhere)
     assert story.view.chains == []
     story.chain(PEERS[3], 1.0)
     assert len(story.view.chains) == 1
-    story.tell("bootstrap", "gone", peer=PEERS[3])
+    story.tell("bootstrap", events.Gone(peer=PEERS[3]))
     assert story.view.chains == []
 
 
 def test_more_peers_than_rows() -> None:
     story = Story(None)
     for i in range(40):
-        story.tell("bootstrap", "ready", peer=f"peer-{i:08}", memory_bytes=1, up_bps=1, device="cpu")
+        story.tell("bootstrap", ready(f"peer-{i:08}"))
     lines = draw(story.view, 80, 24)
     assert len(lines) == 24
     assert any("more" in x for x in lines)
 
 
-def test_without_a_terminal_it_prints_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def printed(story: Story) -> list[str]:
+    """What a screen without a terminal prints of a story, without the times."""
     out = io.StringIO()
-    story = Story().begin()
-    story.round(1, 2.5)
     with Screen(tiny.manifest(), NAMES, Console(file=out, width=80)) as screen:
         for event in story.events:
             screen.feed(event)
-    lines = out.getvalue().splitlines()
-    assert len(lines) == 8
-    assert "full-0 is ready: cpu, 64.0 MB" in lines[0]
-    assert lines[-1].endswith("round 1: 3 replicas, loss 2.500")
-    assert screen.view.committed == {1: 2.5}
+    assert screen.view.committed == story.view.committed
+    return [line.partition(" ")[2] for line in out.getvalue().splitlines()]
 
 
-def test_a_peer_tells_of_its_own_rounds() -> None:
-    def told(kind: str, **fields: Any) -> str | None:
-        found = line(Event(1_700_000_000.0, PEERS[0], kind, fields), own=True)
-        return None if found is None else found.split(" ", 2)[2]
-
-    name, part = PEERS[0][-8:], {"replica": 1, "rank": 8, "stages": 3}
-    assert (
-        told("started", peer=PEERS[0], pid=1, device="cpu", memory_bytes=8e9, rss_bytes=1)
-        == f"{name} is here: cpu, 8.0 GB"
-    )
-    assert told("role", round=4, role="full", first=0, last=4) == "round 4: trains as a full replica"
-    assert told("role", round=4, role="stage", first=1, last=3, position=1, **part) == (
-        "round 4: trains blocks 1-2, stage 2 of 3 of a chain"
-    )
-    assert told("role", round=4, role="stage", first=0, last=1, position=0, **part) == (
-        "round 4: trains block 0, stage 1 of 3 of a chain"
-    )
-    assert told("round", round=4, bytes_sent=1_200_000, bytes_received=5) == (
-        "round 4 is applied; 1.2 MB sent and 5 B received since the start"
-    )
-    assert told("finished", round=8, digests={}) == "the run is over after round 8"
-    assert told("warning", text="hot") == "hot"
-    for kind in ("started", "role", "round", "finished", "step"):
-        assert told(kind) is None
-
-
-def test_without_a_terminal_a_line_for_each_chain_follows_the_commit() -> None:
-    out = io.StringIO()
+def test_without_a_terminal_there_is_a_line_a_round_and_what_is_rare() -> None:
     story = Story().begin()
-    for peer, busy in zip(PEERS[2:4], (0.9, 1.86), strict=True):
+    for peer, busy in zip(PEERS[2:5], (0.9, 1.86, 1.0), strict=True):
         story.chain(peer, busy)
     story.round(1, 2.5)
-    with Screen(tiny.manifest(), NAMES, Console(file=out, width=80)) as screen:
-        for event in story.events:
-            screen.feed(event)
-    lines = out.getvalue().splitlines()
-    assert "round 1: 3 replicas" in lines[-2]
-    assert lines[-1].endswith(
-        "· chain 0: a computes 45 %, waits 5 % forward 15 % backward, sends 12.3 kB forward 4.5 kB backward a step, queue 3 of 7;"
-        " b computes 93 %, waits 5 % forward 15 % backward, sends 12.3 kB forward 4.5 kB backward a step, queue 3 of 7;"
-        " slowest: b computes 93 %"
+    story.attest(1)
+    chain = events.ChainReconfigured(
+        round=2, replica=2, generation=1, peers=(PEERS[2], PEERS[5], PEERS[4]), steps=0, reason="b is silent"
     )
+    story.tell("bootstrap", chain)
+    story.tell(PEERS[2], dataclasses.replace(chain, reason=""))
+    story.tell(PEERS[2], events.ChainFailed(round=2, generation=0, peer=PEERS[3], reason="silent"))
+    story.round(2, 2.4, left_out=(LeftOut(replica=1, reason="no offer before the deadline"),))
+    before, after = (1, 1, 2), (1, 2, 1)
+    moved = events.Moved(round=3, replica=2, peers=chain.peers, before=before, after=after, reason="c is slow")
+    story.tell("bootstrap", moved)
+    story.tell("bootstrap", events.Gone(peer=PEERS[3]))
+    story.tell("bootstrap", events.Warning(text="file x: damaged; remove it"))
+    story.finish()
+    lines = printed(story)
+    assert lines == [
+        *(f"· {name} is ready: cpu, 64.0 MB" for name in NAMES.values()),
+        "✓ first plan: 3 replicas",
+        "✓ round 1: 3 replicas, loss 2.500",
+        "! round 2: replica 2 goes on as a > spare > c: b is silent",
+        "✓ round 2: 3 replicas, loss 2.400",
+        "! round 2 without replica 1: no offer before the deadline",
+        "· replica 2: c is slow",
+        "! b is gone",
+        "! file x: damaged; remove it",
+        "✓ run finished; state abababababab…",
+    ]
+    assert max(map(len, lines)) <= 90
+
+
+def test_a_peer_prints_a_line_a_round_and_what_it_trains_when_that_changes() -> None:
+    story, lines, out = Story(None), Lines(own=True), io.StringIO()
+    started = events.Started(peer=PEERS[0], pid=1, device="cpu", memory_bytes=8_000_000_000, rss_bytes=1)
+    full = events.Role(round=1, role="full", replica=1, first=0, last=4, rank=0, position=0, stages=1)
+    story.tell(PEERS[0], started)
+    for number in (1, 2):
+        story.tell(PEERS[0], dataclasses.replace(full, round=number))
+        story.step(PEERS[0], number, 1, 2.5)
+        story.applied(PEERS[0], number, 1_200_000)
+    part = events.Role(round=3, role="stage", replica=1, first=1, last=3, rank=8, position=1, stages=3)
+    story.tell(PEERS[0], part)
+    story.chain(PEERS[0], 1.0)
+    story.tell(PEERS[0], events.ChainFailed(round=3, generation=0, peer=PEERS[1], reason="it is silent"))
+    chain = events.ChainReconfigured(round=3, replica=1, generation=1, peers=(PEERS[0], PEERS[2]), steps=0)
+    story.tell(PEERS[0], chain)
+    story.tell(PEERS[0], dataclasses.replace(chain, peers=(), generation=2))
+    story.tell(PEERS[0], dataclasses.replace(chain, steps=3, generation=2))
+    story.tell(PEERS[0], events.Withdrew(round=3, reason="too late"))
+    story.tell(PEERS[0], dataclasses.replace(part, round=4, first=0, last=1, position=0))
+    story.tell(PEERS[0], events.Finished(round=4, digests={}))
+    for event in story.events:
+        printer(lines, out)(event)
+    me, other, third = map(short_peer, PEERS[:3])
+    assert [line.partition(" ")[2] for line in out.getvalue().splitlines()] == [
+        f"· {me} is here: cpu, 8.0 GB",
+        "· round 1: trains as a full replica",
+        "✓ round 1 is applied; 1.2 MB sent and 0 B received since the start",
+        "✓ round 2 is applied; 1.2 MB sent and 0 B received since the start",
+        "· round 3: trains blocks 1-2, stage 2 of 3 of a chain",
+        f"! round 3: the chain fails at {other}: it is silent",
+        f"· round 3: replica 1 goes on as {me} > {third}",
+        "· round 3: replica 1 ends",
+        "· round 3: replica 1 offers 3 inner steps",
+        f"! {me} sits out round 3: too late",
+        "· round 4: trains block 0, stage 1 of 3 of a chain",
+        "✓ the run is over after round 4",
+    ]
+
+
+def test_an_output_that_is_not_utf_8_gets_ascii() -> None:
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding="latin-1")
+    printer(Lines(), out)(Event(0.0, "bootstrap", events.Warning(text="名 → ×")))
+    assert raw.getvalue().partition(b" ")[2] == b"! ? > x\n"
 
 
 def test_on_a_terminal_the_last_frame_stays(monkeypatch: pytest.MonkeyPatch) -> None:

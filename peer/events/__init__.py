@@ -1,0 +1,272 @@
+"""Events: all that a screen, a log file or a test learns of a running process.
+
+Each kind of event is one class: what a bootstrap node tells in node.py, what a peer tells in volunteer.py. The classes are the
+schema: the JSON form, docs/events.md and what the screens may read all follow from them. An event travels as one line of JSON:
+
+    {"time": seconds, "source": peer id or name, "event": kind, …fields}
+
+The kind is the class's name in small letters, words joined by underscores: `ChainFailed` is `chain_failed`. Amounts are in bytes,
+seconds, bits per second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the first plan), inner steps from
+1 in each round, replicas and stages from 0 in the plan's order. A peer is named by its peer id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from peer.events.node import (
+    Attest,
+    ChainReconfigured,
+    Commit,
+    Contribution,
+    Diverged,
+    Gone,
+    Leads,
+    Listening,
+    Moved,
+    Ready,
+    RunFinished,
+)
+from peer.events.volunteer import (
+    Announced,
+    AnnouncedLoad,
+    BoundaryMeans,
+    Chain,
+    ChainFailed,
+    Finished,
+    Means,
+    Offered,
+    Recovered,
+    Restored,
+    Role,
+    Round,
+    ShardRebuilt,
+    StageLoad,
+    Started,
+    Step,
+    Warning,
+    Withdrew,
+)
+from protocol.wire.announcement import Announcement, ChainReport
+from protocol.wire.commit import Commit as WireCommit
+from protocol.wire.schema import SchemaError, build, plain
+from protocol.wire.session import ChainReconfig
+
+__all__ = [
+    "KINDS",
+    "Announced",
+    "AnnouncedLoad",
+    "Attest",
+    "Body",
+    "BoundaryMeans",
+    "Chain",
+    "ChainFailed",
+    "ChainReconfigured",
+    "Commit",
+    "Contribution",
+    "Diverged",
+    "Emit",
+    "Emitter",
+    "Event",
+    "Finished",
+    "Gone",
+    "Leads",
+    "Listening",
+    "Means",
+    "Moved",
+    "Offered",
+    "Ready",
+    "Recovered",
+    "Restored",
+    "Role",
+    "Round",
+    "RunFinished",
+    "ShardRebuilt",
+    "Sink",
+    "StageLoad",
+    "Started",
+    "Step",
+    "Warning",
+    "Withdrew",
+    "announced_load",
+    "chain_reconfigured",
+    "chain_report",
+    "commit_of",
+    "from_json",
+    "json_sink",
+    "kind_of",
+    "ready",
+]
+
+Body = (
+    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | RunFinished
+    | Started | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
+    | ShardRebuilt | Finished | Warning
+)  # fmt: skip
+"""What may happen."""
+
+
+def kind_of(body: type[Body]) -> str:
+    """The JSON name of a class of events: `chain_failed` of ChainFailed."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", body.__name__).lower()
+
+
+KINDS: dict[str, type[Body]] = {kind_of(body): body for body in typing.get_args(Body)}
+"""The classes by their JSON names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`body` happened in process `source` (a peer id, or `bootstrap`, `monitor`) at `time` (Unix seconds)."""
+
+    time: float
+    source: str
+    body: Body
+
+    @property
+    def kind(self) -> str:
+        """The JSON name of what happened."""
+        return kind_of(type(self.body))
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of what happened, as JSON has them."""
+        return dict(plain(self.body))
+
+    def to_json(self) -> str:
+        """The event as one line, without its end."""
+        return json.dumps({"time": self.time, "source": self.source, "event": self.kind, **self.fields})
+
+
+def from_json(line: str) -> Event | None:
+    """The event in a line of text, or None where it is something else. Fields that are not known are passed over."""
+    try:
+        data = json.loads(line)
+        body = build(KINDS[data["event"]], data, ignore_unknown=True)
+        return Event(float(data["time"]), str(data["source"]), body)
+    except (ValueError, KeyError, TypeError, SchemaError):
+        return None
+
+
+def commit_of(commit: WireCommit) -> Commit:
+    """The event that tells a commit."""
+    made = [
+        Contribution(
+            replica=c.replica,
+            tokens=c.tokens,
+            steps=c.steps,
+            loss=c.loss,
+            bytes=sum(part.size for share in c.shares for part in share.parts),
+            peers=tuple(share.peer for share in c.shares),
+        )
+        for c in commit.contributions
+    ]
+    return Commit(
+        round=commit.round,
+        contributions=tuple(made),
+        left_out=commit.left_out,
+        diverged=commit.diverged,
+        plan=commit.plan,
+    )
+
+
+def ready(announcement: Announcement) -> Ready:
+    """The event that tells what a peer offers."""
+    return Ready(
+        peer=announcement.peer,
+        memory_bytes=announcement.memory_bytes,
+        up_bps=announcement.up_bps,
+        down_bps=announcement.down_bps,
+        speed_flops=announcement.speed_flops,
+        device=announcement.device,
+    )
+
+
+def chain_reconfigured(message: ChainReconfig) -> ChainReconfigured:
+    """The event that tells the leading node's order to a chain."""
+    return ChainReconfigured(
+        round=message.round,
+        replica=message.replica,
+        generation=message.generation,
+        peers=message.peers,
+        steps=message.steps,
+        reason=message.reason,
+    )
+
+
+_MEANS = ("rms", "largest", "refused")
+
+
+def chain_report(step: Chain) -> ChainReport:
+    """What an announcement repeats of it."""
+    times = (step.seconds, step.busy_s, step.wait_forward_s, step.wait_backward_s)
+    links = (step.forward_link_s, step.backward_link_s)
+    seen = [
+        () if means is None else tuple(float(getattr(means, name)) for name in _MEANS)
+        for means in (step.activations, step.gradients)
+    ]
+    return ChainReport(
+        times_ms=tuple(round(1000 * seconds) for seconds in (*times, *links)),
+        counts=(step.forward_bytes, step.backward_bytes, step.depth, step.queued),
+        activations=seen[0],
+        gradients=seen[1],
+    )
+
+
+def announced_load(report: ChainReport) -> AnnouncedLoad:
+    """The inverse of `chain_report`, as far as an announcement goes."""
+    seconds, busy, wait_forward, wait_backward, forward_link, backward_link = (ms / 1000 for ms in report.times_ms)
+    forward_bytes, backward_bytes, depth, queued = report.counts
+    seen = [
+        Means(rms=means[0], largest=means[1], refused=round(means[2])) if means else None
+        for means in (report.activations, report.gradients)
+    ]
+    return AnnouncedLoad(
+        seconds=seconds,
+        busy_s=busy,
+        wait_forward_s=wait_forward,
+        wait_backward_s=wait_backward,
+        forward_link_s=forward_link,
+        backward_link_s=backward_link,
+        forward_bytes=forward_bytes,
+        backward_bytes=backward_bytes,
+        depth=depth,
+        queued=queued,
+        activations=seen[0],
+        gradients=seen[1],
+    )
+
+
+Emit = Callable[[Body], None]
+"""Tells what happened: an Emitter, or what stands before one."""
+Sink = Callable[[Event], None]
+"""Takes events: a screen, a file."""
+
+
+class Emitter:
+    """Gives a process's events its name and the time, and hands them to `sink`."""
+
+    def __init__(self, source: str, sink: Sink) -> None:
+        self.source = source
+        self._sink = sink
+
+    def __call__(self, body: Body) -> None:
+        self._sink(Event(time.time(), self.source, body))
+
+
+def json_sink(out: TextIO | None = None) -> Sink:
+    """Writes each event as one line (default: standard output)."""
+
+    def write(event: Event) -> None:
+        stream = out or sys.stdout
+        stream.write(event.to_json() + "\n")
+        stream.flush()
+
+    return write

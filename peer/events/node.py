@@ -1,0 +1,157 @@
+"""What a bootstrap node tells. Units and numbering: peer/events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.wire.commit import Diverged as DivergedShard
+from protocol.wire.commit import LeftOut
+from protocol.wire.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """A bootstrap node listens and can be joined."""
+
+    address: str
+    """What a volunteer passes to `potluck join`: a multiaddress, `#`, and the run's id."""
+    addresses: tuple[str, ...]
+    """All multiaddresses that it listens on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """A peer has a session with a bootstrap node, and announced what it offers; once more when that changes."""
+
+    peer: str
+    """Who."""
+    memory_bytes: int
+    """What Potluck may use there above an idle process."""
+    up_bps: int
+    """Bits per second that it can send."""
+    down_bps: int
+    """Bits per second that it can receive."""
+    speed_flops: int
+    """Floating-point operations a second that its training reached; 0 while that is unknown."""
+    device: str
+    """`cpu`, `cuda` or `mps`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone:
+    """A peer has been silent for too long (`timing.gone_after`), or announces itself no more."""
+
+    peer: str
+    """Who."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """One replica's committed work, summed over its members."""
+
+    replica: int
+    """The replica's number in the round's plan."""
+    tokens: int
+    """Trained tokens; its weight in the mean is its share of all tokens."""
+    steps: int
+    """Inner steps."""
+    loss: float | None
+    """Nats per token of its first inner step, before the round changed anything; null if it is unknown."""
+    bytes: int
+    """Size of its payloads."""
+    peers: tuple[str, ...]
+    """Its members that contributed, in the order of the stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commit:
+    """A round is decided: whose updates enter the mean, and who trains what in the next round."""
+
+    round: int
+    """The decided round; 0 decides the first plan only."""
+    contributions: tuple[Contribution, ...]
+    """What enters the mean."""
+    left_out: tuple[LeftOut, ...]
+    """Replicas whose work does not, each with its reason."""
+    diverged: tuple[DivergedShard, ...]
+    """Peers whose digest of a shard after the round before differs from the majority's."""
+    plan: Plan | None
+    """The next round's replicas, stages and spares; null after the last round, or while nobody is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainReconfigured:
+    """A chain lost a member, and goes on with others. The leading node tells it, and so does each member that follows."""
+
+    round: int
+    """The open round."""
+    replica: int
+    """The chain's number in the plan."""
+    generation: int
+    """How many times this chain was reconfigured in this round."""
+    peers: tuple[str, ...]
+    """Its members from now on, in the order of the stages; none: its round is over."""
+    steps: int
+    """If above 0: so many inner steps are done, and no more are needed."""
+    reason: str = ""
+    """Why, for a reader; empty where a member tells it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Blocks of a chain go from one stage to another, from this round on."""
+
+    round: int
+    """The first round with the new shape."""
+    replica: int
+    """The chain's number in the plan."""
+    peers: tuple[str, ...]
+    """Its members, in the order of the stages."""
+    before: tuple[int, ...]
+    """How many blocks each stage had."""
+    after: tuple[int, ...]
+    """How many blocks each stage has now."""
+    reason: str
+    """Why, for a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attest:
+    """A peer told the node the digests of its shards."""
+
+    peer: str
+    """Who."""
+    round: int
+    """The round after which its shards have these digests."""
+    digests: dict[str, str]
+    """SHA-256 by shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diverged:
+    """A peer's shard has other bits than the majority's."""
+
+    peer: str
+    """Who."""
+    round: int
+    """The round after which it differs."""
+    shard: str
+    """In what."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leads:
+    """A bootstrap node begins to lead the quorum, or no longer does."""
+
+    leads: bool
+    """Whether it leads now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFinished:
+    """The run's last round is committed."""
+
+    round: int
+    """The last round."""
+    state_digest: str | None
+    """Digest of the final state if a majority attested all of it."""

@@ -1,0 +1,255 @@
+"""What a peer tells, and what `potluck monitor` tells of a peer. Units and numbering: peer/events."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started:
+    """A peer's process is ready to take part."""
+
+    peer: str
+    """Its peer id."""
+    pid: int
+    """Its process id."""
+    device: str
+    """`cpu`, `cuda` or `mps`."""
+    memory_bytes: int
+    """What it may use above an idle process."""
+    rss_bytes: int
+    """Resident memory of the process before any training."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A peer begins a round's training."""
+
+    round: int
+    """The round."""
+    role: str
+    """`full`: a whole replica alone; `stage`: a stage of a chain."""
+    replica: int
+    """The replica's number in the plan."""
+    first: int
+    """The first block that it trains."""
+    last: int
+    """The block after the last one that it trains."""
+    rank: int
+    """Values per token that cross the chain's boundaries; 0: all of them."""
+    position: int
+    """Its stage."""
+    stages: int
+    """How many stages the replica has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A peer did an inner step."""
+
+    round: int
+    """The round."""
+    step: int
+    """The inner step."""
+    loss: float | None
+    """Nats per token of the replica's batch."""
+    tokens: int
+    """Tokens of the replica's batch."""
+    seconds: float
+    """Since the peer's step before, or since its round began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """Running means over what a stage received at one boundary (peer/chain/activation_stats.py)."""
+
+    rms: float
+    """Root mean square of the values."""
+    largest: float
+    """Largest magnitude."""
+    refused: int
+    """Frames that were refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryMeans(Means):
+    """As `Means`, with the numbers of frames behind them."""
+
+    sampled: int
+    """Frames whose root mean square was computed."""
+    frames: int
+    """Frames that were accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """Where the time of one stage's inner step went, and what it sent."""
+
+    seconds: float
+    """The inner step."""
+    busy_s: float
+    """Seconds of computing."""
+    wait_forward_s: float
+    """Seconds of waiting for activations."""
+    wait_backward_s: float
+    """Seconds of waiting for gradients."""
+    forward_link_s: float
+    """Seconds in which activations from the previous stage came through the link."""
+    backward_link_s: float
+    """Seconds in which gradients from the next stage came through the link."""
+    forward_bytes: int
+    """Bytes sent to the next stage, headers included."""
+    backward_bytes: int
+    """Bytes sent to the previous stage, headers included."""
+    depth: int
+    """Micro-batches that the chain had in work at once."""
+    queued: int
+    """The most frames that waited for this stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chain(StageLoad):
+    """A stage of a chain did an inner step."""
+
+    round: int
+    """The round."""
+    step: int
+    """The inner step, counted from the run's beginning."""
+    seconds_per_microbatch: float
+    """Seconds of computing that one micro-batch takes, without what was computed a second time."""
+    activations: BoundaryMeans | None
+    """Of the activations that came from the previous stage; null for the first stage."""
+    gradients: BoundaryMeans | None
+    """Of the gradients that came from the next stage; null for the last stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnouncedLoad(StageLoad):
+    """What an announcement repeats of a `chain` event; times are rounded to milliseconds."""
+
+    activations: Means | None
+    """Of the activations that came from the previous stage; null for the first stage."""
+    gradients: Means | None
+    """Of the gradients that came from the next stage; null for the last stage."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """What a peer's announcement in the DHT says that the one before did not. Only `potluck monitor` tells it."""
+
+    phase: str
+    """What the peer does, in its own word."""
+    round: int
+    """Its round."""
+    step: int
+    """Its newest inner step in that round."""
+    loss: float | None
+    """Nats per token of that step."""
+    bytes_sent: int
+    """All bytes that it has sent since it was started, as of its last whole round."""
+    bytes_received: int
+    """All bytes that it has received since it was started, as of its last whole round."""
+    load: AnnouncedLoad | None
+    """Of its newest inner step in a chain, where that is news."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offered:
+    """A peer offers its update of a round."""
+
+    round: int
+    """The round."""
+    bytes: int
+    """Size of its payloads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrew:
+    """A peer has no update to offer in a round."""
+
+    round: int
+    """The round."""
+    reason: str
+    """Why, for a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainFailed:
+    """A member noticed that its chain cannot go on."""
+
+    round: int
+    """The round."""
+    generation: int
+    """How many times this chain had been reconfigured before in this round."""
+    peer: str
+    """The member that is to blame."""
+    reason: str
+    """What happened, for a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """A peer applied a committed round."""
+
+    round: int
+    """The round."""
+    seconds: dict[str, float]
+    """Seconds by what the peer did: train, encode, disk, fetch, boundary, apply and others."""
+    bytes_sent: int
+    """All bytes that it has sent since it was started."""
+    bytes_received: int
+    """All bytes that it has received since it was started."""
+    boundary_forward_bytes: int
+    """Bytes of activations that it sent in this round."""
+    boundary_backward_bytes: int
+    """Bytes of gradients that it sent to the previous stage in this round."""
+    boundary_tokens: int
+    """Tokens whose activations crossed its boundaries in this round; 0 for a full replica."""
+    peak_rss_bytes: int = 0
+    """The most memory that its process has had resident so far; 0 where nobody measures it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A peer goes on from a checkpoint on its disk."""
+
+    round: int
+    """The last round whose outcome the checkpoint has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """A peer built shards that it lacked."""
+
+    round: int
+    """The round whose state they have."""
+    bases: dict[str, int]
+    """By shard: the round from whose state on it replayed the log."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRebuilt:
+    """A peer's shards differed from the majority's, and it built them from the log again."""
+
+    round: int
+    """The round whose state they have."""
+    shards: tuple[str, ...]
+    """Which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A peer has applied the run's last round."""
+
+    round: int
+    """The last round."""
+    digests: dict[str, str]
+    """SHA-256 of its final shards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warning:
+    """Something went wrong, and the process goes on."""
+
+    text: str
+    """One line: thing: reason; remedy."""

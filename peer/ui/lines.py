@@ -1,0 +1,150 @@
+"""Events as lines of text: the messages of the screen, and what a process prints where there is no terminal.
+
+Printed is one short line a round, and what is rare: who comes and goes, the first plan, warnings, chains that go on with other
+members, blocks that move, the end. What each stage computes and waits for is on the screen and in the JSON lines only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple, TextIO, assert_never
+
+from peer import events
+from peer.events import Event, Sink
+from peer.ui.text import blocks, called, clean, clock, count, mean_loss, readable, size
+
+MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
+"""How a line begins, by its level."""
+_ASCII = str.maketrans({
+    "◄": "<", "←": "<",
+    "·": "-", "✓": "+", "✗": "x", "…": "~", "×": "x", "−": "-", "█": "#", "░": ".", "●": "*", "○": "o", "→": ">",
+    "▏": " ", "▎": " ", "▍": " ", "▌": " ", "▋": " ", "▊": " ", "▉": " ",
+})  # fmt: skip
+
+
+class Said(NamedTuple):
+    """What an event says to a reader; `level`: info, good, warning or error."""
+
+    level: str
+    text: str
+
+
+def ascii(text: str) -> str:
+    """`text` for a terminal that shows nothing else than ASCII; each character keeps its place."""
+    return text.translate(_ASCII).encode("ascii", "replace").decode()
+
+
+def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
+    """An event as those see it who watch the whole run; `names`: how peers are called, by their ids."""
+    source = called(event.source, names)
+    match event.body:
+        case events.Listening(address=address):
+            return [Said("info", f"to join: potluck join {clean(address, 400)}")]
+        case events.Ready() as r:
+            return [Said("info", f"{called(r.peer, names)} is ready: {clean(r.device, 12)}, {size(r.memory_bytes)}")]
+        case events.Gone(peer=peer):
+            return [Said("warning", f"{called(peer, names)} is gone")]
+        case events.Commit() as commit:
+            return _commit(commit, names)
+        case events.ChainReconfigured(reason=""):  # a member that follows says the same as the node
+            return []
+        case events.ChainReconfigured() as chain:
+            return [Said("warning", f"{_goes_on(chain, names)}: {readable(chain.reason, names)}")]
+        case events.Moved(replica=replica, reason=reason):
+            return [Said("info", f"replica {replica}: {readable(reason, names)}")]
+        case events.Diverged(peer=peer, round=round, shard=shard):
+            return [Said("error", f"{called(peer, names)} has other bits in {clean(shard)} after round {round}")]
+        case events.Withdrew(round=round, reason=reason):
+            return [Said("warning", f"{source} sits out round {round}: {readable(reason, names)}")]
+        case events.Restored(round=round):
+            return [Said("info", f"{source} continues from round {round}")]
+        case events.ShardRebuilt(shards=shards):
+            return [Said("info", f"{source} rebuilt {', '.join(map(clean, shards))} from the log")]
+        case events.RunFinished(state_digest=digest):
+            return [Said("good", "run finished" + (f"; state {clean(digest, 12)}" if digest else ""))]
+        case events.Warning(text=text):
+            return [Said("warning", readable(text, names))]
+        case events.Attest() | events.Leads() | events.Recovered():
+            return []  # everybody's, after every round; the quorum's own affair; a way that ends in `round`
+        case events.Started() | events.Role() | events.Step() | events.Chain() | events.Announced() | events.Offered():
+            return []  # every peer's, in every round: the screen's table shows them
+        case events.Round() | events.Finished() | events.ChainFailed():
+            return []  # likewise; a failure of a chain is in what the node decides about it
+        case never:
+            assert_never(never)
+
+
+def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
+    """As `describe`, of what a peer tells of itself."""
+    match event.body:
+        case events.Started() as s:
+            return [Said("info", f"{called(s.peer, names)} is here: {clean(s.device, 12)}, {size(s.memory_bytes)}")]
+        case events.Role(role="full", round=round):
+            return [Said("info", f"round {round}: trains as a full replica")]
+        case events.Role() as role:
+            place = f"stage {role.position + 1} of {role.stages}"
+            return [Said("info", f"round {role.round}: trains {blocks(role.first, role.last)}, {place} of a chain")]
+        case events.Round(round=0):
+            return []
+        case events.Round(round=round, bytes_sent=sent, bytes_received=received):
+            amounts = f"{size(sent)} sent and {size(received)} received since the start"
+            return [Said("good", f"round {round} is applied; {amounts}")]
+        case events.ChainFailed(round=round, peer=peer, reason=reason):
+            return [Said("warning", f"round {round}: the chain fails at {called(peer, names)}: {clean(reason)}")]
+        case events.ChainReconfigured() as chain:
+            return [Said("info", _goes_on(chain, names))]
+        case events.Finished(round=round):
+            return [Said("good", f"the run is over after round {round}")]
+    return describe(event, names)
+
+
+def _commit(commit: events.Commit, names: Mapping[str, str]) -> list[Said]:
+    if commit.round == 0:
+        planned = commit.plan
+        return [Said("good", f"first plan: {count(planned.replicas, 'replica')}" if planned else "run begins")]
+    loss = mean_loss(commit.contributions)
+    text = f"round {commit.round}: {count(commit.contributions, 'replica')}"
+    text += f", loss {loss:.3f}" if loss is not None else ""
+    left = [f"round {commit.round} without replica {x.replica}: {readable(x.reason, names)}" for x in commit.left_out]
+    return [Said("good", text), *(Said("warning", text) for text in left)]
+
+
+def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:
+    where = f"round {chain.round}: replica {chain.replica}"
+    if not chain.peers:
+        return f"{where} ends"
+    if chain.steps:
+        return f"{where} offers {count(range(chain.steps), 'inner step')}"
+    return f"{where} goes on as {' > '.join(called(peer, names) for peer in chain.peers)}"
+
+
+class Lines:
+    """Turns events into lines. `own`: they are a peer's that tells of itself; what it trains is said again when that changes."""
+
+    def __init__(self, names: Mapping[str, str] | None = None, *, own: bool = False) -> None:
+        self._names = names or {}
+        self._own = own
+        self._role: tuple[object, ...] = ()
+
+    def of(self, event: Event) -> list[str]:
+        """The lines that an event is worth, most often none."""
+        if self._own and isinstance(event.body, events.Role):
+            b = event.body
+            before, self._role = self._role, (b.role, b.first, b.last, b.position, b.stages)
+            if before == self._role:
+                return []
+        said = (describe_own if self._own else describe)(event, self._names)
+        return [f"{clock(event.time)} {MARKS[level]} {text}" for level, text in said]
+
+
+def printer(lines: Lines, out: TextIO | None = None) -> Sink:
+    """Writes the lines of each event (default: to standard output); in ASCII where the output is not UTF-8."""
+
+    def show(event: Event) -> None:
+        file = out or sys.stdout
+        plain = not (file.encoding or "utf-8").lower().startswith("utf")
+        for line in lines.of(event):
+            print(ascii(line) if plain else line, file=file, flush=True)
+
+    return show
