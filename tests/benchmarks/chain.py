@@ -14,7 +14,7 @@ latencies, routers' queues, deadlines of dials, signs of life and the seconds_pe
 among them (time dilation; Gupta et al., NSDI 2006).
 
 Peers know what their uplinks have (`potluck join --up-limit`, nine tenths of it), but for --no-limit; and TCP keeps its windows while a
-connection rests (net.ipv4.tcp_slow_start_after_idle=0, see the README), but for --idle-restart.
+connection rests (net.ipv4.tcp_slow_start_after_idle=0, see docs/guides/home-links.md), but for --idle-restart.
 
 Ideal: the same chain if bytes took no time, (M + S - 1) x seconds_per_microbatch for M micro-batches. Beside the measured share of it stand the
 cost model's prediction, and both for textbook 1F1B, whose depth is the number of stages. Depth: what the chain picked from its
@@ -42,9 +42,9 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from peer.chain import connect, link
-from peer.chain.connect import Pipes
-from peer.chain.pipeline import run_steps
+from peer.chain.connect import Patience, Pipes
+from peer.chain.link import LIVENESS, Liveness
+from peer.chain.pipeline import StageSetup, run_steps
 from peer.net import p2p
 from peer.net.base import Stream
 from peer.net.uplink import Uplink
@@ -176,9 +176,10 @@ class Paced:
 
 @contextlib.asynccontextmanager
 async def joined(
-    stage: int, host: str, folder: Path, limit: int | None = None
+    stage: int, host: str, folder: Path, limit: int | None = None, clock: int = 1
 ) -> AsyncIterator[tuple[Stream | None, Stream | None]]:
-    """This stage's streams to the one before and the one after. Says its address, reads the others' from standard input."""
+    """This stage's streams to the one before and the one after. Says its address, reads the others' from standard input.
+    `clock`: how many times slower time goes here."""
     torch.set_num_threads(1)
     transport = await p2p.start(folder / f"key-{stage}", host=host, validate=lambda *_: False)
     addresses: dict[str, str] = {}
@@ -186,7 +187,8 @@ async def joined(
     async def reach(peer: str) -> None:
         await transport.connect([addresses[peer]], timeout=60)
 
-    ours = Pipes(transport, reach, lambda peer: None, Uplink(limit))
+    patience = Patience(dial=Patience().dial * clock)
+    ours = Pipes(transport, reach, lambda peer: None, Uplink(limit), patience=patience, liveness=slowed(clock))
     await transport.serve(endpoints.PIPE, lambda stream: ours.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)
     peers = await heard()
@@ -212,28 +214,32 @@ async def heard() -> Any:
     return json.loads(text) if text else None
 
 
-async def be_stage(stage: int, host: str, folder: Path, limit: int | None) -> None:
+def slowed(clock: int) -> Liveness:
+    return Liveness(
+        beat_s=clock * LIVENESS.beat_s, silent_s=clock * LIVENESS.silent_s, longest_s=clock * LIVENESS.longest_s
+    )
+
+
+async def be_stage(stage: int, host: str, folder: Path, limit: int | None, clock: int) -> None:
     """Takes one case after the other from standard input, and reports."""
     worker = make_worker()
-    async with joined(stage, host, folder, limit) as (previous, following):
+    async with joined(stage, host, folder, limit, clock) as (previous, following):
         while (asked := await heard()) is not None:
             train = TrainSpec(
                 inner_steps=1, micro_batches=asked["micro_batches"], rows=1, sequence=asked["tokens"],
                 lr=1.0, warmup_steps=0, total_steps=1,
             )  # fmt: skip
-            reports = await run_steps(
-                Paced(train, stage, asked["width"], asked["seconds_per_microbatch"]),  # type: ignore[arg-type]
-                worker,
-                first_step=1,
-                steps=asked["steps"],
+            setup = StageSetup(
+                trainer=Paced(train, stage, asked["width"], asked["seconds_per_microbatch"]),  # type: ignore[arg-type]
+                worker=worker,
                 wires=(asked["forward"], asked["backward"]),
                 timeout=TIMEOUT,
                 windows=lambda step, train=train: np.zeros((train.step_rows, train.sequence + 1), np.int64),
-                previous=previous,
-                following=following,
                 depth=asked["depth"],
                 most_depth=asked["most"],
+                liveness=slowed(clock),
             )
+            reports = await run_steps(setup, first_step=1, steps=asked["steps"], previous=previous, following=following)
             say(reports=plain(reports))
 
 
@@ -415,11 +421,7 @@ def main() -> int:
     parser.add_argument("--clock", type=int, default=1, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.stage is not None:
-        link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S = (
-            chosen.clock * seconds for seconds in (link.BEAT_S, link.SILENT_S, link.LONGEST_SILENT_S)
-        )
-        connect.DIAL_SECONDS *= chosen.clock
-        asyncio.run(be_stage(chosen.stage, chosen.host, chosen.folder, chosen.limit))
+        asyncio.run(be_stage(chosen.stage, chosen.host, chosen.folder, chosen.limit, chosen.clock))
         return 0
     if chosen.netlab is None:
         parser.error("--netlab is needed: the chain runs behind emulated links")
