@@ -7,14 +7,15 @@ import functools
 import itertools
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
 from peer.chain import quantize
-from peer.chain.pipeline import run_steps
+from peer.chain.pipeline import StageSetup, run_steps
+from peer.chain.progress import StageProgress
 from peer.chain.timing import StepReport
 from peer.net.base import Stream
 from peer.net.memory import MemoryNetwork
@@ -119,8 +120,10 @@ def split_shards(cuts: Sequence[int], spec: ModelSpec = SPEC) -> list[tuple[str,
     return [names[a:b] for a, b in itertools.pairwise(edges)]
 
 
-def make_chain(cuts: Sequence[int], k: int, train: TrainSpec = TRAIN, theta=None) -> list[Recording]:
-    trainers = [Recording(SPEC, train, shards, rank=k, basis=BASIS if k else None) for shards in split_shards(cuts)]
+def make_chain(
+    cuts: Sequence[int], k: int, train: TrainSpec = TRAIN, theta=None, kind: type[Recording] = Recording
+) -> list[Recording]:
+    trainers = [kind(SPEC, train, shards, rank=k, basis=BASIS if k else None) for shards in split_shards(cuts)]
     for trainer in trainers:
         trainer.begin_round(theta if theta is not None else random_theta())
     return trainers
@@ -130,6 +133,33 @@ def make_chain(cuts: Sequence[int], k: int, train: TrainSpec = TRAIN, theta=None
 def worker(position: int) -> ThreadPoolExecutor:
     """The tensor thread of the stage at this position; threads cost more than these tests' arithmetic."""
     return make_worker()
+
+
+async def steps_of(
+    trainer: StageTrainer,
+    executor: Executor,
+    *,
+    first_step: int = 1,
+    steps: int = 1,
+    previous: Stream | None = None,
+    following: Stream | None = None,
+    progress: StageProgress | None = None,
+    resume: bool = False,
+    wires: tuple[str, str] = ("fp32", "fp32"),
+    timeout: float = DEADLINE_S,
+    **setup: Any,
+) -> tuple[StepReport, ...]:
+    """`run_steps` with a setup of these fields."""
+    setup.setdefault("windows", windows_of(trainer.spec, trainer.train))
+    return await run_steps(
+        StageSetup(trainer=trainer, worker=executor, wires=wires, timeout=timeout, **setup),
+        first_step=first_step,
+        steps=steps,
+        previous=previous,
+        following=following,
+        progress=progress,
+        resume=resume,
+    )
 
 
 async def run_chain(
@@ -145,19 +175,19 @@ async def run_chain(
     stops: dict[int, asyncio.Event] | None = None,
     windows=None,
     trace=None,
+    **setup: Any,
 ) -> list[tuple[StepReport, ...]]:
     """Runs all stages (peers P0, P1, ...) of one chain in this loop; each position has its own worker thread. `trace`: of P0."""
     train, spec = trainers[0].train, trainers[0].spec
     async with asyncio.timeout(DEADLINE_S), Wired(len(trainers), lag) as wired, asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(
-                run_steps(
+                steps_of(
                     trainer,
                     worker(i),
                     first_step=first_step,
                     steps=steps,
                     wires=wires,
-                    timeout=DEADLINE_S,
                     previous=wired.previous[i],
                     following=wired.following[i],
                     windows=windows or windows_of(spec, train),
@@ -166,6 +196,7 @@ async def run_chain(
                     most_depth=most_depth,
                     stop=(stops or {}).get(i),
                     trace=None if i else trace,
+                    **setup,
                 )
             )
             for i, trainer in enumerate(trainers)

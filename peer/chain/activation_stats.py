@@ -1,9 +1,9 @@
 """Running statistics of what a stage receives at its boundaries: activations from the previous stage, gradients from the next.
 
-Over the values x of an accepted frame, as they were decoded (Z, or whole activations where k = 0):
+Over the values x of an accepted frame, as they were decoded (Z, or whole activations where the rank is 0):
 
     largest = max |x|           of every frame: the check finds it anyway
-    rms = sqrt(mean of x²)      of every 8th: of all, it would take a quarter of the time that decoding bf16 does
+    rms = sqrt(mean of x²)      of every 8th frame: of all, it would take a quarter of the time that decoding bf16 does
 
 and of each, in order of arrival, n = 1, 2, ...
 
@@ -37,7 +37,7 @@ class Measure(NamedTuple):
 
 
 def measure(x: Tensor, largest: float, nth: int) -> Measure:
-    """Of the `nth` frame, from 0; `x` is not empty and its largest magnitude known (tensors.decode_measured)."""
+    """Of the `nth` frame, from 0; `x` is not empty and its largest magnitude known (quantize.decode_measured)."""
     if nth % EVERY:
         return Measure(largest, None)
     flat = x.flatten()
@@ -70,7 +70,7 @@ class Statistics:
         self._running: dict[tuple[str, int, int], Running] = {}
 
     def of(self, neighbour: str, kind: int, width: int) -> Running:
-        """What came from `neighbour` in frames of this kind (peer/chain/link.py) with `width` values per token."""
+        """What came from `neighbour` in frames of this kind (peer/chain/frames.py) with `width` values per token."""
         key = (neighbour, kind, width)
         if key not in self._running and len(self._running) >= MOST:
             del self._running[next(iter(self._running))]

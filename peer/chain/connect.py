@@ -1,16 +1,19 @@
 """The streams between a chain's neighbours: the earlier stage dials, the later one accepts.
 
-A pipe is a few streams (peer/net/striped_stream.py), each of which begins with a hello that names its stripe. It belongs to one *generation* of
-a replica's chain in a round (protocol/rounds/chain_repair.py): the members of another chain never meet. Whoever is not ready yet, because it
-still applies the round before, does not know of the reconfig or waits for its other neighbour, says that it lives.
+A pipe is several streams (peer/net/striped_stream.py). Each of them begins with a hello that names its stripe. A pipe belongs to one
+*generation* of a replica's chain in a round (protocol/rounds/chain_repair.py), so the members of different chains never meet. A
+member may not be ready yet: it still applies the round before, does not know of the new generation, or waits for its other
+neighbour. It then sends signs of life.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from peer.chain.link import ChainBroken, keep_alive
+from peer.chain.frames import ChainBroken
+from peer.chain.link import LIVENESS, Liveness, keep_alive
 from peer.net.base import Stream, Transport
 from peer.net.striped_stream import STRIPES, StripedStream
 from peer.net.uplink import Uplink
@@ -18,13 +21,8 @@ from protocol.errors import RemoteError
 from protocol.wire import endpoints, framing
 from protocol.wire.plan import Plan
 
-DIAL_SECONDS = 10.0
-"""How long a neighbour may be out of reach."""
-ACCEPT_SECONDS = 90.0
-"""How long a round's first chain waits for a neighbour to dial: it may still fetch shards."""
-RECONFIGURED_SECONDS = 30.0
-"""How long a reconfigured one does."""
 MAX_PIPES = 16
+"""Pipes that may wait here for a training that takes them."""
 AHEAD = 3
 """A neighbour may be one commit ahead of us, and train one round ahead of that."""
 
@@ -32,8 +30,22 @@ Key = tuple[int, int, int, str]
 """Round, generation, replica, peer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How many seconds a neighbour may take: to answer a dial; to dial us in a round's first chain, when it may still fetch shards; and
+    to dial us in a later generation of the chain."""
+
+    dial: float = 10.0
+    accept: float = 90.0
+    reconfigured: float = 30.0
+
+
+PATIENCE = Patience()
+
+
 class Pipes:
-    """One per daemon. `reach(peer)` connects to a peer, `lost(peer)` forgets how it was reached; frames take turns in `uplink`."""
+    """A peer's pipes, one object per peer. `reach(peer)` connects to a peer; `lost(peer)` forgets how it was reached. Frames take turns
+    in `uplink`."""
 
     def __init__(
         self,
@@ -41,11 +53,16 @@ class Pipes:
         reach: Callable[[str], Awaitable[None]],
         lost: Callable[[str], None],
         uplink: Uplink,
+        *,
+        patience: Patience = PATIENCE,
+        liveness: Liveness = LIVENESS,
     ) -> None:
         self._transport = transport
         self._reach = reach
         self._lost = lost
         self._uplink = uplink
+        self._patience = patience
+        self._beat_s = liveness.beat_s
         self._incoming: dict[Key, asyncio.Future[Stream]] = {}
         self._stripes: dict[Key, dict[int, Stream]] = {}
         self._taken: set[Key] = set()
@@ -53,10 +70,15 @@ class Pipes:
         self._oldest = (0, 0)
         self._over = asyncio.Event()
 
+    @property
+    def waiting(self) -> int:
+        """Streams that were dialled to us for chains that are not over."""
+        return sum(len(stripes) for stripes in self._stripes.values())
+
     async def neighbours(
         self, plan: Plan, replica: int, generation: int, position: int
     ) -> tuple[Stream | None, Stream | None]:
-        """Streams to the stages before and after `position`. Raises ChainBroken."""
+        """Streams to the stages before and after `position`, None where there is none. Raises ChainBroken."""
         self.forget(plan.round, generation)
         stages, complete = plan.replicas[replica].stages, asyncio.Event()
         tasks: dict[str, asyncio.Task[Stream]] = {}
@@ -82,14 +104,14 @@ class Pipes:
             complete.set()
 
     async def _dial(self, round: int, generation: int, replica: int, peer: str, complete: asyncio.Event) -> Stream:
-        """The stream, which says that we live until all neighbours are there."""
+        """A stream to a later stage. We send signs of life on it until all neighbours are there."""
         try:
-            async with asyncio.timeout(DIAL_SECONDS):
+            async with asyncio.timeout(self._patience.dial):
                 while True:
                     try:
                         await self._reach(peer)
                         pipe = await self._open(peer, {"round": round, "replica": replica, "generation": generation})
-                        living = asyncio.create_task(keep_alive(pipe, complete.is_set))
+                        living = asyncio.create_task(keep_alive(pipe, complete.is_set, self._beat_s))
                         self._living.add(living)
                         living.add_done_callback(self._living.discard)
                         return pipe
@@ -97,14 +119,14 @@ class Pipes:
                         self._lost(peer)  # it may have come back elsewhere
                         await asyncio.sleep(0.5)
         except TimeoutError:
-            raise ChainBroken(peer, f"did not answer for {DIAL_SECONDS:g} s") from None
+            raise ChainBroken(peer, f"did not answer for {self._patience.dial:g} s") from None
 
     async def _open(self, peer: str, chain: dict[str, int]) -> Stream:
         """A pipe of all stripes. Raises RemoteError."""
         streams: dict[int, Stream] = {}
 
         async def open(stripe: int) -> None:
-            streams[stripe] = await self._transport.open(peer, endpoints.PIPE, timeout=DIAL_SECONDS)
+            streams[stripe] = await self._transport.open(peer, endpoints.PIPE, timeout=self._patience.dial)
             await streams[stripe].send(framing.pack_message({**chain, "stripe": stripe}))
 
         tasks = [asyncio.create_task(open(stripe)) for stripe in range(STRIPES)]
@@ -120,7 +142,7 @@ class Pipes:
         return StripedStream([streams[stripe] for stripe in range(STRIPES)], self._uplink)
 
     async def _accept(self, key: Key) -> Stream:
-        seconds = RECONFIGURED_SECONDS if key[1] else ACCEPT_SECONDS
+        seconds = self._patience.reconfigured if key[1] else self._patience.accept
         try:
             async with asyncio.timeout(seconds):
                 return await self._expect(key)
@@ -168,6 +190,6 @@ class Pipes:
         if len(stripes) == STRIPES:
             pipe = StripedStream([stripes[i] for i in range(STRIPES)], self._uplink)
             waiting.set_result(pipe)
-            await keep_alive(pipe, lambda: key in self._taken or key not in self._incoming)
+            await keep_alive(pipe, lambda: key in self._taken or key not in self._incoming, self._beat_s)
         while key in self._incoming and stripes[stripe] is stream:
             await self._over.wait()

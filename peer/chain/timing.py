@@ -1,34 +1,41 @@
-"""What the stages of a chain tell about an inner step: its report, and the NORM frames that grow from the last stage to the first."""
+"""What a stage measures of an inner step, and what it reports.
+
+The first stage learns what all stages measured (peer/chain/grad_norm.py) and picks from it how many micro-batches it lets into the
+chain at once (protocol/planning/pipeline_model.py).
+
+How a link is measured (`LinkClock`): each header says when its frame was handed over, by the sender's clock. A stage pings the
+next one when an inner step begins, and the next one echoes. Both frames are small and meet an idle link, so the difference
+`arrival - stamp` is the latency plus the offset of the two clocks. A frame occupies the link from the later of `stamp + that
+difference` and the arrival of the frame before it, until it has arrived. The offsets of both directions cancel.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-import struct
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from peer.chain.activation_stats import Running
-from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import LinkCost, StageCost
 
-MAX_STAGES = 64
-_NORM = struct.Struct(">Bd")
-_MEASURED = struct.Struct(">6dII")
+CLOCK_STEPS = 4
+"""Steps whose smallest delay counts; clocks drift apart in the long run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One complete inner step. `loss`: nats per token; `norm`: of the whole replica's gradient, before the clip.
+    """One complete inner step.
 
-    `tokens`: trained by the whole replica; `seconds`: of which `busy_s` this stage computed, `wait_forward_s` it waited
-    for activations and `wait_backward_s` for gradients (the one that came first ends a wait for either);
-    `forward_link_s`, `backward_link_s`: it took the activations from the previous stage, and the gradients from the next, to
-    come through the link (peer/chain/link.py); `forward_bytes`, `backward_bytes`: sent to the next and the previous stage, headers
-    included; `depth`: micro-batches that were let into the chain at once; `queued`: most frames that waited here for this
-    stage; `seconds_per_microbatch`: seconds of forward and backward per micro-batch, without what was computed anew; `stage_seconds_per_microbatch`: of every stage, where
-    this is the first of several. `activations`, `gradients`: of what came so far from the previous and from the next stage
-    (None: there is no such stage; peer/chain/activation_stats.py).
+    `loss`: nats per token; `norm`: of the whole replica's gradient, before the clip; `tokens`: trained by the whole replica.
+    `seconds`: how long the step took. This stage computed for `busy_s` of them, waited for activations for `wait_forward_s` and for
+    gradients for `wait_backward_s`; what comes first ends a wait for either. `forward_link_s`, `backward_link_s`: how long the
+    activations from the previous stage, and the gradients from the next, occupied the link. `forward_bytes`, `backward_bytes`: sent
+    to the next and to the previous stage, with headers. `depth`: micro-batches that were let into the chain at once; `queued`: most
+    frames that waited here for this stage. `activations`, `gradients`: of what came so far from the previous and from the next stage,
+    None where there is no such stage (peer/chain/activation_stats.py). `seconds_per_microbatch`: of forward and backward, without
+    what was computed a second time; `stage_seconds_per_microbatch`: the same of every stage, where this is the first of several.
     """
 
     step: int
@@ -53,8 +60,12 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StageTiming:
-    """One stage's step: seconds per micro-batch of computing, (delay, transfer) of what came from either side (peer/chain/link.py),
-    and for how many micro-batches its memory holds all activations, or only their inputs."""
+    """What one stage measured in an inner step.
+
+    `forward_s`, `backward_s`: seconds of computing per micro-batch. The delay and the transfer (`LinkClock.measured`) of what came
+    forward from the previous stage and backward from the next. `plain_depth`: for how many micro-batches the stage's memory holds
+    all activations; `most_depth`: for how many it holds at least their inputs.
+    """
 
     forward_s: float
     backward_s: float
@@ -67,20 +78,23 @@ class StageTiming:
 
     @property
     def seconds_per_microbatch(self) -> float:
+        """Of forward and backward together."""
         return self.forward_s + self.backward_s
 
     def plausible(self) -> bool:
+        """Whether a stage can have measured this."""
         times = (self.forward_s, self.backward_s, self.forward_transfer, self.backward_transfer)
         known = all(math.isfinite(value) for value in (self.forward_delay, self.backward_delay))
         return known and finite(*times) and max(times) < 1e6 and self.plain_depth >= 1 and self.most_depth >= 1
 
     def stage(self) -> StageCost:
+        """The stage, as the model of a pipeline takes it."""
         return StageCost(
             forward=self.forward_s, backward=self.backward_s, plain_depth=self.plain_depth, most_depth=self.most_depth
         )
 
     def link(self, following: StageTiming) -> LinkCost:
-        """The boundary between this stage and the next."""
+        """The boundary between this stage and the next, as the model of a pipeline takes it."""
         return LinkCost(
             forward=following.forward_transfer,
             backward=self.backward_transfer,
@@ -88,39 +102,9 @@ class StageTiming:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """The body of a NORM frame, of a stage and all behind it: the wish to stop after this step, the loss, squared gradient norms of
-    their shards in canonical order, and what each stage measured."""
-
-    stop: bool
-    loss: float
-    sums: list[float]
-    stages: list[StageTiming]
-
-    def pack(self) -> bytes:
-        records = b"".join(_MEASURED.pack(*astuple(stage)) for stage in self.stages)
-        return _NORM.pack(self.stop, self.loss) + struct.pack(f">{len(self.sums)}d", *self.sums) + records
-
-    @classmethod
-    def unpack(cls, body: bytes | memoryview, shards: int) -> Norms:
-        """Raises ValueError with what is wrong with the norms of so many shards."""
-        rest = len(body) - _NORM.size - 8 * shards
-        if rest <= 0 or rest % _MEASURED.size:
-            raise ValueError(f"norms of {len(body)} bytes")
-        wish, loss = _NORM.unpack_from(body)
-        sums = list(struct.unpack_from(f">{shards}d", body, _NORM.size))
-        stages = [StageTiming(*values) for values in _MEASURED.iter_unpack(body[-rest:])]
-        if wish > 1 or not finite(loss, *sums):
-            raise ValueError("impossible gradient norms")
-        if not all(stage.plausible() for stage in stages):
-            raise ValueError("impossible measurements")
-        return cls(wish == 1, loss, sums, stages)
-
-    @classmethod
-    def most_bytes(cls, shards: int) -> int:
-        """The longest that `pack` gives for a model of so many shards."""
-        return _NORM.size + 8 * shards + MAX_STAGES * _MEASURED.size
+def costs(stages: Sequence[StageTiming]) -> tuple[list[StageCost], list[LinkCost]]:
+    """The stages of a chain and the boundaries between them, as the model of a pipeline takes them."""
+    return [m.stage() for m in stages], [a.link(b) for a, b in itertools.pairwise(stages)]
 
 
 def finite(*values: float) -> bool:
@@ -128,7 +112,47 @@ def finite(*values: float) -> bool:
     return all(math.isfinite(value) and value >= 0 for value in values)
 
 
-def pick_depth(stages: Sequence[StageTiming], micro_batches: int) -> int:
-    """How many micro-batches the first of these stages had better let into the chain at once."""
-    links = [a.link(b) for a, b in itertools.pairwise(stages)]
-    return pipeline_model.pick_depth([m.stage() for m in stages], links, micro_batches)
+class LinkClock:
+    """What frames tell about the way from a neighbour to us. Times are seconds; `stamp` is by the neighbour's clock, all others by ours.
+
+    `trip`: the way there and back as the last ping found it, at most `most_trip` where we measured it.
+    """
+
+    def __init__(self, most_trip: float) -> None:
+        self.trip = 0.0
+        self._most_trip = most_trip
+        self._pinged = 0.0
+        self._delays: deque[float] = deque(maxlen=CLOCK_STEPS)
+        self._frames: list[tuple[float, float]] = []  # of this step's micro-batches: stamp, arrival
+
+    def pinged(self, now: float) -> None:
+        """A ping is sent."""
+        self._pinged = now
+
+    def echoed(self, now: float) -> None:
+        """Its echo has come."""
+        self.trip = min(now - self._pinged, self._most_trip)
+
+    def told(self, trip: float) -> None:
+        """The neighbour's ping says how long its last one took."""
+        self.trip = trip
+
+    def small(self, stamp: float, arrival: float) -> None:
+        """A ping or an echo has come, over an idle link."""
+        self._delays.append(arrival - stamp)
+
+    def frame(self, stamp: float, arrival: float) -> None:
+        """A micro-batch's frame has come."""
+        self._frames.append((stamp, arrival))
+
+    def measured(self) -> tuple[float, float]:
+        """(delay, transfer) of this step: latency plus clock offset, and the mean time that a frame occupied the link. The next step
+        begins."""
+        frames, self._frames = self._frames, []
+        if not frames or not self._delays:
+            return 0.0, 0.0
+        delay, before, total = min(self._delays), -float("inf"), 0.0
+        for stamp, arrival in frames:
+            total += max(0.0, arrival - max(stamp + delay, before))
+            before = arrival
+        return delay, total / len(frames)

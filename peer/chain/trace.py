@@ -10,10 +10,17 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Protocol
 
 from protocol.errors import UsageError
 
-_LANES = ("inner step", "compute", "wait")
+_ROWS = ("inner step", "compute", "wait")
+
+
+class Trace(Protocol):
+    """Takes what a stage did, and when (time.perf_counter)."""
+
+    def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None: ...
 
 
 class TraceFile:
@@ -24,8 +31,8 @@ class TraceFile:
         self._spans: list[dict[str, object]] = [
             {"name": "process_name", "ph": "M", "pid": os.getpid(), "args": {"name": name}},
             *(
-                {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": i, "args": {"name": stripe}}
-                for i, stripe in enumerate(_LANES)
+                {"name": "thread_name", "ph": "M", "pid": os.getpid(), "tid": i, "args": {"name": row}}
+                for i, row in enumerate(_ROWS)
             ),
         ]
         try:
@@ -37,10 +44,10 @@ class TraceFile:
 
     def __call__(self, name: str, start: float, end: float, /, **facts: int | float) -> None:
         """A span from `start` to `end`, by time.perf_counter."""
-        stripe = "wait" if name.startswith("wait") else name if name in _LANES else "compute"
+        row = "wait" if name.startswith("wait") else name if name in _ROWS else "compute"
         span = {
             "name": name, "ph": "X", "ts": round((start + self._offset) * 1e6, 1), "dur": round((end - start) * 1e6, 1),
-            "pid": os.getpid(), "tid": _LANES.index(stripe), "args": facts,
+            "pid": os.getpid(), "tid": _ROWS.index(row), "args": facts,
         }  # fmt: skip
         self._spans.append(span)
 

@@ -253,15 +253,11 @@ class InnerLoop:
         plain, most = memory.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
         assert self._trainer is not None
         try:
-            await pipeline.run_steps(
-                self._trainer,
-                self._worker,
-                first_step=first_step,
-                steps=train.inner_steps,
+            setup = pipeline.StageSetup(
+                trainer=self._trainer,
+                worker=self._worker,
                 wires=(self.manifest.chains.forward, self.manifest.chains.backward),
                 timeout=STUCK_SECONDS,
-                previous=previous,
-                following=following,
                 windows=windows,
                 depth=self._depth[1] if self._depth[0] == spec.stages else memory.window(self.manifest),
                 plain_depth=plain,
@@ -270,7 +266,14 @@ class InnerLoop:
                 on_step=on_step,
                 trace=self._trace,
                 statistics=self._statistics,
-                stage_progress=stage_progress,
+            )
+            await pipeline.run_steps(
+                setup,
+                first_step=first_step,
+                steps=train.inner_steps,
+                previous=previous,
+                following=following,
+                progress=stage_progress,
                 resume=order.generation > 0,
             )
         finally:

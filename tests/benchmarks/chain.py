@@ -42,7 +42,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from peer.chain.connect import Patience, Pipes
+from peer.chain.connect import PATIENCE, Patience, Pipes
 from peer.chain.link import LIVENESS, Liveness
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net import p2p
@@ -187,7 +187,7 @@ async def joined(
     async def reach(peer: str) -> None:
         await transport.connect([addresses[peer]], timeout=60)
 
-    patience = Patience(dial=Patience().dial * clock)
+    patience = Patience(dial=PATIENCE.dial * clock)
     ours = Pipes(transport, reach, lambda peer: None, Uplink(limit), patience=patience, liveness=slowed(clock))
     await transport.serve(endpoints.PIPE, lambda stream: ours.serve(stream, 0))
     say(address=transport.addresses[0], peer=transport.peer_id)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peer.chain.pipeline import run_steps
+from peer.chain.pipeline import StageSetup, run_steps
 from peer.net.base import Stream, Traffic
 from peer.net.stream import FrameStream
 from peer.state.outer_optimizer import Outer
@@ -166,13 +166,13 @@ async def run(
     rng, queued = np.random.default_rng(0), 0
     shape = (trainer.train.step_rows, trainer.train.sequence + 1)
     windows = rng.integers(0, trainer.spec.vocab_size, shape)
-    worker = make_worker()
+    setup = StageSetup(
+        trainer=trainer, worker=make_worker(), wires=(wire, wire), timeout=TIMEOUT, windows=lambda step: windows,
+        depth=depth, plain_depth=plain, most_depth=depth,
+    )  # fmt: skip
     for step in range(1, ROUNDS + 1):
         before()
-        reports = await run_steps(
-            trainer, worker, first_step=step, steps=1, wires=(wire, wire), timeout=TIMEOUT, windows=lambda step: windows,
-            previous=previous, following=following, depth=depth, plain_depth=plain, most_depth=depth,
-        )  # fmt: skip
+        reports = await run_steps(setup, first_step=step, steps=1, previous=previous, following=following)
         queued = max(queued, reports[0].queued)
         after()
     return queued

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peer.chain.pipeline import run_steps
+from peer.chain.pipeline import StageSetup, run_steps
 from peer.training.trainer import StageTrainer, make_worker
 from protocol.codec import subspace
 from protocol.planning import pipeline_model
@@ -54,10 +54,9 @@ async def be_stage(stage: int, stages: int, steps: int, folder: Path) -> None:
 
     async with joined(stage, "127.0.0.1", folder) as (previous, following):
         torch.set_num_threads(2 // stages)
-        reports = await run_steps(
-            trainer, make_worker(2 // stages), first_step=1, steps=steps, wires=("bf16", "bf16"), timeout=300.0,
-            windows=windows, previous=previous, following=following,
-        )  # fmt: skip
+        worker = make_worker(2 // stages)
+        setup = StageSetup(trainer=trainer, worker=worker, wires=("bf16", "bf16"), timeout=300.0, windows=windows)
+        reports = await run_steps(setup, first_step=1, steps=steps, previous=previous, following=following)
         say(reports=plain(reports))
 
 

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from peer.chain import link
+from peer.chain import frames
 from peer.cli import main as cli
 from peer.demo import recipe
 from protocol.codec import boundary_formats, sparse
@@ -60,7 +60,7 @@ def main() -> int:
     wrong += payload != most if codec.indices == "fixed" else payload > min(most, (1 + PAYLOAD_TOLERANCE) * entropy)
 
     train, k = manifest.train, manifest.chains.rank[0]
-    framing = link.HEAD_BYTES / (train.rows * train.sequence)
+    framing = frames.HEAD_BYTES / (train.rows * train.sequence)
     for way, name in (("", manifest.chains.forward), ("backward_", manifest.chains.backward)):
         measured, formula = (
             result[f"boundary_{way}bytes_per_token"],

@@ -29,7 +29,8 @@ import msgpack
 import numpy as np
 import torch
 
-from peer.chain import link, quantize
+from peer.chain import frames as chain_frames
+from peer.chain import quantize
 from peer.demo import recipe
 from peer.log import reader
 from peer.net import address, directory, p2p
@@ -259,7 +260,7 @@ def _payloads() -> list[bytes]:
 
 # --- chains
 
-HEAD = link.Head(link.FORWARD, 0, 1, 1, 0, 2, 3, 64)
+HEAD = chain_frames.Head(chain_frames.FORWARD, 0, 1, 1, 0, 2, 3, 64)
 VALUES = (2, 3, 64)
 CPU = torch.device("cpu")
 
@@ -295,8 +296,8 @@ def pipe(raw: bytes) -> object:
     """What a stage does with a frame of its neighbour: header, then activations. The first byte chooses their format."""
     chosen = (raw or b"\0")[0] % len(boundary_formats.FORMATS)
     form = boundary_formats.FORMATS[chosen]
-    head, body = link.parse("fuzz", memoryview(raw)[1:])
-    link.compare("fuzz", head, body, HEAD._replace(code=chosen), quantize.size(VALUES, form))
+    head, body = chain_frames.parse("fuzz", memoryview(raw)[1:])
+    chain_frames.compare("fuzz", head, body, HEAD._replace(code=chosen), quantize.size(VALUES, form))
     check(bool(torch.isfinite(quantize.decode(body, VALUES, form, CPU)).all()), "a value is not finite")
     return form
 
@@ -306,7 +307,7 @@ PIPE = [
         bytes([i]) + HEAD._replace(code=i).pack() + quantize.encode(torch.linspace(-1, 1, 384).reshape(VALUES), form)
         for i, form in enumerate(boundary_formats.FORMATS)
     ),
-    b"\0" + link.Head(link.ABORT).pack() + KEY.peer_id.encode(),
+    b"\0" + chain_frames.Head(chain_frames.ABORT).pack() + KEY.peer_id.encode(),
 ]
 
 # --- blobs
@@ -531,7 +532,7 @@ TARGETS = [
     Target("sealed.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
     Target("encoding.decode_any", from_node, (MessageError,), [*ENCODED, *RECORDS, b"\0" + COMMIT], change_sealed, 3),
     Target("sparse.decode", payload, (PayloadError,), _payloads(), change_bytes, 12),
-    Target("pipeline frames", pipe, (link.ChainBroken, quantize.BadTensor), PIPE, change_bytes, 8),
+    Target("pipeline frames", pipe, (chain_frames.ChainBroken, quantize.BadTensor), PIPE, change_bytes, 8),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
     Target("log requests", call_request, (MessageError,), [encoding.encode(LogRequest(after=3))], change_msgpack, 4),

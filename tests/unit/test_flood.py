@@ -15,9 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from peer.chain import link
 from peer.chain.connect import Pipes
-from peer.chain.pipeline import ChainBroken, run_steps
+from peer.chain.frames import FORWARD, ChainBroken, Head
 from peer.net import p2p
 from peer.net.base import Timeout, Transport
 from peer.net.striped_stream import STRIPES
@@ -25,7 +24,7 @@ from peer.net.uplink import Uplink
 from peer.training.trainer import make_worker
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests.chains import SPEC, TRAIN, make_chain
+from tests.chains import SPEC, TRAIN, make_chain, steps_of
 from tests.unit.test_net import SOON, anything, run, socket_base, swarm
 
 socket_base = socket_base
@@ -68,10 +67,9 @@ def _stage(folder: Path, sockets: str, bootstrap: str, up: Connection) -> None:
         async def take() -> None:
             previous, _ = await pipes.neighbours(plan, 0, 0, 1)
             try:
-                await run_steps(
-                    make_chain((3,), 0, WIDE)[1], make_worker(), first_step=1, steps=1, wires=("fp32", "fp32"),
-                    timeout=SOON, windows=windows, previous=previous,
-                )  # fmt: skip
+                await steps_of(
+                    make_chain((3,), 0, WIDE)[1], make_worker(), timeout=SOON, windows=windows, previous=previous
+                )
             except ChainBroken as error:
                 up.send(error.peer)
 
@@ -113,7 +111,7 @@ def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path, s
                 async def flood() -> None:
                     nonlocal sent
                     while sent < FLOOD:
-                        await stream.send(link.Head(link.FORWARD).pack(), bytes(FRAME), timeout=3.0)
+                        await stream.send(Head(FORWARD).pack(), bytes(FRAME), timeout=3.0)
                         sent += 1
 
                 with pytest.raises(Timeout, match="read nothing"):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from peer.chain import link
-from peer.chain.link import Head, Link
+from peer.chain import frames, link
+from peer.chain.frames import Head
+from peer.chain.link import LIVENESS, Link, Liveness
+from peer.chain.timing import LinkClock
 from tests.chains import DEADLINE_S, Wired
 
 
-def _with_link(work: Callable[[Link, Any], Any], queue: int = 4) -> Any:
+def _with_link(work: Callable[[Link, Any], Any], queue: int = 4, liveness: Liveness = LIVENESS) -> Any:
     """Runs `work` with P1's link to P0 and P0's end of the stream."""
 
     async def main() -> Any:
@@ -23,8 +26,9 @@ def _with_link(work: Callable[[Link, Any], Any], queue: int = 4) -> Any:
                 return asyncio.get_running_loop().create_future()
 
             here = Link(
-                wired.previous[1], group, asyncio.Event(), decode, queue=queue, limit=1 << 20, timeout=DEADLINE_S
-            )
+                wired.previous[1], group, asyncio.Event(), decode,
+                queue=queue, limit=1 << 20, timeout=DEADLINE_S, liveness=liveness,
+            )  # fmt: skip
             result = await work(here, wired.following[0])
             await here.stop()
             return result
@@ -39,7 +43,7 @@ def test_a_flood_is_held_back() -> None:
         async def send() -> None:
             nonlocal sent
             while True:
-                await other.send(Head(link.FORWARD).pack(), bytes(1 << 18))
+                await other.send(Head(frames.FORWARD).pack(), bytes(1 << 18))
                 sent += 1
 
         sending = asyncio.create_task(send())
@@ -59,58 +63,55 @@ def test_a_flood_is_held_back() -> None:
 def test_latency_and_transfer_are_told_from_waiting_whatever_the_clocks_say() -> None:
     latency, transfer = 0.025, 0.3
 
-    async def measure(here: Link, other: Any) -> tuple[float, float]:
-        here._delays.extend((offset + latency + 0.004, offset + latency))
-        arrivals = (0.3, 0.6, 0.9, 2.3)  # three were handed over at once, the last when the link had been idle
-        here._times = [
-            (sent, offset + latency + arrival) for sent, arrival in zip((0, 0, 0.1, 2), arrivals, strict=True)
-        ]
-        return here.measured()
-
     for offset in (-1e5, 0.0, 1e5):
-        delay, seconds = _with_link(measure)
+        clock = LinkClock(most_trip=10.0)
+        for late in (0.004, 0.0):
+            clock.small(0.0, offset + latency + late)
+        arrivals = (0.3, 0.6, 0.9, 2.3)  # three were handed over at once, the last when the link had been idle
+        for sent, arrival in zip((0, 0, 0.1, 2), arrivals, strict=True):
+            clock.frame(sent, offset + latency + arrival)
+        delay, seconds = clock.measured()
+        assert clock.measured() == (0.0, 0.0), "the next step begins"
         assert delay == pytest.approx(offset + latency, abs=1e-6)
         assert seconds == pytest.approx(transfer, abs=1e-6)
 
 
 def test_a_ping_is_echoed_and_both_sides_learn_the_way() -> None:
     async def ping(here: Link, other: Any) -> Head:
-        await other.send(Head(link.PING, stamp=1.0).pack())
-        head = Head(link.BEAT)
-        while head.kind == link.BEAT:  # on a busy machine
-            head, body = link.parse("P1", memoryview(await other.recv()))
+        await other.send(Head(frames.PING, stamp=1.0).pack())
+        head = Head(frames.BEAT)
+        while head.kind == frames.BEAT:  # on a busy machine
+            head, body = frames.parse("P1", memoryview(await other.recv()))
         assert not body
-        assert len(here._delays) == 1
         assert not here.ready, "it is no frame to wait for"
+        here.clock.frame(1.0, 2.0)
+        assert here.clock.measured()[0] != 0.0, "the way is known"
         return head
 
     head = _with_link(ping)
-    assert head.kind == link.ECHO
+    assert head.kind == frames.ECHO
     assert head.stamp > 0
 
 
 @pytest.mark.parametrize("pings", [True, False])
-def test_a_neighbour_far_away_may_be_silent_for_longer(pings: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_neighbour_far_away_may_be_silent_for_longer(pings: bool) -> None:
     """A TCP time-out is several round trips, and nothing comes meanwhile."""
-    monkeypatch.setattr(link, "BEAT_S", 0.05)
-    monkeypatch.setattr(link, "SILENT_S", 0.1)
 
     async def silence(here: Link, other: Any) -> str:
         if pings:  # it is told
-            await other.send(Head(link.PING, check=500_000).pack())
+            await other.send(Head(frames.PING, check=500_000).pack())
         else:  # it finds out
             here.ping()
-            while Head(*link._HEAD.unpack_from(await other.recv())).kind != link.PING:
+            while Head.unpack(await other.recv()).kind != frames.PING:
                 pass
-            here._pinged -= 0.5
-            await other.send(Head(link.ECHO).pack())
+            here.clock.pinged(time.perf_counter() - 0.5)
+            await other.send(Head(frames.ECHO).pack())
         while here.failed is None:
-            here._arrived.clear()
-            await here._arrived.wait()
+            await asyncio.sleep(0.01)
         return here.failed.reason
 
-    told = _with_link(silence)
-    assert 0.5 * link.TRIPS < float(told.split()[-2]) < link.LONGEST_SILENT_S
+    told = _with_link(silence, liveness=Liveness(beat_s=0.05, silent_s=0.1))
+    assert 0.5 * link.TRIPS < float(told.split()[-2]) < LIVENESS.longest_s
 
 
 def test_the_neighbour_learns_the_round_trip_with_the_next_ping() -> None:
@@ -118,11 +119,11 @@ def test_the_neighbour_learns_the_round_trip_with_the_next_ping() -> None:
         found = []
         for _ in range(2):
             here.ping()
-            while (head := Head(*link._HEAD.unpack_from(await other.recv()))).kind != link.PING:
+            while (head := Head.unpack(await other.recv())).kind != frames.PING:
                 pass
             found.append(head.check)
-            await other.send(Head(link.ECHO).pack())
-            while here._trip == 0.0:
+            await other.send(Head(frames.ECHO).pack())
+            while here.clock.trip == 0.0:
                 await asyncio.sleep(0)
         return found
 

@@ -13,17 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.chain import link
+from peer.chain import frames
 from peer.chain.activation_stats import Statistics
-from peer.chain.pipeline import ChainBroken, run_steps
+from peer.chain.pipeline import ChainBroken
 from peer.chain.timing import StepReport
 from peer.training.trainer import StageTrainer
 from protocol.codec.subspace import basis
 from protocol.errors import LocalError, UsageError
-from protocol.planning import pipeline_model
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from tests.chains import DEADLINE_S, SPEC, TRAIN, Wired, make_chain, random_theta, run_chain, windows_of, worker
+from tests.chains import (
+    DEADLINE_S,
+    SPEC,
+    TRAIN,
+    Wired,
+    make_chain,
+    random_theta,
+    run_chain,
+    steps_of,
+    windows_of,
+    worker,
+)
 
 
 def test_bytes_per_token() -> None:
@@ -43,12 +53,16 @@ def test_bytes_per_token() -> None:
 
 def test_the_first_stage_bounds_what_is_under_way() -> None:
     class Counting(StageTrainer):
-        most = 0
+        most = under_way = 0
 
         def forward(self, *args: Any, **options: Any) -> Any:
-            out = super().forward(*args, **options)
-            self.most = max(self.most, len(self._kept))
-            return out
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            return super().forward(*args, **options)
+
+        def backward(self, *args: Any) -> Any:
+            self.under_way -= 1
+            return super().backward(*args)
 
     names = layout.shard_names(SPEC)
     train = dataclasses.replace(TRAIN, micro_batches=8)
@@ -84,16 +98,14 @@ def _outcomes(cuts: tuple[int, ...], disturb: Callable[[Wired, list[asyncio.Task
         async with asyncio.timeout(DEADLINE_S), Wired(len(chain)) as wired:
             tasks = [
                 asyncio.create_task(
-                    run_steps(
+                    steps_of(
                         trainer,
                         worker(i),
                         first_step=1,
                         steps=10**9,
                         wires=("bf16", "bf16"),
-                        timeout=DEADLINE_S,
                         previous=wired.previous[i],
                         following=wired.following[i],
-                        windows=windows_of(),
                         on_step=None if i else on_step,
                     )
                 )
@@ -146,10 +158,10 @@ def test_a_failing_member_tells_its_neighbours_and_can_start_again() -> None:
     np.testing.assert_array_equal(chain[1].delta("head")[1], steady[1].delta("head")[1])
 
 
-def _frame(kind: int = link.FORWARD, **changes: Any) -> bytes:
+def _frame(kind: int = frames.FORWARD, **changes: Any) -> bytes:
     """Header of a frame that P0 may send, but for the changes."""
     ids = windows_of()(1).reshape(TRAIN.micro_batches, -1)[changes.get("micro", 0)]
-    head = link.Head(kind, 1, 2, 1, 0, TRAIN.rows, TRAIN.sequence, 8, zlib.crc32(ids.astype("<i8").tobytes()))
+    head = frames.Head(kind, 1, 2, 1, 0, TRAIN.rows, TRAIN.sequence, 8, zlib.crc32(ids.astype("<i8").tobytes()))
     return head._replace(**changes).pack()
 
 
@@ -159,7 +171,7 @@ def _body(z: float = 0.5) -> bytes:
 
 def _hears(
     stage: int,
-    frames: list[bytes],
+    sent: list[bytes],
     timeout: float = DEADLINE_S,
     after: int = 0,
     statistics: Statistics | None = None,
@@ -173,23 +185,19 @@ def _hears(
             async def talk() -> None:
                 heard = 0
                 while heard < after:
-                    heard += link.parse("us", memoryview(await other.recv()))[0].kind != link.BEAT
-                for frame in frames:
+                    heard += frames.parse("us", memoryview(await other.recv()))[0].kind != frames.BEAT
+                for frame in sent:
                     await other.send(frame)
 
             group.create_task(talk())
             with pytest.raises(ChainBroken) as caught:
-                await run_steps(
+                await steps_of(
                     make_chain((3,), 8)[stage],
                     worker(stage),
-                    first_step=1,
-                    steps=1,
-                    wires=("fp32", "fp32"),
                     timeout=timeout,
-                    windows=windows_of(),
                     previous=wired.previous[1] if stage else None,
                     following=None if stage else wired.following[0],
-                    statistics=statistics,
+                    statistics=statistics or Statistics(),
                 )
         return caught.value
 
@@ -200,10 +208,10 @@ GOOD = [_frame(micro=i) + _body() for i in range(TRAIN.micro_batches)]
 
 
 @pytest.mark.parametrize(
-    ("frames", "reason"),
+    ("sent", "reason"),
     [
         ([b""], "a frame of 0 bytes"),
-        ([_frame()[:-1]], f"a frame of {link.HEAD_BYTES - 1} bytes"),
+        ([_frame()[:-1]], f"a frame of {frames.HEAD_BYTES - 1} bytes"),
         ([_frame(step=2) + _body()], "step=2"),
         ([_frame(micro=1) + _body()], "micro=1"),
         ([_frame(width=7) + _body()], "width=7"),
@@ -216,15 +224,15 @@ GOOD = [_frame(micro=i) + _body() for i in range(TRAIN.micro_batches)]
         ([_frame() + _body() + bytes(1 << 16)], "at most"),
         ([_frame() + _body(z=math.nan)], "bad activations: values are not finite"),
         ([_frame() + _body(z=2.0**20 + 1)], "bad activations: a value has magnitude 1.05e+06, at most 1048576"),
-        ([*GOOD, link.Head(link.TOTAL, step=1).pack() + struct.pack(">Bdd", 0, -1, 1)], "impossible total"),
-        ([*GOOD, link.Head(link.TOTAL, step=1).pack() + struct.pack(">Bdd", 0, 1, math.inf)], "impossible total"),
-        ([*GOOD, link.Head(link.TOTAL, step=2).pack() + struct.pack(">Bdd", 0, 1, 1)], "step=2"),
-        ([link.Head(link.ABORT).pack()], "left the chain"),
-        ([link.Head(link.ABORT).pack() + b"\x1b[2J\xff"], "left the chain"),
+        ([*GOOD, frames.Head(frames.TOTAL, step=1).pack() + struct.pack(">Bdd", 0, -1, 1)], "impossible total"),
+        ([*GOOD, frames.Head(frames.TOTAL, step=1).pack() + struct.pack(">Bdd", 0, 1, math.inf)], "impossible total"),
+        ([*GOOD, frames.Head(frames.TOTAL, step=2).pack() + struct.pack(">Bdd", 0, 1, 1)], "step=2"),
+        ([frames.Head(frames.ABORT).pack()], "left the chain"),
+        ([frames.Head(frames.ABORT).pack() + b"\x1b[2J\xff"], "left the chain"),
     ],
 )
-def test_malformed_data_blames_the_sender(frames: list[bytes], reason: str) -> None:
-    error = _hears(1, frames)
+def test_malformed_data_blames_the_sender(sent: list[bytes], reason: str) -> None:
+    error = _hears(1, sent)
     assert error.peer == "P0"
     assert reason in error.reason
     assert "\x1b" not in str(error)
@@ -235,19 +243,19 @@ def test_malformed_data_blames_the_sender(frames: list[bytes], reason: str) -> N
 def test_a_refused_frame_is_counted_beside_those_before_it(bad: bytes) -> None:
     statistics = Statistics()
     assert _hears(1, [GOOD[0], bad], statistics=statistics).peer == "P0"
-    running = statistics.of("P0", link.FORWARD, 8)
+    running = statistics.of("P0", frames.FORWARD, 8)
     assert (running.frames, running.refused) == (1, 1)
     assert (running.rms, running.largest) == (0.5, 0.5)
 
 
 def test_who_leaves_sent_nothing_that_was_refused() -> None:
     statistics = Statistics()
-    _hears(1, [GOOD[0], link.Head(link.ABORT).pack()], statistics=statistics)
-    assert statistics.of("P0", link.FORWARD, 8).refused == 0
+    _hears(1, [GOOD[0], frames.Head(frames.ABORT).pack()], statistics=statistics)
+    assert statistics.of("P0", frames.FORWARD, 8).refused == 0
 
 
 def _norms(*sums: float, wish: int = 0, loss: float = 1.0, measured: bytes = b"", width: int = 3) -> bytes:
-    head = link.Head(link.NORM, step=1, width=width).pack()
+    head = frames.Head(frames.NORM, step=1, width=width).pack()
     return head + struct.pack(f">Bd{len(sums)}d", wish, loss, *sums) + (measured or _measured())
 
 
@@ -255,14 +263,14 @@ def _measured(forward: float = 1.0, plain: int = 1) -> bytes:
     return struct.pack(">6dII", forward, 1, 1, 1, 1, 1, plain, 1)
 
 
-BACK = [_frame(link.BACKWARD, micro=i) + _body() for i in range(TRAIN.micro_batches)]
+BACK = [_frame(frames.BACKWARD, micro=i) + _body() for i in range(TRAIN.micro_batches)]
 
 
 @pytest.mark.parametrize(
-    ("frames", "reason"),
+    ("sent", "reason"),
     [
-        ([_frame(link.BACKWARD) + _body(math.inf)], "bad gradients: values are not finite"),
-        ([_frame(link.BACKWARD) + _body(-1e9)], "bad gradients: a value has magnitude 1e+09"),
+        ([_frame(frames.BACKWARD) + _body(math.inf)], "bad gradients: values are not finite"),
+        ([_frame(frames.BACKWARD) + _body(-1e9)], "bad gradients: a value has magnitude 1e+09"),
         ([_frame() + _body()], "not Head(kind=2"),
         ([*BACK, _norms(1, -1, 1)], "impossible gradient norms"),
         ([*BACK, _norms(1, 1, 1, loss=math.nan)], "impossible gradient norms"),
@@ -274,8 +282,8 @@ BACK = [_frame(link.BACKWARD, micro=i) + _body() for i in range(TRAIN.micro_batc
         ([*BACK, _norms(1, 1, 1, measured=_measured() + _measured(plain=0))], "impossible measurements"),
     ],
 )
-def test_malformed_answers_blame_the_sender(frames: list[bytes], reason: str) -> None:
-    error = _hears(0, frames, after=1 + TRAIN.micro_batches)  # a ping and all activations
+def test_malformed_answers_blame_the_sender(sent: list[bytes], reason: str) -> None:
+    error = _hears(0, sent, after=1 + TRAIN.micro_batches)  # a ping and all activations
     assert error.peer == "P1"
     assert reason in error.reason
 
@@ -296,16 +304,7 @@ def test_wrong_use_is_refused() -> None:
     whole = make_chain((), 0)[0]
 
     async def run(trainer: StageTrainer, **changes: Any) -> None:
-        await run_steps(
-            trainer,
-            worker(0),
-            first_step=1,
-            steps=1,
-            wires=("fp32", "fp32"),
-            timeout=1.0,
-            windows=windows_of(),
-            **changes,
-        )
+        await steps_of(trainer, worker(0), timeout=1.0, **changes)
 
     with pytest.raises(LocalError, match="at least one micro-batch"):
         asyncio.run(run(whole, depth=0))
@@ -321,11 +320,15 @@ def test_wrong_use_is_refused() -> None:
         asyncio.run(too_large())
 
 
-def test_the_depth_follows_what_the_stages_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_depth_follows_what_the_stages_measured() -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(pipeline_model, "pick_depth", lambda *measured: asked.append(measured) or 2)
+
+    def pick_depth(*measured: Any) -> int:
+        asked.append(measured)
+        return 2
+
     chain = make_chain((1, 4), 8)
-    reports = asyncio.run(run_chain(chain, steps=2, depth=3, most_depth=3))
+    reports = asyncio.run(run_chain(chain, steps=2, depth=3, most_depth=3, pick_depth=pick_depth))
     assert [report.depth for report in reports[0]] == [3, 2]
     assert [report.depth for report in reports[2]] == [3, 2]
     assert [[len(report.stage_seconds_per_microbatch) for report in stage] for stage in reports] == [

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from peer.chain import connect, link
-from peer.chain.connect import Pipes
-from peer.chain.link import ChainBroken
+from peer.chain.connect import MAX_PIPES, PATIENCE, Patience, Pipes
+from peer.chain.frames import BEAT, ChainBroken, Head
+from peer.chain.link import Liveness
 from peer.net.base import Closed
 from peer.net.memory import MemoryNetwork
 from peer.net.striped_stream import SLICE, STRIPES, StripedStream
@@ -26,12 +26,11 @@ PLAN = Plan(
 )
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "BEAT_S", 0.02)
-
-
-def run(story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]], limit: int | None = None) -> Any:
+def run(
+    story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]],
+    limit: int | None = None,
+    patience: Patience = PATIENCE,
+) -> Any:
     """`story` with everybody's pipes; they have applied round 3. `limit`: of each uplink, bits per second."""
 
     async def main() -> Any:
@@ -43,7 +42,9 @@ def run(story: Callable[[dict[str, Pipes], MemoryNetwork], Awaitable[Any]], limi
             async def reach(peer: str, here: Any = transport) -> None:
                 await here.connect([f"/memory/p2p/{peer}"], timeout=1.0)
 
-            mine = Pipes(transport, reach, lambda peer: None, Uplink(limit))
+            mine = Pipes(
+                transport, reach, lambda peer: None, Uplink(limit), patience=patience, liveness=Liveness(beat_s=0.02)
+            )
             await transport.serve(endpoints.PIPE, lambda stream, mine=mine: mine.serve(stream, 3))
             made[name] = mine
         async with asyncio.timeout(30):
@@ -66,7 +67,7 @@ def test_neighbours_find_each_other_whoever_comes_first() -> None:
             await here.send(b"frame")
             frame = await there.recv()
             while frame != b"frame":
-                assert link.Head(*link._HEAD.unpack_from(frame)).kind == link.BEAT
+                assert Head.unpack(frame).kind == BEAT
                 frame = await there.recv()
 
     run(story)
@@ -94,7 +95,7 @@ def test_who_is_not_ready_gives_signs_of_life() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
         stream = (await made["a"].neighbours(PLAN, 0, 0, 0))[1]  # b has not begun
         for _ in range(3):
-            assert await kind(stream) == link.BEAT
+            assert await kind(stream) == BEAT
         dialled = dict[int, Any]()
 
         async def serve(stream: Any) -> None:
@@ -105,12 +106,12 @@ def test_who_is_not_ready_gives_signs_of_life() -> None:
         waits = asyncio.create_task(made["b"].neighbours(PLAN, 0, 1, 1))  # b has, and waits for a
         while len(dialled) < STRIPES:
             await asyncio.sleep(0)
-        assert await kind(StripedStream([dialled[i] for i in range(STRIPES)])) == link.BEAT
+        assert await kind(StripedStream([dialled[i] for i in range(STRIPES)])) == BEAT
         waits.cancel()
         await asyncio.gather(waits, return_exceptions=True)
 
     async def kind(stream: Any) -> int:
-        return link.Head(*link._HEAD.unpack_from(await stream.recv())).kind
+        return Head.unpack(await stream.recv()).kind
 
     run(story)
 
@@ -132,10 +133,7 @@ def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
     run(story)
 
 
-def test_who_cannot_be_reached_is_named_and_nothing_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "DIAL_SECONDS", 0.1)
-    monkeypatch.setattr(connect, "RECONFIGURED_SECONDS", 0.2)
-
+def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
         await network.peers["c"].aclose()
         with pytest.raises(ChainBroken) as caught:
@@ -146,7 +144,7 @@ def test_who_cannot_be_reached_is_named_and_nothing_stays_open(monkeypatch: pyte
         assert (caught.value.peer, caught.value.reason) == ("a", "did not dial for 0.2 s")
 
     two = ReplicaSpec(rank=4, stages=PLAN.replicas[0].stages[:2])
-    run(story)
+    run(story, patience=Patience(dial=0.1, reconfigured=0.2))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,7 @@ def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> N
         halves = [await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(STRIPES - 1)]
         for stripe, half in enumerate(halves):
             await half.send(framing.pack_message({"round": 4, "generation": 0, "replica": 0, "stripe": stripe}))
-        while len(made["b"]._stripes.get((4, 0, 0, "a"), ())) < STRIPES - 1:
+        while made["b"].waiting < STRIPES - 1:
             await asyncio.sleep(0)
         found = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
         for half in halves:
@@ -178,22 +176,20 @@ def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> N
                 await half.recv()
         await found[0][1].send(bytes(STRIPES * SLICE))
         while len(frame := await found[1][0].recv()) != STRIPES * SLICE:
-            assert link.Head(*link._HEAD.unpack_from(frame)).kind == link.BEAT
+            assert Head.unpack(frame).kind == BEAT
 
     run(story)
 
 
 def test_waiting_pipes_are_bounded() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> int:
-        streams = [
-            await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(connect.MAX_PIPES + 4)
-        ]
+        streams = [await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(MAX_PIPES + 4)]
         for number, stream in enumerate(streams):
             await stream.send(framing.pack_message({"round": 4, "generation": number, "replica": 0, "stripe": 0}))
-            while len(made["b"]._incoming) <= min(number, connect.MAX_PIPES - 1):
+            while made["b"].waiting <= min(number, MAX_PIPES - 1):
                 await asyncio.sleep(0)
         with pytest.raises(Closed):
             await streams[-1].recv()
-        return len(made["b"]._incoming)
+        return made["b"].waiting
 
-    assert run(story) == connect.MAX_PIPES
+    assert run(story) == MAX_PIPES

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.chain import link
-from peer.chain.link import BACKWARD, DONE, FORWARD, NORM, TOTAL, ChainBroken, Head
-from peer.chain.pipeline import run_steps
-from peer.chain.progress import StageProgress, Total
+from peer.chain.frames import BACKWARD, DONE, FORWARD, NORM, RESUME, TOTAL, ChainBroken, Head
+from peer.chain.grad_norm import Total
+from peer.chain.link import Liveness
+from peer.chain.progress import StageProgress
 from peer.training.trainer import StageTrainer
-from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, windows_of, worker
+from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, steps_of, windows_of, worker
 
 CUTS, K, STEPS, HIT = (2, 3, 4), 8, 3, 2
 """A chain of four in a round of three steps, hit in the second."""
 LAST = len(CUTS)
+IMPATIENT = Liveness(beat_s=0.05, silent_s=0.5)
 
 
 class Fate:
@@ -41,7 +42,7 @@ class Fate:
         self.struck = asyncio.Event()
 
     async def meets(self, frame: bytes | memoryview, sends: bool) -> None:
-        head = Head(*link._HEAD.unpack_from(frame))
+        head = Head.unpack(frame)
         if (head.kind, (head.step, head.micro), sends) == (self.kind, self.at, self.sends):
             self.struck.set()
         await self.blocks()
@@ -70,21 +71,9 @@ class Hit:
         return frame
 
 
-def _stage(
-    trainer: StageTrainer, i: int, wired: Wired, stage_progress: StageProgress, **changes: Any
-) -> asyncio.Task[Any]:
+def _stage(trainer: StageTrainer, i: int, wired: Wired, progress: StageProgress, **changes: Any) -> asyncio.Task[Any]:
     options = {"previous": wired.previous[i], "following": wired.following[i], "windows": windows_of(), **changes}
-    work = run_steps(
-        trainer,
-        worker(i),
-        first_step=1,
-        steps=STEPS,
-        wires=("fp32", "fp32"),
-        timeout=DEADLINE_S,
-        depth=2,
-        stage_progress=stage_progress,
-        **options,
-    )
+    work = steps_of(trainer, worker(i), steps=STEPS, depth=2, progress=progress, liveness=IMPATIENT, **options)
     return asyncio.create_task(work)
 
 
@@ -116,12 +105,6 @@ def _fresh(position: int) -> Recording:
     return make_chain(CUTS, K)[position]
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "BEAT_S", 0.05)
-    monkeypatch.setattr(link, "SILENT_S", 0.5)
-
-
 @pytest.mark.parametrize("kill", [True, False], ids=["killed", "frozen"])
 @pytest.mark.parametrize("moment", ["forward", "backward", "norm", "total", "done"])
 @pytest.mark.parametrize("victim", range(LAST + 1))
@@ -140,8 +123,8 @@ def test_the_chain_goes_on_from_its_last_complete_step(victim: int, moment: str,
     plain[victim] = _fresh(victim)
     if complete < STEPS:
         asyncio.run(run_chain(plain, first_step=complete + 1, steps=STEPS - complete))
-    for ours, theirs, stage_progress in zip(chain, plain, standings, strict=True):
-        assert stage_progress.total.steps == STEPS == stage_progress.skipped + ours.steps
+    for ours, theirs, progress in zip(chain, plain, standings, strict=True):
+        assert progress.total.steps == STEPS == progress.skipped + ours.steps
         for shard in ours.shards:
             for a, b in zip(ours.delta(shard), theirs.delta(shard), strict=True):
                 np.testing.assert_array_equal(a, b)
@@ -163,7 +146,7 @@ def test_two_faults_in_one_round() -> None:
     asyncio.run(again())
     chain[0], standings[0] = _fresh(0), StageProgress()
     asyncio.run(_repaired(chain, standings))
-    assert [stage_progress.total.steps for stage_progress in standings] == [STEPS] * 4
+    assert [progress.total.steps for progress in standings] == [STEPS] * 4
     assert [trainer.steps for trainer in chain] == [STEPS - HIT, STEPS, STEPS - HIT, STEPS] or [
         trainer.steps for trainer in chain
     ] == [STEPS - HIT + 1, STEPS, STEPS - HIT + 1, STEPS]
@@ -189,7 +172,7 @@ def test_nobody_goes_on_behind_what_is_done() -> None:
         async with asyncio.timeout(DEADLINE_S), Wired(2) as wired:
             task = _stage(chain[1], 1, wired, standings[1], resume=True)
             await wired.following[0].recv()
-            await wired.following[0].send(Head(link.RESUME).pack(), bytes(21))
+            await wired.following[0].send(Head(RESUME).pack(), bytes(21))
             return (await asyncio.gather(task, return_exceptions=True))[0]
 
     error = asyncio.run(lie())
@@ -200,7 +183,7 @@ def test_nobody_goes_on_behind_what_is_done() -> None:
 # --- signs of life
 
 
-def test_a_frame_that_takes_long_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_takes_long_is_no_silence() -> None:
     """The bytes of an unfinished frame count: here one frame takes four times as long as a neighbour may be silent."""
     train = dataclasses.replace(TRAIN, rows=8)
 
@@ -212,7 +195,7 @@ def test_a_frame_that_takes_long_is_no_silence(monkeypatch: pytest.MonkeyPatch) 
             return getattr(self.stream, name)
 
         async def send(self, head: bytes, *body: Any, **options: Any) -> None:
-            if Head(*link._HEAD.unpack_from(head)).kind == FORWARD and not self.slowed:
+            if Head.unpack(head).kind == FORWARD and not self.slowed:
                 self.slowed = True
                 write = self.stream._writer.write
 
@@ -226,7 +209,7 @@ def test_a_frame_that_takes_long_is_no_silence(monkeypatch: pytest.MonkeyPatch) 
                 whole = b"".join(parts)
                 for at in range(0, len(whole), -(-len(whole) // 20)):
                     write(whole[at : at + -(-len(whole) // 20)])
-                    await asyncio.sleep(4 * link.SILENT_S / 20)
+                    await asyncio.sleep(4 * IMPATIENT.silent_s / 20)
             else:
                 await self.stream.send(head, *body, **options)
 
@@ -241,4 +224,4 @@ def test_a_frame_that_takes_long_is_no_silence(monkeypatch: pytest.MonkeyPatch) 
 
     first, _ = asyncio.run(main())
     assert len(first) == STEPS
-    assert max(report.seconds for report in first) > 4 * link.SILENT_S
+    assert max(report.seconds for report in first) > 4 * IMPATIENT.silent_s

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from peer.chain import link, quantize
+from peer.chain import frames, quantize
 from peer.chain.activation_stats import EVERY, MEMORY, MOST, Measure, Running, Statistics, measure
 from protocol.codec import boundary_formats
-from tests.chains import SPEC, TRAIN, make_chain, run_chain
+from tests.chains import SPEC, TRAIN, Recording, make_chain, run_chain
 
 CPU = torch.device("cpu")
 
@@ -47,14 +48,14 @@ def test_the_mean_is_plain_at_first_and_forgets_later() -> None:
 
 def test_boundaries_are_told_apart_and_not_more_than_bounded() -> None:
     statistics = Statistics()
-    first = statistics.of("P0", link.FORWARD, 8)
+    first = statistics.of("P0", frames.FORWARD, 8)
     first.add(Measure(2.0, 1.0))
-    assert statistics.of("P0", link.FORWARD, 8) is first
-    others = [("P1", link.FORWARD, 8), ("P0", link.BACKWARD, 8), ("P0", link.FORWARD, 16)]
+    assert statistics.of("P0", frames.FORWARD, 8) is first
+    others = [("P1", frames.FORWARD, 8), ("P0", frames.BACKWARD, 8), ("P0", frames.FORWARD, 16)]
     assert [statistics.of(*other).frames for other in others] == [0, 0, 0]
     for i in range(MOST):
-        statistics.of(f"Q{i}", link.FORWARD, 8)
-    assert statistics.of("P0", link.FORWARD, 8).frames == 0, "the oldest was forgotten"
+        statistics.of(f"Q{i}", frames.FORWARD, 8)
+    assert statistics.of("P0", frames.FORWARD, 8).frames == 0, "the oldest was forgotten"
 
 
 def test_a_chain_reports_what_came() -> None:
@@ -70,16 +71,22 @@ def test_a_chain_reports_what_came() -> None:
     assert reports[1][0].activations.frames == TRAIN.micro_batches, "a report does not change afterwards"
 
 
-def test_the_numbers_are_those_of_the_tensors_that_were_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_numbers_are_those_of_the_tensors_that_were_sent() -> None:
     sent: list[torch.Tensor] = []
-    encode = quantize.encode
 
-    def spied(x: torch.Tensor, wire: str) -> bytes:
-        sent.append(x.clone())
-        return encode(x, wire)
+    class Telling(Recording):
+        def forward(self, *args: Any, **options: Any) -> Any:
+            return self.tell(super().forward(*args, **options))
 
-    monkeypatch.setattr(quantize, "encode", spied)
-    chain = make_chain((SPEC.n_layers + 1,), 8)  # the head alone: gradients are those of its loss
+        def backward(self, *args: Any) -> Any:
+            return self.tell(super().backward(*args))
+
+        def tell(self, out: Any) -> Any:
+            if isinstance(out, torch.Tensor):
+                sent.append(out.clone())
+            return out
+
+    chain = make_chain((SPEC.n_layers + 1,), 8, kind=Telling)  # the head alone: gradients are those of its loss
     first, last = asyncio.run(run_chain(chain, wires=("fp32", "fp32")))
     assert first[0].gradients is not None
     assert last[0].activations is not None

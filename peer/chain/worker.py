@@ -1,0 +1,73 @@
+"""A stage's worker thread: the model's work runs there, one job after the other, and every job is timed.
+
+A job that outlives a cancelled run ends before any later one begins, because there is one thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from peer.chain import quantize
+from peer.chain.frames import BACKWARD, FORWARD
+from peer.chain.trace import Trace
+from peer.training.trainer import StageTrainer
+from protocol.errors import LocalError
+
+T = TypeVar("T")
+OTHER = 0
+"""The kind of a job that is neither a forward nor a backward."""
+_NOTED_S = 1e-4
+"""Shorter waits are not worth a line in the trace."""
+
+
+class TimedWorker:
+    """`seconds`: what the jobs of this inner step took, by kind; `waits`: how long the worker waited for a forward and for a backward.
+    `executor` has one thread."""
+
+    def __init__(self, trainer: StageTrainer, executor: Executor, trace: Trace | None) -> None:
+        self.executor = executor
+        self.seconds: dict[int, float] = {}
+        self.waits: dict[int, float] = {}
+        self._trainer, self._trace = trainer, trace
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Counts from 0 again."""
+        self.seconds = {FORWARD: 0.0, BACKWARD: 0.0, OTHER: 0.0}
+        self.waits = {FORWARD: 0.0, BACKWARD: 0.0}
+
+    async def run(self, kind: int, work: Callable[..., T], *args: object) -> T:
+        """The result of `work` on the worker thread. Raises like `timed`."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, self.timed(kind, work, *args))
+
+    def timed(self, kind: int, work: Callable[..., T], *args: object) -> Callable[[], T]:
+        """For the worker thread: `work`, measured. What torch raises (no memory left, most often) becomes a LocalError."""
+
+        def timed() -> T:
+            start = time.perf_counter()
+            try:
+                done = work(*args)
+                self._trainer.synchronize()
+                return done
+            except (RuntimeError, MemoryError) as error:
+                reason = (str(error).splitlines() or ["out of memory"])[0]
+                raise LocalError(f"training: {reason}; lower the resources you offer, or restart") from error
+            except quantize.BadTensor as error:
+                raise LocalError(f"training: {error}; this is a bug") from error
+            finally:
+                end = time.perf_counter()
+                self.seconds[kind] += end - start
+                if self._trace is not None:
+                    self._trace(work.__name__.strip("_"), start, end)
+
+        return timed
+
+    def waited(self, kind: int, start: float, end: float) -> None:
+        """The worker had nothing to do between these times (time.perf_counter), until a job of this kind."""
+        self.waits[kind] += end - start
+        if self._trace is not None and end - start > _NOTED_S:
+            self._trace("wait for forward" if kind == FORWARD else "wait for backward", start, end)
