@@ -55,7 +55,9 @@ class LeftOut:
     """A planned replica whose work is not in the commit, and why."""
 
     replica: int
+    """Its number in the round's plan."""
     reason: str
+    """Why, for a reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +65,9 @@ class Diverged:
     """A peer whose digest of `shard` after the previous round differs from the majority's."""
 
     peer: str
+    """Who."""
     shard: str
+    """In what."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
-    """One peer's blocks `first <= i < last`. The stage with block 0 has `embed` too, the one with the last has `head`."""
+    """One peer's part of a replica. The stage with block 0 has `embed` too, the one with the last block has `head`."""
 
     peer: str
+    """Who trains it."""
     first: int
+    """Its first block."""
     last: int
+    """The block after its last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
-    """One replica: a full peer (one stage) or a chain; `rank`: values per token at its boundaries, 0 = uncompressed."""
+    """One replica: a full peer (one stage) or a chain."""
 
     rank: int
+    """Values per token that cross a chain's boundaries; 0: all of them."""
     stages: tuple[StageSpec, ...]
+    """Its stages, the one with block 0 first."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -42,12 +47,16 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Who does what in `round`. `slot`: the first window of training text of the round (see protocol/run/data_order.py)."""
+    """Who does what in a round."""
 
     round: int
+    """The round."""
     slot: int
+    """The first window of training text of the round (protocol/run/data_order.py)."""
     replicas: tuple[ReplicaSpec, ...]
+    """The replicas; their numbers are their places here."""
     spares: tuple[str, ...] = ()
+    """Peers that wait to take the place of a member of a chain that is lost."""
 
     def replica_of(self, peer: str) -> int | None:
         """The index of the replica that `peer` is a member of."""

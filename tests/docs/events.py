@@ -1,0 +1,135 @@
+"""docs/events.md, made from the types of events: `python -m tests.docs.events` writes it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from peer import events
+from peer.events import node, volunteer
+from peer.ui.snapshot import Snapshot
+
+PATH = Path(__file__).parents[2] / "docs" / "events.md"
+HEAD = """# Events
+
+<!-- made by `python -m tests.docs.events` from the types in peer/events; do not edit -->
+
+With `--json` every process of Potluck prints what happens as lines of JSON, one event a line:
+
+```json
+{example}
+```
+
+`time` is in Unix seconds. `source` says which process it is: a peer by its peer id, `bootstrap`, or `monitor`.
+`event` is the kind; the other fields are the kind's own, in the tables below. Amounts are in bytes, seconds, bits per
+second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the first plan), and inner steps from 1 in
+each round; replicas, stages and blocks count from 0. Peers are named by their peer ids. A reader must pass over fields
+and kinds that it does not know.
+
+`potluck monitor --json` prints the run as of now instead: [one object](#what-potluck-monitor---json-prints).
+"""
+EXAMPLE = events.Event(1763820000.5, "bootstrap", events.Gone(peer="12D3KooW…"))
+_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
+
+
+def documentation() -> str:
+    """The whole document."""
+    kinds = list(events.KINDS.values())
+    parts: list[str] = [HEAD.format(example=EXAMPLE.to_json().encode().decode("unicode_escape"))]
+    for title, module in (("What a bootstrap node tells", node), ("What a peer tells", volunteer)):
+        parts.append(f"## {title}\n")
+        told = [kind for kind in kinds if kind.__module__ == module.__name__]
+        parts += [_section(f"`{events.kind_of(kind)}`", kind) for kind in told]
+    parts.append("## What `potluck monitor --json` prints\n")
+    parts.append(_section("The object", Snapshot))
+    parts.append("## The parts of these\n")
+    named: list[type] = []
+    for owner in (*kinds, Snapshot):
+        _collect(owner, named)
+    made = sorted(set(named) - set(kinds), key=lambda part: part.__name__)
+    parts += [_section(f"Object `{part.__name__}`", part) for part in made]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _section(title: str, cls: type) -> str:
+    hints = typing.get_type_hints(cls)
+    rows = "".join(
+        f"| `{field.name}` | {_type(hints[field.name])} | {meaning(cls, field.name)} |\n"
+        for field in dataclasses.fields(cls)
+    )
+    about = textwrap.fill(" ".join((inspect.getdoc(cls) or "").split()), 120)
+    return f"### {title}\n\n{about}\n\n| field | type | meaning |\n|---|---|---|\n{rows}"
+
+
+def _type(hint: Any) -> str:
+    """A field's type as JSON has it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_type(one) for one in inner)
+    if origin is tuple:
+        return f"list of {_types(inner[0])}"
+    if origin is dict:
+        return f"{_types(inner[1])} by name"
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return f"[{hint.__name__}](#object-{hint.__name__.lower()})"
+    return _WORDS[hint]
+
+
+def _types(hint: Any) -> str:
+    """Several of a type."""
+    return _type(hint) + ("s" if hint in _WORDS else "")
+
+
+def _collect(hint: Any, into: list[type]) -> None:
+    """The dataclasses that a dataclass is made of."""
+    for inner in typing.get_args(hint):
+        _collect(inner, into)
+    if dataclasses.is_dataclass(hint):
+        for part in typing.get_type_hints(hint).values():
+            _collect(part, into)
+        assert isinstance(hint, type)
+        if hint is not Snapshot:
+            into.append(hint)
+
+
+def meaning(cls: type, field: str) -> str:
+    """The docstring under a field, in the class or one that it extends. Raises LookupError where there is none."""
+    for owner in cls.__mro__:
+        found = _docstrings(sys.modules[owner.__module__]).get((owner.__name__, field))
+        if found is not None:
+            return " ".join(found.split()).replace("|", "\\|")
+    raise LookupError(f"{cls.__name__}.{field} has no docstring")
+
+
+@functools.cache
+def _docstrings(module: types.ModuleType) -> dict[tuple[str, str], str]:
+    """The docstrings of all fields of a module's classes, by class and field."""
+    if module.__name__ == "builtins":
+        return {}
+    return {
+        (owner.name, name): text
+        for owner in ast.parse(inspect.getsource(module)).body
+        if isinstance(owner, ast.ClassDef)
+        for name, text in _under_fields(owner)
+    }
+
+
+def _under_fields(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for above, below in zip(owner.body, owner.body[1:], strict=False):
+        match above, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, text
+
+
+if __name__ == "__main__":
+    PATH.write_text(documentation(), encoding="utf-8")
