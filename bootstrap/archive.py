@@ -13,7 +13,7 @@ from pathlib import Path
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
-from protocol.rounds import paxos
+from protocol.rounds import validation
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
@@ -96,7 +96,7 @@ class Archive:
         head = self.commits[-1] if self.commits else None
         try:
             record = encoding.decode_record(raw, "the log")
-            problem = paxos.problem(self.manifest, head, record)
+            problem = validation.why_not_next(self.manifest, head, record)
         except MessageError as error:
             problem = str(error)
         if problem is not None:

@@ -1,8 +1,8 @@
 """A bootstrap node as a process: pumps sessions, votes, DHT records and payloads through the leader's and the quorum's machines.
 
-One task owns both machines (`_pump`); handlers of streams only put events into its queue. A payload is fetched, checked within
-all its bounds, stored, and only then counts as held. A vote is on disk before it is sent, a commit before anybody hears of it.
-Every operator's node hears every peer, so that any of them can lead.
+One task owns both machines (`_pump`). Handlers of streams only put events into its queue. Nothing is decided here: who leads and
+what is decided follows from the machines, who is there from protocol/rounds/presence.py. A vote is on disk before it is sent, a
+commit before anybody hears of it. Every operator's node hears every peer, so that any of them can lead.
 """
 
 from __future__ import annotations
@@ -11,32 +11,30 @@ import asyncio
 import contextlib
 import dataclasses
 import random
-import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
 
 from bootstrap.archive import Archive
+from bootstrap.payloads import Payloads
+from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
-from peer.events import Emitter
-from peer.net.base import REQUEST_SECONDS, Stream, Transport, serve_calls
-from peer.net.blobs import NODE_COPIES, BlobServer, Fetcher
+from peer.net.base import Stream, Transport, serve_calls
+from peer.net.blobs import NODE_COPIES, BlobServer
+from peer.net.clock import Clock
 from peer.net.directory import Directory
 from protocol import identity as identities
-from protocol.codec import sparse
 from protocol.errors import RemoteError
-from protocol.identity import Identity
+from protocol.identity import Identity, short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import leader, paxos
+from protocol.rounds import leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
-from protocol.wire.announcement import VERSION, Announcement
+from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Part, Record
+from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
 from protocol.wire.session import (
     Attest,
@@ -44,7 +42,6 @@ from protocol.wire.session import (
     ChainReconfig,
     Finished,
     Heartbeat,
-    Hello,
     LogRequest,
     Offer,
     Offered,
@@ -54,18 +51,9 @@ from protocol.wire.session import (
 POLL_SECONDS = 1.0
 DHT_SECONDS = 3.0
 RETRY_SECONDS = 2.0
-OUTBOX = 1024
 
 
-@dataclass(slots=True)
-class _Session:
-    """One peer's open stream; `outbox` is drained by the session's own task."""
-
-    heard: float
-    outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
-
-
-class Node:
+class BootstrapNode:
     """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known."""
 
     def __init__(
@@ -74,64 +62,51 @@ class Node:
         identity: Identity,
         transport: Transport,
         archive: Archive,
-        emit: Emitter,
+        emit: events.Emit,
         initial_peers: Sequence[str] = (),
+        clock: Clock | None = None,
     ) -> None:
         self.manifest = manifest
         self.archive = archive
         self._transport = transport
         self._emit = emit
-        self._directory = Directory(
-            manifest,
-            identity,
-            transport,
-            initial_peers,
-            Announcement(
-                run=manifest.run_id,
-                peer=identity.peer_id,
-                addresses=tuple(transport.addresses),
-                device="bootstrap",
-                phase="serving",
-            ),
+        self._clock = clock or Clock()
+        announcement = Announcement(
+            run=manifest.run_id,
+            peer=identity.peer_id,
+            addresses=tuple(transport.addresses),
+            device="bootstrap",
+            phase="serving",
         )
-        self._events: asyncio.Queue[leader.Event | paxos.Event] = asyncio.Queue()
-        self._sessions: dict[str, _Session] = {}
-        self._links: dict[str, asyncio.Queue[bytes]] = {
-            o: asyncio.Queue(OUTBOX) for o in manifest.operators if o != identity.peer_id
-        }
-        self._last_heard: dict[str, float] = {}
+        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock)
+        self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
+        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened)
+        self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
         self._ready: dict[str, Candidate] = {}
-        self._fetching: set[str] = set()
-        self._fetcher = Fetcher(
-            transport,
-            archive.blobs,
-            reach=self._directory.reach,
-            warn=lambda text: emit(events.Warning(text=text)),
-            sync=True,
-        )
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._payloads = Payloads(manifest, transport, archive, self._directory, emit, self._held, self._refused)
         self._finished: Finished | None = None
         self._stalled = False
-        held, now = list(archive.blobs), time.time()
+        held, now = list(archive.blobs), self._clock.steady()
         head = archive.commits[-1] if archive.commits else None
-        self._leader = Leader(manifest, archive.commits, held, now)
+        self.leader = Leader(manifest, archive.commits, held, now)
         self._quorum = Quorum(
             manifest, identity.peer_id, head, archive.vote, held, identity.sign, identities.verify, now
         )
 
     async def run(self) -> None:
         """Serves until it is cancelled. Raises UsageError when the disk refuses."""
-        await self._transport.serve(endpoints.SESSION, self._session)
+        await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._transport.serve(endpoints.QUORUM, self._vote_stream)
         await serve_calls(self._transport, endpoints.LOG, self._log)
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:
             named[endpoints.TOKENIZER_NAME] = self.archive.tokenizer
-        blobs = BlobServer(self.archive.blobs, coming=self._fetcher.coming, named=named, copies=NODE_COPIES)
+        coming = self._payloads.fetcher.coming
+        blobs = BlobServer(self.archive.blobs, coming=coming, named=named, copies=NODE_COPIES)
         await blobs.serve(self._transport)
         for commit in self.archive.commits[-1:]:
-            self._emit_commit(commit)
-        self._spawn(self._complete(self.archive.commits))
+            self._emit(events.commit_of(commit))
+        self._payloads.complete(self.archive.commits)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump())
@@ -140,16 +115,13 @@ class Node:
                 for operator in self._links:
                     group.create_task(self._link(operator))
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await self._fetcher.aclose()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._payloads.aclose()
 
     # --- the other operators' nodes
 
     async def _link(self, operator: str) -> None:
         """Keeps a stream to another node open and sends what is queued for it; what could not be sent is made again."""
-        queue = self._links[operator]
+        queue = self._links[operator].outbox
         while True:
             try:
                 await self._directory.reach(operator)
@@ -169,18 +141,18 @@ class Node:
     async def _vote_stream(self, stream: Stream) -> None:
         node = stream.remote
         if node not in self._links:
-            raise RemoteError(node, f"peer {node[-8:]}: not an operator of this run; it has no vote")
+            raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
         while True:
             message = encoding.decode_any(bytes(await stream.recv()), node)
             match message:
                 case Record():
-                    self._events.put_nowait(paxos.Learned(node, message))
+                    self._events.put_nowait(paxos_events.Learned(node, message))
                 case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
-                    self._events.put_nowait(paxos.Heard(node, message))
+                    self._events.put_nowait(paxos_events.Heard(node, message))
                 case LogRequest(after=after):
                     self._send_log(self._links[node], after)
                 case _:
-                    raise encoding.MessageError(node, f"votes of {node[-8:]}: unexpected {type(message).__name__}")
+                    raise unexpected(node, "votes", message)
 
     # --- the peers
 
@@ -188,90 +160,60 @@ class Node:
         ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
         return self.archive.after(ask.after)
 
-    async def _session(self, stream: Stream) -> None:
-        peer = stream.remote
-        hello = encoding.expect(Hello, encoding.decode(await stream.recv(timeout=REQUEST_SECONDS), peer), peer)
-        if hello.run != self.manifest.run_id or hello.version != VERSION:
-            raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
-        session = _Session(time.time())
-        self._sessions[peer] = session
-        sender = asyncio.create_task(self._send(stream, session))
-        try:
-            if self._finished is not None:
-                self._post(session.outbox, encoding.encode(self._finished))
-            while True:
-                message = encoding.decode(await stream.recv(), peer)
-                session.heard = self._last_heard[peer] = time.time()
-                self._hear(peer, session, message)
-        finally:
-            sender.cancel()
-            if self._sessions.get(peer) is session:
-                del self._sessions[peer]
-            await asyncio.gather(sender, return_exceptions=True)
+    def _opened(self, session: Session) -> None:
+        if self._finished is not None:
+            session.post(encoding.encode(self._finished))
 
-    def _hear(self, peer: str, session: _Session, message: Message) -> None:
+    def _hear(self, peer: str, session: Session, message: Message) -> None:
         match message:
             case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
                 if isinstance(message, Attest):
                     self._emit(events.Attest(peer=peer, round=message.round, digests=message.digests))
-                self._events.put_nowait(leader.Received(peer, message))
+                self._events.put_nowait(leader_events.Received(peer, message))
             case LogRequest(after=after):
-                self._send_log(session.outbox, after)
+                self._send_log(session, after)
             case Heartbeat():
                 phase = "stalled" if self._stalled else "leading" if self._quorum.leads else "following"
-                self._post(session.outbox, encoding.encode(Heartbeat(phase=phase, round=self._leader.round)))
+                session.post(encoding.encode(Heartbeat(phase=phase, round=self.leader.round)))
             case _:
-                raise encoding.MessageError(peer, f"session of {peer[-8:]}: unexpected {type(message).__name__}")
+                raise unexpected(peer, "session", message)
 
-    async def _send(self, stream: Stream, session: _Session) -> None:
-        while True:
-            await stream.send(await session.outbox.get())
-
-    def _post(self, outbox: asyncio.Queue[bytes], raw: bytes) -> None:
-        """To somebody who does not read, messages are dropped; what matters is asked for or sent again."""
-        with contextlib.suppress(asyncio.QueueFull):
-            outbox.put_nowait(raw)
-
-    def _send_log(self, outbox: asyncio.Queue[bytes], after: int) -> None:
+    def _send_log(self, session: Session, after: int) -> None:
         for raw in self.archive.records[max(after + 1, 0) :][: OUTBOX // 2]:
-            self._post(outbox, raw)
+            session.post(raw)
 
     async def _watch(self) -> None:
-        """BackwardFirstScheduler announcements and silences into events."""
+        """Turns announcements and silences into events."""
         read_at = float("-inf")
         while True:
-            if time.monotonic() - read_at >= DHT_SECONDS:
-                read_at = time.monotonic()
+            if self._clock.steady() - read_at >= DHT_SECONDS:
+                read_at = self._clock.steady()
                 with contextlib.suppress(RemoteError):
                     await self._directory.refresh()
-            now = time.time()
             for peer, announcement in self._directory.known.items():
-                a, known = announcement, self._ready.get(peer)
-                candidate = Candidate(
-                    peer=a.peer,
-                    memory_bytes=a.memory_bytes,
-                    up_bps=a.up_bps,
-                    down_bps=a.down_bps,
-                    speed_flops=a.speed_flops,
-                )
-                if peer not in self._sessions or known == candidate:
-                    continue
-                self._ready[peer] = candidate
-                self._events.put_nowait(leader.Ready(candidate))
-                if known is None or known != dataclasses.replace(candidate, speed_flops=known.speed_flops):
-                    self._emit(events.ready(announcement))
-            for peer in list(self._ready):
-                if now - self._last_heard.get(peer, now) > self.manifest.timing.gone_after:
-                    del self._ready[peer]
-                    self._directory.lost(peer)
-                    self._events.put_nowait(leader.Gone(peer))
-                    self._emit(events.Gone(peer=peer))
-            closed = (p for p in self._ready if p not in self._sessions)
-            patience = leader.ABSENT_BEATS * self.manifest.timing.heartbeat
-            absent = frozenset(p for p in closed if now - self._last_heard.get(p, now) > patience)
-            self._events.put_nowait(leader.Tick(absent))
-            self._events.put_nowait(paxos.Tick())
+                if peer in self._sessions.open:
+                    self._announced(peer, announcement)
+            now, heard, timing = self._clock.steady(), self._sessions.heard, self.manifest.timing
+            for peer in presence.gone(self._ready, heard, timing, now):
+                del self._ready[peer]
+                self._directory.lost(peer)
+                self._events.put_nowait(leader_events.Gone(peer))
+                self._emit(events.Gone(peer=peer))
+            absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
+            self._events.put_nowait(leader_events.Tick(absent))
+            self._events.put_nowait(paxos_events.Tick())
             await asyncio.sleep(POLL_SECONDS)
+
+    def _announced(self, peer: str, announcement: Announcement) -> None:
+        """A peer with a session says this of itself."""
+        candidate = Candidate(**{name: getattr(announcement, name) for name in Candidate.__slots__})
+        known = self._ready.get(peer)
+        if known == candidate:
+            return
+        self._ready[peer] = candidate
+        self._events.put_nowait(leader_events.Ready(candidate))
+        if known is None or known != dataclasses.replace(candidate, speed_flops=known.speed_flops):
+            self._emit(events.ready(announcement))
 
     # --- the machines
 
@@ -280,93 +222,86 @@ class Node:
         while True:
             await self._tell(await self._events.get())
 
-    async def _tell(self, event: leader.Event | paxos.Event) -> None:
+    async def _tell(self, event: leader_events.Event | paxos_events.Event) -> None:
         """Gives an event to its machine, and then those that its effects bring about: in their order, each when all effects of
         the one before are done, or an older effect would undo what a newer one said."""
         todo = deque([event])
         while todo:
             event = todo.popleft()
-            if isinstance(event, paxos.Event):
+            if isinstance(event, paxos_events.Event):
                 todo.extend(await self._tell_quorum(event))
             else:
                 todo.extend(self._tell_leader(event))
 
-    def _tell_leader(self, event: leader.Event) -> list[paxos.Event]:
-        following: list[paxos.Event] = []
-        for effect in self._leader.handle(event, time.time()):
+    def _tell_leader(self, event: leader_events.Event) -> list[paxos_events.Event]:
+        following: list[paxos_events.Event] = []
+        for effect in self.leader.handle(event, self._clock.steady()):
             match effect:
-                case leader.Fetch(peer, part):
-                    self._spawn(self._fetch((peer,), part, peer))
-                case leader.Propose(commit):
-                    following.append(paxos.Proposed(commit))
-                case leader.Send(peers, reconfig, first):
+                case leader_events.Fetch(peer, part):
+                    self._payloads.fetch((peer,), part, peer, self.leader.round)
+                case leader_events.Propose(commit):
+                    dated = dataclasses.replace(commit, time=self._clock.wall())
+                    following.append(paxos_events.Proposed(dated))
+                case leader_events.Send(peers, reconfig, first):
                     if first:
                         self._emit(events.chain_reconfigured(reconfig))
-                    for peer in (p for p in peers if p in self._sessions):
-                        self._post(self._sessions[peer].outbox, encoding.encode(reconfig))
-                case leader.Report(round, peer, shard):
+                    self._sessions.post(peers, reconfig)
+                case leader_events.Report(round, peer, shard):
                     self._emit(events.Diverged(peer=peer, round=round, shard=shard))
-                case leader.Moved(round, replica, before, after, reason):
+                case leader_events.Moved(round, replica, before, after, reason):
+                    was, now = before.blocks, after.blocks
                     self._emit(
                         events.Moved(
-                            round=round,
-                            replica=replica,
-                            peers=after.peers,
-                            before=before.blocks,
-                            after=after.blocks,
-                            reason=reason,
+                            round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason
                         )
                     )
-                case leader.Done(round):
+                case leader_events.Done(round):
                     self._finish(round)
         return following
 
-    async def _tell_quorum(self, event: paxos.Event) -> list[leader.Event | paxos.Event]:
-        following: list[leader.Event | paxos.Event] = []
-        for effect in self._quorum.handle(event, time.time()):
+    async def _tell_quorum(self, event: paxos_events.Event) -> list[leader_events.Event | paxos_events.Event]:
+        following: list[leader_events.Event | paxos_events.Event] = []
+        for effect in self._quorum.handle(event, self._clock.steady()):
             match effect:
-                case paxos.Save(vote):
+                case paxos_events.Save(vote):
                     await asyncio.to_thread(self.archive.save_vote, vote)
-                case paxos.Send(peer, message):
-                    self._post(self._links[peer], encoding.encode(message))
-                case paxos.SendLog(peer, after):
+                case paxos_events.Send(peer, message):
+                    self._links[peer].post(encoding.encode(message))
+                case paxos_events.SendLog(peer, after):
                     self._send_log(self._links[peer], after)
-                case paxos.Fetch(holders, part):
-                    self._spawn(self._fetch(holders, part, holders[-1]))
-                case paxos.Append(record):
+                case paxos_events.Fetch(holders, part):
+                    self._payloads.fetch(holders, part, holders[-1], self.leader.round)
+                case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
-                    following.append(paxos.Appended(record))
-                case paxos.Decided(record):
-                    following.append(leader.Decided(record.commit))
+                    following.append(paxos_events.Appended(record))
+                case paxos_events.Decided(record):
+                    following.append(leader_events.Decided(record.commit))
                     self._decided(record)
-                case paxos.Leads(leads):
+                case paxos_events.Leads(leads):
                     self._emit(events.Leads(leads=leads))
-                    following.append(leader.Lead(leads))
-                case paxos.Stalled(missing):
+                    following.append(leader_events.Lead(leads))
+                case paxos_events.Stalled(missing):
                     self._stall(missing)
         return following
 
     def _decided(self, record: Record) -> None:
-        self._emit_commit(record.commit)
-        raw = self.archive.records[record.commit.round]
-        for session in self._sessions.values():
-            self._post(session.outbox, raw)
-        self._spawn(self._complete([record.commit]))
+        self._emit(events.commit_of(record.commit))
+        self._sessions.post_all(self.archive.records[record.commit.round])
+        self._payloads.complete([record.commit])
 
     def _finish(self, round: int) -> None:
-        final = self._leader.majority(round)
+        final = self.leader.attestations.majority(round)
         whole = set(layout.shard_names(self.manifest.model)) <= set(final)
         digest = layout.state_digest(self.manifest.model, final) if whole else None
         self._emit(events.RunFinished(round=round, state_digest=digest))
         self._finished = Finished(round=round)
-        for session in self._sessions.values():
-            self._post(session.outbox, encoding.encode(self._finished))
+        self._sessions.post_all(encoding.encode(self._finished))
 
     def _stall(self, missing: tuple[str, ...]) -> None:
         self._stalled = bool(missing)
         size = len(self._quorum.members)
         if missing:
-            names = ", ".join(f"…{m[-8:]}" for m in missing)
+            names = ", ".join(short_peer(m) for m in missing)
             text = (
                 f"quorum: {size - len(missing)} of {size} bootstrap nodes give signs of life (none: {names});"
                 f" round {self._quorum.round} waits, start one of them again"
@@ -377,54 +312,14 @@ class Node:
 
     # --- payloads
 
-    async def _complete(self, commits: Sequence[Commit]) -> None:
-        """Gets what the commits name and the archive lacks, until it has it."""
-        for commit in commits:
-            for share in (s for c in commit.contributions for s in c.shares):
-                for part in share.parts:
-                    while not self.archive.blobs.has(part.digest):
-                        await self._fetch((share.peer,), part, share.peer)
-                        await asyncio.sleep(0 if self.archive.blobs.has(part.digest) else RETRY_SECONDS)
-
-    async def _fetch(self, holders: Sequence[str], part: Part, sender: str) -> None:
-        """From one of `holders` or another operator's node; a payload that is none takes its sender out of the round."""
-        if part.digest in self._fetching:
-            return
-        self._fetching.add(part.digest)
-        round = self._leader.round
-        shapes = layout.shapes(self.manifest.model, part.shard)
-
-        def check(data: bytes) -> None:
-            sparse.decode(self.manifest.outer.codec, shapes, data)
-
-        try:
-            asked = [h for h in dict.fromkeys((*holders, *self._links)) if h != self._transport.peer_id]
-            await self._fetcher.fetch(part.digest, part.size, asked, round=round, check=check)
-            self._events.put_nowait(leader.Held(part.digest))
-            self._events.put_nowait(paxos.Held(part.digest))
-            self._tell_offered(Offered(round=round, peer=sender, part=part))
-        except sparse.PayloadError as error:
-            refused = Withdraw(round=round, reason=f"payload of {part.shard}: {error}")
-            self._events.put_nowait(leader.Received(sender, refused))
-        except RemoteError as error:
-            self._emit(events.Warning(text=str(error)))
-        finally:
-            self._fetching.discard(part.digest)
-
-    def _tell_offered(self, offered: Offered) -> None:
-        """To everybody, strong uplinks first: who asks first passes the payload on to the others."""
-        peers = list(self._sessions)
-        random.shuffle(peers)
+    def _held(self, offered: Offered) -> None:
+        """A payload is in the archive: the machines hear of it, and everybody may fetch it."""
+        self._events.put_nowait(leader_events.Held(offered.part.digest))
+        self._events.put_nowait(paxos_events.Held(offered.part.digest))
+        peers = list(self._sessions.open)
+        random.shuffle(peers)  # strong uplinks first: who asks first passes the payload on to the others
         peers.sort(key=lambda p: -self._ready[p].up_bps if p in self._ready else 0)
-        raw = encoding.encode(offered)
-        for peer in peers:
-            if self._sessions[peer].outbox.qsize() < OUTBOX // 2:  # commits must find space
-                self._post(self._sessions[peer].outbox, raw)
+        self._sessions.post((p for p in peers if not self._sessions.open[p].is_crowded), offered)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    def _emit_commit(self, commit: Commit) -> None:
-        self._emit(events.commit_of(commit))
+    def _refused(self, peer: str, withdraw: Withdraw) -> None:
+        self._events.put_nowait(leader_events.Received(peer, withdraw))

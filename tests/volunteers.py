@@ -7,28 +7,27 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
-from bootstrap import service
 from bootstrap.archive import Archive
-from bootstrap.node import Node
+from bootstrap.node import BootstrapNode
+from bootstrap.service import serve_bootstrap
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
 from peer.net import directory
+from peer.net.disk import LocalDisk, Piece
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.node import peer as daemon
-from peer.node.rounds import Result
+from peer.node.orders import ChainOrders, Result
+from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.identity import Identity
 from protocol.planning.memory import stage_memory
 from protocol.rounds.leader import Leader
-from protocol.rounds.member import TrainOrder
+from protocol.rounds.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
@@ -57,24 +56,25 @@ def noise(spec: ModelSpec, peer: str, round: int, shard: str) -> list[np.ndarray
     return [STEP * rng.standard_normal(shape, dtype=np.float32) for shape in layout.shapes(spec, shard)]
 
 
-class InnerLoop:
-    """In place of peer.inner_loop.InnerLoop. `hold(peer, round)` may be awaited before a round's work is done."""
+Hold = Callable[[str, int], Awaitable[None]]
 
-    hold: Callable[[str, int], Any] | None = None
 
-    def __init__(self, manifest: Manifest, peer: str, *_: Any) -> None:
-        self.manifest, self.peer, self.round = manifest, peer, 0
+class Noise:
+    """In place of the inner loop of a stage. `hold(peer, round)` is awaited before a round's work is done."""
 
-    async def train(self, order: TrainOrder, theta: Any, stop: asyncio.Event, progress: Any, repair: Any) -> Result:
-        plan = order.plan
-        if InnerLoop.hold is not None:
-            held = asyncio.create_task(InnerLoop.hold(self.peer, plan.round))
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait({held, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            held.cancel(), stopped.cancel()
-            if stop.is_set():
-                return Result(0, 0, None, "the round was decided before all steps were done")
-        self.round = plan.round
+    def __init__(self, hold: Hold, manifest: Manifest, peer: str) -> None:
+        self._hold, self.manifest, self.peer, self.round = hold, manifest, peer, 0
+
+    async def train(
+        self, order: TrainOrder, theta: Any, stop: asyncio.Event, progress: Any, chain_orders: ChainOrders
+    ) -> Result:
+        held = asyncio.ensure_future(self._hold(self.peer, order.plan.round))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({held, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        held.cancel(), stopped.cancel()
+        if stop.is_set():
+            return Result(0, 0, None, "the round was decided before all steps were done")
+        self.round = order.plan.round
         steps = self.manifest.train.inner_steps
         return Result(steps, steps * self.manifest.train.step_tokens, 1.0, None)
 
@@ -89,6 +89,15 @@ class InnerLoop:
     def close(self) -> None: ...
 
 
+class QuickDisk(LocalDisk):
+    """Nothing here loses power."""
+
+    def write(self, path: Path, *pieces: Piece, sync: bool = True, **options: Any) -> None:
+        super().write(path, *pieces, sync=False, **options)
+
+    def sync(self, path: Path) -> None: ...
+
+
 @dataclasses.dataclass
 class Volunteer:
     """A peer that runs; its rounds are `rounds` as soon as it has begun."""
@@ -98,9 +107,13 @@ class Volunteer:
     folder: Path
     transport: MemoryTransport
     storage: Storage
+    peer: Peer
     task: asyncio.Task[None]
     events: list[Event]
-    rounds: Any = None
+
+    @property
+    def rounds(self) -> Any:
+        return self.peer.rounds
 
     @property
     def id(self) -> str:
@@ -118,43 +131,26 @@ class Volunteer:
 class Swarm:
     """Use as `async with`; `start` and `stop` peers at will."""
 
-    def __init__(self, folder: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest = manifest
         self.folder = folder
         self.network = MemoryNetwork()
         self.peers: dict[str, Volunteer] = {}
         self.events: list[Event] = []
         self._happened = asyncio.Event()
-        InnerLoop.hold = None
-        monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # nothing here loses power
-        monkeypatch.setattr(daemon, "InnerLoop", InnerLoop)
-        monkeypatch.setattr(daemon.data, "prepare", lambda *_: None)
-        monkeypatch.setattr(daemon.data, "load_tokenizer", lambda *_: None)
-        made = daemon.Rounds
-        swarm = self
+        self.hold: Hold = self._at_once
+        """Is awaited with a peer and a round before the round's work of that peer is done."""
+        self.disk = QuickDisk()
 
-        def rounds(manifest: Manifest, peer: str, *args: Any, **kwargs: Any) -> Any:
-            found = made(manifest, peer, *args, **kwargs)
-            next(v for v in swarm.peers.values() if v.id == peer).rounds = found
-            return found
-
-        monkeypatch.setattr(daemon, "Rounds", rounds)
-        self._nodes: list[Node] = []
-
-        def node(*args: Any) -> Node:
-            self._nodes.append(Node(*args))
-            return self._nodes[-1]
-
-        monkeypatch.setattr(service, "Node", node)
+    async def _at_once(self, peer: str, round: int) -> None: ...
 
     async def __aenter__(self) -> Swarm:
-        self.archive = Archive(self.folder / "bootstrap", self.manifest)
+        self.archive = Archive(self.folder / "bootstrap", self.manifest, self.disk)
         self.archive.save_tokenizer(TOKENIZER)
         self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
-        self.node = asyncio.create_task(
-            service.serve_bootstrap(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
-        )
+        self.machine = BootstrapNode(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
+        self.node = asyncio.create_task(serve_bootstrap(self.machine, self.boot, emit))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -177,7 +173,7 @@ class Swarm:
         identity = Identity(hashlib.sha256(name.encode()).digest())
         transport = self.network.transport(identity.peer_id, directory.valid_record(self.manifest.run_id))
         folder = self.folder / name
-        storage, events = Storage(folder, limit), list[Event]()
+        storage, events = Storage(folder, limit, self.disk), list[Event]()
         chosen = JoinConfig(
             folder=folder,
             device="cpu",
@@ -187,11 +183,17 @@ class Swarm:
             **config,
         )
         emit = Emitter(identity.peer_id, self._hear(events))
-        work = daemon.join(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit)
-        task = asyncio.create_task(work)
+        made = Factories(corpus=self._no_text, inner_loop=self._inner_loop)
+        peer = Peer(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit, made)
+        task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())
-        self.peers[name] = Volunteer(name, identity, folder, transport, storage, task, events)
+        self.peers[name] = Volunteer(name, identity, folder, transport, storage, peer, task, events)
         return self.peers[name]
+
+    async def _no_text(self, *_: object) -> None: ...
+
+    def _inner_loop(self, manifest: Manifest, peer: str, *_: object) -> Noise:
+        return Noise(lambda who, round: self.hold(who, round), manifest, peer)
 
     async def stop(self, name: str) -> None:
         """As Ctrl-C does."""
@@ -220,7 +222,7 @@ class Swarm:
     @property
     def leader(self) -> Leader:
         """The leading machine."""
-        return self._nodes[0]._leader
+        return self.machine.leader
 
     @property
     def head(self) -> int:

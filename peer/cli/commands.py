@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bootstrap.archive import Archive
+from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.config import JoinConfig
@@ -68,7 +69,8 @@ async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peer
             )
         transport = await start_transport(folder, host, port, manifest.run_id)
         try:
-            await serve_bootstrap(manifest, key, transport, archive, Emitter("bootstrap", _sink(json)), others)
+            emit = Emitter("bootstrap", _sink(json))
+            await serve_bootstrap(BootstrapNode(manifest, key, transport, archive, emit, others), transport, emit)
         finally:
             await transport.aclose()
     finally:
@@ -91,7 +93,7 @@ async def join(
     json: bool,
 ) -> None:
     """`potluck join`."""
-    from peer.node import peer as daemon
+    from peer.node.peer import Peer
     from peer.state.storage import Storage
     from peer.training import device as resources
 
@@ -124,7 +126,7 @@ async def join(
                     manifest = await manifest_of(run, transport)
                     if run.manifest is None:
                         refuse_local_files(manifest, manifest.operators[0])
-                await daemon.join(manifest, key, transport, storage, config, run.bootstrap, emit)
+                await Peer(manifest, key, transport, storage, config, run.bootstrap, emit).run()
                 return
             except TransportLost as error:
                 emit(events.Warning(text=f"{error}; starting it again from the state on disk"))

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from bootstrap import service
 from bootstrap.archive import Archive
+from bootstrap.node import BootstrapNode
+from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.demo.recipe import TOKENIZER, DemoOptions, PeerSpec, identity_of
 from peer.events import Emitter, Event, Sink
@@ -22,7 +23,7 @@ async def run_in_memory(
     """The swarm as tasks of this process over the in-memory transport; yields after every event."""
     from peer.config import JoinConfig
     from peer.net.memory import MemoryNetwork
-    from peer.node import peer as daemon
+    from peer.node.peer import Peer
     from peer.state.storage import Storage
 
     queue: asyncio.Queue[Event] = asyncio.Queue()
@@ -31,9 +32,9 @@ async def run_in_memory(
     archive = Archive(options.out / "bootstrap", manifest)
     archive.save_tokenizer((open_run.ASSETS / TOKENIZER).read_bytes())
     node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
-    node = asyncio.create_task(
-        service.serve_bootstrap(manifest, key, node_transport, archive, Emitter("bootstrap", queue.put_nowait))
-    )
+    emit = Emitter("bootstrap", queue.put_nowait)
+    serving = BootstrapNode(manifest, key, node_transport, archive, emit)
+    node = asyncio.create_task(serve_bootstrap(serving, node_transport, emit))
     tasks: set[asyncio.Task[Any]] = {node}
     storages = []
     for peer in peers:
@@ -48,11 +49,8 @@ async def run_in_memory(
         )
         emit = Emitter(peer.identity.peer_id, queue.put_nowait)
         transport = network.transport(peer.identity.peer_id, directory.valid_record(manifest.run_id))
-        tasks.add(
-            asyncio.create_task(
-                daemon.join(manifest, peer.identity, transport, storage, config, node_transport.addresses, emit)
-            )
-        )
+        member = Peer(manifest, peer.identity, transport, storage, config, node_transport.addresses, emit)
+        tasks.add(asyncio.create_task(member.run()))
     try:
         while True:
             getter = asyncio.create_task(queue.get())

@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Sequence
 
 from peer.net.base import Transport, Validate
+from peer.net.clock import Clock
 from protocol.errors import RemoteError
-from protocol.identity import Identity
+from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
@@ -41,6 +41,7 @@ class Directory:
         transport: Transport,
         bootstrap: Sequence[str],
         announcement: Announcement,
+        clock: Clock | None = None,
     ) -> None:
         self.manifest = manifest
         self.announcement = announcement
@@ -49,6 +50,7 @@ class Directory:
         self._transport = transport
         self._bootstrap = tuple(bootstrap)
         self._reached: set[str] = set()
+        self._clock = clock or Clock()
 
     def update(self, **fields: object) -> None:
         """Changes what the next announcement says."""
@@ -57,12 +59,13 @@ class Directory:
     async def announce(self) -> None:
         """Publishes the announcement, and again whenever it changed or a third of its life is over. Never returns."""
         published: Announcement | None = None
-        published_at = 0.0
+        published_at = float("-inf")
         while True:
-            due = time.monotonic() - published_at > TTL_SECONDS / 3
+            due = self._clock.steady() - published_at > TTL_SECONDS / 3
             if self.announcement != published or due:
-                published, published_at = self.announcement, time.monotonic()
-                record = sealed.seal(self._identity, dataclasses.replace(published, serial=int(time.time() * 1000)))
+                published, published_at = self.announcement, self._clock.steady()
+                serial = int(1000 * self._clock.wall())
+                record = sealed.seal(self._identity, dataclasses.replace(published, serial=serial))
                 with contextlib.suppress(RemoteError):
                     key = endpoints.announcements_key(self.manifest.run_id)
                     await self._transport.store(key, self._transport.peer_id, record, ttl=TTL_SECONDS)
@@ -87,7 +90,7 @@ class Directory:
         if peer in self.known:
             addresses += self.known[peer].addresses
         if not addresses:
-            raise RemoteError(peer, f"peer {peer[-8:]}: no announcement in the DHT; it is tried again")
+            raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement in the DHT; it is tried again")
         await self._transport.connect(addresses, timeout=10.0)
         self._reached.add(peer)
 

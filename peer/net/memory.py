@@ -4,16 +4,18 @@ the loop's."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
-from peer.net.base import Handler, TransportLost, Unreachable, Validate, check_record, short
+from peer.net.base import Handler, TransportLost, Unreachable, Validate, check_record
 from peer.net.stream import Endpoint, FrameStream
+from protocol.identity import short_peer
 
 IN_FLIGHT = 512 * 1024
 """A sender waits when the other side has left twice this many bytes unread."""
 
 
-class _Pipe:
+class Pipe:
     """One direction: the writer of one side, feeding the reader of the other. StreamReader pauses it when it is full."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -32,6 +34,10 @@ class _Pipe:
     def write(self, data: bytes, /) -> None:
         if self._closed:
             raise ConnectionResetError
+        self.carry(data)
+
+    def carry(self, data: bytes) -> None:
+        """Takes what was written to the other side."""
         self.reader.feed_data(data)
 
     async def drain(self) -> None:
@@ -42,7 +48,11 @@ class _Pipe:
         if not self._closed:
             self._closed = True
             self._room.set()
-            self.reader.feed_eof()
+            self.end()
+
+    def end(self) -> None:
+        """Tells the other side that nothing more comes."""
+        self.reader.feed_eof()
 
     async def wait_closed(self) -> None:
         return
@@ -65,15 +75,16 @@ class MemoryTransport(Endpoint):
 
     async def open(self, peer: str, name: str, *, timeout: float) -> FrameStream:
         self._check()
-        await asyncio.sleep(0)
+        await self._network.reach(self.peer_id, peer, timeout)
         other = self._network.peers.get(peer)
         if other is None or other is self:
-            raise Unreachable(peer, f"peer {short(peer)}: nobody is there; check that it runs")
+            raise Unreachable(peer, f"peer {short_peer(peer)}: nobody is there; check that it runs")
         handler = other._handlers.get(name)
         if handler is None:
-            raise Unreachable(peer, f"peer {short(peer)}: does not serve {name}; it may be another version")
+            raise Unreachable(peer, f"peer {short_peer(peer)}: does not serve {name}; it may be another version")
         loop = asyncio.get_running_loop()
-        there, back = _Pipe(loop), _Pipe(loop)
+        there = self._network.pipe(loop, self.peer_id, peer, name)
+        back = self._network.pipe(loop, peer, self.peer_id, name)
 
         def cut() -> None:
             there.close()
@@ -85,17 +96,21 @@ class MemoryTransport(Endpoint):
 
     async def connect(self, addresses: Sequence[str], *, timeout: float) -> None:
         self._check()
-        await asyncio.sleep(0)
-        if not any(address.rpartition("/p2p/")[2] in self._network.peers for address in addresses):
-            first = addresses[0] if addresses else "none"
-            raise Unreachable(
-                first.rpartition("/p2p/")[2], f"address {first}: nobody is there; check the address and that it runs"
-            )
+        for address in addresses:
+            peer = address.rpartition("/p2p/")[2]
+            with contextlib.suppress(Unreachable):
+                await self._network.reach(self.peer_id, peer, timeout)
+                if peer in self._network.peers:
+                    return
+        first = addresses[0] if addresses else "none"
+        raise Unreachable(
+            first.rpartition("/p2p/")[2], f"address {first}: nobody is there; check the address and that it runs"
+        )
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         check_record(value, ttl)
         self._check()
-        await asyncio.sleep(0)
+        await self._network.ask(self.peer_id)
         if not all(peer.validate(key, subkey, value) for peer in self._network.peers.values()):
             return False
         expires = asyncio.get_running_loop().time() + ttl
@@ -107,7 +122,7 @@ class MemoryTransport(Endpoint):
 
     async def get(self, key: str) -> dict[str, bytes]:
         self._check()
-        await asyncio.sleep(0)
+        await self._network.ask(self.peer_id)
         now = asyncio.get_running_loop().time()
         records = self._network.records.get(key, {})
         return {
@@ -139,3 +154,17 @@ class MemoryNetwork:
             raise ValueError(f"peer {peer_id} is already there")
         self.peers[peer_id] = transport = MemoryTransport(self, peer_id, validate)
         return transport
+
+    # --- what a worse network does worse (tests/sim/network.py)
+
+    def pipe(self, loop: asyncio.AbstractEventLoop, sender: str, receiver: str, name: str) -> Pipe:
+        """One direction of a stream that is opened under `name`."""
+        return Pipe(loop)
+
+    async def reach(self, peer: str, other: str, timeout: float) -> None:
+        """Returns when `peer` has found its way to `other`, whether anybody is there or not. Raises Unreachable."""
+        await asyncio.sleep(0)
+
+    async def ask(self, peer: str) -> None:
+        """Returns when `peer` has been to the DHT and back. Raises Timeout."""
+        await asyncio.sleep(0)

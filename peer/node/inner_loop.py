@@ -21,10 +21,8 @@ from peer.chain.connect import Pipes
 from peer.chain.progress import StageProgress, catch_up
 from peer.chain.timing import StepReport
 from peer.config import JoinConfig
-from peer.net.base import Stream, Transport
-from peer.net.directory import Directory
-from peer.net.uplink import Uplink
-from peer.node.rounds import ChainOrders, Result
+from peer.net.base import Stream
+from peer.node.orders import ChainOrders, Result
 from peer.state.storage import Shards
 from peer.training import data, device, trainer
 from protocol.codec import subspace
@@ -32,32 +30,32 @@ from protocol.errors import LocalError, PotluckError
 from protocol.planning import memory, pipeline_model
 from protocol.planning.speed import Speedometer
 from protocol.rounds.chain_repair import SLOW
-from protocol.rounds.member import TrainOrder
+from protocol.rounds.member_events import TrainOrder
 from protocol.run import data_order
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import StageSpec
 
 T = TypeVar("T")
 STUCK_SECONDS = 60.0
-"""After so long without the frame that is due a chain's neighbour counts as failure, even if it gives signs of life (peer/chain/link.py)."""
+"""After so long without the frame that is due a chain's neighbour counts as lost, even if it gives signs of life (peer/chain/link.py)."""
 PACES = 32
 """Inner steps that are compared to find a stage that has become slow."""
 SOFT_DEADLINE = 0.8
 """Share of the round's deadline after which a replica offers the steps that it has."""
 
 
-class InnerLoop:
-    """Trains what the plan says; remembers the optimizer's state from round to round."""
+class StageInnerLoop:
+    """Trains what the plan says; remembers the optimizer's state from round to round. `pipes` lead to the neighbours in a chain,
+    `announce(field=value)` changes what the peer says of itself, `optimizer` is AdamW's state by parameter name."""
 
     def __init__(
         self,
         manifest: Manifest,
         peer: str,
-        transport: Transport,
-        corpus: data.Corpus,
         config: JoinConfig,
-        directory: Directory,
-        uplink: Uplink,
+        corpus: data.Corpus,
+        pipes: Pipes,
+        announce: Callable[..., None],
         optimizer: dict[str, NDArray[np.generic]],
         emit: events.Emit,
     ) -> None:
@@ -65,7 +63,7 @@ class InnerLoop:
         self._emit = emit
         self._trace = trace.TraceFile(config.trace, peer) if config.trace is not None else None
         self.peer = peer
-        self.pipes = Pipes(transport, directory.reach, directory.lost, uplink)
+        self._pipes = pipes
         self._corpus = corpus
         self._config = config
         self._state = optimizer
@@ -74,11 +72,9 @@ class InnerLoop:
         self._shape: tuple[object, ...] = ()
         self._depth: tuple[object, int] = ((), 0)  # a chain's stages, and the depth of its last inner step
         self._basis: NDArray[np.float32] | None = None
-        self._stage_seconds: tuple[object, deque[tuple[float, ...]]] = (
-            (),
-            deque(),
-        )  # the same, and the stages' seconds_per_microbatch of late
-        self._directory = directory
+        # a chain's stages, and their seconds of a micro-batch in each of its last inner steps
+        self._stage_seconds: tuple[object, deque[tuple[float, ...]]] = ((), deque())
+        self._announce = announce
         self._speed = Speedometer(manifest)
         self._training = False
         self._statistics = Statistics()
@@ -137,7 +133,7 @@ class InnerLoop:
                 lambda peer: chain_orders.failed(order.generation, peer, SLOW),
             )
             stage = stages[position]
-            self._directory.update(speed_flops=self._speed.add(stage.first, stage.last, report.seconds_per_microbatch))
+            self._announce(speed_flops=self._speed.add(stage.first, stage.last, report.seconds_per_microbatch))
             if self._trace is not None:
                 self._trace.flush()
             if len(spec.stages) > 1:
@@ -172,7 +168,7 @@ class InnerLoop:
             self._depth = ((), 0)  # a member may hold less than it did
         finally:
             timer.cancel()
-            self.pipes.forget(plan.round + 1)
+            self._pipes.forget(plan.round + 1)
             # weights are at rest then; what the outer step needs takes the place of activations
             await asyncio.get_running_loop().run_in_executor(self._worker, device.return_memory)
             self._training = False
@@ -248,7 +244,7 @@ class InnerLoop:
             return self._corpus.train_windows(numbers)
 
         previous, following = await self._unless(
-            stop, self.pipes.neighbours(plan, order.replica, order.generation, position)
+            stop, self._pipes.neighbours(plan, order.replica, order.generation, position)
         )
         plain, most = memory.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
         assert self._trainer is not None

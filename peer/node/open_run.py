@@ -11,6 +11,7 @@ from peer.net.base import Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import valid_record
 from protocol.errors import RemoteError, UsageError, shown
+from protocol.identity import short_peer
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
@@ -91,7 +92,7 @@ def refuse_local_files(manifest: Manifest, node: str) -> None:
     his private key, and read it back from the updates. Raises UsageError."""
     if manifest.data.source == "files":
         raise UsageError(
-            f"manifest from {node[-8:]}: data.files names local files, such as {shown(manifest.data.files[0])!r}, which a"
+            f"manifest from {short_peer(node)}: data.files names local files, such as {shown(manifest.data.files[0])!r}, which a"
             " stranger may not choose; get the manifest file from the operator, read its [data] table, and join with that file"
         )
 
@@ -106,7 +107,7 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
         return run.manifest
     peer = run.bootstrap[0].rpartition("/p2p/")[2]
     raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_BYTES)
-    manifest = manifests.from_bytes(raw, f"from {peer[-8:]}")
+    manifest = manifests.from_bytes(raw, f"from {short_peer(peer)}")
     if manifest.run_id != run.run_id:
         raise UsageError(
             f"RUN: the node at {run.bootstrap[0]} serves run {manifest.run_id[:12]}…, not {run.run_id[:12]}…;"

@@ -1,4 +1,4 @@
-"""A volunteer's daemon: wires presence, rounds, storage and the computing inner_loop together, and owns their tasks."""
+"""A volunteer's peer: the one place where its parts are put together. It owns their tasks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,33 @@ import asyncio
 import dataclasses
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from peer import events
+from peer.chain.connect import Pipes
 from peer.config import JoinConfig
-from peer.events import Emitter
 from peer.net.base import Transport
 from peer.net.blobs import fetch_named
+from peer.net.clock import Clock
 from peer.net.directory import Directory
 from peer.net.uplink import Uplink
-from peer.node.inner_loop import InnerLoop
-from peer.node.rounds import Rounds
+from peer.node.inner_loop import StageInnerLoop
+from peer.node.orders import InnerLoop
+from peer.node.rounds import Rounds, Surroundings
 from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
-from peer.state.storage import Storage
+from peer.state.storage import Checkpoint, Storage
 from peer.training import data, device
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.planning import memory
-from protocol.rounds import member
+from protocol.rounds import member_events
+from protocol.rounds.member import ForkError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
@@ -33,25 +41,13 @@ from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
 from protocol.wire.session import ChainReconfig, Finished, Offered
 
+Optimizer = dict[str, NDArray[np.generic]]
 
-async def join(
-    manifest: Manifest,
-    identity: Identity,
-    transport: Transport,
-    storage: Storage,
-    config: JoinConfig,
-    bootstrap: Sequence[str],
-    emit: Emitter,
-) -> None:
-    """Takes part in a run until it is over. Raises PotluckError."""
-    smallest = memory.smallest_stage(manifest)
-    if config.memory_bytes < smallest:
-        raise UsageError(
-            f"memory: {config.memory_bytes / 1e6:.0f} MB offered, one block of this model needs {smallest / 1e6:.0f} MB;"
-            " offer more with --memory, or join a run with a smaller model"
-        )
+
+async def run_corpus(manifest: Manifest, transport: Transport, storage: Storage) -> data.Corpus:
+    """The run's text as token ids. Raises UsageError, RemoteError."""
     tokenizer = await fetch_tokenizer(manifest, transport, storage)
-    corpus = await asyncio.to_thread(
+    return await asyncio.to_thread(
         data.prepare,
         manifest.data,
         data.load_tokenizer(tokenizer, manifest.tokenizer.digest),
@@ -59,121 +55,180 @@ async def join(
         data.cache_folder(),
         manifest.model.vocab_size,
     )
-    announcement = Announcement(
-        run=manifest.run_id,
-        peer=identity.peer_id,
-        addresses=transport.addresses,
-        memory_bytes=config.memory_bytes,
-        up_bps=config.up_bps,
-        down_bps=config.down_bps,
-        device=config.device,
-    )
-    directory = Directory(manifest, identity, transport, bootstrap, announcement)
-    sessions = Sessions(directory, transport, emit)
 
-    def follow(body: events.Body) -> None:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factories:
+    """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `corpus(manifest, transport,
+    storage)` is the text, and whatever it gives goes to `inner_loop`, which is called as `StageInnerLoop` is."""
+
+    clock: Clock = field(default_factory=Clock)
+    corpus: Callable[[Manifest, Transport, Storage], Awaitable[Any]] = run_corpus
+    inner_loop: Callable[..., InnerLoop] = StageInnerLoop
+
+
+class Peer:
+    """Takes part in a run. `bootstrap`: addresses to begin with. The disk's folder is `storage`'s."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        identity: Identity,
+        transport: Transport,
+        storage: Storage,
+        config: JoinConfig,
+        bootstrap: Sequence[str],
+        emit: events.Emit,
+        factories: Factories | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.identity = identity
+        self.rounds: Rounds | None = None
+        """The loop at the round boundaries, as soon as it runs."""
+        self._transport = transport
+        self._storage = storage
+        self._config = config
+        self._factories = factories or Factories()
+        self._emit = emit
+        announcement = Announcement(
+            run=manifest.run_id,
+            peer=identity.peer_id,
+            addresses=transport.addresses,
+            memory_bytes=config.memory_bytes,
+            up_bps=config.up_bps,
+            down_bps=config.down_bps,
+            device=config.device,
+        )
+        self._directory = Directory(manifest, identity, transport, bootstrap, announcement, self._factories.clock)
+        self._sessions = Sessions(self._directory, transport, emit)
+
+    async def run(self) -> None:
+        """Until the run is over. Raises PotluckError."""
+        smallest, offered = memory.smallest_stage(self.manifest), self._config.memory_bytes
+        if offered < smallest:
+            raise UsageError(
+                f"memory: {offered / 1e6:.0f} MB offered, one block of this model needs {smallest / 1e6:.0f} MB;"
+                " offer more with --memory, or join a run with a smaller model"
+            )
+        corpus = await self._factories.corpus(self.manifest, self._transport, self._storage)
+        restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
+        if restored is not None:
+            self._emit(events.Restored(round=restored.round))
+        uplink = Uplink(self._config.up_limit_bps)
+        pipes = Pipes(self._transport, self._directory.reach, self._directory.lost, uplink)
+        inner_loop = self._factories.inner_loop(
+            self.manifest,
+            self.identity.peer_id,
+            self._config,
+            corpus,
+            pipes,
+            self._directory.update,
+            dict(restored.optimizer) if restored else {},
+            self._follow,
+        )
+        exchange = Exchange(
+            self.manifest,
+            self._transport,
+            self._storage,
+            self._emit,
+            reach=self._directory.reach,
+            peers=self._directory.peers,
+            uplink=uplink,
+        )
+        self.rounds = rounds = self._make_rounds(exchange, inner_loop, restored)
+        del restored  # it would keep this θ in memory as long as the run lasts
+        await exchange.serve()
+        await self._transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, rounds.member.applied))
+        self._emit(
+            events.Started(
+                peer=self.identity.peer_id,
+                pid=os.getpid(),
+                device=self._config.device,
+                memory_bytes=self._config.memory_bytes,
+                rss_bytes=device.peak_rss(),
+            )
+        )
+        self._directory.update(phase="waiting")
+        try:
+            await self._work(rounds)
+        finally:
+            await exchange.aclose()
+            await asyncio.to_thread(inner_loop.close)
+        shards = layout.shard_names(self.manifest.model)
+        digests = {s: rounds.outer.digest(s) for s in shards if s in rounds.outer.theta}
+        self._emit(events.Finished(round=rounds.member.applied, digests=digests))
+
+    def _make_rounds(self, exchange: Exchange, inner_loop: InnerLoop, restored: Checkpoint | None) -> Rounds:
+        around = Surroundings(
+            storage=self._storage,
+            exchange=exchange,
+            inner_loop=inner_loop,
+            emit=self._follow,
+            tell=self._sessions.tell,
+            traffic=self._transport.traffic,
+            clock=self._factories.clock,
+            threads=self._config.threads,
+            warm=memory.keeps_warm(self.manifest, self._config.memory_bytes),
+        )
+        return Rounds(self.manifest, self.identity.peer_id, around, restored)
+
+    async def _work(self, rounds: Rounds) -> None:
+        """Everything that goes on at the same time, until the rounds are over."""
+
+        async def on_message(message: Message | Record) -> None:
+            match message:
+                case Record():
+                    rounds.put(member_events.Committed(message))
+                case Offered():
+                    rounds.prefetch(message)
+                case ChainReconfig():
+                    rounds.put(member_events.Reconfigured(message))
+                case Finished():
+                    rounds.put(member_events.RunOver())
+
+        async def on_open() -> None:
+            rounds.put(member_events.Connected())
+
+        work = asyncio.create_task(rounds.run())
+        background = [
+            asyncio.create_task(self._directory.announce()),
+            asyncio.create_task(self._sessions.run(on_message, on_open)),
+        ]
+        try:
+            await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (work, *background):
+                if task.done():
+                    task.result()
+        except ForkError as error:
+            raise LocalError(
+                f"history of the run: {error}; stopped without applying either, tell the operator"
+            ) from None
+        finally:
+            for task in (work, *background):
+                task.cancel()
+            await asyncio.gather(work, *background, return_exceptions=True)
+
+    def _warn(self, text: str) -> None:
+        self._emit(events.Warning(text=text))
+
+    def _follow(self, body: events.Body) -> None:
         """Everything that is emitted, and the part of it that the announcement repeats."""
         if isinstance(body, events.Round):
             body = dataclasses.replace(body, peak_rss_bytes=device.peak_rss())
-        emit(body)
+        self._emit(body)
         match body:
             case events.Chain():
-                directory.update(chain=events.chain_report(body))
+                self._directory.update(chain=events.chain_report(body))
             case events.Role(role="full"):
-                directory.update(chain=None)
+                self._directory.update(chain=None)
             case events.Step(round=round, step=step, loss=loss):
-                directory.update(phase="training", round=round, step=step, loss=loss)
+                self._directory.update(phase="training", round=round, step=step, loss=loss)
             case events.Offered(round=round):
-                directory.update(phase="offered", round=round)
+                self._directory.update(phase="offered", round=round)
             case events.Withdrew(round=round):
-                directory.update(phase="withdrew", round=round)
+                self._directory.update(phase="withdrew", round=round)
             case events.Round(round=round, bytes_sent=sent, bytes_received=received):
-                directory.update(phase="waiting", round=round, bytes_sent=sent, bytes_received=received)
-
-    restored = await asyncio.to_thread(storage.load_checkpoint, lambda text: emit(events.Warning(text=text)))
-    if restored is not None:
-        emit(events.Restored(round=restored.round))
-    uplink = Uplink(config.up_limit_bps)
-    inner_loop = InnerLoop(
-        manifest,
-        identity.peer_id,
-        transport,
-        corpus,
-        config,
-        directory,
-        uplink,
-        dict(restored.optimizer) if restored else {},
-        follow,
-    )
-    exchange = Exchange(
-        manifest,
-        transport,
-        storage.blobs,
-        emit,
-        reach=directory.reach,
-        peers=directory.peers,
-        find=storage.find,
-        states=storage.states,
-        uplink=uplink,
-    )
-    rounds = Rounds(
-        manifest,
-        identity.peer_id,
-        transport,
-        storage,
-        inner_loop,
-        follow,
-        exchange=exchange,
-        tell=sessions.tell,
-        restored=restored,
-        threads=config.threads,
-        warm=memory.keeps_warm(manifest, config.memory_bytes),
-    )
-    del restored  # it would keep this θ in memory as long as the run lasts
-
-    async def on_message(message: Message | Record) -> None:
-        if isinstance(message, Record):
-            rounds.put(member.Committed(message))
-        elif isinstance(message, Offered):
-            rounds.prefetch(message)
-        elif isinstance(message, ChainReconfig):
-            rounds.put(member.Reconfigured(message))
-        elif isinstance(message, Finished):
-            rounds.put(member.RunOver())
-
-    async def on_open() -> None:
-        rounds.put(member.Connected())
-
-    await exchange.serve()
-    await transport.serve(endpoints.PIPE, lambda stream: inner_loop.pipes.serve(stream, rounds.member.applied))
-    started = events.Started(
-        peer=identity.peer_id,
-        pid=os.getpid(),
-        device=config.device,
-        memory_bytes=config.memory_bytes,
-        rss_bytes=device.peak_rss(),
-    )
-    emit(started)
-    directory.update(phase="waiting")
-    background = [
-        asyncio.create_task(directory.announce()),
-        asyncio.create_task(sessions.run(on_message, on_open)),
-    ]
-    work = asyncio.create_task(rounds.run())
-    try:
-        done, _ = await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    except member.ForkError as error:
-        raise LocalError(f"history of the run: {error}; stopped without applying either, tell the operator") from None
-    finally:
-        for task in (work, *background):
-            task.cancel()
-        await asyncio.gather(work, *background, return_exceptions=True)
-        await exchange.aclose()
-        await asyncio.to_thread(inner_loop.close)
-    digests = {s: rounds.outer.digest(s) for s in layout.shard_names(manifest.model) if s in rounds.outer.theta}
-    emit(events.Finished(round=rounds.member.applied, digests=digests))
+                self._directory.update(phase="waiting", round=round, bytes_sent=sent, bytes_received=received)
 
 
 async def fetch_tokenizer(manifest: Manifest, transport: Transport, storage: Storage) -> bytes:

@@ -14,7 +14,6 @@ import random
 from collections.abc import Awaitable, Callable
 
 from peer import events
-from peer.events import Emitter
 from peer.net.base import Stream, Transport
 from peer.net.directory import Directory
 from protocol.errors import RemoteError
@@ -33,7 +32,7 @@ OUTBOX = 256
 class Sessions:
     """A peer's sessions. `on_message(message)` and `on_open()` are called in the event loop."""
 
-    def __init__(self, directory: Directory, transport: Transport, emit: Emitter) -> None:
+    def __init__(self, directory: Directory, transport: Transport, emit: events.Emit) -> None:
         self.directory = directory
         self.manifest = directory.manifest
         self._transport = transport

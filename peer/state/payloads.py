@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.events import Emitter
 from peer.net.base import Transport, call, serve_calls
-from peer.net.blobs import NO_ROUND, Blob, BlobServer, BlobStore, Fetcher
+from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
 from peer.net.uplink import Uplink
+from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -43,31 +43,31 @@ AHEAD = 4
 
 
 class Exchange:
-    """One per daemon. `reach(peer)` connects to a peer, `peers()` are those who may have states; `find`, `states`: the shards
-    that our checkpoints have; what is served takes turns in `uplink`."""
+    """One per daemon. It serves the payloads and checkpoints in `storage`, in turns of `uplink`. `reach(peer)` connects to a peer,
+    `peers()` are those who may have states."""
 
     def __init__(
         self,
         manifest: Manifest,
         transport: Transport,
-        store: BlobStore,
-        emit: Emitter,
+        storage: Storage,
+        emit: events.Emit,
         *,
         reach: Callable[[str], Awaitable[None]],
         peers: Callable[[], Awaitable[Sequence[str]]],
-        find: Callable[[str], Blob | None],
-        states: Callable[[], Mapping[int, Collection[str]]],
         uplink: Uplink,
     ) -> None:
         self.manifest = manifest
-        self.store = store
+        self.store = store = storage.blobs
         self._transport = transport
         self._emit = emit
         self._fetcher = Fetcher(transport, store, reach=reach, warn=self._warn)
-        self._server = BlobServer(store, others=find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn)
+        self._server = BlobServer(
+            store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn
+        )
         self._reach = reach
         self._peers = peers
-        self._states = states
+        self._states = storage.states
         self._prefetches: set[asyncio.Task[None]] = set()
         self._over_limit = False
 

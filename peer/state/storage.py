@@ -46,7 +46,7 @@ class Checkpoint:
 
     round: int
     theta: Shards
-    optimizer: dict[str, NDArray[np.generic]]
+    optimizer: Mapping[str, NDArray[np.generic]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from protocol.wire import endpoints
-from tests.volunteers import InnerLoop, Swarm, manifest
+from tests.volunteers import Swarm, manifest
 
 DEADLINE = 200.0
 
@@ -28,7 +28,7 @@ def payloads(swarm: Swarm, round: int, *without: str) -> set[str]:
 
 def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=3, rounds=2), monkeypatch) as swarm:
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
             release = asyncio.Event()
             slow = swarm.start("slow")
 
@@ -36,10 +36,10 @@ def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: py
                 if peer == slow.id:
                     await release.wait()
 
-            InnerLoop.hold = hold
+            swarm.hold = hold
             fast = [swarm.start(name) for name in ("a", "b")]
-            await swarm.until(lambda: all(p.rounds and p.rounds._offer for p in fast))
-            offered = [{x.digest for x in p.rounds._offer.parts} for p in fast]
+            await swarm.until(lambda: all(p.rounds and p.rounds.offer for p in fast))
+            offered = [{x.digest for x in p.rounds.offer.parts} for p in fast]
             here = offered[0] | offered[1]
             await swarm.until(lambda: all(here <= set(p.storage.blobs) for p in (*fast, slow)))
             assert swarm.head == 0, "nothing is committed yet"
@@ -62,7 +62,7 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
     """Round 3 is decided without `late`, whose offer the others have fetched; `tight` may keep next to nothing."""
 
     async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=3, rounds=5), monkeypatch) as swarm:
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=5)) as swarm:
             free, release = asyncio.Event(), asyncio.Event()
             tight, roomy, late = swarm.start("tight", limit=1), swarm.start("roomy"), swarm.start("late")
 
@@ -72,7 +72,7 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
                 if round == 4 and peer == roomy.id:
                     await release.wait()
 
-            InnerLoop.hold = hold
+            swarm.hold = hold
             await swarm.until(lambda: late.rounds is not None and late.rounds.member.applied == 2)
             assert payloads(swarm, 1) | payloads(swarm, 2) <= set(roomy.storage.blobs)
             await swarm.until(lambda: tight.rounds.member.applied == 2)
@@ -80,8 +80,8 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
             assert not payloads(swarm, 1, tight.id) & set(tight.storage.blobs), "oldest first"
             warned = [t for t in tight.texts() if "--store-limit" in t]
             assert len(warned) == 1
-            await swarm.until(lambda: late.rounds._offer is not None and late.rounds._offer.round == 3)
-            own = {p.digest for p in late.rounds._offer.parts}
+            await swarm.until(lambda: late.rounds.offer is not None and late.rounds.offer.round == 3)
+            own = {p.digest for p in late.rounds.offer.parts}
             await swarm.until(lambda: own <= set(roomy.storage.blobs))
             assert not own & set(tight.storage.blobs), "nothing is fetched ahead of time where there is no room"
             swarm.leader._failures[late.id] = "the test says so"
@@ -90,7 +90,7 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
             assert not own & payloads(swarm, 3)
             assert not own & set(roomy.storage.blobs)
             assert own <= set(late.storage.blobs), "a restart would have to give it back"
-            await swarm.until(lambda: late.rounds._offer.round == 4)
+            await swarm.until(lambda: late.rounds.offer.round == 4)
             release.set()
             await swarm.round(4)
             assert not own & set(late.storage.blobs)

@@ -24,7 +24,7 @@ from protocol.rounds import leader
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from tests.volunteers import MODEL, InnerLoop, Swarm, Volunteer, manifest, noise
+from tests.volunteers import MODEL, Swarm, Volunteer, manifest, noise
 
 DEADLINE = 300.0
 SHARDS = layout.shard_names(MODEL)
@@ -38,10 +38,10 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 class Rounds:
     """Lets rounds end one by one: round r is held until `upto` is r or more."""
 
-    def __init__(self) -> None:
+    def __init__(self, swarm: Swarm) -> None:
         self.upto = 0
         self._moved = asyncio.Event()
-        InnerLoop.hold = self.hold
+        swarm.hold = self.hold
 
     async def hold(self, peer: str, round: int) -> None:
         while round > self.upto:
@@ -74,9 +74,9 @@ async def is_right(swarm: Swarm, peer: Volunteer, shards: Iterable[str] = SHARDS
 async def planned(swarm: Swarm, rounds: Rounds, *peers: Volunteer) -> None:
     """One more round, so that the plan has places for `peers`; waits until they hold their states."""
     head, machine = swarm.head, swarm.leader
-    await swarm.until(lambda: all(p.id in machine.attests.get(head, {}) and p.id in machine.ready for p in peers))
+    await swarm.until(lambda: all(p.id in machine.attestations.of(head) and p.id in machine.ready for p in peers))
     rounds.go(head + 1)
-    await swarm.until(lambda: all(machine.attests.get(head + 1, {}).get(p.id) for p in peers))
+    await swarm.until(lambda: all(machine.attestations.of(head + 1).get(p.id) for p in peers))
 
 
 def bases(peer: Volunteer) -> dict[str, int]:
@@ -91,8 +91,8 @@ def test_a_newcomer_takes_the_newest_checkpoint_and_replays_the_rest(
 
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=50, outer=OuterSpec(topk=96, indices="fixed"))
-        async with Swarm(tmp_path, run, monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, run) as swarm:
+            rounds = Rounds(swarm)
             for name in ("a", "b"):
                 swarm.start(name)
             await to(swarm, rounds, 69)
@@ -120,8 +120,8 @@ def test_after_a_kill_the_payloads_on_disk_are_not_fetched_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
-        async with Swarm(tmp_path, manifest(rounds=100, checkpoint_rounds=10), monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, manifest(rounds=100, checkpoint_rounds=10)) as swarm:
+            rounds = Rounds(swarm)
             swarm.start("a"), swarm.start("b")
             victim = swarm.start("victim")
             await to(swarm, rounds, 17)
@@ -141,8 +141,8 @@ def test_after_a_kill_the_payloads_on_disk_are_not_fetched_again(
 def test_who_is_far_behind_takes_a_later_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
-        async with Swarm(tmp_path, run, monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, run) as swarm:
+            rounds = Rounds(swarm)
             swarm.start("a"), swarm.start("b")
             swarm.start("late")
             await to(swarm, rounds, 5)
@@ -165,8 +165,8 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path, monkeypatch: pytes
 
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
-        async with Swarm(tmp_path, run, monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, run) as swarm:
+            rounds = Rounds(swarm)
             holder, _ = swarm.start("a"), swarm.start("b")
             await to(swarm, rounds, 11)
             taken = 0
@@ -181,7 +181,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path, monkeypatch: pytes
             monkeypatch.setattr(Exchange, "shard", some)
             newcomer = swarm.start("newcomer")
             machine = swarm.leader
-            await swarm.until(lambda: newcomer.id in machine.attests.get(11, {}) and newcomer.id in machine.ready)
+            await swarm.until(lambda: newcomer.id in machine.attestations.of(11) and newcomer.id in machine.ready)
             rounds.go(12)
             await swarm.until(lambda: len(list(newcomer.storage.blobs)) >= 4)
             taken = newcomer.received
@@ -193,7 +193,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path, monkeypatch: pytes
             for index in range(3):
                 assert begun.write(index, blob.read(index))
             again = swarm.start("newcomer")
-            await swarm.until(lambda: bool(machine.attests.get(12, {}).get(again.id)))
+            await swarm.until(lambda: bool(machine.attestations.of(12).get(again.id)))
             await is_right(swarm, again)
             assert set(bases(again).values()) == {10}
             log = swarm.archive.commits
@@ -208,8 +208,8 @@ def test_a_stage_fetches_its_own_shards_only(tmp_path: Path, monkeypatch: pytest
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         half = max(memory.stage_memory(run, 0, 2), memory.stage_memory(run, 2, 4))
-        async with Swarm(tmp_path, run, monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, run) as swarm:
+            rounds = Rounds(swarm)
             swarm.start("a"), swarm.start("b")
             await to(swarm, rounds, 11)
             chain = [swarm.start(name, memory=half) for name in ("c", "d")]
@@ -231,8 +231,8 @@ def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(
 ) -> None:
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
-        async with Swarm(tmp_path, run, monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, run) as swarm:
+            rounds = Rounds(swarm)
             bad, *_ = [swarm.start(name) for name in ("bad", "b", "c")]
             await to(swarm, rounds, 11)
             server = bad.rounds._exchange._server
@@ -257,8 +257,8 @@ def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(
 def test_without_any_checkpoint_the_archive_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
-        async with Swarm(tmp_path, run, monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, run) as swarm:
+            rounds = Rounds(swarm)
             holders = [swarm.start(name) for name in ("a", "b")]
             await to(swarm, rounds, 21)
             for holder in holders:
@@ -280,8 +280,8 @@ def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(
 
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
-        async with Swarm(tmp_path, run, monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, run) as swarm:
+            rounds = Rounds(swarm)
             holders = [swarm.start(name) for name in ("a", "b")]
             await to(swarm, rounds, 21)
             for holder in holders:
@@ -297,8 +297,8 @@ def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(
 
 def test_one_wrong_shard_is_rebuilt_from_our_own_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100), monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100)) as swarm:
+            rounds = Rounds(swarm)
             swarm.start("a"), swarm.start("b")
             wrong = swarm.start("wrong")
             await to(swarm, rounds, 12)
@@ -317,8 +317,8 @@ def test_a_checkpoint_that_keeps_a_wrong_bit_is_not_believed(tmp_path: Path, mon
     """The wrong state was written to disk with its own digest; the log's decides."""
 
     async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=5), monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=5)) as swarm:
+            rounds = Rounds(swarm)
             swarm.start("a"), swarm.start("b")
             wrong = swarm.start("wrong")
             await to(swarm, rounds, 9)
@@ -337,8 +337,8 @@ def test_a_damaged_shard_of_a_checkpoint_is_told_and_built_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=5), monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=100, checkpoint_rounds=5)) as swarm:
+            rounds = Rounds(swarm)
             swarm.start("a"), swarm.start("b")
             peer = swarm.start("c")
             await to(swarm, rounds, 12)
@@ -378,8 +378,8 @@ def test_error_feedback_waits_for_its_shard(tmp_path: Path, monkeypatch: pytest.
 
     async def work() -> None:
         run = manifest(start_peers=2, rounds=100, checkpoint_rounds=2)
-        async with Swarm(tmp_path, run, monkeypatch) as swarm:
-            rounds = Rounds()
+        async with Swarm(tmp_path, run) as swarm:
+            rounds = Rounds(swarm)
             peer, _ = swarm.start("x"), swarm.start("y")
             await to(swarm, rounds, 2)
             await swarm.stop("x")

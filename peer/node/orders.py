@@ -1,0 +1,67 @@
+"""What passes between the loop that owns a peer's state and the part of it that computes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.state.storage import Shards
+from protocol.rounds.member_events import TrainOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was done of a round. `error`: why not all steps were, None where they were. `seconds`: that it took."""
+
+    steps: int
+    tokens: int
+    loss: float | None
+    error: str | None
+    seconds: float = 0.0
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    boundary_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChainOrders:
+    """How a training tells (generation, peer, reason) that its chain lost a member, and is told how it goes on."""
+
+    failed: Callable[[int, str, str], None]
+    orders: asyncio.Queue[TrainOrder]
+
+
+class InnerLoop(Protocol):
+    """The part of a peer that computes; see peer/node/inner_loop.py for the real one."""
+
+    async def train(
+        self,
+        order: TrainOrder,
+        theta: Shards,
+        stop: asyncio.Event,
+        progress: Callable[[int, float | None], None],
+        chain_orders: ChainOrders,
+    ) -> Result:
+        """Inner steps of one round; ends early, with an error, when `stop` is set."""
+        ...
+
+    def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
+        """(a, b) for each tensor of a shard that was just trained: θ(r-1) - θ local is a - b, or a where b is None."""
+        ...
+
+    def release(self) -> None:
+        """Forgets the θ that was trained from: `displacement` is not asked for any more."""
+        ...
+
+    def optimizer(self) -> dict[str, NDArray[np.generic]]:
+        """The inner optimizer's state, for a checkpoint."""
+        ...
+
+    def close(self) -> None:
+        """Ends what it runs."""
+        ...

@@ -1,0 +1,91 @@
+"""What a volunteer keeps, writes and fetches at the end of a round. Pure: the pump in peer/node/rounds.py asks, and obeys.
+
+A restart goes on from the newest checkpoint, with the payloads of every later round. So the payloads that a restart would need
+are never evicted:
+
+    payloads committed after the newest checkpoint, of the shards that are held
+    payloads of the peer's own newest offer, until it is decided: they may go back into the error feedback
+    payloads of rounds that are not in the log yet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from protocol.codec import sparse
+from protocol.planning import memory
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit
+from protocol.wire.plan import Plan
+from protocol.wire.session import Offer, Offered
+
+SAVE_SECONDS = 5.0
+"""So long the error feedback waits before it is written: the round's end, for which everybody waits, goes first."""
+LOOK_SECONDS = 60.0
+"""How often a peer that is behind asks whether others have a later state."""
+AHEAD = 2
+"""Payloads are fetched for so many rounds after the one that is applied."""
+
+
+def trained_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[str, ...]:
+    """The shards that `plan` has `peer` train."""
+    stage = plan.stage_of(peer) if plan is not None else None
+    return () if stage is None else memory.stage_shards(manifest, stage.first, stage.last)
+
+
+def held_shards(manifest: Manifest, plan: Plan | None, peer: str, warm: bool) -> tuple[str, ...]:
+    """The shards that `peer` has to hold for `plan`, in canonical order. `warm`: a spare holds them all, so that it can take any
+    stage. Nobody who has nothing to do has to hold anything."""
+    if plan is None:
+        return ()
+    stage = plan.stage_of(peer)
+    if stage is not None:
+        return memory.held_shards(manifest, stage.first, stage.last)
+    return layout.shard_names(manifest.model) if warm and peer in plan.spares else ()
+
+
+def payloads_needed(
+    log: Mapping[int, Commit], round: int, checkpoint: int, shards: Collection[str], offer: Offer | None
+) -> set[str]:
+    """The digests of the payloads that a restart would need, as far as the `log` is known, after `round` was applied.
+
+    `checkpoint`: the round of the newest one, negative where there is none; then the payloads of `round` count, too. `shards`:
+    those that are held. `offer`: the peer's newest.
+    """
+    base = round - 1 if checkpoint < 0 else checkpoint
+    needed = {part.digest for part in offer.parts} if offer is not None else set()
+    for commit in (c for r, c in log.items() if r > base):
+        needed |= {part.digest for shard in shards for _, part, _ in commit.payloads(shard)}
+    return needed
+
+
+def checkpoint_is_due(manifest: Manifest, round: int, checkpoint: int, holds: bool) -> bool:
+    """Whether to write one after `round`: every `checkpoint_rounds` rounds, and as soon as there is a state and no checkpoint.
+    `checkpoint`: the round of the newest; `holds`: whether there is anything to write."""
+    wanted = round % manifest.checkpoint_rounds == 0 or checkpoint < 0
+    return wanted and round > 0 and holds and round != checkpoint
+
+
+def last_checkpoint_is_due(round: int, checkpoint: int, holds: bool, applying: bool) -> bool:
+    """Whether a process that ends writes one. `applying`: a commit is half applied, so there is no state of one round."""
+    return round >= 1 and round != checkpoint and holds and not applying
+
+
+def feedback_is_due(since: float | None, now: float) -> bool:
+    """Whether the error feedback is written now; `since`: when it changed (seconds, None: it did not)."""
+    return since is not None and now - since >= SAVE_SECONDS
+
+
+def look_is_due(replay_is_long: bool, looked_at: float, now: float) -> bool:
+    """Whether a peer that is behind asks if others have a later state, which may cost less than replaying the log."""
+    return replay_is_long and now - looked_at >= LOOK_SECONDS
+
+
+def fetches_ahead(manifest: Manifest, applied: int, shards: Collection[str], offered: Offered) -> bool:
+    """Whether a payload that was offered, and is not committed yet, is fetched: it is of a round that comes soon and of a shard
+    that is held, and no larger than a payload of that shard can be."""
+    part = offered.part
+    if not applied < offered.round <= applied + AHEAD or part.shard not in shards:
+        return False
+    return 0 < part.size <= sparse.max_payload_size(manifest.outer.codec, layout.shapes(manifest.model, part.shard))
