@@ -18,6 +18,7 @@ from peer.net.base import Stream, Transport
 from peer.net.striped_stream import STRIPES, StripedStream
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
+from protocol.identity import short_peer
 from protocol.wire import endpoints, framing
 from protocol.wire.plan import Plan
 
@@ -175,15 +176,19 @@ class Pipes:
             case {"round": int(round), "generation": int(generation), "replica": int(replica), "stripe": int(stripe)}:
                 pass
             case _:
-                raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not a pipe's beginning; it was closed")
+                raise RemoteError(
+                    stream.remote, f"pipe of {short_peer(stream.remote)}: not a pipe's beginning; it was closed"
+                )
         if not applied < round <= applied + AHEAD or (round, generation) < self._oldest or not 0 <= stripe < STRIPES:
-            raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: not for this chain; it was closed")
+            raise RemoteError(stream.remote, f"pipe of {short_peer(stream.remote)}: not for this chain; it was closed")
         if len(self._incoming) >= MAX_PIPES:
-            raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: too many wait here; it was closed")
+            raise RemoteError(stream.remote, f"pipe of {short_peer(stream.remote)}: too many wait here; it was closed")
         key = (round, generation, replica, stream.remote)
         waiting = self._expect(key)
         if waiting.done():
-            raise RemoteError(stream.remote, f"pipe of {stream.remote[-8:]}: there is one already; it was closed")
+            raise RemoteError(
+                stream.remote, f"pipe of {short_peer(stream.remote)}: there is one already; it was closed"
+            )
         stripes = self._stripes.setdefault(key, {})
         stripes[stripe] = stream  # one that was there before is of a dial that failed
         self._wake()

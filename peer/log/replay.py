@@ -20,6 +20,7 @@ from peer.state.storage import Shards, read_theta
 from protocol.codec import blob_hash
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError, RemoteError, UsageError, shown
+from protocol.identity import short_peer
 from protocol.rounds import validation
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
@@ -181,10 +182,10 @@ async def _payloads(
                     raise BadPayload("its bytes are not those that were committed")
                 norm = await asyncio.to_thread(outer.norm, shard, data)
         except (BadPayload, PayloadError, RemoteError) as error:
-            raise BadPayload(f"payload {part.digest[:12]} of {sender[-8:]}: {error}") from None
+            raise BadPayload(f"payload {part.digest[:12]} of {short_peer(sender)}: {error}") from None
         if math.isclose(norm, part.norm, rel_tol=NORM_TOLERANCE):
             return weight, data, None
-        said = f"payload {part.digest[:12]} of {sender[-8:]}: its norm is {norm:.6g}, the commit says {part.norm:.6g}"
+        said = f"payload {part.digest[:12]} of {short_peer(sender)}: its norm is {norm:.6g}, the commit says {part.norm:.6g}"
         return weight, data, said
 
     found = await asyncio.gather(*(one(*item) for item in commit.payloads(shard)), return_exceptions=True)

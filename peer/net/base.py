@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protocol.errors import LocalError, RemoteError, UsageError
+from protocol.identity import short_peer
 from protocol.wire.framing import MAX_FRAME
 
 log = logging.getLogger("potluck.net")
@@ -152,13 +153,8 @@ class Transport(Protocol):
 
 def nothing_came(stream: Stream, timeout: float | None) -> Timeout:
     """What `recv` raises after so many seconds."""
-    text = f"stream {stream.name} from {short(stream.remote)}: nothing came for {timeout:g} s; try again"
+    text = f"stream {stream.name} from {short_peer(stream.remote)}: nothing came for {timeout:g} s; try again"
     return Timeout(stream.remote, text)
-
-
-def short(peer: str) -> str:
-    """How messages name a peer."""
-    return f"…{peer[-8:]}" if len(peer) > 8 else peer
 
 
 def check_record(value: bytes, ttl: float) -> None:
@@ -186,12 +182,12 @@ async def call(
             finally:
                 await stream.close()
     except TimeoutError:
-        raise Timeout(peer, f"call {name} to {short(peer)}: no reply within {timeout:g} s; try again") from None
+        raise Timeout(peer, f"call {name} to {short_peer(peer)}: no reply within {timeout:g} s; try again") from None
     if reply[:1] == _OK:
         return reply[1:]
     text = reply[1:301].decode(errors="replace")
     shown = "".join(c if c.isprintable() else " " for c in text)
-    raise RemoteError(peer, f"call {name} to {short(peer)}: refused ({shown}); see that peer's log")
+    raise RemoteError(peer, f"call {name} to {short_peer(peer)}: refused ({shown}); see that peer's log")
 
 
 async def serve_calls(transport: Transport, name: str, handler: CallHandler, *, limit: int = MAX_FRAME) -> None:
@@ -204,7 +200,7 @@ async def serve_calls(transport: Transport, name: str, handler: CallHandler, *, 
         except RemoteError as error:
             parts = (_FAILED, str(error).encode()[:300])
         except Exception:
-            log.exception("call %s of %s failed", name, short(stream.remote))
+            log.exception("call %s of %s failed", name, short_peer(stream.remote))
             parts = (_FAILED, b"internal error")
         await stream.send(*parts)
 

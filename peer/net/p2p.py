@@ -41,8 +41,6 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 from hivemind.utils.serializer import MSGPackSerializer
-
-from peer.net import keyfile
 from peer.net.address import Address, parse
 from peer.net.base import (
     MAX_RECORD,
@@ -58,11 +56,13 @@ from peer.net.base import (
     Validate,
     check_record,
     log,
-    short,
 )
 from peer.net.stream import Endpoint, FrameStream
 from protocol.errors import RemoteError, UsageError, shown
+from protocol.identity import short_peer
 from protocol.wire.framing import FrameError, unpack_message
+
+from peer.net import keyfile
 
 T = TypeVar("T")
 
@@ -247,7 +247,7 @@ class P2PTransport(Endpoint):
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(peer=_raw(peer), proto=[name], timeout=math.ceil(timeout)),
         )
-        reader, writer = await self._ask(request, peer, f"peer {short(peer)}", timeout)
+        reader, writer = await self._ask(request, peer, f"peer {short_peer(peer)}", timeout)
         return self.stream(peer, name, reader, writer, writer.transport.abort)
 
     async def _ask(
@@ -339,7 +339,7 @@ class P2PTransport(Endpoint):
             except ValidationError as error:
                 if "local time" in str(error):
                     raise ClockWrong(
-                        f"clock: it differs by more than 3 s from that of {short(peer)}; set it right (NTP), try again"
+                        f"clock: it differs by more than 3 s from that of {short_peer(peer)}; set it right (NTP), try again"
                     ) from None
             except TimeoutError:
                 pass
@@ -347,7 +347,9 @@ class P2PTransport(Endpoint):
                 break
             await asyncio.sleep(RETRY_SECONDS)
         if found is None:
-            raise Unreachable(peer, f"peer {short(peer)}: answers, but not to the DHT; check that it is a Potluck peer")
+            raise Unreachable(
+                peer, f"peer {short_peer(peer)}: answers, but not to the DHT; check that it is a Potluck peer"
+            )
         await asyncio.sleep(0)  # lets hivemind enter it in the routing table
         with contextlib.suppress(TimeoutError):
             await self._within(self._dht.find_nearest_nodes([self._dht.node_id]), timeout)
@@ -442,7 +444,7 @@ def _raw(peer: str) -> bytes:
     try:
         return bytes(PeerID.from_base58(peer).to_bytes())
     except ValueError:
-        raise Unreachable(peer, f"peer {short(peer)}: not a peer id; check it") from None
+        raise Unreachable(peer, f"peer {short_peer(peer)}: not a peer id; check it") from None
 
 
 _REASONS = (

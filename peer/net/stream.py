@@ -11,8 +11,9 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
-from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came, short
+from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came
 from protocol.errors import RemoteError
+from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
 
@@ -58,7 +59,7 @@ class FrameStream:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"FrameStream({self.name}, {short(self.remote)})"
+        return f"FrameStream({self.name}, {short_peer(self.remote)})"
 
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         size = sum(memoryview(part).nbytes for part in parts)
@@ -84,7 +85,8 @@ class FrameStream:
                         self.abort()  # half a frame is out: nothing sensible can follow
         except TimeoutError:
             raise Timeout(
-                self.remote, f"stream {self.name} to {short(self.remote)}: it read nothing for {timeout:g} s; try again"
+                self.remote,
+                f"stream {self.name} to {short_peer(self.remote)}: it read nothing for {timeout:g} s; try again",
             ) from None
         except (OSError, EOFError):
             raise self._over("the peer or its link is gone") from None
@@ -135,7 +137,7 @@ class FrameStream:
                 if not self._ended:
                     self._ended = True
                     self._traffic.count_received(self.name, framing.PREFIX)
-                raise Ended(self.remote, f"stream {self.name} from {short(self.remote)}: has ended") from None
+                raise Ended(self.remote, f"stream {self.name} from {short_peer(self.remote)}: has ended") from None
             if frame is not None:
                 self._traffic.count_received(self.name, framing.PREFIX + len(frame))
                 return frame
@@ -146,7 +148,7 @@ class FrameStream:
             self._frames.feed(data)
 
     def _over(self, reason: str) -> Closed:
-        return Closed(self.remote, f"stream {self.name} with {short(self.remote)}: {reason}; open it again")
+        return Closed(self.remote, f"stream {self.name} with {short_peer(self.remote)}: {reason}; open it again")
 
     async def close(self) -> None:
         if self._closed:
@@ -211,7 +213,7 @@ class Endpoint:
         except RemoteError as error:
             log.debug("serving %s: %s", stream.name, error)
         except Exception:
-            log.exception("serving %s to %s failed", stream.name, short(stream.remote))
+            log.exception("serving %s to %s failed", stream.name, short_peer(stream.remote))
             stream.abort()
         finally:
             await stream.close()

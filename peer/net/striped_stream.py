@@ -13,9 +13,10 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
-from peer.net.base import SEND_SECONDS, Closed, Ended, Stream, nothing_came, short
+from peer.net.base import SEND_SECONDS, Closed, Ended, Stream, nothing_came
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
+from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.framing import MAX_FRAME, PREFIX
 
@@ -114,7 +115,7 @@ class StripedStream:
         return frame
 
     def _no_frame(self, what: str) -> Closed:
-        return Closed(self.remote, f"stream {self.name} with {short(self.remote)}: it sent {what}; open it again")
+        return Closed(self.remote, f"stream {self.name} with {short_peer(self.remote)}: it sent {what}; open it again")
 
     async def finish(self) -> None:
         await asyncio.gather(*(stream.finish() for stream in self._streams))

@@ -21,6 +21,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from protocol.identity import short_peer
 from protocol.planning import speed
 from protocol.planning.memory import held_shards, keeps_warm, needs_by_range
 from protocol.run import layout
@@ -112,7 +113,7 @@ def stage_seconds(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, 
 def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candidate]) -> ReplicaSpec:
     """A kept replica, its blocks moved where that pays (see the module's docstring)."""
     seconds = stage_seconds(manifest, replica, there)
-    if len(replica.stages) < 2 or seconds is None:
+    if not replica.is_chain or seconds is None:
         return replica
     members = [there[p] for p in replica.peers]
     speeds, slowest = [c.speed_flops for c in members], max(seconds)
@@ -159,6 +160,6 @@ def why_moved(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec, there
     others = max(s for i, s in enumerate(seconds) if i != slowest)
     away = before.blocks[slowest] - after.blocks[slowest]
     return (
-        f"…{before.peers[slowest][-8:]} is the slowest stage ({seconds[slowest]:.2g} s a micro-batch, the others at most"
+        f"{short_peer(before.peers[slowest])} is the slowest stage ({seconds[slowest]:.2g} s a micro-batch, the others at most"
         f" {others:.2g} s): {away} block{'' if away == 1 else 's'} moved away from it"
     )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from protocol import identity
 from protocol.errors import RemoteError, shown
+from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
@@ -76,7 +77,7 @@ def decode(raw: bytes | memoryview, peer: str) -> Message:
         message: Message = build(cls, data, ignore_unknown=True)
         return message
     except (SchemaError, framing.FrameError) as error:
-        raise MessageError(peer, f"message from {peer[-8:]}: {shown(error)}; it was dropped") from None
+        raise MessageError(peer, f"message from {short_peer(peer)}: {shown(error)}; it was dropped") from None
 
 
 def expect(cls: type[T], message: Any, peer: str) -> T:
@@ -84,7 +85,7 @@ def expect(cls: type[T], message: Any, peer: str) -> T:
     if not isinstance(message, cls):
         raise MessageError(
             peer,
-            f"message from {peer[-8:]}: expected {cls.__name__}, got {type(message).__name__}; it was dropped",
+            f"message from {short_peer(peer)}: expected {cls.__name__}, got {type(message).__name__}; it was dropped",
         )
     return message
 
@@ -104,14 +105,14 @@ def decode_record(raw: bytes | memoryview, peer: str) -> Record:
         fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v")}
         record = build(Record, fields, ignore_unknown=True)
     except (SchemaError, framing.FrameError) as error:
-        raise MessageError(peer, f"record from {peer[-8:]}: {shown(error)}; it was dropped") from None
+        raise MessageError(peer, f"record from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     commit = record.commit
     if len(record.votes) > MAX_VOTES:
-        raise MessageError(peer, f"record from {peer[-8:]}: {len(record.votes)} votes; it was dropped")
+        raise MessageError(peer, f"record from {short_peer(peer)}: {len(record.votes)} votes; it was dropped")
     body = vote_body(commit.run, commit.round, record.ballot, commit.digest)
     for voter, signature in record.votes.items():
         if not identity.verify(voter, body, signature):
-            raise MessageError(peer, f"record from {peer[-8:]}: a signature is wrong; it was dropped")
+            raise MessageError(peer, f"record from {short_peer(peer)}: a signature is wrong; it was dropped")
     return record
 
 
@@ -120,5 +121,5 @@ def decode_any(raw: bytes, peer: str) -> Message | Record:
     try:
         data = framing.unpack_message(raw)
     except framing.FrameError as error:
-        raise MessageError(peer, f"message from {peer[-8:]}: {shown(error)}; it was dropped") from None
+        raise MessageError(peer, f"message from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     return decode(raw, peer) if isinstance(data, dict) and "t" in data else decode_record(raw, peer)

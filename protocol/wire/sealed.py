@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol import identity
 from protocol.errors import shown
-from protocol.identity import Identity
+from protocol.identity import Identity, short_peer
 from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import DOMAIN
@@ -29,7 +29,7 @@ def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
     if not (isinstance(peer, str) and isinstance(body, bytes) and isinstance(signature, bytes)):
         raise MessageError("unknown", "envelope: fields are missing; it was dropped")
     if not identity.verify(peer, DOMAIN + body, signature):
-        raise MessageError(peer, f"envelope of {shown(peer[-8:])}: the signature is wrong; it was dropped")
+        raise MessageError(peer, f"envelope of {shown(short_peer(peer))}: the signature is wrong; it was dropped")
     return peer, decode(body, peer)
 
 

@@ -132,7 +132,7 @@ class Uneven:
     def slow(self) -> None:
         """Until blocks have moved away from the slow stage."""
         first, known, begin = self.campaign.round() + 1, len(self.moved()), time.time()
-        slow = f"…{self.peers[SLOW][-8:]} is the slowest stage"
+        slow = f"{self.peers[SLOW][-8:]} is the slowest stage"
 
         def away() -> dict[str, Any] | None:
             moves = (f for f in self.moved()[known:] if slow in f["reason"])

@@ -35,7 +35,7 @@ def test_blocks_move_away_from_a_stage_that_became_slow(tmp_path: Path) -> None:
         first = plan["replicas"][0]["stages"][0]["peer"]
 
         def away(event: Event) -> bool:
-            named = f"…{first[-8:]} is the slowest stage" in event.fields.get("reason", "")
+            named = f"{first[-8:]} is the slowest stage" in event.fields.get("reason", "")
             return event.kind == "moved" and named and event.fields["after"][0] < event.fields["before"][0]
 
         with Thief(swarm.running[ids[first]], share=1 / 3, period=0.15):

@@ -446,7 +446,7 @@ def test_the_bottleneck_is_named() -> None:
     assert seconds is not None
     text = partition.why_moved(DEEP, old, new, there)
     assert text == (
-        f"…p01 is the slowest stage ({seconds[1]:.2g} s a micro-batch, the others at most {seconds[2]:.2g} s):"
+        f"p01 is the slowest stage ({seconds[1]:.2g} s a micro-batch, the others at most {seconds[2]:.2g} s):"
         " 2 blocks moved away from it"
     )
     assert partition.why_moved(DEEP, old, new, {}) == "its blocks were shared out anew"

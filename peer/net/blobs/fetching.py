@@ -21,11 +21,12 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from peer.net.base import Closed, Stream, Transport, short
+from peer.net.base import Closed, Stream, Transport
 from peer.net.blobs.idle import IdleStreams
 from peer.net.blobs.store import BlobStore, Part
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
+from protocol.identity import short_peer
 from protocol.wire import endpoints, framing
 
 PARALLEL = 4
@@ -279,7 +280,7 @@ class Fetcher:
     async def _work(self, job: _Job, peer: str, insist: bool, mine: deque[int]) -> list[str]:
         """Takes ranges from one holder until none is missing; `mine`: those that it was asked for. Returns the peers that it
         names instead. Raises RemoteError, UsageError."""
-        what = f"blob {job.name[:12]}: peer {short(peer)}"
+        what = f"blob {job.name[:12]}: peer {short_peer(peer)}"
         stream: Stream | None = None
         usable = False
         job.asking.add(peer)
@@ -458,7 +459,7 @@ def _names(peers: object) -> list[str]:
 async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int, timeout: float = 20.0) -> bytes:
     """What `peer` serves under a name such as the manifest's, at most `limit` bytes; the caller checks it. Raises
     RemoteError."""
-    what = f"{name} from {short(peer)}"
+    what = f"{name} from {short_peer(peer)}"
     stream = await transport.open(peer, endpoints.BLOB, timeout=timeout)
     try:
         await stream.send(framing.pack_message({"named": name}))

@@ -27,12 +27,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport, short
+from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
 from peer.net.blobs.idle import KEPT_SECONDS
 from peer.net.blobs.store import Blob, BlobStore
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
+from protocol.identity import short_peer
 from protocol.wire import endpoints, framing
 
 COPIES = 2
@@ -137,7 +138,7 @@ class BlobServer:
     async def _handle(self, stream: Stream) -> None:
         peer = stream.remote
         if self._streams.get(peer, 0) >= STREAMS_PER_PEER:
-            raise RemoteError(peer, f"blobs for {short(peer)}: {STREAMS_PER_PEER} streams at once; it was closed")
+            raise RemoteError(peer, f"blobs for {short_peer(peer)}: {STREAMS_PER_PEER} streams at once; it was closed")
         self._streams[peer] = self._streams.get(peer, 0) + 1
         try:
             raw = await stream.recv(1024, timeout=REQUEST_SECONDS)
@@ -152,7 +153,7 @@ class BlobServer:
                 except (Closed, Timeout):
                     return
         except framing.FrameError as error:
-            raise RemoteError(peer, f"blobs for {short(peer)}: {error}; it was closed") from None
+            raise RemoteError(peer, f"blobs for {short_peer(peer)}: {error}; it was closed") from None
         finally:
             self._streams[peer] -= 1
             if not self._streams[peer]:
@@ -168,7 +169,7 @@ class BlobServer:
     async def _answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
         size, peer = request.get("size"), stream.remote
         if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB:
-            raise RemoteError(peer, f"blobs for {short(peer)}: asks for an impossible size; it was closed")
+            raise RemoteError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
         coming = self._coming(name, peer, request.get("named_by")) if blob is None else None
         if coming is not None or (blob is not None and blob.size == size):
@@ -211,7 +212,9 @@ class BlobServer:
                 return
             index = wanted.get("range") if isinstance(wanted, dict) else None
             if not isinstance(index, int) or not 0 <= index < blob_hash.count(size):
-                raise RemoteError(stream.remote, f"blobs for {short(stream.remote)}: asks for no range; it was closed")
+                raise RemoteError(
+                    stream.remote, f"blobs for {short_peer(stream.remote)}: asks for no range; it was closed"
+                )
             data = await asyncio.to_thread(self._read, name, blob, leaves, index)
             await self.uplink.turn(stream.remote, len(data))
             await stream.send(data)
