@@ -136,7 +136,7 @@ class StageInnerLoop:
             self._announce(speed_flops=self._speed.add(stage.first, stage.last, report.seconds_per_microbatch))
             if self._trace is not None:
                 self._trace.flush()
-            if len(spec.stages) > 1:
+            if spec.is_chain:
                 self._emit(_chain_event(plan.round, report))
             progress(report.step - first_step + 1, report.loss)
 
@@ -181,7 +181,7 @@ class StageInnerLoop:
             error=error if steps or error else "no step was done",
             forward_bytes=sum(r.forward_bytes for r in reports),
             backward_bytes=sum(r.backward_bytes for r in reports),
-            boundary_tokens=tokens if len(spec.stages) > 1 else 0,
+            boundary_tokens=tokens if spec.is_chain else 0,
         )
 
     def _look(

@@ -29,7 +29,7 @@ from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import data, device
 from protocol.errors import LocalError, RemoteError, UsageError
-from protocol.identity import Identity
+from protocol.identity import Identity, short_peer
 from protocol.planning import memory
 from protocol.rounds import member_events
 from protocol.rounds.member import ForkError
@@ -238,6 +238,6 @@ async def fetch_tokenizer(manifest: Manifest, transport: Transport, storage: Sto
         node = manifest.operators[0]
         found = await fetch_named(transport, node, endpoints.TOKENIZER_NAME, limit=endpoints.MAX_TOKENIZER)
         if hashlib.sha256(found).hexdigest() != manifest.tokenizer.digest:
-            raise RemoteError(node, f"tokenizer from {node[-8:]}: not the run's; tell the operator")
+            raise RemoteError(node, f"tokenizer from {short_peer(node)}: not the run's; tell the operator")
         await asyncio.to_thread(storage.save_tokenizer, found)
     return found

@@ -17,6 +17,7 @@ from peer import events
 from peer.net.base import Stream, Transport
 from peer.net.directory import Directory
 from protocol.errors import RemoteError
+from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Record
@@ -82,7 +83,7 @@ class Sessions:
                     await stream.close()
             except RemoteError as error:
                 if not warned:
-                    self._emit(events.Warning(text=f"session with bootstrap node {node[-8:]}: {error}"))
+                    self._emit(events.Warning(text=f"session with bootstrap node {short_peer(node)}: {error}"))
                     warned = True
             self.directory.lost(node)
             await self.directory.connect()
@@ -135,5 +136,5 @@ class Sessions:
             self._stalled.discard(node)
         elif node not in self._stalled:
             self._stalled.add(node)
-            text = f"bootstrap node {node[-8:]} hears too few of the others to decide round {beat.round}; the run waits"
+            text = f"bootstrap node {short_peer(node)} hears too few of the others to decide round {beat.round}; the run waits"
             self._emit(events.Warning(text=text))
