@@ -1,255 +1,77 @@
 """A volunteer's side of a round: a state machine without I/O.
 
-    phase      event                                   next       effects
-    waiting    commit applied+1 is known               applying   Apply
-    waiting    the plan of applied+1 names us          training   Train
-    training   Trained                                 packing    EncodeUpdate  (e = beta e + delta, encode, make durable)
-    training   Failed                                  packing    Send(Withdraw), KeepInFeedback  (e = beta e + delta, durable, nothing sent)
-    training   commit applied+1 is known (too late)    stopping   Stop
-    stopping   Trained or Failed                       packing    KeepInFeedback
-    packing    UpdateEncoded(offer)                           waiting    Send(Offer)
-    packing    UpdateEncoded(None)                            waiting
-    applying   Applied                                 waiting
-    waiting    our offer's round is applied and known  waiting    RestoreFeedback if the commit does not include it
-    waiting    nothing newer is known                  arranging  HoldShards  (hold the shards that the plan wants held)
-    arranging  ShardsHeld                                waiting
-    any        Digested                                the same   Send(Attest)
-    waiting    RunOver, the last round is attested     done       Finish
+What happens comes in as events, what is to be done goes out as effects (protocol/rounds/member_events.py). The loop that
+carries the effects out is peer/node/rounds.py; it answers most of them with an event.
 
-A chain that loses a member is repaired within the round (protocol/rounds/chain_repair.py): the phase stays *training*, and the work is kept.
+    member    TODO
 
-    phase      event                                   next       effects
-    training   ChainFailed: our chain lost a neighbour       training   Send(ChainFailure), again with every Tick until there is a ChainReconfig
-    training   Reconfigured, with us                         training   Send(ChainReconfig), Resume
-    training   Reconfigured, without us, or nobody           stopping   Stop  (and Send(Withdraw) where the chain has ended)
-    waiting    Reconfigured, with us, a spare                training   Send(ChainReconfig), Train
+Three rules carry the promises of docs/failure-model.md.
 
-With `overlap = 1` a peer trains the round after its offer's while that offer is decided and applied; it follows the plan that
-it expects, the present one again. `ahead` is that training's state beside the phase:
+- Commits are applied one after the other, each once, in the order of their rounds (P1, P2).
+- An offer leaves only after it and its payloads are durable; the error feedback without them follows soon after. What was
+  not committed goes back into the feedback before anything else is added to it (P3).
+- After a crash the machine starts with `applied` of the newest durable state and with the newest durable offer. Both are
+  compared with the log once more, so every step may be repeated.
 
-    ahead      event                                   next       effects
-    none       UpdateEncoded(offer)                           running    Train  (the expected plan of the round after the offer's)
-    running    Trained                                 ready
-    running    Failed                                  none       (the round is trained again when its plan is known)
-    running    waiting, the plan is what we expected   none       phase training, as if it had begun now
-    ready      waiting, the plan is what we expected   none       EncodeUpdate
-    running    waiting, the plan is another            dropped    Stop  (what was done is forgotten)
-    dropped    Trained or Failed                       none
-    ready      waiting, the plan is another            none
+What may be lost on the way is sent again with every new session and every RESEND_SECONDS: the request for newer commits,
+the newest attestation, and of the open round the offer, the withdrawal, the failure and the reconfiguration of our chain.
 
-Rules that carry the promises: commits are applied one after the other, each once, in the order of their rounds (P1, P2); an
-offer leaves only after it and its payloads are durable (the error feedback without them soon after), and what was not committed
-goes back into the feedback before anything else is added (P3). After a crash the machine starts with `applied` of the newest durable state and
-with the newest durable offer; both are resolved against the log again, so every step may be repeated (design, section 5). Over 400 lines: the tables and
-everything that carries them out.
+A chain that loses a member is reconfigured within the round (protocol/rounds/chain_repair.py): the phase stays TRAINING, and
+the work is kept. With `overlap = 1` the next round is trained while this one is decided (protocol/rounds/overlap.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from protocol.planning import planner
 from protocol.rounds.chain_repair import SLOW, reconfigured
-from protocol.rounds.paxos import problem
+from protocol.rounds.member_events import (
+    TABLE,
+    Applied,
+    Apply,
+    ChainFailed,
+    Committed,
+    Connected,
+    Digested,
+    Effect,
+    EncodeUpdate,
+    Event,
+    Failed,
+    Finish,
+    HoldShards,
+    KeepInFeedback,
+    Phase,
+    Reconfigured,
+    RestoreFeedback,
+    RunOver,
+    Send,
+    ShardsHeld,
+    Stop,
+    Tick,
+    Trained,
+    TrainOrder,
+    UpdateEncoded,
+)
+from protocol.rounds.overlap import Ahead, Overlap, is_same_work
+from protocol.rounds.table import Position
+from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record, is_decided
-from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
 
 RESEND_SECONDS = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
-    """A session with a bootstrap node is open."""
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A record arrived whose signatures are right."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """All inner steps of `round` are done."""
-
-    round: int
-    steps: int
-    tokens: int
-    loss: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Training of `round` ended early, after `steps` complete steps."""
-
-    round: int
-    steps: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChainFailed:
-    """The chain that trains `round`, the `generation`-th of its replica, lost `peer`, or `peer` is SLOW; our work is kept."""
-
-    round: int
-    generation: int
-    peer: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reconfigured:
-    """The leader says who the members of a chain are."""
-
-    reconfig: ChainReconfig
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateEncoded:
-    """`offer` and its payloads are durable; without one, the error feedback is."""
-
-    round: int
-    offer: Offer | None
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """`round` is applied to every shard that is held."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardsHeld:
-    """The shards of the plan after `round` are held."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class Digested:
-    """`digests`: of the shards that were held when `round` was arranged."""
-
-    round: int
-    digests: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class RunOver:
-    """The leader says that the run is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainOrder:
-    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed.
-
-    `generation` is the number of chains that the replica had in this round before. `steps` > 0: the others have done this
-    many inner steps and no more are needed. `resume`: the training is under way and goes on with the members that `plan`
-    names now.
-    """
-
-    plan: Plan
-    replica: int
-    generation: int = 0
-    steps: int = 0
-    resume: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Effect: end the training of `round` at the next step; it answers as usual."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeUpdate:
-    """Effect: e = beta e + delta, payloads, e -= sent; the offer and its payloads durable; answer with UpdateEncoded(offer)."""
-
-    plan: Plan
-    replica: int
-    steps: int
-    tokens: int
-    loss: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class KeepInFeedback:
-    """Effect: e = beta e + delta of a round that sends nothing, durable; answer with UpdateEncoded(None)."""
-
-    round: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreFeedback:
-    """Effect, done at once and in order: e += what `offer` would have sent."""
-
-    offer: Offer
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Effect: add the commit's payloads to the shards that are held, rebuild those in `rebuild` from the log instead;
-    answer with Applied."""
-
-    commit: Commit
-    rebuild: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HoldShards:
-    """Effect: hold what the commit's plan wants held, at the state after the commit; answer with ShardsHeld, and sooner or later
-    with Digested."""
-
-    commit: Commit
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Effect: send to every bootstrap node with a session; what matters is sent again later."""
-
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Effect: the run is over; make the state durable and leave."""
-
-
-Event = (
-    Connected
-    | Committed
-    | Trained
-    | Failed
-    | ChainFailed
-    | Reconfigured
-    | UpdateEncoded
-    | Applied
-    | ShardsHeld
-    | Digested
-    | RunOver
-    | Tick
-)
-Effect = TrainOrder | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback | Apply | HoldShards | Send | Finish
-
-
 class ForkError(Exception):
-    """A majority decided two different commits for one round: the run's history is failure and nothing more is applied."""
+    """A majority decided two different commits for one round: the run's history is broken and nothing more is applied."""
 
 
 class Member:
-    """See the table above. `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless
-    the feedback says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained again, even
-    where the state is older."""
+    """A volunteer in a run; `handle` is the only entry.
+
+    `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless the durable feedback
+    says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained again, even
+    where the state is older.
+    """
 
     def __init__(
         self, manifest: Manifest, peer: str, applied: int = -1, offer: Offer | None = None, feedback_round: int = 0
@@ -257,22 +79,24 @@ class Member:
         self.manifest = manifest
         self.peer = peer
         self.applied = applied
-        self.phase = "waiting"
+        self.position = Position(TABLE, Phase.WAITING)
+        self.overlap = Overlap(manifest)
         self.commits: dict[int, Commit] = {}
         self._pending = offer
         self._attempted = max(feedback_round, offer.round if offer else 0)
         self._held_round = -1
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
-        self._finished = False
         self._run_over = False
         self._sent_at = float("-inf")
-        self._task: tuple[Plan, int] | None = None
+        self._order: TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
-        self.ahead = "none"
-        self._expected: tuple[Plan, int] | None = None
-        self._ready: Trained | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """What this volunteer is doing."""
+        return self.position.phase
 
     @property
     def head(self) -> int:
@@ -286,56 +110,47 @@ class Member:
         return commit.plan if commit else None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """One step of the machine. Raises ForkError."""
-        effects: list[Effect] = []
-        if (
-            isinstance(event, Trained | Failed)
-            and self._chain_failure is not None
-            and self._chain_failure.round == event.round
-        ):
-            self._chain_failure = None
+        """One step of the machine; `now` is in seconds on any steady clock. Raises ForkError."""
+        return self._react(event, now) + self._advance()
+
+    def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Connected():
-                effects += self._resend(now)
+                return self._resend(now)
             case Committed(record):
-                effects += self._learn(record)
-            case Trained() | Failed() if self._expected is not None and event.round == self._expected[0].round:
-                self._ran_ahead(event)
-            case Trained(round, steps, tokens, loss):
-                effects += self._trained(round, steps, tokens, loss)
-            case Failed(round, steps, reason):
-                effects += self._failed(round, reason)
-            case ChainFailed(round, generation, peer, reason):
-                effects += self._chain_failed(round, generation, peer, reason)
+                return self._learn(record)
+            case Trained() | Failed():
+                return self._finished(event)
+            case ChainFailed():
+                return self._chain_failed(event)
             case Reconfigured(reconfig):
-                effects += self._reconfigured(reconfig)
-            case UpdateEncoded(round, offer):
-                self.phase = "waiting"
-                if offer is not None:
-                    self._pending = offer
-                    effects += [Send(offer), *self._run_ahead(offer)]
+                return self._reconfigured(reconfig)
+            case UpdateEncoded(_, offer):
+                return self._encoded(offer)
             case Applied(round):
-                self.applied, self.phase = round, "waiting"
+                self.applied = round
+                return self.position.step(Applied, Phase.WAITING)
             case ShardsHeld(round):
-                self._held_round, self.phase = round, "waiting"
+                self._held_round = round
+                return self.position.step(ShardsHeld, Phase.WAITING)
             case Digested(round, digests):
                 if self._attest is None or self._attest.round <= round:
                     self._attest = Attest(round=round, digests=digests)
-                    effects.append(Send(self._attest))
+                    return self.position.stay(Digested, [Send(self._attest)])
             case RunOver():
                 self._run_over = True
             case Tick():
                 if now - self._sent_at >= RESEND_SECONDS:
-                    effects += self._resend(now)
-                elif self._chain_failure is not None:
-                    effects.append(Send(self._chain_failure))
-        return effects + self._advance()
+                    return self._resend(now)
+                if self._chain_failure is not None:
+                    return self.position.stay(Tick, [Send(self._chain_failure)])
+        return []
 
     def _learn(self, record: Record) -> list[Effect]:
         """Only what a majority of the members voted for counts; the members are those that the commit before names."""
         commit = record.commit
         if commit.round > self.head + 1:
-            return [Send(LogRequest(after=self.head))]
+            return self.position.stay(Committed, [Send(LogRequest(after=self.head))])
         before = self.commits[commit.round - 1] if commit.round else None
         if not is_decided(record, before.members if before else self.manifest.first_members):
             return []
@@ -343,115 +158,95 @@ class Member:
         if known is not None and known != commit:
             raise ForkError(f"round {commit.round} has two decided commits")
         if known is None:
-            reason = problem(self.manifest, before, record)
+            reason = why_not_next(self.manifest, before, record)
             if reason is not None:
                 raise ForkError(f"the commit of round {commit.round} {reason}")
             self.commits[commit.round] = commit
         return []
 
-    def _trained(self, round: int, steps: int, tokens: int, loss: float | None) -> list[Effect]:
-        late = self.phase == "stopping"
-        if self._task is None or self._task[0].round != round:
-            return []
-        self.phase = "packing"
-        if late:
-            return [KeepInFeedback(round)]
-        plan, replica = self._task
-        return [EncodeUpdate(plan, replica, steps, tokens, loss)]
+    # --- training and its end
 
-    def _failed(self, round: int, reason: str) -> list[Effect]:
-        if self._task is None or self._task[0].round != round:
+    def _finished(self, event: Trained | Failed) -> list[Effect]:
+        """The inner steps of a round have ended, those of the round that is due or those that were done ahead."""
+        if self._chain_failure is not None and self._chain_failure.round == event.round:
+            self._chain_failure = None
+        if self.overlap.order is not None and event.round == self.overlap.order.plan.round:
+            self.overlap.finished(event)
             return []
-        if self.phase == "stopping":
-            self.phase = "packing"
-            return [KeepInFeedback(round)]
-        self.phase = "packing"
-        self._withdraw = Withdraw(round=round, reason=reason)
-        return [Send(self._withdraw), KeepInFeedback(round)]
+        if self._order is None or self._order.plan.round != event.round:
+            return []
+        if self.phase is Phase.STOPPING:
+            return self.position.step(type(event), Phase.ENCODING, [KeepInFeedback(event.round)])
+        if isinstance(event, Trained):
+            return self.position.step(Trained, Phase.ENCODING, [_encode(self._order, event)])
+        self._withdraw = Withdraw(round=event.round, reason=event.reason)
+        return self.position.step(Failed, Phase.ENCODING, [Send(self._withdraw), KeepInFeedback(event.round)])
+
+    def _encoded(self, offer: Offer | None) -> list[Effect]:
+        if offer is None:
+            return self.position.step(UpdateEncoded, Phase.WAITING)
+        self._pending = offer
+        effects: list[Effect] = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
+        assert self._order is not None
+        return effects + self.overlap.begin(offer, self.plan, self._order.plan, self.commits.get(offer.round))
 
     # --- a chain that lost a member
 
     def _generation(self, round: int) -> int:
         return self._reconfig.generation if self._reconfig is not None and self._reconfig.round == round else 0
 
-    def _chain_failed(self, round: int, generation: int, peer: str, reason: str) -> list[Effect]:
-        ahead = self._expected if self.ahead == "running" else None
-        task = ahead or (self._task if self.phase == "training" else None)
-        if task is None or task[0].round != round or generation != self._generation(round):
+    def _chain_failed(self, event: ChainFailed) -> list[Effect]:
+        round, ahead = event.round, self.overlap.running
+        order = ahead or (self._order if self.phase is Phase.TRAINING else None)
+        if order is None or order.plan.round != round or event.generation != self._generation(round):
             return []
-        failure = ChainFailure(round=round, replica=task[1], generation=generation, peer=peer, reason=reason[:200])
-        if reason != SLOW:  # that chain still trains
+        failure = ChainFailure(
+            round=round, replica=order.replica, generation=event.generation, peer=event.peer, reason=event.reason[:200]
+        )
+        if event.reason != SLOW:  # a slow chain goes on: it is told of once
             self._chain_failure = failure
-        return [Send(failure)]
+        if ahead is not None:
+            return [*self.overlap.chain_failed(failure)]
+        return self.position.stay(ChainFailed, [Send(failure)])
 
     def _reconfigured(self, reconfig: ChainReconfig) -> list[Effect]:
-        plan, joins = self.plan, self.peer in reconfig.peers
+        plan, named = self.plan, self.peer in reconfig.peers
         if plan is None or reconfig.round != plan.round or reconfig.round in self.commits:
             return []
         new = reconfigured(plan, reconfig)
         if reconfig.generation <= self._generation(reconfig.round) or (reconfig.peers and new is None):
-            return [Send(reconfig)] if reconfig == self._reconfig else []
-        trains = self.phase == "training" and self._task is not None and self._task[1] == reconfig.replica
-        if trains and joins:
-            assert new is not None
-            self._reconfig, self._chain_failure, self._task = reconfig, None, (new, reconfig.replica)
-            return [Send(reconfig), TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps, resume=True)]
-        if trains:
-            self._reconfig, self._chain_failure, self.phase = reconfig, None, "stopping"
-            if reconfig.peers:
-                return [Stop(reconfig.round)]
-            self._withdraw = Withdraw(round=reconfig.round, reason=reconfig.reason)
-            return [Send(reconfig), Send(self._withdraw), Stop(reconfig.round)]
-        if not joins:
+            return self._follow(reconfig) if reconfig == self._reconfig else []
+        if self.phase is Phase.TRAINING and self._order is not None and self._order.replica == reconfig.replica:
+            return self._go_on(reconfig, new if named else None)
+        if not named:
             return []
         if self._attempted >= reconfig.round:  # our part of it is done
-            self._reconfig = reconfig
-            return [Send(reconfig)]
-        ready = self.phase == "waiting" and self.ahead == "none"
+            return self._follow(reconfig)
+        ready = self.phase is Phase.WAITING and self.overlap.state is Ahead.NONE
         if not ready or self._held_round != self.applied:
             return []  # it is told again
         assert new is not None
-        self._reconfig, self._task = reconfig, (new, reconfig.replica)
-        self.phase, self._attempted = "training", reconfig.round
-        return [Send(reconfig), TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps)]
+        self._reconfig, self._attempted = reconfig, reconfig.round
+        self._order = TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps)
+        return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order])
 
-    # --- the round after the one that is being decided
+    def _follow(self, reconfig: ChainReconfig) -> list[Effect]:
+        self._reconfig = reconfig
+        return self.position.stay(Reconfigured, [Send(reconfig)])
 
-    def _run_ahead(self, offer: Offer) -> list[Effect]:
-        if not self.manifest.outer.overlap or self.plan is None or not offer.round < self.manifest.rounds:
-            return []
-        assert self._task is not None
-        replicas = self._task[0].replicas  # a reconfigured chain stays as it is
-        expected = Plan(round=offer.round + 1, slot=planner.following(self.manifest, self.plan), replicas=replicas)
-        decided = self.commits.get(offer.round)
-        if decided is not None and not _same_work(expected, decided.plan, offer.replica):
-            return []
-        self.ahead, self._expected = "running", (expected, offer.replica)
-        return [TrainOrder(expected, offer.replica)]
+    def _go_on(self, reconfig: ChainReconfig, new: Plan | None) -> list[Effect]:
+        """The chain that we train in has other members; `new`: the plan with us among them, None where we are not."""
+        self._reconfig, self._chain_failure = reconfig, None
+        if new is not None:
+            self._order = TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps, resume=True)
+            return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order])
+        if reconfig.peers:
+            return self.position.step(Reconfigured, Phase.STOPPING, [Stop(reconfig.round)])
+        self._withdraw = Withdraw(round=reconfig.round, reason=reconfig.reason)
+        effects: list[Effect] = [Send(reconfig), Send(self._withdraw), Stop(reconfig.round)]
+        return self.position.step(Reconfigured, Phase.STOPPING, effects)
 
-    def _ran_ahead(self, event: Trained | Failed) -> None:
-        if self.ahead == "running" and isinstance(event, Trained):
-            self.ahead, self._ready = "ready", event
-        else:
-            self._forget_ahead()
-
-    def _forget_ahead(self) -> None:
-        self.ahead, self._expected, self._ready = "none", None, None
-
-    def _catch_up(self, plan: Plan | None, expected: Plan, replica: int) -> list[Effect] | None:
-        """What was done ahead becomes the work of `plan`, which is known now, or is dropped; None where nothing is left of it."""
-        ready = self._ready
-        if _same_work(expected, plan, replica):
-            assert plan is not None
-            self._forget_ahead()
-            self.phase, self._attempted, self._task = "training", plan.round, (plan, replica)
-            return [] if ready is None else self._trained(ready.round, ready.steps, ready.tokens, ready.loss)
-        if ready is not None:
-            self._forget_ahead()
-            return None
-        stop: list[Effect] = [Stop(expected.round)] if self.ahead == "running" else []
-        self.ahead = "dropped"
-        return stop
+    # --- what follows without an event
 
     def _resend(self, now: float) -> list[Effect]:
         self._sent_at = now
@@ -464,10 +259,9 @@ class Member:
 
     def _advance(self) -> list[Effect]:
         following = self.commits.get(self.applied + 1)
-        if self.phase == "training" and following is not None:
-            self.phase = "stopping"
-            return [Stop(following.round)]
-        if self.phase != "waiting":
+        if self.phase is Phase.TRAINING and following is not None:
+            return self.position.step(None, Phase.STOPPING, [Stop(following.round)])
+        if self.phase is not Phase.WAITING:
             return []
         effects: list[Effect] = []
         if self._pending is not None and self._pending.round <= self.applied:
@@ -475,44 +269,42 @@ class Member:
             if commit is None:
                 return []
             if not commit.includes(self.peer, self._pending.parts):
-                effects.append(RestoreFeedback(self._pending))
+                effects += self.position.stay(None, [RestoreFeedback(self._pending)])
             self._pending = None
         if following is not None:
-            self.phase = "applying"
             rebuild = tuple(d.shard for d in following.diverged if d.peer == self.peer)
-            return [*effects, Apply(following, rebuild)]
+            return effects + self.position.step(None, Phase.APPLYING, [Apply(following, rebuild)])
         commit = self.commits.get(self.applied)
         if commit is not None and self._held_round < self.applied:
-            self.phase = "arranging"
-            return [*effects, HoldShards(commit)]
-        return effects + self._begin()
+            return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
+        return effects + (self._begin() if self.applied < self.manifest.rounds else self._end())
 
     def _begin(self) -> list[Effect]:
-        """At the head of the log, with the right shards: train, or wait."""
-        if self.applied >= self.manifest.rounds:
-            attested = self._attest is not None and self._attest.round == self.applied
-            if self._run_over and attested and not self._finished:
-                self._finished = True
-                self.phase = "done"
-                return [Finish()]
-            return []
-        plan = self.plan
-        if self._expected is not None and self._expected[0].round <= self.applied + 1:
-            caught_up = self._catch_up(plan, *self._expected)
-            if caught_up is not None:
-                return caught_up
+        """At the head of the log, with the right shards: trains, or waits."""
+        plan, ahead = self.plan, self.overlap.order
+        if ahead is not None and ahead.plan.round <= self.applied + 1:
+            if plan is not None and is_same_work(ahead, plan):
+                return self._begin_with(self.overlap.take(), TrainOrder(plan, ahead.replica))
+            stop = self.overlap.drop()
+            if self.overlap.state is not Ahead.NONE:
+                return [*stop]
         replica = plan.replica_of(self.peer) if plan else None
         if plan is None or replica is None or self._attempted >= plan.round:
             return []
-        self.phase, self._attempted, self._task = "training", plan.round, (plan, replica)
-        return [TrainOrder(plan, replica)]
+        self._order, self._attempted = TrainOrder(plan, replica), plan.round
+        return self.position.step(None, Phase.TRAINING, [self._order])
+
+    def _begin_with(self, result: Trained | None, order: TrainOrder) -> list[Effect]:
+        """What was trained ahead is the work of `order`: it is done, or goes on as if it had begun now."""
+        self._order, self._attempted = order, order.plan.round
+        if result is None:
+            return self.position.step(None, Phase.TRAINING)
+        return self.position.step(None, Phase.ENCODING, [_encode(order, result)])
+
+    def _end(self) -> list[Effect]:
+        attested = self._attest is not None and self._attest.round == self.applied
+        return self.position.step(None, Phase.DONE, [Finish()]) if self._run_over and attested else []
 
 
-def _same_work(expected: Plan, plan: Plan | None, replica: int) -> bool:
-    """Whether `plan` gives replica `replica` just the work that `expected` gives it."""
-    return (
-        plan is not None
-        and (plan.round, plan.slot) == (expected.round, expected.slot)
-        and len(plan.replicas) > replica
-        and plan.replicas[replica] == expected.replicas[replica]
-    )
+def _encode(order: TrainOrder, result: Trained) -> EncodeUpdate:
+    return EncodeUpdate(order.plan, order.replica, result.steps, result.tokens, result.loss)

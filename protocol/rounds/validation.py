@@ -1,7 +1,8 @@
-"""What makes a commit the next one of a run, for everybody who reads a log and believes nobody: monitors and auditors.
+"""What makes a commit the next one of a run: rules for everybody who reads a log and believes nobody.
 
-`follow` checks what the chain of commits stands on (votes, run, round, parent); `problems` checks what a commit says
-against the plan that it decides about and against the manifest. What the payloads hold is checked by peer/log/replay.py.
+`why_not_next` checks what the log stands on: votes, run, round, parent. Every machine asks it before it takes a commit.
+`problems` checks what a commit says against the plan that it decides about and against the manifest, for monitors and
+auditors. What the payloads hold is checked by peer/log/replay.py.
 """
 
 from __future__ import annotations
@@ -10,15 +11,35 @@ from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
 from protocol.planning import memory
-from protocol.rounds import chain_repair, paxos
+from protocol.rounds import chain_repair
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
-from protocol.wire.commit import Commit, Contribution, Record
+from protocol.wire.commit import Commit, Contribution, Record, is_decided
 from protocol.wire.plan import Plan
 
 
 class BadCommit(PotluckError):
     """These bytes are not the next commit of the run; the text goes on from "the commit of round N"."""
+
+
+def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str | None:
+    """Why `record`, whose signatures are right, cannot come next after `head` in the log; None if it can."""
+    commit, round = record.commit, 0 if head is None else head.round + 1
+    members = manifest.first_members if head is None else head.members
+    named = set(commit.members)
+    if commit.run != manifest.run_id:
+        return "is of another run"
+    if commit.round != round:
+        return f"is not the one of round {round}"
+    if commit.parent != (head.digest if head else manifest.run_id):
+        return "does not follow the one before it"
+    if not (named <= set(manifest.operators) and len(named) == len(commit.members) == manifest.quorum):
+        return "names other members than operators of the manifest"
+    if commit.leader not in members:
+        return "was proposed by a node that is not a member"
+    if not is_decided(record, members):
+        return "lacks the votes of a majority"
+    return None
 
 
 def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
@@ -27,9 +48,9 @@ def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
         record = encoding.decode_record(raw, "the log")
     except RemoteError as error:
         raise BadCommit(f"cannot be believed: {str(error).removesuffix('; it was dropped')}") from None
-    problem = paxos.problem(manifest, before, record)
-    if problem is not None:
-        raise BadCommit(problem)
+    reason = why_not_next(manifest, before, record)
+    if reason is not None:
+        raise BadCommit(reason)
     return record
 
 
@@ -60,7 +81,7 @@ def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[
 def _contribution(manifest: Manifest, plan: Plan, contribution: Contribution, wrong: set[str]) -> Iterator[str]:
     name, train, spec = f"replica {contribution.replica}", manifest.train, plan.replicas[contribution.replica]
     peers = tuple(share.peer for share in contribution.shares)
-    if peers != spec.peers and (len(spec.stages) == 1 or not chain_repair.is_allowed(plan, spec, peers)):
+    if peers != spec.peers and (not spec.is_chain or not chain_repair.is_allowed(plan, spec, peers)):
         yield f"{name} has other peers than its plan and its spares"
         return
     if (

@@ -10,7 +10,7 @@ import dataclasses
 import random
 from collections import deque
 
-from protocol.rounds import paxos
+from protocol.rounds import paxos_events as paxos
 from protocol.rounds.paxos import Quorum
 from protocol.run.manifest import TimingSpec
 from protocol.wire.ballot import Promise
@@ -197,7 +197,8 @@ class AcceptsStaleLeaders(Quorum):
     """Takes an Accept of a leader whose ballot is below what it promised."""
 
     def _on_accept(self, peer, accept, out, fetch=True):  # type: ignore[no-untyped-def]
-        self._vote = dataclasses.replace(self._vote, ballot=min(self._vote.ballot, accept.ballot))
+        vote = self.acceptor.vote
+        self.acceptor.vote = dataclasses.replace(vote, ballot=min(vote.ballot, accept.ballot))
         super()._on_accept(peer, accept, out, fetch)
 
 

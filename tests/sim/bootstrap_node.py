@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from protocol.rounds import leader, paxos, validation
+from protocol.rounds import leader_events as leader
+from protocol.rounds import paxos_events as paxos
+from protocol.rounds import validation
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
+from protocol.rounds.presence import ABSENT_HEARTBEATS
 from protocol.wire.ballot import Promise
 from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.encoding import Message
@@ -80,7 +83,7 @@ class BootstrapNode(Node):
                     self.swarm.peers[peer].post(0.1, self.swarm.peers[peer].closed, self.name, session)
                 self.work(leader.Gone(peer))
         closed = [(p, heard) for p, heard in self.heard.items() if p not in self.sessions]
-        patience = leader.ABSENT_BEATS * timing.heartbeat
+        patience = ABSENT_HEARTBEATS * timing.heartbeat
         absent = frozenset(p for p, heard in closed if self.world.now - heard > patience)
         self.world.stats["absent"] += len(absent)
         self.work(leader.Tick(absent))

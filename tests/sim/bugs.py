@@ -7,8 +7,9 @@ from typing import Any
 
 from protocol.rounds.chain_repair import ChainRoster
 from protocol.rounds.leader import Leader
-from protocol.rounds.member import Effect, Event, Member, RestoreFeedback, TrainOrder
-from protocol.rounds.paxos import Appended
+from protocol.rounds.member import Member
+from protocol.rounds.member_events import Effect, Event, Phase, RestoreFeedback, TrainOrder
+from protocol.rounds.paxos_events import Appended
 from protocol.wire.commit import Commit, Record
 from protocol.wire.session import ChainReconfig, Offer
 from tests.sim.bootstrap_node import BootstrapNode
@@ -31,7 +32,7 @@ class RepeatingMember(Member):
 
     def _learn(self, record: Record) -> list[Effect]:
         commit = record.commit
-        again = commit.round in self.commits and commit.round == self.applied and self.phase == "waiting"
+        again = commit.round in self.commits and commit.round == self.applied and self.phase is Phase.WAITING
         effects = super()._learn(record)
         if again:
             self.applied -= 1

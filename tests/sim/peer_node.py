@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
-from protocol.rounds.member import (
+from protocol.rounds.member import ForkError, Member
+from protocol.rounds.member_events import (
     Applied,
     Apply,
     ChainFailed,
@@ -27,10 +28,8 @@ from protocol.rounds.member import (
     Event,
     Failed,
     Finish,
-    ForkError,
     HoldShards,
     KeepInFeedback,
-    Member,
     Reconfigured,
     RestoreFeedback,
     RunOver,
@@ -42,6 +41,7 @@ from protocol.rounds.member import (
     TrainOrder,
     UpdateEncoded,
 )
+from protocol.rounds.overlap import Ahead
 from protocol.run import layout
 from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.encoding import Message
@@ -174,7 +174,7 @@ class PeerNode(Node):
                 self.theta[shard], (Fraction(self.world.rng.randint(1, 10**9)), Fraction(0), Fraction(0))
             )
             self.corrupted.add(shard)
-        self.tell(Heartbeat(phase=self.member.phase, round=self.round))
+        self.tell(Heartbeat(phase=self.member.phase.value, round=self.round))
         self.feed(Tick())
         self.later(TICK_SECONDS, self.tick)
 
@@ -223,7 +223,7 @@ class PeerNode(Node):
                 self.train(plan, replica, generation, steps)
                 self.boundary("after Train")
             case Stop():
-                self.world.stats["ahead in vain"] += self.member.ahead == "dropped"
+                self.world.stats["ahead in vain"] += self.member.overlap.state is Ahead.DROPPED
                 self.later(rng.uniform(0.0, 1.0), self.answer, rng.choice((0, 1, 2)), "stopped")
             case EncodeUpdate(plan, replica, steps, tokens, loss):
                 self.boundary("before EncodeUpdate")

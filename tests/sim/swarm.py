@@ -114,7 +114,7 @@ class Swarm:
         round = self.manifest.rounds
         right = self.ledger.theta_digest(shard, round)
         for node in self.nodes.values():
-            known = {who: digests.get(shard) for who, digests in node.leader.attests.get(round, {}).items()}
+            known = {who: digests.get(shard) for who, digests in node.leader.attestations.of(round).items()}
             wrong = known.get(peer.name) not in (None, right)
             told = (round, peer.name, shard) in node.reports
             if wrong and not told and list(known.values()).count(right) >= 2:

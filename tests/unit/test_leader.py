@@ -9,7 +9,8 @@ import pytest
 
 from protocol.planning import memory, planner
 from protocol.planning.partition import Candidate
-from protocol.rounds.leader import (
+from protocol.rounds.leader import Leader
+from protocol.rounds.leader_events import (
     Decided,
     Done,
     Effect,
@@ -18,7 +19,6 @@ from protocol.rounds.leader import (
     Gone,
     Held,
     Lead,
-    Leader,
     Moved,
     Propose,
     Ready,
@@ -38,7 +38,7 @@ FULLS = {"a": FULL, "b": FULL}
 CHAIN = {"c": THIRD, "d": THIRD, "e": THIRD}
 
 
-def _part(peer: str, shard: str, norm: float, size: int = 8) -> Part:
+def part(peer: str, shard: str, norm: float, size: int = 8) -> Part:
     return Part(shard=shard, digest=f"{peer}/{shard}", size=size, norm=norm)
 
 
@@ -78,7 +78,7 @@ class Driver:
         offer = Offer(
             round=plan.round,
             replica=replica,
-            parts=tuple(_part(peer, s, norm, size) for s in shards),
+            parts=tuple(part(peer, s, norm, size) for s in shards),
             tokens=steps * train.step_tokens,
             steps=steps,
             loss=2.0,
@@ -401,7 +401,7 @@ def test_attestations_of_other_rounds_are_ignored() -> None:
     driver = opened(FULLS)
     driver.attest("a", round=1, digest="future")
     driver.attest("a", round=-1, digest="past")
-    assert set(driver.leader.attests) == {0}
+    assert driver.leader.attestations.rounds == (0,)
 
 
 # --- the end

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protocol.planning import planner
-from protocol.rounds.member import (
-    RESEND_SECONDS,
+from protocol.rounds.member import RESEND_SECONDS, ForkError, Member
+from protocol.rounds.member_events import (
     Applied,
     Apply,
     Committed,
@@ -20,10 +20,9 @@ from protocol.rounds.member import (
     Event,
     Failed,
     Finish,
-    ForkError,
     HoldShards,
     KeepInFeedback,
-    Member,
+    Phase,
     RestoreFeedback,
     RunOver,
     Send,
@@ -34,6 +33,7 @@ from protocol.rounds.member import (
     TrainOrder,
     UpdateEncoded,
 )
+from protocol.rounds.overlap import Ahead
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.commit import Commit, Contribution, Diverged, Part, Share
 from protocol.wire.encoding import Message
@@ -126,7 +126,7 @@ def training(round: int = 1) -> tuple[Driver, list[Commit]]:
 def waiting_with_offer() -> Driver:
     driver, _ = training(1)
     driver.do(Trained(1, 4, TOKENS, 2.0), UpdateEncoded(1, offer(1)))
-    assert driver.member.phase == "waiting"
+    assert driver.member.phase is Phase.WAITING
     return driver
 
 
@@ -136,13 +136,13 @@ def waiting_with_offer() -> Driver:
 def test_the_first_commit_is_applied_arranged_and_trained_upon_while_it_is_compared() -> None:
     driver, (first, *_) = Driver(), log(0)
     assert driver.learn(first) == [Apply(first, ())]
-    assert driver.member.phase == "applying"
+    assert driver.member.phase is Phase.APPLYING
     assert driver.do(Applied(0)) == [HoldShards(first)]
-    assert driver.member.phase == "arranging"
+    assert driver.member.phase is Phase.HOLDING
     assert driver.do(ShardsHeld(0)) == [TrainOrder(plan(1, ME), 0)]
-    assert driver.member.phase == "training"
+    assert driver.member.phase is Phase.TRAINING
     assert driver.do(Digested(0, DIGESTS)) == [Send(Attest(round=0, digests=DIGESTS))]
-    assert driver.member.phase == "training"
+    assert driver.member.phase is Phase.TRAINING
 
 
 def test_commits_are_applied_one_by_one_and_only_the_newest_is_arranged() -> None:
@@ -157,15 +157,15 @@ def test_who_is_not_in_the_plan_waits() -> None:
     driver = Driver()
     effects = driver.settle(driver.learn(*log(0, planned=False)))
     assert [type(e) for e in effects] == [Apply, HoldShards, Send]
-    assert driver.member.phase == "waiting"
+    assert driver.member.phase is Phase.WAITING
 
 
 def test_training_is_packed_and_the_offer_told_only_when_it_is_durable() -> None:
     driver, _ = training(1)
     assert driver.do(Trained(1, 4, TOKENS, 2.0)) == [EncodeUpdate(plan(1, ME), 0, 4, TOKENS, 2.0)]
-    assert driver.member.phase == "packing"
+    assert driver.member.phase is Phase.ENCODING
     assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1))]
-    assert driver.member.phase == "waiting"
+    assert driver.member.phase is Phase.WAITING
 
 
 def test_failed_training_withdraws_and_keeps_its_work() -> None:
@@ -173,7 +173,7 @@ def test_failed_training_withdraws_and_keeps_its_work() -> None:
     withdraw = Withdraw(round=1, reason="chain broken")
     assert driver.do(Failed(1, 2, "chain broken")) == [Send(withdraw), KeepInFeedback(1)]
     assert driver.do(UpdateEncoded(1, None)) == []
-    assert driver.member.phase == "waiting"
+    assert driver.member.phase is Phase.WAITING
     assert withdraw in told(driver.do(Connected()))
 
 
@@ -182,7 +182,7 @@ def test_too_late_the_training_stops_and_its_work_is_folded_before_the_commit_is
     driver, _ = training(1)
     commit = log(1)[1]
     assert driver.learn(commit) == [Stop(1)]
-    assert driver.member.phase == "stopping"
+    assert driver.member.phase is Phase.STOPPING
     assert driver.do(Tick())[1:] == [Send(Attest(round=0, digests=DIGESTS))]
     assert driver.do(end) == [KeepInFeedback(1)]
     assert driver.do(UpdateEncoded(1, None)) == [Apply(commit, ())]
@@ -229,7 +229,7 @@ def test_the_end() -> None:
     effects = driver.settle(driver.learn(*log(3, planned=False)))
     assert told(effects) == [Attest(round=3, digests=DIGESTS)]
     assert driver.do(RunOver()) == [Finish()]
-    assert driver.member.phase == "done"
+    assert driver.member.phase is Phase.DONE
     assert driver.do(RunOver(), Tick())[0] == Send(LogRequest(after=3))
     assert not any(isinstance(e, Finish) for e in driver.do(RunOver()))
 
@@ -257,7 +257,7 @@ def ahead() -> Driver:
     driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
     driver.do(Trained(1, 4, TOKENS, 2.0))
     assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), TrainOrder(next_plan(2), 0)]
-    assert driver.member.phase == "waiting"
+    assert driver.member.phase is Phase.WAITING
     return driver
 
 
@@ -270,7 +270,7 @@ def test_ahead_of_the_commit_the_expected_plan_is_trained_and_goes_on_when_it_is
     driver = ahead()
     effects = driver.settle(driver.learn(decided(next_plan(2))))
     assert [type(e) for e in effects] == [Apply, HoldShards, Send]
-    assert (driver.member.phase, driver.member.ahead) == ("training", "none")
+    assert (driver.member.phase, driver.member.overlap.state) == (Phase.TRAINING, Ahead.NONE)
     assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [EncodeUpdate(next_plan(2), 0, 4, TOKENS, 1.9)]
 
 

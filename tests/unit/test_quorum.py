@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from protocol import identity
-from protocol.rounds.paxos import (
-    REPLACE_LEASES,
+from protocol.rounds.leadership import REPLACE_LEASES
+from protocol.rounds.paxos import Quorum
+from protocol.rounds.paxos_events import (
     Append,
     Appended,
     Decided,
@@ -21,14 +22,13 @@ from protocol.rounds.paxos import (
     Leads,
     Learned,
     Proposed,
-    Quorum,
     Save,
     Send,
     SendLog,
     Stalled,
     Tick,
-    problem,
 )
+from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Prepare, Promise, Vote
 from protocol.wire.commit import Commit, Contribution, Part, Record, Share, is_decided
@@ -95,7 +95,8 @@ class Cluster:
                     self.send_log(name, to, after)
                 case Append(record):
                     assert (
-                        problem(self.manifest, self.logs[name][-1].commit if self.logs[name] else None, record) is None
+                        why_not_next(self.manifest, self.logs[name][-1].commit if self.logs[name] else None, record)
+                        is None
                     )
                     self.logs[name].append(record)
                     self.do(name, Appended(record))

@@ -1,0 +1,63 @@
+"""Which offers are admitted to a commit: pure functions of the manifest, the plan and what is offered.
+
+A payload's bytes are checked where it is decoded (protocol/codec/sparse.py). Here are the rules about what an offer says.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from protocol.codec import sparse
+from protocol.planning import memory
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Contribution, LeftOut
+from protocol.wire.plan import ReplicaSpec
+from protocol.wire.session import Offer
+
+NORM_LIMIT = 10.0
+"""A contribution whose norm exceeds the round's median this many times is left out."""
+MEDIAN_NEEDS = 3
+"""Among fewer contributions than this no median is taken."""
+
+
+def why_refused(manifest: Manifest, spec: ReplicaSpec, replica: int, peer: str, offer: Offer) -> str | None:
+    """Why `offer` is not admitted as `peer`'s share of the `replica`-th replica, which is `spec`; None if it is.
+
+    Raises ValueError where `peer` is not a member of `spec`.
+    """
+    stage, train = spec.stage_of(peer), manifest.train
+    wanted = memory.stage_shards(manifest, stage.first, stage.last)
+    if offer.replica != replica or tuple(p.shard for p in offer.parts) != wanted:
+        return "it does not cover the planned shards"
+    if not 1 <= offer.steps <= train.inner_steps or offer.tokens != offer.steps * train.step_tokens:
+        return "steps and tokens do not agree with the manifest"
+    for part in offer.parts:
+        if not (math.isfinite(part.norm) and part.norm >= 0 and 0 < part.size <= largest_payload(manifest, part.shard)):
+            return "a norm or size is not a number in range"
+    return None
+
+
+def largest_payload(manifest: Manifest, shard: str) -> int:
+    """The most bytes that a payload of `shard` can have."""
+    return sparse.max_payload_size(manifest.outer.codec, layout.shapes(manifest.model, shard))
+
+
+def norm(contribution: Contribution) -> float:
+    """The L2 norm of all that a contribution adds, as its members state it."""
+    return math.sqrt(sum(part.norm**2 for share in contribution.shares for part in share.parts))
+
+
+def without_outliers(contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[LeftOut]]:
+    """Those whose norm is at most NORM_LIMIT times the median of all, and the others with the reason."""
+    if len(contributions) < MEDIAN_NEEDS:
+        return list(contributions), []
+    limit = NORM_LIMIT * statistics.median(norm(c) for c in contributions)
+    kept = [c for c in contributions if norm(c) <= limit]
+    return kept, [
+        LeftOut(replica=c.replica, reason=f"norm {norm(c):.3g} is over {NORM_LIMIT:g} times the median")
+        for c in contributions
+        if norm(c) > limit
+    ]

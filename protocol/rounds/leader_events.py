@@ -1,0 +1,161 @@
+"""What a bootstrap node's view of a round (protocol/rounds/leader.py) hears and says, its phases, and its transition table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.planning.partition import Candidate
+from protocol.rounds.table import Table, Transition
+from protocol.wire.commit import Commit, Part
+from protocol.wire.plan import ReplicaSpec
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
+
+
+class Phase(Enum):
+    """Where the run is."""
+
+    GATHERING = "gathering"
+    """Too few peers are ready for a first plan."""
+    OPEN = "open"
+    """A round is being trained; offers come in."""
+    DECIDING = "deciding"
+    """This node has proposed the round's commit."""
+    CLOSING = "closing"
+    """The last round is decided; the peers apply it and attest the final state."""
+    OVER = "over"
+    """The final state was compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A peer is announced and has a session. Repeated when its announcement changes."""
+
+    candidate: Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A peer gave no sign of life for `gone_after`."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A peer sent an offer, an attestation, a withdrawal, or about its chain: that it broke, or which reconfig it follows."""
+
+    peer: str
+    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A payload is durable here."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Whether this node leads from now on."""
+
+    leads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The quorum has decided this commit."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed. `absent`: ready peers whose session ended and was not opened again in time (protocol/rounds/presence.py)."""
+
+    absent: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Effect: get this payload from `peer`, then send `Held`."""
+
+    peer: str
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """Effect: hand this commit to the quorum."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: send this to those of `peers` who have a session; `first`: it is not a repetition."""
+
+    peers: tuple[str, ...]
+    message: ChainReconfig
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Effect: tell whoever watches: `peer`'s bits of `shard` after `round` differ from the majority's."""
+
+    round: int
+    peer: str
+    shard: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Effect: tell whoever watches: from `round` on, replica `replica` has other numbers of blocks in its stages, and why."""
+
+    round: int
+    replica: int
+    before: ReplicaSpec
+    after: ReplicaSpec
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Effect: the run is over and its final state was compared."""
+
+    round: int
+
+
+Event = Ready | Gone | Received | Held | Lead | Decided | Tick
+Effect = Fetch | Propose | Send | Report | Moved | Done
+
+
+_ROWS: tuple[Transition[Phase], ...] = (
+    Transition(Phase.GATHERING, None, Phase.DECIDING, (Propose,), "we lead, `start_peers` are ready and make a plan"),
+    Transition(
+        Phase.OPEN, None, Phase.DECIDING, (Propose,), "we lead and no replica is pending, or its deadline has passed"
+    ),
+    Transition(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
+    Transition(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
+    Transition(Phase.DECIDING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Transition(Phase.DECIDING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
+    Transition(Phase.GATHERING, Decided, Phase.OPEN, (), "another node led"),
+    Transition(Phase.OPEN, Decided, Phase.OPEN, (), "another node led"),
+    Transition(Phase.OPEN, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
+    Transition(Phase.CLOSING, None, Phase.OVER, (Done,), "all members attested the final state, or it is too late"),
+    Transition(Phase.CLOSING, Decided, Phase.CLOSING, (), "a commit too many, which no honest quorum decides"),
+    Transition(Phase.OVER, Decided, Phase.OVER, (), "a commit too many, which no honest quorum decides"),
+    Transition(None, Offer, None, (Fetch,), "it is admitted: the payloads that are not held yet are fetched"),
+    Transition(None, Offer, None, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
+    Transition(None, ChainFailure, None, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
+    Transition(None, Withdraw, None, (ChainReconfig,), "a member of a chain gives up"),
+    Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready"),
+    Transition(
+        None, Tick, None, (ChainReconfig,), "a member is absent and a spare is ready, or somebody does not follow"
+    ),
+    Transition(None, Attest, None, (Report,), "a peer has other bits than the majority"),
+    Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),
+)
+TABLE = Table("leader", Phase, _ROWS)

@@ -1,0 +1,91 @@
+"""Who leads among the bootstrap nodes, and who gives signs of life.
+
+Who leads decides nothing but who proposes (protocol/rounds/paxos.py): two nodes that both believe to lead do no harm. By the
+rule, the leader of the round before goes on while it gives signs of life, else the first member that gives them leads. A
+leader that is silent for a lease (`gone_after`) is so replaced. An operator's node that is not a member takes the place of a
+member that was silent for REPLACE_LEASES leases; the next commit's `members` say so.
+
+    role    TODO
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from protocol.rounds.paxos_events import Leads, Stalled
+from protocol.rounds.table import Position, Table, Transition
+from protocol.run.manifest import Manifest
+
+REPLACE_LEASES = 10
+
+
+class Role(Enum):
+    """What a node is among the operators' nodes."""
+
+    FOLLOWING = "following"
+    LEADING = "leading"
+
+
+TABLE = Table(
+    "role",
+    Role,
+    (
+        Transition(Role.FOLLOWING, None, Role.LEADING, (Leads,), "the rule names this node"),
+        Transition(Role.LEADING, None, Role.FOLLOWING, (Leads,), "the rule names another node"),
+    ),
+)
+
+
+class Leadership:
+    """The signs of life that node `peer` has of the others; `now` is in seconds on any steady clock."""
+
+    def __init__(self, manifest: Manifest, peer: str, now: float) -> None:
+        self.manifest = manifest
+        self.peer = peer
+        self.position = Position(TABLE, Role.FOLLOWING)
+        self._heard = dict.fromkeys(manifest.operators, now)
+        self._alive = set(manifest.operators)
+        self._now = now
+        self._missing: tuple[str, ...] = ()
+
+    @property
+    def leads(self) -> bool:
+        return self.position.phase is Role.LEADING
+
+    def heard(self, peer: str | None, now: float) -> None:
+        """It is `now`, and `peer` gave a sign of life."""
+        self._now = now
+        if peer in self._heard:
+            self._heard[peer] = now
+        lease = self.manifest.timing.gone_after
+        self._alive = {o for o, at in self._heard.items() if o == self.peer or now - at < lease}
+
+    def leader(self, members: tuple[str, ...], before: str) -> str | None:
+        """Who leads as far as this node knows; `before` led the round before. None where no member gives signs of life."""
+        if before in members and before in self._alive:
+            return before
+        return next((m for m in members if m in self._alive), None)
+
+    def elect(self, members: tuple[str, ...], before: str) -> list[Leads]:
+        """Applies the rule to this node's role."""
+        leads = self.leader(members, before) == self.peer
+        if leads == self.leads:
+            return []
+        return self.position.step(None, Role.LEADING if leads else Role.FOLLOWING, [Leads(leads)])
+
+    def stalled(self, members: tuple[str, ...]) -> list[Stalled]:
+        """Says it when too few members to decide anything begin or cease to give signs of life."""
+        alive = [m for m in members if m in self._alive]
+        missing = () if 2 * len(alive) > len(members) else tuple(m for m in members if m not in alive)
+        if missing == self._missing:
+            return []
+        self._missing = missing
+        return [Stalled(missing)]
+
+    def next_members(self, members: tuple[str, ...]) -> tuple[str, ...]:
+        """The members of the round after the one that `members` decide."""
+        silent = REPLACE_LEASES * self.manifest.timing.gone_after
+        spares = [o for o in self.manifest.operators if o not in members and o in self._alive]
+        return tuple(
+            spares.pop(0) if spares and m != self.peer and self._now - self._heard[m] >= silent else m for m in members
+        )

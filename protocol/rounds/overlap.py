@@ -1,0 +1,141 @@
+"""Training ahead: a small machine beside the volunteer's (protocol/rounds/member.py), used with `overlap = 1`.
+
+A round is decided and applied for some seconds in which a volunteer's processors would rest. With overlap they do not: as
+soon as its offer of round r has left, the volunteer trains round r + 1 after a plan that it *expects*, round r's plan once
+more. When the real plan is known and gives it the same work, what was done ahead is the round's work. Else it is dropped.
+
+    overlap  event           next     effects        when
+    -------  --------------  -------  -------------  ------------------------------------------
+    NONE     UpdateEncoded   RUNNING  TrainOrder     the run goes on, and nothing else is known
+                                                     to be planned
+    TODO
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.planning import planner
+from protocol.rounds.member_events import ChainFailed, Failed, Send, Stop, Trained, TrainOrder, UpdateEncoded
+from protocol.rounds.table import Position, Table, Transition
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit
+from protocol.wire.plan import Plan
+from protocol.wire.session import ChainFailure, Offer
+
+
+class Ahead(Enum):
+    """What there is of the round after the one that is being decided."""
+
+    NONE = "none"
+    RUNNING = "running"
+    """Its inner steps are being done."""
+    READY = "ready"
+    """Its inner steps are done."""
+    DROPPED = "dropped"
+    """It was planned otherwise; the training was told to stop and has not answered yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSo:
+    """Event: the round's plan is known, and it gives us just the work that we expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOtherwise:
+    """Event: the round's plan is known, and it gives us other work, or none."""
+
+
+TABLE = Table(
+    "overlap",
+    Ahead,
+    (
+        Transition(Ahead.NONE, UpdateEncoded, Ahead.RUNNING, (TrainOrder,), "our offer is durable, the run goes on"),
+        Transition(Ahead.RUNNING, Trained, Ahead.READY),
+        Transition(Ahead.RUNNING, Failed, Ahead.NONE, (), "it is trained again once the plan is known"),
+        Transition(Ahead.RUNNING, ChainFailed, Ahead.RUNNING, (ChainFailure,)),
+        Transition(Ahead.RUNNING, PlannedSo, Ahead.NONE, (), "the member goes on with it as the round's training"),
+        Transition(Ahead.READY, PlannedSo, Ahead.NONE, (), "the member encodes it as the round's work"),
+        Transition(Ahead.RUNNING, PlannedOtherwise, Ahead.DROPPED, (Stop,)),
+        Transition(Ahead.READY, PlannedOtherwise, Ahead.NONE, (), "what was done is forgotten"),
+        Transition(Ahead.DROPPED, Trained, Ahead.NONE),
+        Transition(Ahead.DROPPED, Failed, Ahead.NONE),
+    ),
+)
+
+
+class Overlap:
+    """See the module's docstring. `order` is what is trained ahead, None where nothing is."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.position = Position(TABLE, Ahead.NONE)
+        self.order: TrainOrder | None = None
+        self._result: Trained | None = None
+
+    @property
+    def state(self) -> Ahead:
+        return self.position.phase
+
+    @property
+    def running(self) -> TrainOrder | None:
+        """The order that is being carried out, as far as it is still wanted."""
+        return self.order if self.state is Ahead.RUNNING else None
+
+    def begin(self, offer: Offer, plan: Plan | None, trained: Plan, decided: Commit | None) -> list[TrainOrder]:
+        """After `offer` is durable: begins with the round after its round, if that is likely to be planned as we expect.
+
+        `plan` is the one that the log has for the offer's round, and `trained` the one that was trained in the end, with
+        what was reconfigured. `decided` is the commit of the offer's round, where it is known already.
+        """
+        if not self.manifest.outer.overlap or plan is None or not offer.round < self.manifest.rounds:
+            return []
+        slot = planner.following(self.manifest, plan)
+        order = TrainOrder(Plan(round=offer.round + 1, slot=slot, replicas=trained.replicas), offer.replica)
+        if decided is not None and not is_same_work(order, decided.plan):
+            return []
+        self.order = order
+        return self.position.step(UpdateEncoded, Ahead.RUNNING, [order])
+
+    def finished(self, event: Trained | Failed) -> None:
+        """The training of what was ordered ahead came to its end."""
+        if self.state is Ahead.RUNNING and isinstance(event, Trained):
+            self._result = event
+            self.position.step(Trained, Ahead.READY)
+        else:
+            self._forget(type(event))
+
+    def chain_failed(self, failure: ChainFailure) -> list[Send]:
+        """The chain that trains ahead lost a member: the leader is told."""
+        return self.position.stay(ChainFailed, [Send(failure)])
+
+    def take(self) -> Trained | None:
+        """What was begun ahead is the round's work: the result, or None while it is being trained."""
+        result = self._result
+        self._forget(PlannedSo)
+        return result
+
+    def drop(self) -> list[Stop]:
+        """What was begun ahead is not wanted. A training that runs must be waited for: the state is DROPPED until it ends."""
+        if self.state is Ahead.READY:
+            self._forget(PlannedOtherwise)
+        elif self.state is Ahead.RUNNING:
+            assert self.order is not None
+            return self.position.step(PlannedOtherwise, Ahead.DROPPED, [Stop(self.order.plan.round)])
+        return []
+
+    def _forget(self, event: type) -> None:
+        self.position.step(event, Ahead.NONE)
+        self.order, self._result = None, None
+
+
+def is_same_work(order: TrainOrder, plan: Plan | None) -> bool:
+    """Whether `plan` gives the replica of `order` just the work that `order` gives it."""
+    expected, replica = order.plan, order.replica
+    return (
+        plan is not None
+        and (plan.round, plan.slot) == (expected.round, expected.slot)
+        and len(plan.replicas) > replica
+        and plan.replicas[replica] == expected.replicas[replica]
+    )

@@ -1,0 +1,163 @@
+"""What a member of the quorum (protocol/rounds/paxos.py) hears and says, the proposer's phases, and its transition table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from protocol.rounds.table import Table, Transition
+from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import Commit, Part, Record
+from protocol.wire.session import Heartbeat, LogRequest
+
+
+class Phase(Enum):
+    """What a node does about the round's commit, as a proposer."""
+
+    IDLE = "idle"
+    """Nothing, because it does not lead or has nothing to propose."""
+    PREPARING = "preparing"
+    """It asks the members to promise its ballot."""
+    ACCEPTING = "accepting"
+    """It asks them to accept a commit."""
+    APPENDING = "appending"
+    """The commit is decided and is being written to the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """Event: the leader machine wants this commit (its `leader` and `members` are filled in here)."""
+
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Event: another operator's node sent this."""
+
+    peer: str
+    message: Prepare | Promise | Accept | Vote | Reject | Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """Event: `peer` sent a record; the signatures of its voters are right."""
+
+    peer: str
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Event: a payload is durable here."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Appended:
+    """Event: an `Append` is durable."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Event: time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Effect: make this vote durable before anything that follows it is done."""
+
+    vote: Promise
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Effect: to another operator's node, if it can be reached; it is sent again while it matters."""
+
+    peer: str
+    message: Prepare | Promise | Accept | Vote | Reject | Heartbeat | LogRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SendLog:
+    """Effect: send the log's records after round `after`."""
+
+    peer: str
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Effect: get this payload from one of `holders`, then send `Held`."""
+
+    holders: tuple[str, ...]
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """Effect: make this record the durable next one of the log, then send `Appended`."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """Effect: this commit is the round's, for ever, and in the log."""
+
+    record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Leads:
+    """Effect: whether this node leads from now on."""
+
+    leads: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stalled:
+    """Effect: too few members give signs of life to decide anything; `missing` is empty when it goes on."""
+
+    missing: tuple[str, ...]
+
+
+Event = Proposed | Heard | Learned | Held | Appended | Tick
+Effect = Save | Send | SendLog | Fetch | Append | Decided | Leads | Stalled
+
+_ROWS: tuple[Transition[Phase], ...] = (
+    Transition(Phase.IDLE, None, Phase.ACCEPTING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),
+    Transition(
+        Phase.IDLE, None, Phase.PREPARING, (), "we lead, and a commit is proposed or was accepted here and not decided"
+    ),
+    Transition(Phase.PREPARING, None, Phase.PREPARING, (Prepare,), "some have not answered, every RETRY_SECONDS"),
+    Transition(
+        Phase.PREPARING,
+        Promise,
+        Phase.ACCEPTING,
+        (),
+        "a majority promised: the commit that was accepted in the highest ballot, else our own",
+    ),
+    Transition(Phase.PREPARING, Promise, Phase.IDLE, (), "a majority promised, and there is no commit to propose"),
+    Transition(Phase.ACCEPTING, None, Phase.ACCEPTING, (Accept,), "some have not answered, every RETRY_SECONDS"),
+    Transition(Phase.ACCEPTING, Vote, Phase.APPENDING, (Append,), "a majority voted: the commit is decided"),
+    Transition(Phase.PREPARING, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one"),
+    Transition(Phase.ACCEPTING, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one"),
+    Transition(Phase.IDLE, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
+    Transition(Phase.PREPARING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
+    Transition(Phase.ACCEPTING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
+    Transition(Phase.APPENDING, Appended, Phase.IDLE, (Decided,), "the next round begins"),
+    Transition(Phase.IDLE, Appended, Phase.IDLE, (Decided,), "the next round begins; who leads changed meanwhile"),
+    Transition(Phase.IDLE, Appended, Phase.IDLE, (SendLog,), "the commit was ours: the other nodes get the record"),
+    Transition(Phase.PREPARING, Leads, Phase.IDLE, (), "another node leads"),
+    Transition(Phase.ACCEPTING, Leads, Phase.IDLE, (), "another node leads"),
+    Transition(Phase.APPENDING, Leads, Phase.IDLE, (), "another node leads"),
+    Transition(None, None, None, (Heartbeat,), "every `heartbeat` seconds, to all other nodes"),
+    Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
+    Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
+    Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
+)
+TABLE = Table("proposer", Phase, _ROWS)

@@ -1,0 +1,86 @@
+"""Transition tables: what a state machine may do, as data that its code is checked against at every step.
+
+A machine's phases are an Enum. A row of its table says which event leads from which phase to which, with which effects.
+The machine's own code finds out which row is next and fills in the values; `Position.step` refuses a step that no row
+allows, so a table and its code cannot drift apart. (The idea is h11's `_state.py`.) docs/state-machines.md shows the
+tables and is made from them, as the tables in the docstrings are (tests/docs/state_machines.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+P = TypeVar("P", bound=Enum)
+E = TypeVar("E")
+
+
+class TableError(AssertionError):
+    """A machine wants to take a step that its table does not have, or a table has a row twice: a bug, nobody's input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition(Generic[P]):
+    """One row. In `phase`, upon `event`, if `when` holds, the machine goes to `next` and has these `effects` carried out.
+
+    `event` None: no event is needed, the row is taken as soon as `when` holds. `phase` and `next` None: in every phase,
+    which stays as it is. `effects` are the kinds of the effects in their order, one that may be repeated once; of an
+    effect that sends a message, the kind is the message's.
+    """
+
+    phase: P | None
+    event: type | None
+    next: P | None
+    effects: tuple[type, ...] = ()
+    when: str = ""
+
+
+class Table(Generic[P]):
+    """The rows of the machine `name`, whose phases are `phases`; the first one is where it starts."""
+
+    def __init__(self, name: str, phases: type[P], rows: Iterable[Transition[P]]) -> None:
+        self.name = name
+        self.phases = phases
+        self.rows = tuple(rows)
+        self._allowed: dict[tuple[Any, ...], Transition[P]] = {}
+        for row in self.rows:
+            for phase in phases if row.phase is None else (row.phase,):
+                key = (phase, row.event, row.next or phase, row.effects)
+                if key in self._allowed:
+                    raise TableError(f"{name}: two rows say {_words(*key)}")
+                self._allowed[key] = row
+
+    def row(self, phase: P, event: type | None, next: P, effects: Sequence[object]) -> Transition[P]:
+        """The row that allows this step. Raises TableError."""
+        kinds = (type(getattr(effect, "message", effect)) for effect in effects)
+        key = (phase, event, next, tuple(kind for kind, _ in itertools.groupby(kinds)))
+        if key not in self._allowed:
+            raise TableError(f"{self.name}: no row says {_words(*key)}")
+        return self._allowed[key]
+
+
+class Position(Generic[P]):
+    """Where a machine is in its table. `phase` changes only by `step`; `taken` are the rows that were taken so far."""
+
+    def __init__(self, table: Table[P], phase: P) -> None:
+        self.table = table
+        self.phase = phase
+        self.taken: set[Transition[P]] = set()
+
+    def step(self, event: type | None, next: P, effects: Sequence[E] = ()) -> list[E]:
+        """Goes on to `next` and gives the effects back. Raises TableError where the table has no such row."""
+        self.taken.add(self.table.row(self.phase, event, next, effects))
+        self.phase = next
+        return list(effects)
+
+    def stay(self, event: type | None, effects: Sequence[E] = ()) -> list[E]:
+        """A step that leaves the phase as it is."""
+        return self.step(event, self.phase, effects)
+
+
+def _words(phase: Enum, event: type | None, next: Enum, kinds: tuple[type, ...]) -> str:
+    what = ", ".join(kind.__name__ for kind in kinds) or "no effect"
+    return f"{phase.name} → {next.name} upon {event.__name__ if event else 'a condition'} with {what}"
