@@ -56,6 +56,7 @@ from peer.events.volunteer import (
 )
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit as WireCommit
+from protocol.wire.plan import Plan, StageSpec
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import ChainReconfig
 
@@ -103,6 +104,7 @@ __all__ = [
     "json_sink",
     "kind_of",
     "ready",
+    "role",
 ]
 
 Body = (
@@ -186,6 +188,21 @@ def ready(announcement: Announcement) -> Ready:
         down_bps=announcement.down_bps,
         speed_flops=announcement.speed_flops,
         device=announcement.device,
+    )
+
+
+def role(plan: Plan, replica: int, stage: StageSpec) -> Role:
+    """The event that tells what the peer of a stage begins to train."""
+    spec = plan.replicas[replica]
+    return Role(
+        round=plan.round,
+        role="stage" if spec.is_chain else "full",
+        replica=replica,
+        first=stage.first,
+        last=stage.last,
+        rank=spec.rank,
+        position=spec.stages.index(stage),
+        stages=len(spec.stages),
     )
 
 

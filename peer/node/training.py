@@ -59,20 +59,8 @@ class Training:
 
     def begin(self, order: TrainOrder, theta: Shards, ahead: bool) -> None:
         """Trains from `theta`. `ahead`: it is the state before the round whose commit is waited for (see the module's docstring)."""
-        spec = order.plan.replicas[order.replica]
-        stage = spec.stage_of(self.peer)
-        self._emit(
-            events.Role(
-                round=order.plan.round,
-                role="stage" if spec.is_chain else "full",
-                replica=order.replica,
-                first=stage.first,
-                last=stage.last,
-                rank=spec.rank,
-                position=spec.stages.index(stage),
-                stages=len(spec.stages),
-            )
-        )
+        stage = order.plan.replicas[order.replica].stage_of(self.peer)
+        self._emit(events.role(order.plan, order.replica, stage))
         self.plan, self._orders, self._stop = order.plan, asyncio.Queue(), asyncio.Event()
         self._task = asyncio.create_task(self._train(order, self._orders, theta, ahead, self._stop))
 

@@ -146,24 +146,10 @@ def _news(old: Announcement | None, new: Announcement) -> events.Announced | Non
 
 def _roles(plan: Plan | None) -> list[tuple[str, events.Role]]:
     """What the members of a plan's replicas begin to train."""
-    return (
-        [
-            (
-                stage.peer,
-                events.Role(
-                    round=plan.round,
-                    role="stage" if replica.is_chain else "full",
-                    replica=index,
-                    first=stage.first,
-                    last=stage.last,
-                    rank=replica.rank,
-                    position=position,
-                    stages=len(replica.stages),
-                ),
-            )
-            for index, replica in enumerate(plan.replicas)
-            for position, stage in enumerate(replica.stages)
-        ]
-        if plan is not None
-        else []
-    )
+    if plan is None:
+        return []
+    return [
+        (stage.peer, events.role(plan, index, stage))
+        for index, replica in enumerate(plan.replicas)
+        for stage in replica.stages
+    ]

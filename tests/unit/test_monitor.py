@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from peer import events as kinds
 from peer.events import Event
 from peer.net.base import Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui.monitor import BadLog, Monitor
-from peer.ui.screen import View
-from protocol.identity import Identity
+from peer.ui.run_state import View
+from peer.ui.screen import Screen
+from protocol.identity import Identity, short_peer
 from protocol.wire import encoding, endpoints, framing, schema, sealed
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
@@ -143,6 +146,29 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
     alice, bob = view.peers[ALICE.peer_id], view.peers[BOB.peer_id]
     assert (alice.phase, alice.step, alice.loss) == ("training", 3, 1.5)
     assert (bob.phase, bob.sent_bytes) == ("waiting", 900)
+
+
+def test_in_a_pipe_it_prints_a_line_a_round() -> None:
+    out = io.StringIO()
+
+    async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
+        node.log = records(commits())
+        await node.announce(ALICE, phase="training", round=2, step=3, loss=1.5)
+        await node.announce(CAROL, phase="training", round=2, step=3, chain=REPORT)
+        with Screen(MANIFEST, console=Console(file=out, width=60)) as screen:
+            await monitor.follow(screen.feed)
+
+    play(story)
+    alice, bob, carol = map(short_peer, (ALICE.peer_id, BOB.peer_id, CAROL.peer_id))
+    assert sorted(line.partition(" ")[2] for line in out.getvalue().splitlines()) == sorted([
+        "✓ first plan: 2 replicas",
+        "✓ round 1: 1 replica, loss 2.000",
+        "✓ round 2: 1 replica, loss 1.000",
+        f"! round 2 without replica 1: peer {bob}: gone",
+        f"· {alice} is ready: cpu, 5 B",
+        f"· {carol} is ready: cpu, 5 B",
+        "✓ run finished",
+    ])  # fmt: skip
 
 
 REPORT = ChainReport(
