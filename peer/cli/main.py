@@ -37,7 +37,7 @@ log = typer.Typer(
 app.add_typer(log, name="log")
 
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
-Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: peer/events.py).")]
+Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: docs/events.md).")]
 Log = Annotated[
     str,
     typer.Argument(
