@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: demo test setup lint types contracts unit sim e2e campaign fuzz benchmark evidence clean
+.PHONY: demo test setup lint types contracts unit sim e2e campaign fuzz benchmark evidence screenshot clean
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -30,13 +30,17 @@ contracts: setup
 	$(BIN)/lint-imports
 
 unit: setup
-	$(BIN)/python -m pytest tests/unit tests/parity tests/fuzz
+	$(BIN)/python -m pytest tests/docs tests/unit tests/parity tests/fuzz
 
 sim: setup
 	$(BIN)/python -m pytest tests/sim
 
 e2e: setup
 	$(BIN)/python -m pytest tests/e2e tests/faults
+
+# The README's picture, from a run of the demo.
+screenshot: demo
+	$(BIN)/python -m tests.docs.screenshot demo-run docs/images/demo.svg
 
 # Not part of `make test`: minutes to hours; results go to docs/results/.
 campaign: setup

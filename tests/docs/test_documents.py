@@ -1,0 +1,384 @@
+"""What people read agrees with what is there: modules, links, words, the manifest's fields, commands and images."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import tomllib
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+import typer.main
+from typer.core import TyperCommand, TyperGroup
+
+from peer.cli.main import app
+from protocol.errors import UsageError
+from protocol.run import manifest as manifests
+from protocol.run.manifest import Manifest
+from tests import tiny
+from tests.docs.screenshot import draw
+
+Command = TyperCommand | TyperGroup
+
+ROOT = Path(__file__).parents[2]
+HISTORY = ROOT / "CHANGELOG.md"
+"""Says what was so once."""
+DOCUMENTS = sorted({*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")} - {HISTORY})
+PROSE_COLUMNS = 130
+"""Documents are written to about 120."""
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"`([^`\n]+)`")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+RUN_MODULE = re.compile(r"python -m (tests(?:\.\w+)+)([^`\n]*)")
+
+TERMS = [
+    "1F1B",
+    "address",
+    "announcement",
+    "archive",
+    "attest",
+    "ballot",
+    "blob",
+    "boundary",
+    "bootstrap-node",
+    "call",
+    "campaign",
+    "chain",
+    "checkpoint",
+    "commit",
+    "contribution",
+    "deadline",
+    "depth",
+    "DHT",
+    "digest",
+    "error-feedback",
+    "event",
+    "frame",
+    "full-replica",
+    "generation",
+    "gone",
+    "heartbeat",
+    "holder",
+    "inner-step",
+    "leader",
+    "lease",
+    "left-out",
+    "log",
+    "manifest",
+    "matchmaker",
+    "member",
+    "micro-batch",
+    "nat",
+    "norm",
+    "number-format",
+    "offer",
+    "operator",
+    "outer-step",
+    "overlap",
+    "payload",
+    "Paxos",
+    "peer",
+    "peer-id",
+    "plan",
+    "pseudo-gradient",
+    "quorum",
+    "range",
+    "rank",
+    "recomputation",
+    "reconfiguration",
+    "record",
+    "recovery",
+    "replay",
+    "replica",
+    "round",
+    "run",
+    "run-id",
+    "scheduler",
+    "seed",
+    "session",
+    "shard",
+    "simulation",
+    "slot",
+    "spare",
+    "stage",
+    "state",
+    "stream",
+    "tile",
+    "topk",
+    "trace",
+    "uplink",
+    "verify",
+    "vote",
+    "warm-up",
+    "weight",
+    "window",
+]
+"""Words that a reader may meet for the first time. A hyphen stands for a space, too."""
+
+
+def text(path: str | Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def prose(document: str) -> str:
+    """A document without its blocks of code."""
+    return FENCE.sub("", document)
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def commands(command: Command, name: str = "potluck") -> Iterator[tuple[str, Command]]:
+    """Every command that can be typed, with its full name."""
+    yield name, command
+    if isinstance(command, TyperGroup):
+        for word, inner in command.commands.items():
+            yield from commands(inner, f"{name} {word}")
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+def options(command: Command) -> set[str]:
+    return {"--help", *(name for p in command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("--"))}
+
+
+def help_text() -> str:
+    return "\n".join(command.get_help(typer.Context(command, info_name=name)) for name, command in COMMANDS.items())
+
+
+# --- modules, paths and links
+
+
+def test_the_architecture_names_every_module_with_one_line() -> None:
+    lines = re.findall(
+        r"^- `((?:protocol|peer|bootstrap)/[^`]+\.py)`: (.*)$", text("docs/architecture.md"), re.MULTILINE
+    )
+    listed = [path for path, _ in lines]
+    assert len(listed) == len(set(listed)), "named twice"
+    assert all(words for _, words in lines)
+    there = {
+        named(path)
+        for package in ("protocol", "peer", "bootstrap")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py" or len(ast.parse(path.read_text(encoding="utf-8")).body) > 1
+    }
+    assert set(listed) == there, f"differ: {sorted(set(listed) ^ there)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_files_that_are_named_exist(document: Path) -> None:
+    tests = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    for code in CODE.findall(prose(text(document))):
+        if re.fullmatch(r"(protocol|peer|bootstrap|tests|docs|docker)(/[\w.-]+)+/?", code):
+            assert (ROOT / code).exists(), code
+        elif re.fullmatch(r"test_\w+\.py", code):
+            assert code in tests, code
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, HISTORY], ids=named)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in LINK.findall(prose(text(document))):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        found = (document.parent / path).resolve() if path else document
+        assert found.is_relative_to(ROOT), target
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def anchors(document: Path) -> set[str]:
+    """The headings of a document as links name them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", prose(text(document)), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", LINK.sub("", heading).lower())
+        found.add(words.strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_lines_of_prose_are_not_wide(document: Path) -> None:
+    wide = [
+        line
+        for line in prose(text(document)).splitlines()
+        if len(line) > PROSE_COLUMNS and not line.startswith(("|", "    ", "!["))
+    ]
+    assert not wide
+
+
+# --- commands
+
+
+def typed(document: str) -> Iterator[list[str]]:
+    """What a document says to type: commands of ours, and `make`, in blocks of code and within lines."""
+    blocks = "\n".join([*FENCE.findall(document), *re.findall(r"^ {4}(.*)$", document, re.MULTILINE)])
+    lines = re.findall(r"^(?:[A-Z_]+=\S+ )*((?:potluck|make) .*)$", blocks, re.MULTILINE)
+    for found in [*lines, *CODE.findall(document)]:
+        words = found.split("#")[0].split()
+        if words and words[0] in ("potluck", "make") and len(words) > 1:
+            yield words
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_what_is_to_be_typed_can_be_typed(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z][a-z-]*):", text("Makefile"), re.MULTILINE))
+    for words in typed(text(document)):
+        if words[0] == "make":
+            assert set(words[1:]) <= targets, words
+            continue
+        name = max((n for n in COMMANDS if words[: len(n.split())] == n.split()), key=len)
+        generic = len(words) > 1 and words[1] == "COMMAND"
+        assert name != "potluck" or generic or words[1].startswith("--"), words
+        for option in OPTION.findall(" ".join(words)):
+            assert option in options(COMMANDS[name]), words
+
+
+def test_options_in_prose_are_options_of_some_command() -> None:
+    ours = set().union(*(options(command) for command in COMMANDS.values()))
+    for path in ("README.md", "docs/glossary.md", "docs/guides/errors.md", "docs/guides/home-links.md"):
+        for code in CODE.findall(prose(text(path))):
+            if code.startswith("--"):
+                assert code.split()[0] in ours, (path, code)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=named)
+def test_commands_of_the_tests_are_todays(document: Path) -> None:
+    for module, arguments in RUN_MODULE.findall(text(document)):
+        source = ROOT / (module.replace(".", "/") + ".py")
+        assert source.exists(), module
+        for option in OPTION.findall(arguments):
+            assert f'"{option}"' in source.read_text(encoding="utf-8"), (module, option)
+
+
+# --- words
+
+
+def defined() -> list[str]:
+    """The terms of the glossary in small letters."""
+    entries = re.findall(r"^- \*\*([^*]+)\*\*", text("docs/glossary.md"), re.MULTILINE)
+    return [re.sub(r" \(.*\)", "", term).lower() for entry in entries for term in entry.split(", ")]
+
+
+def uses(term: str, document: str) -> bool:
+    pattern = re.escape(term.lower()).replace(r"\-", "[- ]").replace(r"\ ", r"[- \n]+")
+    return re.search(rf"(?<!\w){pattern}(s|es|ed|ing)?(?!\w)", document.lower()) is not None
+
+
+def test_the_words_of_the_readme_the_command_and_the_protocol_are_in_the_glossary() -> None:
+    glossary = {term.replace("-", " ") for term in defined()}
+    read = "\n".join([text("README.md"), help_text(), text("docs/guides/manifest.md"), text("docs/protocol.md")])
+    for term in TERMS:
+        if uses(term, read):
+            assert term.lower().replace("-", " ") in glossary, f"{term} is used and not explained"
+
+
+def test_the_glossary_explains_each_word_once_and_none_that_nobody_uses() -> None:
+    terms = defined()
+    assert len(terms) == len(set(terms))
+    others = [path for path in DOCUMENTS if path.name != "glossary.md"]
+    sources = [path for package in ("protocol", "peer", "bootstrap") for path in (ROOT / package).rglob("*.py")]
+    everything = "\n".join([help_text(), *(text(path) for path in (*others, *sources))])
+    unused = [term for term in terms if not uses(term, everything)]
+    assert not unused
+
+
+# --- the manifest
+
+
+def test_the_guide_has_every_field_of_the_manifest_with_its_default() -> None:
+    guide = text("docs/guides/manifest.md")
+    sections = {"": re.split(r"^### .*run itself.*$", guide, flags=re.MULTILINE)[1].split("\n### ")[0]}
+    for section in re.split(r"^### ", guide, flags=re.MULTILINE)[1:]:
+        if table := re.match(r"`\[(\w+)\]`", section):
+            sections[table[1]] = section
+    tables = {f.name: f for f in dataclasses.fields(Manifest) if f.name in sections}
+    assert set(sections) == {"", *tables}
+    hints = typing.get_type_hints(Manifest)
+    assert {name for name, kind in hints.items() if dataclasses.is_dataclass(kind)} == set(tables)
+    for name, section in sections.items():
+        kind = hints[name] if name else Manifest
+        rows = re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\| (.+) \|$", section, re.MULTILINE)
+        fields = [f for f in dataclasses.fields(kind) if name or f.name not in tables]
+        assert sorted(row[0] for row in rows) == sorted(f.name for f in fields), name
+        for field, default, _ in rows:
+            assert shown_default(kind, field) == default, (name, field)
+
+
+def shown_default(kind: type, field: str) -> str:
+    """A field's default as a TOML value; nothing where the field has to be given."""
+    default = next(f.default for f in dataclasses.fields(kind) if f.name == field)
+    if default is dataclasses.MISSING:
+        return ""
+    if isinstance(default, tuple):
+        default = list(default)
+    return f'"{default}"' if isinstance(default, str) else str(default)
+
+
+def test_manifests_in_the_documents_can_be_read() -> None:
+    found = 0
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```toml\n(.*?)^```", text(document), re.MULTILINE | re.DOTALL):
+            tomllib.loads(block)
+            if re.search(r"^name = ", block, re.MULTILINE):
+                assert manifests.from_toml(block.encode(), named(document)).operators
+                found += 1
+                with pytest.raises(UsageError):
+                    manifests.from_toml(block.replace("rounds", "round", 1).encode(), named(document))
+    assert found
+
+
+# --- images and pictures
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docker").glob("*.Dockerfile")), ids=named)
+def test_images_are_built_from_the_checkout_and_run_without_privileges(path: Path) -> None:
+    lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line and line[0] not in "# "]
+    kinds = [words[0] for words in lines]
+    for words in lines:
+        if words[0] == "COPY":
+            for source in words[1:-1]:
+                assert (ROOT / source).exists(), source
+    assert {"protocol", "peer", "bootstrap"} <= {word for words in lines if words[0] == "COPY" for word in words}
+    user = next(words[1] for words in lines if words[0] == "USER")
+    assert user not in ("root", "0")
+    last_root_work = max(i for i, kind in enumerate(kinds) if kind in ("RUN", "COPY"))
+    assert last_root_work < kinds.index("USER") < kinds.index("ENTRYPOINT")
+    entry = re.search(r'^ENTRYPOINT \["potluck", "(\w+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert entry is not None
+    assert f"potluck {entry[1]}" in COMMANDS
+
+
+@pytest.mark.parametrize("path", [*sorted((ROOT / "docker").iterdir()), ROOT / "Makefile"], ids=named)
+def test_no_package_host_is_named(path: Path) -> None:
+    content = path.read_text(encoding="utf-8")
+    assert "://" not in content
+    assert not re.search(r"index-url[= ]", content)
+
+
+def test_the_readme_begins_with_what_it_is_a_picture_and_one_command() -> None:
+    readme = text("README.md")
+    picture = readme.index("![")
+    command = readme.index("    make demo")
+    assert readme.index("\n\n") < picture < command
+    assert len(readme[:picture]) < 1000, "the picture is seen at once"
+    for word in ("sysctl", "tcp_"):
+        assert word not in readme
+
+
+def test_the_picture_stands_by_itself() -> None:
+    drawn = draw(tiny.manifest(), {}, [])
+    for picture in (drawn, text("docs/images/demo.svg")):
+        assert picture.startswith("<svg")
+        assert "@font-face" not in picture
+        assert set(re.findall(r"https?://[^\s\"]+", picture)) <= {
+            "http://www.w3.org/2000/svg",
+            "https://www.textualize.io",
+        }
+        assert "&#160;potluck&#160;</text>" in picture, "the title bar of the screen"
