@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from peer import events
 from peer.log import replay
 from peer.log.reader import Source
+from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedRound, logged
 from peer.ui.text import clean, count, mean_loss, readable, size
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
@@ -20,12 +19,13 @@ from protocol.rounds.validation import BadCommit
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record
-from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
 
 async def show(manifest: Manifest, source: Source, out: Callable[[str], None], note: Callable[[str], None]) -> None:
-    """Tells the rounds as a person wants them. Raises what `source` raises, LocalError at a commit that is not to be believed."""
+    """Tells the rounds as a person wants them. Raises what `source` raises, and LocalError at a commit that is not to be
+    believed."""
     out(f"run {manifest.run_id[:12]} {clean(manifest.name)}: log {source.name}")
     plan: Plan | None = None
     async for record in _believed(manifest, source, note):
@@ -40,7 +40,7 @@ async def show_json(
     """Tells one map per round. Raises like `show`."""
     plan: Plan | None = None
     async for record in _believed(manifest, source, note):
-        out(round_fields(record, plan))
+        out(plain(logged(record, plan)))
         plan = record.commit.plan
 
 
@@ -86,74 +86,52 @@ async def verify(
         )
 
 
-def round_fields(record: Record, plan: Plan | None) -> dict[str, Any]:
-    """A record as plain data; `plan` is that of its round. Adds to a `commit` event (peer/events.py) the digests, who proposed,
-    voted and votes next, and who the replicas were: kind, rank, peers, weight in the mean, and norm of the whole update."""
-    commit = record.commit
-    fields = plain(events.commit_of(commit))
-    total = sum(c.tokens for c in commit.contributions)
-    for shown, made in zip(fields["contributions"], commit.contributions, strict=True):
-        norm = math.sqrt(math.fsum(part.norm**2 for share in made.shares for part in share.parts))
-        shown |= {"weight": made.tokens / total, "norm": norm, **_replica(plan, made.replica), "peers": shown["peers"]}
-    for shown in fields["left_out"]:
-        shown |= _replica(plan, shown["replica"])
-    head = {"run": commit.run, "time": commit.time, "digest": commit.digest, "parent": commit.parent}
-    decided = {"leader": commit.leader, "ballot": record.ballot, "voters": sorted(record.votes)}
-    return {**head, **decided, **fields, "digests": plain(commit.digests), "members": list(commit.members)}
-
-
-def _replica(plan: Plan | None, index: int) -> dict[str, Any]:
-    if plan is None or not 0 <= index < len(plan.replicas):
-        return {"kind": "unplanned", "rank": None, "peers": []}
-    spec = plan.replicas[index]
-    return {"kind": _kind(spec), "rank": spec.rank, "peers": list(spec.peers)}
-
-
-def _kind(spec: ReplicaSpec) -> str:
-    return "chain" if spec.is_chain else "full"
-
-
 def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
     """A record of a run of `rounds` rounds in a few lines; `plan` is that of its round."""
-    commit, fields = record.commit, round_fields(record, plan)
-    made, left = fields["contributions"], fields["left_out"]
+    commit, shown = record.commit, logged(record, plan)
+    lines = [_title(record, shown, plan)]
+    for c in shown.contributions:
+        own = "-" if c.loss is None else f"{c.loss:.3f}"
+        lines.append(
+            f"  {_name(c):<13} weight {c.weight:.3f}  loss {own:>6}  steps {c.steps:<3} {size(c.bytes):>8}"
+            f"  norm {c.norm:<6.3g}  {_peers(c.peers)}"
+        )
+    for left in shown.left_out:
+        lines.append(f"  {_name(left):<13} left out: {readable(left.reason, {})}  {_peers(left.peers)}")
+    for d in shown.diverged:
+        lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {clean(d.shard)} after round {commit.round - 1}")
+    if commit.plan is not None and (plan is None or _who(commit.plan) != _who(plan)):
+        lines += _plan_lines(commit.plan, plan)
+    elif commit.plan is None and commit.round < rounds:
+        lines.append(f"  {'plan':<13} none: nobody was there to train the next round")
+    return lines
+
+
+def _title(record: Record, shown: LoggedRound, plan: Plan | None) -> str:
+    commit = record.commit
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(min(max(commit.time, 0.0), 2.0**32)))
     title = f"round {commit.round}  {when}"
     if commit.round:
         loss = mean_loss(commit.contributions)
-        title += f"  {len(made)} of {count(plan.replicas if plan else (), 'replica')}"
+        title += f"  {len(commit.contributions)} of {count(plan.replicas if plan else (), 'replica')}"
         title += f"  loss {loss:.3f}" if loss is not None else ""
-        title += f"  {size(sum(c['bytes'] for c in made))}"
+        title += f"  {size(sum(c.bytes for c in shown.contributions))}"
     if len(commit.members) > 1:
         title += f"  {len(record.votes)} votes, led by {short_peer(commit.leader)}"
-    lines = [title]
-    for c in made:
-        own = "-" if c["loss"] is None else f"{c['loss']:.3f}"
-        lines.append(
-            f"  {_name(c):<13} weight {c['weight']:.3f}  loss {own:>6}  steps {c['steps']:<3} {size(c['bytes']):>8}"
-            f"  norm {c['norm']:<6.3g}  {_peers(c)}"
-        )
-    for c in left:
-        lines.append(f"  {_name(c):<13} left out: {readable(c['reason'], {})}  {_peers(c)}")
-    for d in fields["diverged"]:
-        lines.append(
-            f"  diverged      {short_peer(clean(d['peer']))} in {clean(d['shard'])} after round {commit.round - 1}"
-        )
-    if commit.plan is not None and (plan is None or _who(commit.plan) != _who(plan)):
-        chains = [r for r in commit.plan.replicas if r.is_chain]
-        full = len(commit.plan.replicas) - len(chains)
-        lengths = f" of {', '.join(str(len(r.stages)) for r in chains)}" if chains else ""
-        lines.append(
-            f"  {'plan':<13} {full} full, {len(chains)} chain{'' if len(chains) == 1 else 's'}{lengths},"
-            f" {count(commit.plan.spares, 'spare')}"
-        )
-        for replica, before, after in partition.moves(plan, commit.plan):
-            shapes = (" > ".join(map(str, chain.blocks)) for chain in (before, after))
-            lines.append(
-                f"  {f'{replica} moved':<13} blocks {' become '.join(shapes)}  {_peers({'peers': after.peers})}"
-            )
-    elif commit.plan is None and commit.round < rounds:
-        lines.append(f"  {'plan':<13} none: nobody was there to train the next round")
+    return title
+
+
+def _plan_lines(plan: Plan, before: Plan | None) -> list[str]:
+    """The next round's `plan`, and which blocks move since the plan `before`."""
+    chains = [r for r in plan.replicas if r.is_chain]
+    lengths = f" of {', '.join(str(len(r.stages)) for r in chains)}" if chains else ""
+    lines = [
+        f"  {'plan':<13} {len(plan.replicas) - len(chains)} full, {count(chains, 'chain')}{lengths},"
+        f" {count(plan.spares, 'spare')}"
+    ]
+    for replica, old, new in partition.moves(before, plan):
+        shapes = " become ".join(" > ".join(map(str, chain.blocks)) for chain in (old, new))
+        lines.append(f"  {f'{replica} moved':<13} blocks {shapes}  {_peers(new.peers)}")
     return lines
 
 
@@ -161,11 +139,9 @@ def _who(plan: Plan) -> tuple[object, ...]:
     return plan.replicas, plan.spares
 
 
-def _name(replica: dict[str, Any]) -> str:
-    return f"{replica['replica']} {replica['kind']}" + (
-        f" rank {replica['rank']}" if replica["kind"] == "chain" else ""
-    )
+def _name(replica: LoggedContribution | LoggedLeftOut) -> str:
+    return f"{replica.replica} {replica.kind}" + (f" rank {replica.rank}" if replica.kind == "chain" else "")
 
 
-def _peers(replica: dict[str, Any]) -> str:
-    return " > ".join(short_peer(clean(peer)) for peer in replica["peers"])
+def _peers(peers: Sequence[str]) -> str:
+    return " > ".join(short_peer(clean(peer)) for peer in peers)

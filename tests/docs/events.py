@@ -16,6 +16,7 @@ from typing import Any
 
 from peer import events
 from peer.events import node, volunteer
+from peer.ui.logged import LoggedRound
 from peer.ui.snapshot import Snapshot
 
 PATH = Path(__file__).parents[2] / "docs" / "events.md"
@@ -35,7 +36,8 @@ second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the
 each round; replicas, stages and blocks count from 0. Peers are named by their peer ids. A reader must pass over fields
 and kinds that it does not know.
 
-`potluck monitor --json` prints the run as of now instead: [one object](#what-potluck-monitor---json-prints).
+`potluck monitor --json` prints the run as of now instead: one object, [the snapshot](#the-snapshot). And
+`potluck log show --json` prints an object a line for each decided round: [the logged round](#the-logged-round).
 """
 EXAMPLE = events.Event(1763820000.5, "bootstrap", events.Gone(peer="12D3KooW…"))
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
@@ -50,10 +52,12 @@ def documentation() -> str:
         told = [kind for kind in kinds if kind.__module__ == module.__name__]
         parts += [_section(f"`{events.kind_of(kind)}`", kind) for kind in told]
     parts.append("## What `potluck monitor --json` prints\n")
-    parts.append(_section("The object", Snapshot))
+    parts.append(_section("The snapshot", Snapshot))
+    parts.append("## What `potluck log show --json` prints\n")
+    parts.append(_section("The logged round", LoggedRound))
     parts.append("## The parts of these\n")
     named: list[type] = []
-    for owner in (*kinds, Snapshot):
+    for owner in (*kinds, Snapshot, LoggedRound):
         _collect(owner, named)
     made = sorted(set(named) - set(kinds), key=lambda part: part.__name__)
     parts += [_section(f"Object `{part.__name__}`", part) for part in made]
@@ -98,7 +102,7 @@ def _collect(hint: Any, into: list[type]) -> None:
         for part in typing.get_type_hints(hint).values():
             _collect(part, into)
         assert isinstance(hint, type)
-        if hint is not Snapshot:
+        if hint not in (Snapshot, LoggedRound):
             into.append(hint)
 
 

@@ -18,6 +18,7 @@ import peer
 from peer import events
 from peer.events import Body, Emitter, Event, from_json
 from peer.ui.lines import describe, describe_own
+from peer.ui.logged import LoggedRound, logged
 from peer.ui.run_state import PeerView, View
 from peer.ui.snapshot import Snapshot, snapshot
 from protocol.wire.announcement import Announcement
@@ -208,12 +209,30 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
     }  # fmt: skip
     made = dataclasses.replace(last.contributions[0], replica=1)
     log = [first, spare, dataclasses.replace(last, diverged=wrong, contributions=(made,))]
+    every_field_has_a_value(Snapshot, snapshot(MANIFEST, log, said, 5.0))
+
+
+def test_every_field_of_the_logs_json_has_a_source() -> None:
+    _, second, last = commits()
+    assert second.plan is not None
+    plan = dataclasses.replace(second.plan, slot=4, spares=(PEERS[5],))
+    wrong, digests = (Diverged(peer=BOB.peer_id, shard="embed"),), {"embed": "0" * 64}
+    made = dataclasses.replace(last.contributions[0], replica=1)
+    commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan)
+    record = dataclasses.replace(tiny.record(commit), ballot=3)
+    every_field_has_a_value(LoggedRound, logged(record, plan))
+    for unknown in (None, dataclasses.replace(plan, replicas=())):
+        found = logged(record, unknown)
+        assert [(x.kind, x.rank) for x in (*found.contributions, *found.left_out)] == [("unplanned", None)] * 2
+
+
+def every_field_has_a_value(cls: type, told: object) -> None:
     found: dict[str, list[Any]] = {}
-    for name, value in values(snapshot(MANIFEST, log, said, 5.0)):
+    for name, value in values(told):
         found.setdefault(name, []).append(value)
-    nothing = (None, 0, "", ())
+    nothing = (None, 0, "", (), {})
     assert [name for name, seen in found.items() if all(value in nothing for value in seen)] == []
-    assert set(found) == {f"{cls.__name__}.{f.name}" for cls in reached(Snapshot) for f in dataclasses.fields(cls)}
+    assert set(found) == {f"{part.__name__}.{f.name}" for part in reached(cls) for f in dataclasses.fields(part)}
 
 
 def test_a_commit_is_told_with_what_its_shares_add_up_to() -> None:

@@ -1,0 +1,130 @@
+"""A round of the log as plain data: what `potluck log show --json` prints. The classes are the schema; docs/events.md lists them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from peer import events
+from protocol.wire.commit import Contribution, Diverged, Record
+from protocol.wire.commit import LeftOut as PlannedOut
+from protocol.wire.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedContribution(events.Contribution):
+    """One replica's committed work, and what the round's plan says of that replica."""
+
+    weight: float
+    """Its weight in the mean: its share of all tokens."""
+    norm: float
+    """L2 norm of its whole update."""
+    kind: str
+    """`full`, `chain`, or `unplanned` where the plan does not know it."""
+    rank: int | None
+    """Values per token that cross the chain's boundaries; 0: all of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedLeftOut:
+    """A replica whose work does not enter the mean, and what the round's plan says of it."""
+
+    replica: int
+    """Its number in the round's plan."""
+    reason: str
+    """Why, for a reader."""
+    kind: str
+    """`full`, `chain`, or `unplanned` where the plan does not know it."""
+    rank: int | None
+    """Values per token that cross the chain's boundaries; 0: all of them."""
+    peers: tuple[str, ...]
+    """Its members in the plan, in the order of the stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedRound:
+    """A decided round, with the proof that it was decided."""
+
+    run: str
+    """The run's id."""
+    time: float
+    """When it was decided, Unix seconds on its leader's clock."""
+    digest: str
+    """SHA-256 of the commit."""
+    parent: str
+    """The digest of the commit before; the run's id in round 0."""
+    leader: str
+    """The bootstrap node that proposed it."""
+    ballot: int
+    """The ballot in which it was decided."""
+    voters: tuple[str, ...]
+    """The bootstrap nodes whose votes are in the log."""
+    round: int
+    """The decided round; 0 decides the first plan only."""
+    contributions: tuple[LoggedContribution, ...]
+    """What enters the mean."""
+    left_out: tuple[LoggedLeftOut, ...]
+    """Replicas whose work does not."""
+    diverged: tuple[Diverged, ...]
+    """Peers whose digest of a shard after the round before differs from the majority's."""
+    plan: Plan | None
+    """The next round's replicas, stages and spares; null after the last round, or while nobody is there."""
+    digests: dict[str, str]
+    """The majority's SHA-256 by shard, of the state before this round, as far as it was attested."""
+    members: tuple[str, ...]
+    """The bootstrap nodes that vote on the next round."""
+
+
+def logged(record: Record, plan: Plan | None) -> LoggedRound:
+    """A record of the log; `plan` is that of its round."""
+    commit = record.commit
+    told = events.commit_of(commit)
+    total = sum(c.tokens for c in commit.contributions)
+    return LoggedRound(
+        run=commit.run,
+        time=commit.time,
+        digest=commit.digest,
+        parent=commit.parent,
+        leader=commit.leader,
+        ballot=record.ballot,
+        voters=tuple(sorted(record.votes)),
+        round=commit.round,
+        contributions=tuple(
+            _contribution(made, shown, plan, total)
+            for made, shown in zip(commit.contributions, told.contributions, strict=True)
+        ),
+        left_out=tuple(_left_out(left, plan) for left in commit.left_out),
+        diverged=commit.diverged,
+        plan=commit.plan,
+        digests=commit.digests,
+        members=commit.members,
+    )
+
+
+def _contribution(made: Contribution, shown: events.Contribution, plan: Plan | None, total: int) -> LoggedContribution:
+    kind, rank, _ = _planned(plan, made.replica)
+    return LoggedContribution(
+        replica=shown.replica,
+        tokens=shown.tokens,
+        steps=shown.steps,
+        loss=shown.loss,
+        bytes=shown.bytes,
+        peers=shown.peers,
+        weight=made.tokens / total,
+        norm=math.sqrt(math.fsum(part.norm**2 for share in made.shares for part in share.parts)),
+        kind=kind,
+        rank=rank,
+    )
+
+
+def _left_out(left: PlannedOut, plan: Plan | None) -> LoggedLeftOut:
+    kind, rank, peers = _planned(plan, left.replica)
+    return LoggedLeftOut(replica=left.replica, reason=left.reason, kind=kind, rank=rank, peers=peers)
+
+
+def _planned(plan: Plan | None, index: int) -> tuple[str, int | None, tuple[str, ...]]:
+    """(kind, rank, members) of a replica."""
+    if plan is None or not 0 <= index < len(plan.replicas):
+        return "unplanned", None, ()
+    spec = plan.replicas[index]
+    return "chain" if spec.is_chain else "full", spec.rank, spec.peers
