@@ -190,11 +190,13 @@ async def call(
     raise RemoteError(peer, f"call {name} to {short_peer(peer)}: refused ({shown}); see that peer's log")
 
 
-async def serve_calls(transport: Transport, name: str, handler: CallHandler, *, limit: int = MAX_FRAME) -> None:
-    """Answers calls of `name`, with requests of at most `limit` bytes."""
+async def serve_calls(
+    transport: Transport, name: str, handler: CallHandler, *, limit: int = MAX_FRAME, timeout: float = REQUEST_SECONDS
+) -> None:
+    """Answers calls of `name`, with requests of at most `limit` bytes, which must come within `timeout` seconds."""
 
     async def serve(stream: Stream) -> None:
-        request = await stream.recv(limit, timeout=REQUEST_SECONDS)
+        request = await stream.recv(limit, timeout=timeout)
         try:
             parts = (_OK, await handler(stream.remote, request))
         except RemoteError as error:

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 
 from protocol.errors import LocalError, UsageError
 
-Tensors = dict[str, NDArray[np.generic]]
+Tensors = dict[str, NDArray[np.float32]]
 Piece = bytes | memoryview
 
 

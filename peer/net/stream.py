@@ -189,6 +189,11 @@ class Endpoint:
         self._streams: set[FrameStream] = set()
         self._tasks: set[asyncio.Task[object]] = set()
 
+    @property
+    def open_streams(self) -> int:
+        """How many streams are open."""
+        return len(self._streams)
+
     def stream(
         self, remote: str, name: str, reader: asyncio.StreamReader, writer: ByteWriter, abort: Callable[[], None]
     ) -> FrameStream:

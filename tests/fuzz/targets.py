@@ -33,7 +33,7 @@ from peer.chain import frames as chain_frames
 from peer.chain import quantize
 from peer.demo import recipe
 from peer.log import reader
-from peer.net import address, directory, p2p
+from peer.net import address, daemon, dht, directory
 from peer.net.base import Closed, Ended, Handler
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from protocol import identity
@@ -448,7 +448,7 @@ def addresses(raw: bytes) -> object:
     check(text.startswith(found.dial) and text.endswith(found.peer), "another address than was given")
     check(text.isascii() and text.isprintable(), "an address that is not plain")
     identity.public_key(found.peer)
-    p2p.dial_bytes(found)
+    daemon.dial_bytes(found)
     return found.dial.split("/")[1]
 
 
@@ -474,7 +474,7 @@ MANIFESTS = [MANIFEST, recipe.make_manifest(swarms.options(Path("unused"), chain
 
 def dht_value(raw: bytes) -> object:
     """hivemind decodes values and subkeys with this before any validator runs."""
-    return type(p2p.safe_loads(raw))
+    return type(dht.safe_loads(raw))
 
 
 def dht_record(raw: bytes) -> object:
@@ -482,13 +482,13 @@ def dht_record(raw: bytes) -> object:
     outer = framing.unpack_message(raw)
     match outer:
         case [bytes(subkey), bytes(value), float(expires)]:
-            record = p2p.DHTRecord(DHT_KEY, subkey, value, expires)
+            record = dht.DHTRecord(DHT_KEY, subkey, value, expires)
             return VALIDATOR.validate(record)
     raise FrameError("not a record")
 
 
-DHT_KEY = p2p.DHTID.generate(endpoints.announcements_key(RUN)).to_bytes()
-VALIDATOR = p2p._Validator(directory.valid_record(RUN))
+DHT_KEY = dht.DHTID.generate(endpoints.announcements_key(RUN)).to_bytes()
+VALIDATOR = dht.Validator(directory.valid_record(RUN))
 
 
 def _dictionary() -> bytes:

@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import selectors
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import pytest
 
 from peer.net import p2p
-from peer.net.base import Closed, Stream, Transport, Unreachable
+from peer.net.base import Closed, Handler, Stream, Transport, Unreachable
 from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, idle
-from peer.net.blobs import serving as serving_module
+from peer.net.blobs.serving import PATIENCE, SPREAD_SECONDS, Spreading
+from peer.net.disk import LocalDisk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
@@ -25,6 +27,7 @@ from protocol.codec.blob_hash import RANGE
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.wire import endpoints, framing
+from protocol.wire.framing import MAX_FRAME
 
 DEADLINE = 200.0
 
@@ -241,27 +244,90 @@ def test_without_a_limit_nobody_waits() -> None:
 # --- between peers
 
 
+class Disk(LocalDisk):
+    """The machine's, which may be `full`."""
+
+    full = False
+
+    def write_at(self, path: Path, start: int, data: Piece) -> None:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        super().write_at(path, start, data)
+
+
+class Watched:
+    """A stream that a peer serves. Counts the ranges that are read for it, and the bytes of blobs that it sends; spoils some."""
+
+    def __init__(self, stream: Stream, peer: Peer) -> None:
+        self.stream, self.peer = stream, peer
+        self.remote, self.name = stream.remote, stream.name
+        self.blob, self.whole, self.leaves, self.asked = "", False, False, deque[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    async def recv(self, limit: int = MAX_FRAME, *, timeout: float | None = None) -> bytes:
+        frame = await self.stream.recv(limit, timeout=timeout)
+        with contextlib.suppress(framing.FrameError):
+            match framing.unpack_message(frame):
+                case {"blob": str(name), "size": int(size), "whole": bool(whole), "leaves": bool(leaves)}:
+                    self.blob, self.whole, self.leaves = name, whole, leaves and size > RANGE
+                case {"range": int(index)}:
+                    self.asked.append(index)
+        return frame
+
+    async def send(self, *parts: bytes | memoryview, timeout: float = 60.0) -> None:
+        data = b"".join(map(bytes, parts))
+        if self.is_answer(data) or not self.blob:
+            pass
+        elif self.whole:
+            self.peer.read(blob_hash.count(len(data)))
+            self.peer.gave[self.blob] += len(data)
+        elif self.leaves:
+            self.leaves = False
+        else:
+            self.peer.read(1)
+            if self.peer.corrupt(self.asked.popleft()):
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            self.peer.gave[self.blob] += len(data)
+        await self.stream.send(data, timeout=timeout)
+
+    def is_answer(self, data: bytes) -> bool:
+        with contextlib.suppress(framing.FrameError):
+            answer = framing.unpack_message(data)
+            return isinstance(answer, dict) and "state" in answer
+        return False
+
+
 class Peer:
-    """A store that is served and fetched into. `corrupt`: ranges that it serves wrong. `asked`: how many it served."""
+    """A store that is served and fetched into. `corrupt`: ranges that it serves wrong. `asked`: how many it served; `gave`: bytes of each
+    blob."""
 
     def __init__(self, transport: Transport, folder: Path, uplink: Uplink | None = None) -> None:
         self.transport = transport
         self.warnings: list[str] = []
-        self.store = BlobStore(folder)
+        self.disk = Disk()
+        self.store = BlobStore(folder, disk=self.disk)
         self.fetcher = Fetcher(transport, self.store, warn=self.warnings.append, timeout=10.0)
         self.server = BlobServer(
             self.store, coming=self.fetcher.coming, uplink=uplink, named={"hello": b"world"}, warn=self.warnings.append
         )
         self.asked = 0
+        self.gave: Counter[str] = Counter()
         self.corrupt: Callable[[int], bool] = lambda index: False
-        read = self.server._read
 
-        def reading(name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
-            self.asked += 1
-            data = read(name, blob, leaves, index)
-            return data[:-1] + bytes([data[-1] ^ 1]) if self.corrupt(index) else data
+    def read(self, ranges: int) -> None:
+        self.asked += ranges
 
-        self.server._read = reading  # type: ignore[method-assign]
+    async def serve(self) -> None:
+        """Serves over streams that are watched."""
+
+        class Watching:
+            async def serve(self, name: str, handler: Handler) -> None:
+                await peer.transport.serve(name, lambda stream: handler(Watched(stream, peer)))
+
+        peer = self
+        await self.server.serve(Watching())  # type: ignore[arg-type]
 
     @property
     def id(self) -> str:
@@ -294,7 +360,7 @@ async def swarm(kind: str, folder: Path, count: int) -> AsyncIterator[list[Peer]
                     validate=lambda key, subkey, value: True,
                 )
             peers.append(Peer(transport, folder / f"store-{index}"))
-            await peers[-1].server.serve(transport)
+            await peers[-1].serve()
         if kind == "p2p":
             for a, b in itertools.combinations(peers, 2):
                 await b.transport.connect(a.transport.addresses, timeout=DEADLINE)
@@ -353,14 +419,13 @@ def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
                 await b.fetcher.fetch(name, len(data), [a.id])
                 assert b.store.get(name) == data
             assert len(opened) == 2
-            assert sum(a.server._streams.values()) == 1
+            assert a.server.open_streams == 1
 
     run(work())
 
 
-def test_a_stream_may_be_taken_while_an_older_one_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle, "KEPT", 1)
-    streams = idle.IdleStreams()
+def test_a_stream_may_be_taken_while_an_older_one_is_closed() -> None:
+    streams = idle.IdleStreams(kept=1)
     taken: list[Any] = []
 
     class Kept:
@@ -514,7 +579,7 @@ def test_nonsense_from_a_fetcher_is_survived(tmp_path: Path) -> None:
                         answers.append(framing.unpack_message(await stream.recv(timeout=DEADLINE))["state"])
                 assert answers in ([], ["absent"])
                 await stream.close()
-            assert not a.server._streams
+            assert not a.server.open_streams
             with pytest.raises(RemoteError, match="at most"):
                 await b.fetcher.fetch(name, blob_hash.MAX_BLOB + 1, [a.id])
 
@@ -565,21 +630,17 @@ def test_an_interrupted_fetch_goes_on_in_another_process(tmp_path: Path) -> None
     run(work())
 
 
-def test_a_full_disk_ends_a_fetch_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_a_fetch_in_one_line(tmp_path: Path) -> None:
     data = noise(20 * RANGE)
 
     async def work() -> None:
         async with swarm("memory", tmp_path, 2) as (a, b):
             name = a.store.put(data)
-
-            def full(*_: object) -> int:
-                raise OSError(28, "No space left on device")
-
-            monkeypatch.setattr(os, "pwrite", full)
+            b.disk.full = True
             with pytest.raises(UsageError, match=r"^directory .*: No space left on device; free space.*$"):
                 await b.fetcher.fetch(name, len(data), [a.id])
             assert list((b.store.folder / "parts").iterdir()) == []
-            monkeypatch.undo()
+            b.disk.full = False
             await b.fetcher.fetch(name, len(data), [a.id])
             assert b.store.get(name) == data
 
@@ -611,20 +672,10 @@ def test_our_own_damaged_file_is_not_served(tmp_path: Path) -> None:
 async def spread(peers: list[Peer], size: int) -> list[int]:
     """Every peer but the archive (the first) offers a payload, as in a round; bytes that each sent of its own."""
     archive, *others = peers
-    own = [0] * len(others)
     payloads = [noise(size, 100 + i) for i in range(len(others))]
 
-    for index, sender in enumerate(others):
-        answer = sender.server._send
-
-        async def counted(stream, name, length, blob, request, sent, *, answer=answer, index=index):  # type: ignore[no-untyped-def]
-            try:
-                await answer(stream, name, length, blob, request, sent)
-            finally:
-                own[index] += sent[0] if name == blob_hash.name_of(payloads[index]) else 0
-
-        sender.server._send = counted  # type: ignore[method-assign]
-        sender.store.put(payloads[index])
+    for sender, payload in zip(others, payloads, strict=True):
+        sender.store.put(payload)
     names = [blob_hash.name_of(p) for p in payloads]
 
     async def offer(index: int) -> None:
@@ -643,9 +694,9 @@ async def spread(peers: list[Peer], size: int) -> list[int]:
     for peer in peers:
         await peer.fetcher.aclose()
     for peer in peers:  # the last servers close their streams
-        while peer.server._streams:
+        while peer.server.open_streams:
             await asyncio.sleep(0.01)
-    return own
+    return [sender.gave[name] for sender, name in zip(others, names, strict=True)]
 
 
 @pytest.mark.parametrize(("count", "size"), [(9, RANGE), (9, 5 * RANGE), (17, 3 * RANGE), (9, 40 * RANGE)])
@@ -672,11 +723,21 @@ def test_spreading_over_real_daemons(tmp_path: Path) -> None:
     run(work())
 
 
-def test_who_finds_nobody_else_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who got it are gone, or forgot it: the holder serves again."""
+def test_who_got_a_blob_long_ago_is_not_named() -> None:
+    spreading = Spreading(copies=2)
+    for peer in "bc":
+        assert spreading.admit("blob", 100, peer, False, now=1.0) is None
+        spreading.done("blob", 100, peer, 100)
+    assert set(spreading.admit("blob", 100, "d", False, now=1.0) or ()) == {"b", "c"}
+    assert spreading.admit("blob", 100, "d", False, now=1.0 + 0.9 * SPREAD_SECONDS) is not None
+    assert spreading.admit("blob", 100, "d", False, now=1.0 + 2 * SPREAD_SECONDS) is None
+
+
+def test_who_finds_nobody_else_is_served(tmp_path: Path) -> None:
+    """Those who got it are gone, or do not have it any more: the holder serves again."""
 
     async def work() -> None:
-        async with swarm("memory", tmp_path, 5) as (a, b, c, d, e):
+        async with swarm("memory", tmp_path, 4) as (a, b, c, d):
             name = a.store.put(noise(100))
             for peer in (b, c):
                 await peer.fetcher.fetch(name, 100, [a.id])
@@ -685,9 +746,6 @@ def test_who_finds_nobody_else_is_served(tmp_path: Path, monkeypatch: pytest.Mon
             await d.fetcher.fetch(name, 100, [a.id])
             assert d.store.has(name)
             assert a.asked == 3
-            monkeypatch.setattr(serving_module, "SPREAD_SECONDS", -1.0)
-            await e.fetcher.fetch(name, 100, [a.id])
-            assert a.asked == 4
 
     run(work())
 
@@ -701,7 +759,7 @@ def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -
             for seed in range(5):
                 name = sender.store.put(noise(size, seed))
                 before = sender.sent
-                async with asyncio.timeout(0.5 * serving_module.WAIT_SECONDS), asyncio.TaskGroup() as group:
+                async with asyncio.timeout(0.5 * PATIENCE.wait), asyncio.TaskGroup() as group:
                     for number, peer in enumerate(others):
                         nearer = [p.id for p in others[number + 1 :] + others[:number]]
                         group.create_task(peer.fetcher.fetch(name, size, [*nearer, sender.id]))

@@ -17,7 +17,6 @@ import pytest
 
 from peer.chain.connect import Pipes
 from peer.chain.frames import FORWARD, ChainBroken, Head
-from peer.net import p2p
 from peer.net.base import Timeout, Transport
 from peer.net.striped_stream import STRIPES
 from peer.net.uplink import Uplink
@@ -25,9 +24,9 @@ from peer.training.trainer import make_worker
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.chains import SPEC, TRAIN, make_chain, steps_of
-from tests.unit.test_net import SOON, anything, run, socket_base, swarm
+from tests.unit.test_net import SOON, run, sockets, start, swarm
 
-socket_base = socket_base
+sockets = sockets
 WIDE = dataclasses.replace(TRAIN, rows=400, micro_batches=4)
 FRAME = 4 * WIDE.rows * WIDE.sequence * SPEC.d_model
 """1.2 MB."""
@@ -51,9 +50,8 @@ async def _pipes(transport: Transport) -> Pipes:
     return pipes
 
 
-def _stage(folder: Path, sockets: str, bootstrap: str, up: Connection) -> None:
+def _stage(folder: Path, bootstrap: str, up: Connection) -> None:
     """Another process: the last of two stages, whose worker is kept busy until we hear something."""
-    p2p._socket_base = lambda: sockets
     free, begun = threading.Event(), threading.Event()
 
     def windows(step: int) -> np.ndarray:
@@ -62,7 +60,7 @@ def _stage(folder: Path, sockets: str, bootstrap: str, up: Connection) -> None:
         return np.zeros((WIDE.step_rows, WIDE.sequence + 1), np.int64)
 
     async def live() -> None:
-        peer = await p2p.start(folder / "stage", host="127.0.0.1", bootstrap=[bootstrap], validate=anything)
+        peer = await start(folder / "stage", bootstrap=[bootstrap])
 
         async def take() -> None:
             previous, _ = await pipes.neighbours(plan, 0, 0, 1)
@@ -74,7 +72,7 @@ def _stage(folder: Path, sockets: str, bootstrap: str, up: Connection) -> None:
                 up.send(error.peer)
 
         pipes = await _pipes(peer)
-        up.send((peer.peer_id, os.getpid(), peer._p2p._child.pid))
+        up.send((peer.peer_id, os.getpid(), peer.daemon.pid))
         plan = await asyncio.to_thread(up.recv)
         taking = asyncio.create_task(take())
         await asyncio.to_thread(begun.wait)
@@ -87,13 +85,13 @@ def _stage(folder: Path, sockets: str, bootstrap: str, up: Connection) -> None:
     asyncio.run(live())
 
 
-def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path, socket_base: Path) -> None:
+def test_a_flooded_stage_holds_its_sender_back_and_stays_small(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
 
     async def work() -> None:
         async with swarm("p2p", tmp_path, 1) as (a,):
-            args: Any = (tmp_path, str(socket_base), a.addresses[0], there)
+            args: Any = (tmp_path, a.addresses[0], there)
             process = context.Process(target=_stage, args=args, daemon=True)
             process.start()
             there.close()

@@ -22,15 +22,15 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto import dht_pb2
 from hivemind.utils import get_dht_time
 
-from peer.net import base, blobs, p2p
+from peer.net import base, blobs, daemon, p2p
 from peer.net.base import Closed, Stream, Transport, Unreachable
-from peer.net.blobs import serving
+from peer.net.blobs.serving import Patience
 from peer.net.keyfile import load_or_create
 from protocol.wire import endpoints
 from protocol.wire.framing import END, MAX_FRAME, pack_message
-from tests.unit.test_net import SOON, run, socket_base, swarm
+from tests.unit.test_net import SOCKETS, SOON, run, sockets, swarm
 
-socket_base = socket_base
+sockets = sockets
 LARGE = 64 << 20
 Handlers = dict[str, Callable[[Any, Any], Awaitable[Any]]]
 
@@ -39,8 +39,8 @@ Handlers = dict[str, Callable[[Any, Any], Awaitable[Any]]]
 async def attacker(folder: Path, victim: Transport, handlers: Handlers | None = None) -> AsyncIterator[P2P]:
     """A plain hivemind daemon, connected to `victim`; `handlers` replace those of a DHT node."""
     load_or_create(folder / "attacker")
-    sockets = p2p._socket_base()
-    other = await p2p._Net.within(sockets).create(
+    other = await daemon.Net.within(str(SOCKETS)).create(
+        initial_peers=list(victim.addresses),
         identity_path=str(folder / "attacker"),
         host_maddrs=["/ip4/127.0.0.1/tcp/0"],
         check_if_identity_free=False,
@@ -51,12 +51,10 @@ async def attacker(folder: Path, victim: Transport, handlers: Handlers | None = 
         for name, handler in (handlers or {}).items():
             kind = {"ping": dht_pb2.PingRequest, "find": dht_pb2.FindRequest, "store": dht_pb2.StoreRequest}[name]
             await other.add_protobuf_handler(f"DHTProtocol.rpc_{name}", handler, kind)
-        address = p2p.parse(victim.addresses[0])
-        await other._client.connect(PeerID.from_base58(address.peer), [p2p.Multiaddr(address.dial)])
         yield other
     finally:
-        await p2p._stop(other, "")
-        for path in Path(sockets).glob("p2p*.sock"):
+        await daemon.stop(other)
+        for path in SOCKETS.glob("p2p*.sock"):
             path.unlink()
 
 
@@ -131,14 +129,14 @@ def test_a_request_over_the_daemons_limit_costs_no_memory(tmp_path: Path) -> Non
     async def work() -> None:
         async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
             assert isinstance(victim, p2p.P2PTransport)
-            daemon = psutil.Process(victim._p2p._child.pid)
-            before = daemon.memory_info().rss
+            process = psutil.Process(victim.daemon.pid)
+            before = process.memory_info().rss
             for _ in range(3):
                 request = storing(pack_message("peer"), bytes(30 << 20))
                 with pytest.raises(TimeoutError):  # the daemon drops it without a word
                     async with asyncio.timeout(3):
                         await dht(bad, victim, "store", request, dht_pb2.StoreResponse)
-            assert daemon.memory_info().rss - before < 64 << 20
+            assert process.memory_info().rss - before < 64 << 20
             await still_there(victim, other)
 
     run(work())
@@ -158,11 +156,10 @@ def node(**handlers: Callable[[Any, Any], Awaitable[Any]]) -> Handlers:
 async def meets(victim: Transport, bad: P2P) -> None:
     """The victim takes the attacker for a DHT node."""
     assert isinstance(victim, p2p.P2PTransport)
-    assert victim._dht is not None
     found = None
     while found is None:
-        found = await victim._dht.protocol.call_ping(bad.peer_id)
-    while found not in victim._dht.protocol.routing_table:
+        found = await victim.dht.node.protocol.call_ping(bad.peer_id)
+    while found not in victim.dht.node.protocol.routing_table:
         await asyncio.sleep(0.01)
 
 
@@ -187,14 +184,11 @@ async def _strangers(request: Any, context: Any) -> Any:
 
 
 @pytest.mark.parametrize("find", [_hangs, _too_large, _strangers])
-def test_a_node_that_never_answers_or_too_much_keeps_nobody_from_reading(
-    find: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_never_answers_or_too_much_keeps_nobody_from_reading(find: Any, tmp_path: Path) -> None:
     """Oversized answers never arrive at all: the daemon drops them, and hivemind would wait for ever."""
-    monkeypatch.setattr(p2p, "RPC_SECONDS", 1.0)
 
     async def work() -> None:
-        async with swarm("p2p", tmp_path, 3) as (victim, a, b):
+        async with swarm("p2p", tmp_path, 3, rpc_seconds=1.0) as (victim, a, b):
             async with attacker(tmp_path, victim, node(find=find, store=_hangs)) as bad:
                 await meets(victim, bad)
                 assert await a.store("peers", a.peer_id, b"a", ttl=60)
@@ -239,7 +233,6 @@ def test_an_older_record_sent_again_and_again_changes_nothing(tmp_path: Path) ->
     async def work() -> None:
         async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
             assert isinstance(victim, p2p.P2PTransport)
-            assert victim._dht is not None
             new, old = (
                 storing(pack_message("peer"), pack_message(["peers", v]), expires=e)
                 for v, e in ((b"new", 500), (b"old", 400))
@@ -247,23 +240,34 @@ def test_an_older_record_sent_again_and_again_changes_nothing(tmp_path: Path) ->
             assert list((await dht(bad, victim, "store", new, dht_pb2.StoreResponse)).store_ok) == [True]
             for _ in range(20):
                 assert list((await dht(bad, victim, "store", old, dht_pb2.StoreResponse)).store_ok) == [False]
-            ((_, (held, _)),) = victim._dht.protocol.storage.items()
+            ((_, (held, _)),) = victim.dht.node.protocol.storage.items()
             assert len(held.expiration_heap) == 1
             assert await other.get("peers") == {"peer": b"new"}
 
     run(work())
 
 
-def test_joining_through_a_node_that_never_answers_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p, "RPC_SECONDS", 0.5)
-
+def test_joining_through_a_node_that_never_answers_ends(tmp_path: Path) -> None:
     async def work() -> None:
-        async with swarm("p2p", tmp_path, 1) as (victim,):
+        async with swarm("p2p", tmp_path, 1, rpc_seconds=0.5) as (victim,):
             hanging = {"ping": _hangs, "find": _hangs, "store": _hangs}
             async with attacker(tmp_path, victim, hanging) as bad:
                 with pytest.raises(Unreachable, match="answers, but not to the DHT"):
                     await victim.connect([str(m) for m in await bad.get_visible_maddrs()], timeout=SOON)
             assert not victim.lost.is_set()
+
+    run(work())
+
+
+def test_a_wrong_clock_is_explained(tmp_path: Path) -> None:
+    async def later(request: Any, context: Any) -> Any:
+        info = dht_pb2.NodeInfo(node_id=DHTID.generate().to_bytes())
+        return dht_pb2.PingResponse(peer=info, dht_time=get_dht_time() + 60, available=True)
+
+    async def work() -> None:
+        async with swarm("p2p", tmp_path, 1) as (victim,), attacker(tmp_path, victim, node(ping=later)) as bad:
+            with pytest.raises(base.ClockWrong, match="NTP"):
+                await victim.connect([str(m) for m in await bad.get_visible_maddrs()], timeout=SOON)
 
     run(work())
 
@@ -281,19 +285,19 @@ def test_an_answer_that_comes_when_its_call_was_given_up_ends_nothing(tmp_path: 
 
         async with swarm("p2p", tmp_path, 2) as (victim, other):
             assert isinstance(victim, p2p.P2PTransport)
-            control = victim._p2p._client.control
+            pending = victim.daemon.pending
             async with attacker(tmp_path, victim, node(find=late)) as bad:
-                find = victim._p2p.call_protobuf_handler(
+                find = victim.daemon.p2p.call_protobuf_handler(
                     bad.peer_id, "DHTProtocol.rpc_find", dht_pb2.FindRequest(keys=[b"0" * 20]), dht_pb2.FindResponse
                 )
                 calling = asyncio.create_task(find)
                 await asked.wait()
-                (pending,) = [future for future in control._pending_calls.values() if not future.done()]
-                pending.cancel()  # as a deadline does; what waits for it runs only later
-                entries = dict(control._pending_calls)
+                (waits,) = [future for future in pending.values() if not future.done()]
+                waits.cancel()  # as a deadline does; what waits for it runs only later
+                entries = dict(pending)
                 with pytest.raises(asyncio.CancelledError):
                     await calling
-                control._pending_calls.update(entries)
+                pending.update(entries)
                 answer.set()
                 await still_there(victim, other)
 
@@ -336,17 +340,14 @@ def test_frames_that_cannot_be_end_the_stream_at_once(sent: bytes, tmp_path: Pat
     run(work())
 
 
-def test_who_opens_a_stream_and_says_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(serving, "REQUEST_SECONDS", 0.3)
-
+def test_who_opens_a_stream_and_says_nothing_is_not_waited_for(tmp_path: Path) -> None:
     async def nothing(remote: str, request: bytes) -> bytes:
         return b""
 
     async def work() -> None:
         async with swarm("p2p", tmp_path, 2) as (victim, other), attacker(tmp_path, victim) as bad:
-            await base.serve_calls(victim, "call", nothing)
-            await blobs.BlobServer(blobs.BlobStore(tmp_path / "blobs")).serve(victim)
+            await base.serve_calls(victim, "call", nothing, timeout=0.3)
+            await blobs.BlobServer(blobs.BlobStore(tmp_path / "blobs"), patience=Patience(request=0.3)).serve(victim)
             for name in ("call", endpoints.BLOB):
                 _, reader, writer = await bad.call_binary_stream_handler(PeerID.from_base58(victim.peer_id), name)
                 with contextlib.suppress(ConnectionError):
@@ -356,7 +357,7 @@ def test_who_opens_a_stream_and_says_nothing_is_not_waited_for(tmp_path: Path, m
                             pass
                 writer.transport.abort()
             assert isinstance(victim, p2p.P2PTransport)
-            while victim._streams:
+            while victim.open_streams:
                 await asyncio.sleep(0.01)
             await still_there(victim, other)
 

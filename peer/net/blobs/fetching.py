@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 
 from peer.net.base import Closed, Stream, Transport
+from peer.net.blobs.holders import Holders, Speed, rank
 from peer.net.blobs.idle import IdleStreams
-from peer.net.blobs.store import BlobStore, Part
+from peer.net.blobs.jobs import OVERDUE_SECONDS, Job
+from peer.net.blobs.named import answer_of
+from peer.net.blobs.store import BlobStore
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -35,85 +35,10 @@ PARALLEL_BYTES = 1 << 20
 """One holder more for every so many missing bytes."""
 JOBS = 64
 """Blobs that are fetched at once; the others wait."""
-DEPTH = (2, 64)
-"""Least and most ranges that are asked of one holder ahead of time."""
-SHARE = 0.2
-"""Of a new measurement in the mean."""
-AVOID_SECONDS = 600.0
-"""How long a holder that sent wrong bytes is not asked."""
-OVERDUE_SECONDS = 2.0
-"""After so long, and four times what it would take itself, an idle holder is given another's range too."""
-MEASURED = 512
-"""Holders whose speed is remembered."""
 
 
 class Corrupt(RemoteError):
     """A holder sent bytes that are not those of the blob."""
-
-
-@dataclass(slots=True)
-class _Speed:
-    """Of one holder: seconds until the first range that is asked for comes, seconds per byte; 0 where it is not known yet."""
-
-    latency: float = 0.0
-    seconds_per_byte: float = 0.0
-
-    def answered(self, seconds: float) -> None:
-        self.latency = _mean(self.latency, seconds)
-
-    def arrived(self, seconds: float, size: int) -> None:
-        self.seconds_per_byte = _mean(self.seconds_per_byte, seconds / max(size, 1))
-
-    def expected(self, size: int) -> float:
-        return self.latency + size * self.seconds_per_byte
-
-    @property
-    def depth(self) -> int:
-        """Enough ranges to fill the way there and back one and a half times."""
-        ahead = (
-            1 + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE))
-            if self.seconds_per_byte
-            else 0
-        )
-        return max(DEPTH[0], min(DEPTH[1], ahead))
-
-
-def _mean(old: float, new: float) -> float:
-    return (1 - SHARE) * old + SHARE * new if old else new
-
-
-@dataclass(slots=True)
-class _Job:
-    """One blob on its way. `todo`: ranges that nobody was asked for, of a small blob the one piece that it comes in; `asked`: when
-    the others were; `data`: a small blob; `asking`: the holders that were asked and have not ended; `served`: one of them has the blob; `named_by`: peers that
-    somebody sure named, and who; `known`: the digests of all ranges are."""
-
-    name: str
-    size: int
-    part: Part | None
-    todo: deque[int]
-    asked: dict[int, float] = field(default_factory=dict)
-    data: bytes | None = None
-    asking: set[str] = field(default_factory=set)
-    served: bool = False
-    named_by: dict[str, str] = field(default_factory=dict)
-    known: asyncio.Event = field(default_factory=asyncio.Event)
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def is_missing(self, index: int) -> bool:
-        return self.data is None if self.part is None else index in self.part.missing
-
-    def give_back(self, indices: Sequence[int]) -> None:
-        """A holder that was asked for these does not send them."""
-        for index in indices:
-            if self.asked.pop(index, None) is not None and self.is_missing(index):
-                self.todo.appendleft(index)
-        self.wake()
-
-    def wake(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
 
 
 class Fetcher:
@@ -135,15 +60,13 @@ class Fetcher:
         self._transport = transport
         self._store = store
         self._reach = reach
-        self._warn = warn
         self._timeout = timeout
         self._gate = asyncio.Semaphore(JOBS)
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._begun: dict[str, _Job] = {}
+        self._begun: dict[str, Job] = {}
         self._closing: set[asyncio.Task[list[str]]] = set()
         self._idle = IdleStreams()
-        self._speeds: OrderedDict[str, _Speed] = OrderedDict()
-        self._avoid: dict[str, float] = {}
+        self._holders = Holders(warn)
 
     def coming(self, name: str, peer: str, named_by: object) -> tuple[asyncio.Task[None], bool] | None:
         """The fetch of this blob that is under way, if `peer`, whom the holder `named_by` sends, may wait for it (see the
@@ -152,7 +75,7 @@ class Fetcher:
         if job is None:
             return None
         sure = job.served or named_by in job.asking
-        ahead = _rank(name, peer) < _rank(name, self._transport.peer_id)
+        ahead = rank(name, peer) < rank(name, self._transport.peer_id)
         return (self._running[name], sure) if sure or ahead else None
 
     @property
@@ -204,7 +127,7 @@ class Fetcher:
         async with self._gate:
             part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
             missing = sorted(part.missing) if part is not None else [0]
-            self._begun[name] = job = _Job(name, size, part, deque(missing))
+            self._begun[name] = job = Job(name, size, part, deque(missing))
             if part is None or part.leaves is not None:
                 job.known.set()
             if missing:
@@ -217,11 +140,11 @@ class Fetcher:
                     await asyncio.to_thread(check, job.data)
                 await asyncio.to_thread(self._store.put, job.data, round, sync=self._sync)
 
-    async def _gather(self, job: _Job, holders: Sequence[str]) -> None:
+    async def _gather(self, job: Job, holders: Sequence[str]) -> None:
         """Asks holders, and whomever they name, until nothing is missing."""
         asked = {self._transport.peer_id}
         insisted: set[str] = set()
-        waiting, busy = self._order(holders, job.size), deque[str]()
+        waiting, busy = self._holders.order(holders, job.size), deque[str]()
         workers: dict[asyncio.Task[list[str]], tuple[str, deque[int]]] = {}
         parallel = min(PARALLEL, 1 + len(job.todo) * blob_hash.RANGE // PARALLEL_BYTES)
         last: RemoteError | None = None
@@ -235,7 +158,7 @@ class Fetcher:
                 ):
                     insist = not waiting
                     peer = busy.popleft() if insist else waiting.popleft()
-                    if peer in (insisted if insist else asked) or self._is_avoided(peer):
+                    if peer in (insisted if insist else asked) or self._holders.is_avoided(peer):
                         continue
                     (insisted if insist else asked).add(peer)
                     mine: deque[int] = deque()
@@ -257,11 +180,11 @@ class Fetcher:
                     except RemoteError as error:
                         last = error
                         if isinstance(error, Corrupt):
-                            self._distrust(peer, str(error))
+                            self._holders.distrust(peer, str(error))
                         continue
                     if others:
                         busy.append(peer)
-                        waiting.extend(self._order([p for p in others if p not in asked], job.size))
+                        waiting.extend(self._holders.order([p for p in others if p not in asked], job.size))
         finally:
             done.cancel()
             known.cancel()
@@ -277,7 +200,7 @@ class Fetcher:
         if not task.cancelled():
             task.exception()
 
-    async def _work(self, job: _Job, peer: str, insist: bool, mine: deque[int]) -> list[str]:
+    async def _work(self, job: Job, peer: str, insist: bool, mine: deque[int]) -> list[str]:
         """Takes ranges from one holder until none is missing; `mine`: those that it was asked for. Returns the peers that it
         names instead. Raises RemoteError, UsageError."""
         what = f"blob {job.name[:12]}: peer {short_peer(peer)}"
@@ -288,7 +211,7 @@ class Fetcher:
             if self._reach is not None:
                 await self._reach(peer)
             leaves = not job.known.is_set()
-            ask = {
+            request = {
                 "blob": job.name,
                 "size": job.size,
                 "leaves": leaves,
@@ -296,11 +219,11 @@ class Fetcher:
                 "insist": insist,
                 "named_by": job.named_by.get(peer, ""),
             }
-            stream, reply = await self._begin(peer, framing.pack_message(ask))
+            stream, reply = await self._begin(peer, framing.pack_message(request))
             if job.part is None:
-                self._note(job, mine, 0)
+                job.ask(mine, 0)
             waited = False
-            while (answer := _reply(reply, what)).get("state") == "wait":
+            while (answer := answer_of(reply, what)).get("state") == "wait":
                 waited, reply = True, await stream.recv(4096, timeout=self._timeout)
             usable = job.part is None and answer.get("state") in ("busy", "absent")
             if answer.get("state") == "busy":
@@ -311,7 +234,7 @@ class Fetcher:
             if answer.get("state") != "here":
                 raise RemoteError(peer, f"{what} does not have it; another is asked")
             job.served = True
-            speed = self._speed(peer)
+            speed = self._holders.speed(peer)
             if leaves:
                 assert job.part is not None
                 digests = await stream.recv(blob_hash.LEAF * blob_hash.count(job.size), timeout=self._timeout)
@@ -351,13 +274,15 @@ class Fetcher:
                     raise
 
     async def _take(
-        self, stream: Stream, job: _Job, peer: str, mine: deque[int], speed: _Speed, what: str, waited: bool
+        self, stream: Stream, job: Job, peer: str, mine: deque[int], speed: Speed, what: str, waited: bool
     ) -> None:
+        """Asks for ranges ahead of time, and takes them as they come. `waited`: the holder had to get the blob first, so how long it took
+        to answer says nothing of its link."""
         clock = asyncio.get_running_loop().time
         arrived, measured = clock(), waited
         while not job.done.is_set():
-            while len(mine) < speed.depth and (index := self._next(job, mine, speed)) is not None:
-                self._note(job, mine, index)
+            while len(mine) < speed.depth and (index := job.next(mine, speed)) is not None:
+                job.ask(mine, index)
                 await stream.send(framing.pack_message({"range": index}))
             if not mine:  # others may give ranges back, or be late
                 with contextlib.suppress(TimeoutError):
@@ -373,7 +298,7 @@ class Fetcher:
                 speed.answered(now - job.asked.get(index, arrived))
             speed.arrived(now - max(arrived, job.asked.get(index, arrived)), len(data))
             arrived = now
-            if len(data) != end - begin or not await self._keep(job, index, data):
+            if len(data) != end - begin or not await job.keep(index, data):
                 raise Corrupt(peer, f"{what} sent wrong bytes for range {index}")
             mine.popleft()
             job.asked.pop(index, None)
@@ -381,102 +306,6 @@ class Fetcher:
                 job.done.set()
                 job.wake()
 
-    def _next(self, job: _Job, mine: deque[int], speed: _Speed) -> int | None:
-        """A range to ask for: one that nobody was asked for, or one that is late."""
-        while job.todo:
-            index = job.todo.popleft()
-            if job.is_missing(index):
-                return index
-        if mine or not job.asked:
-            return None
-        index, since = min(job.asked.items(), key=lambda item: item[1])
-        late = asyncio.get_running_loop().time() - since - 4 * speed.expected(blob_hash.RANGE)
-        return index if late > OVERDUE_SECONDS else None
-
-    def _note(self, job: _Job, mine: deque[int], index: int) -> None:
-        """A holder is asked for this range."""
-        job.asked[index] = asyncio.get_running_loop().time()
-        with contextlib.suppress(ValueError):
-            job.todo.remove(index)
-        mine.append(index)
-
-    async def _keep(self, job: _Job, index: int, data: bytes) -> bool:
-        """Stores a range; whether it is right."""
-        if not job.is_missing(index):
-            return True  # it came from another meanwhile
-        if job.part is not None:
-            return await asyncio.to_thread(job.part.write, index, data)
-        if blob_hash.name_of(data) == job.name:
-            job.data = data
-            return True
-        return False
-
-    # --- holders
-
-    def _order(self, holders: Sequence[str], size: int) -> deque[str]:
-        """The likely fastest first; who was not measured yet is taken to be as fast as the middle of the others."""
-        known = sorted(s.expected(size) for p in holders if (s := self._speeds.get(p)) is not None)
-        middle = known[len(known) // 2] if known else 0.0
-
-        def expected(peer: str) -> float:
-            speed = self._speeds.get(peer)
-            return middle if speed is None else speed.expected(size)
-
-        return deque(sorted(dict.fromkeys(holders), key=expected))
-
-    def _speed(self, peer: str) -> _Speed:
-        self._speeds[peer] = speed = self._speeds.pop(peer, None) or _Speed()
-        if len(self._speeds) > MEASURED:
-            self._speeds.popitem(last=False)
-        return speed
-
-    def _is_avoided(self, peer: str) -> bool:
-        return self._avoid.get(peer, float("-inf")) > asyncio.get_running_loop().time()
-
-    def _distrust(self, peer: str, why: str) -> None:
-        now = asyncio.get_running_loop().time()
-        self._avoid = {p: until for p, until in self._avoid.items() if until > now}
-        self._avoid[peer] = now + AVOID_SECONDS
-        self._warn(f"{why}; it is not asked again for {AVOID_SECONDS / 60:g} minutes")
-
-
-def _rank(name: str, peer: str) -> bytes:
-    """Where `peer` stands in the order of those who wait for a blob."""
-    return hashlib.sha256(f"{name} {peer}".encode()).digest()
-
-
-def _reply(raw: bytes, what: str) -> dict[str, object]:
-    reply = framing.unpack_message(raw)
-    if not isinstance(reply, dict):
-        raise framing.FrameError(f"{what} sent no answer")
-    return reply
-
 
 def _names(peers: object) -> list[str]:
     return [p for p in peers if isinstance(p, str)][:16] if isinstance(peers, list) else []
-
-
-async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int, timeout: float = 20.0) -> bytes:
-    """What `peer` serves under a name such as the manifest's, at most `limit` bytes; the caller checks it. Raises
-    RemoteError."""
-    what = f"{name} from {short_peer(peer)}"
-    stream = await transport.open(peer, endpoints.BLOB, timeout=timeout)
-    try:
-        await stream.send(framing.pack_message({"named": name}))
-        size = _reply(await stream.recv(1024, timeout=timeout), what).get("size")
-        if not isinstance(size, int) or size < 0:
-            raise RemoteError(peer, f"{what}: it does not have it; ask another node")
-        if size > limit:
-            raise RemoteError(peer, f"{what}: {size} bytes; at most {limit} are taken")
-        data = bytearray()
-        while len(data) < size:
-            piece = await stream.recv(blob_hash.RANGE, timeout=timeout)
-            if not piece or len(data) + len(piece) > size:
-                raise RemoteError(peer, f"{what}: it sent another number of bytes than it said")
-            data += piece
-        await stream.finish()
-        return bytes(data)
-    except framing.FrameError as error:
-        raise RemoteError(peer, f"{what}: {error}") from None
-    finally:
-        await stream.close()

@@ -16,7 +16,8 @@ KEPT_SECONDS = 240.0
 class IdleStreams:
     """Open streams that wait for their next use. Whoever takes one that was closed meanwhile sees Closed when it is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
         self._since: OrderedDict[Stream, float] = OrderedDict()
 
     def take(self, peer: str) -> Stream | None:
@@ -31,7 +32,7 @@ class IdleStreams:
         """Until it is taken, or has waited too long."""
         self._since[stream] = asyncio.get_running_loop().time()
         newest_first = list(reversed(self._since))
-        over = [old for i, old in enumerate(newest_first) if i >= KEPT or not self._is_fresh(old)]
+        over = [old for i, old in enumerate(newest_first) if i >= self._kept or not self._is_fresh(old)]
         for old in over:  # before anything is awaited: meanwhile others take and keep
             del self._since[old]
         await asyncio.gather(*(old.close() for old in over))

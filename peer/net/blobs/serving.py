@@ -45,17 +45,25 @@ SPREAD_SECONDS = 300.0
 SPREAD_BLOBS = 4096
 NAMED_AT_ONCE = 8
 """Peers that one answer names."""
-WAIT_SECONDS = 30.0
-"""How long a peer may wait for a blob that is on its way here."""
-SIGN_SECONDS = 5.0
-"""How often it is told that it waits."""
-IDLE_SECONDS = 60.0
-NEXT_SECONDS = KEPT_SECONDS + 30.0
-"""How long a stream waits for its next request."""
 STREAMS_PER_PEER = 128
 """At once; a payload or shard takes one."""
 CACHED_LEAVES = 1024
 """Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How many seconds are waited: `request`: for the first request on a stream; `range`: for the next range of a large blob; `next`: for
+    the next request on a stream; `wait`: by a peer for a blob that is on its way here, which is told so every `sign`."""
+
+    request: float = REQUEST_SECONDS
+    range: float = 60.0
+    next: float = KEPT_SECONDS + 30.0
+    wait: float = 30.0
+    sign: float = 5.0
+
+
+PATIENCE = Patience()
 
 
 @dataclass(slots=True)
@@ -119,6 +127,7 @@ class BlobServer:
         uplink: Uplink | None = None,
         warn: Callable[[str], None] = lambda text: None,
         copies: int = COPIES,
+        patience: Patience = PATIENCE,
     ) -> None:
         self.uplink = uplink or Uplink()
         self._store = store
@@ -126,10 +135,16 @@ class BlobServer:
         self._coming = coming
         self._named = named or {}
         self._warn = warn
+        self._patience = patience
         self._spreading = Spreading(copies)
         self._leaves: OrderedDict[str, bytes] = OrderedDict()
         self._damaged: set[str] = set()
         self._streams: dict[str, int] = {}
+
+    @property
+    def open_streams(self) -> int:
+        """How many streams are being served."""
+        return sum(self._streams.values())
 
     async def serve(self, transport: Transport) -> None:
         """Lets others ask."""
@@ -141,7 +156,7 @@ class BlobServer:
             raise RemoteError(peer, f"blobs for {short_peer(peer)}: {STREAMS_PER_PEER} streams at once; it was closed")
         self._streams[peer] = self._streams.get(peer, 0) + 1
         try:
-            raw = await stream.recv(1024, timeout=REQUEST_SECONDS)
+            raw = await stream.recv(1024, timeout=self._patience.request)
             while isinstance(request := framing.unpack_message(raw), dict):
                 if isinstance(request.get("named"), str):
                     return await self._send_named(stream, self._named.get(request["named"]))
@@ -149,7 +164,7 @@ class BlobServer:
                     return
                 await self._answer(stream, request["blob"], request)
                 try:
-                    raw = await stream.recv(1024, timeout=NEXT_SECONDS)
+                    raw = await stream.recv(1024, timeout=self._patience.next)
                 except (Closed, Timeout):
                     return
         except framing.FrameError as error:
@@ -179,7 +194,7 @@ class BlobServer:
                 return await _say(stream, "busy", ask=ask, sure=blob is not None or (coming is not None and coming[1]))
             sent = [0]
             try:
-                if coming is None or await _arrives(stream, coming[0]):
+                if coming is None or await self._arrives(stream, coming[0]):
                     await self._send(stream, name, size, self._store.find(name), request, sent)
                 else:
                     await _say(stream, "absent")
@@ -187,6 +202,16 @@ class BlobServer:
                 self._spreading.done(name, size, peer, sent[0])
         else:
             await self._send(stream, name, size, self._others(name), request, [0])
+
+    async def _arrives(self, stream: Stream, coming: asyncio.Future[None]) -> bool:
+        """Waits for a blob that is on its way here, and says so now and then; whether it came."""
+        end = asyncio.get_running_loop().time() + self._patience.wait
+        while asyncio.get_running_loop().time() < end:
+            done, _ = await asyncio.wait({coming}, timeout=self._patience.sign)
+            if done:
+                return not coming.cancelled() and coming.exception() is None
+            await _say(stream, "wait")
+        return False
 
     async def _send(
         self, stream: Stream, name: str, size: int, blob: Blob | None, request: Mapping[str, object], sent: list[int]
@@ -207,7 +232,7 @@ class BlobServer:
             await stream.send(leaves)
         while True:
             try:
-                wanted = framing.unpack_message(await stream.recv(64, timeout=IDLE_SECONDS))
+                wanted = framing.unpack_message(await stream.recv(64, timeout=self._patience.range))
             except Ended:
                 return
             index = wanted.get("range") if isinstance(wanted, dict) else None
@@ -260,14 +285,3 @@ class BlobServer:
 
 async def _say(stream: Stream, state: str, ask: Sequence[str] = (), sure: bool = False) -> None:
     await stream.send(framing.pack_message({"state": state, "ask": list(ask), "sure": sure}))
-
-
-async def _arrives(stream: Stream, coming: asyncio.Future[None]) -> bool:
-    """Waits for a blob that is on its way here, and says so now and then; whether it came."""
-    end = asyncio.get_running_loop().time() + WAIT_SECONDS
-    while asyncio.get_running_loop().time() < end:
-        done, _ = await asyncio.wait({coming}, timeout=SIGN_SECONDS)
-        if done:
-            return not coming.cancelled() and coming.exception() is None
-        await _say(stream, "wait")
-    return False

@@ -1,0 +1,98 @@
+"""Who holds blobs: how fast each holder was, and whom we do not trust for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from protocol.codec import blob_hash
+
+DEPTH = (2, 64)
+"""Least and most ranges that are asked of one holder ahead of time."""
+SHARE = 0.2
+"""Of a new measurement in the mean."""
+AVOID_SECONDS = 600.0
+"""How long a holder that sent wrong bytes is not asked."""
+MEASURED = 512
+"""Holders whose speed is remembered."""
+
+
+@dataclass(slots=True)
+class Speed:
+    """Of one holder: seconds until the first range that is asked for comes, seconds per byte; 0 where it is not known yet."""
+
+    latency: float = 0.0
+    seconds_per_byte: float = 0.0
+
+    def answered(self, seconds: float) -> None:
+        """The first range came so many seconds after it was asked for."""
+        self.latency = _mean(self.latency, seconds)
+
+    def arrived(self, seconds: float, size: int) -> None:
+        """A range of `size` bytes took so many seconds to come."""
+        self.seconds_per_byte = _mean(self.seconds_per_byte, seconds / max(size, 1))
+
+    def expected(self, size: int) -> float:
+        """Seconds that `size` bytes will take, by what was measured."""
+        return self.latency + size * self.seconds_per_byte
+
+    @property
+    def depth(self) -> int:
+        """Enough ranges to fill the way there and back one and a half times."""
+        ahead = (
+            1 + math.ceil(1.5 * self.latency / (self.seconds_per_byte * blob_hash.RANGE))
+            if self.seconds_per_byte
+            else 0
+        )
+        return max(DEPTH[0], min(DEPTH[1], ahead))
+
+
+def _mean(old: float, new: float) -> float:
+    return (1 - SHARE) * old + SHARE * new if old else new
+
+
+class Holders:
+    """What we remember of those who served us. `warn` hears of whom we do not trust any more."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._speeds: OrderedDict[str, Speed] = OrderedDict()
+        self._avoid: dict[str, float] = {}
+
+    def order(self, holders: Sequence[str], size: int) -> deque[str]:
+        """The likely fastest first; who was not measured yet is taken to be as fast as the middle of the others."""
+        known = sorted(s.expected(size) for p in holders if (s := self._speeds.get(p)) is not None)
+        middle = known[len(known) // 2] if known else 0.0
+
+        def expected(peer: str) -> float:
+            speed = self._speeds.get(peer)
+            return middle if speed is None else speed.expected(size)
+
+        return deque(sorted(dict.fromkeys(holders), key=expected))
+
+    def speed(self, peer: str) -> Speed:
+        """What was measured of `peer`, to be gone on with."""
+        self._speeds[peer] = speed = self._speeds.pop(peer, None) or Speed()
+        if len(self._speeds) > MEASURED:
+            self._speeds.popitem(last=False)
+        return speed
+
+    def is_avoided(self, peer: str) -> bool:
+        """Whether `peer` is not asked for now."""
+        return self._avoid.get(peer, float("-inf")) > asyncio.get_running_loop().time()
+
+    def distrust(self, peer: str, why: str) -> None:
+        """`peer` sent what cannot be: it is not asked for a while."""
+        now = asyncio.get_running_loop().time()
+        self._avoid = {p: until for p, until in self._avoid.items() if until > now}
+        self._avoid[peer] = now + AVOID_SECONDS
+        self._warn(f"{why}; it is not asked again for {AVOID_SECONDS / 60:g} minutes")
+
+
+def rank(name: str, peer: str) -> bytes:
+    """Where `peer` stands in the order of those who wait for a blob."""
+    return hashlib.sha256(f"{name} {peer}".encode()).digest()

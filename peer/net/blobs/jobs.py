@@ -1,0 +1,86 @@
+"""One blob on its way: which ranges are here, which were asked for, and by whom."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from peer.net.blobs.holders import Speed
+from peer.net.blobs.store import Part
+from protocol.codec import blob_hash
+
+OVERDUE_SECONDS = 2.0
+"""After so long, and four times what it would take itself, an idle holder is given another's range too."""
+
+
+@dataclass(slots=True)
+class Job:
+    """One blob on its way.
+
+    `part`: what is here of a large blob; `data`: a small blob, once it is here. `todo`: ranges that nobody was asked for (of a small blob
+    the one piece that it comes in); `asked`: when the others were asked for. `asking`: the holders that were asked and have not
+    ended; `served`: one of them has the blob; `named_by`: peers that somebody sure named, and who. `known` is set when the digests of
+    all ranges are, `done` when nothing is missing, `changed` now and then.
+    """
+
+    name: str
+    size: int
+    part: Part | None
+    todo: deque[int]
+    asked: dict[int, float] = field(default_factory=dict)
+    data: bytes | None = None
+    asking: set[str] = field(default_factory=set)
+    served: bool = False
+    named_by: dict[str, str] = field(default_factory=dict)
+    known: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_missing(self, index: int) -> bool:
+        """Whether a range is not here yet."""
+        return self.data is None if self.part is None else index in self.part.missing
+
+    def give_back(self, indices: Sequence[int]) -> None:
+        """A holder that was asked for these does not send them."""
+        for index in indices:
+            if self.asked.pop(index, None) is not None and self.is_missing(index):
+                self.todo.appendleft(index)
+        self.wake()
+
+    def wake(self) -> None:
+        """Lets those who wait for `changed` look again."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def next(self, mine: deque[int], speed: Speed) -> int | None:
+        """A range to ask a holder for, who was asked for `mine`: one that nobody was asked for, or one that is late."""
+        while self.todo:
+            index = self.todo.popleft()
+            if self.is_missing(index):
+                return index
+        if mine or not self.asked:
+            return None
+        index, since = min(self.asked.items(), key=lambda item: item[1])
+        late = asyncio.get_running_loop().time() - since - 4 * speed.expected(blob_hash.RANGE)
+        return index if late > OVERDUE_SECONDS else None
+
+    def ask(self, mine: deque[int], index: int) -> None:
+        """A holder is asked for this range."""
+        self.asked[index] = asyncio.get_running_loop().time()
+        with contextlib.suppress(ValueError):
+            self.todo.remove(index)
+        mine.append(index)
+
+    async def keep(self, index: int, data: bytes) -> bool:
+        """Stores a range; whether it is right. Raises UsageError where the disk refuses."""
+        if not self.is_missing(index):
+            return True  # it came from another meanwhile
+        if self.part is not None:
+            return await asyncio.to_thread(self.part.write, index, data)
+        if blob_hash.name_of(data) == self.name:
+            self.data = data
+            return True
+        return False

@@ -1,0 +1,295 @@
+"""hivemind's network daemon (p2pd): its process, its sockets, and our requests to it.
+
+Deviations from plain hivemind 1.1.12, each because of something it does:
+- requests go over connections of our own, because its `stream_open` leaks a socket, here and in the daemon, when it fails;
+- the daemon is watched, because calls hang for ever when it dies; its sockets live in a folder of their own, which is swept;
+- its pending calls are kept by `Pending`, because an answer to a call that was just given up ends its reader of all answers;
+- whether a port is free is tried first, because libp2p itself shares it (SO_REUSEPORT) with another daemon of the same user.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
+from hivemind.proto import p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
+
+from peer.net.address import Address
+from peer.net.base import BadAddress, PortInUse, StartFailed, Timeout, TransportLost, Unreachable, log
+from protocol.errors import UsageError, shown
+from protocol.identity import short_peer
+
+T = TypeVar("T")
+
+START_SECONDS = 60.0
+CLOSE_SECONDS = 5.0
+_FOLDER = "potluck-net-"
+_FOLDER_PATH_MAX = 48
+"""The path of a Unix socket has at most 103 bytes; its name takes 50 of them."""
+
+logging.getLogger("hivemind").setLevel(logging.ERROR)
+
+
+class Pending(dict[Any, asyncio.Future[Any]]):
+    """hivemind's unary calls in progress. Not among them: those that are answered or cancelled, but not yet cleared away."""
+
+    def __contains__(self, call: object) -> bool:
+        future = self.get(call)
+        return future is not None and not future.done()
+
+
+class Net(P2P):  # type: ignore[misc]
+    """P2P with the daemon's flags that `create` hides, and with its sockets in `folder`."""
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> Any:
+        return P2P._make_process_args(*args, **kwargs, connHi=4096, connLo=2048)
+
+    @classmethod
+    def within(cls, folder: str) -> type[Net]:
+        return type("Net", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+
+
+class Daemon:
+    """A daemon that runs. `p2p` is hivemind's handle of it; `lost` is set when it has ended. Made by `start`."""
+
+    def __init__(self, p2p: P2P, folder: Path) -> None:
+        self.p2p = p2p
+        self.folder = folder
+        self.peer_id: str = p2p.peer_id.to_base58()
+        self.pid: int = p2p._child.pid
+        self.lost = asyncio.Event()
+        self.pending = Pending(p2p._client.control._pending_calls)
+        """hivemind's unary calls in progress."""
+        p2p._client.control._pending_calls = self.pending
+        self._closing = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(cls, identity_file: Path, host: str, port: int, sockets: Path, timeout: float) -> Daemon:
+        """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. Raises UsageError
+        (PortInUse, StartFailed)."""
+        family = ipaddress.ip_address(host)
+        folder = tempfile.mkdtemp(prefix=_FOLDER, dir=sockets)
+        try:
+            p2p = await Net.within(folder).create(
+                host_maddrs=[f"/ip{family.version}/{host}/tcp/{port}"],
+                identity_path=str(identity_file),
+                check_if_identity_free=False,
+                nat_port_map=not family.is_loopback,
+                use_relay=True,
+                startup_timeout=timeout,
+            )
+        except BaseException as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, P2PDaemonError | OSError):
+                text = " ".join(str(error).split())
+                if "address already in use" in text:
+                    raise _port_error(host, port, "in use") from None
+                raise StartFailed(
+                    f"network daemon: did not start within {timeout:g} s ({text[:160]}); "
+                    "is the machine overloaded? try again, or reinstall hivemind"
+                ) from None
+            raise
+        return cls(p2p, Path(folder))
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Sets `lost` and calls `ended` when the daemon's process, or our control connection to it, ends."""
+        self._watcher = asyncio.create_task(self._watch(ended))
+
+    async def _watch(self, ended: Callable[[], None]) -> None:
+        child = asyncio.create_task(self.p2p._child.wait())
+        control = self.p2p._client.control._read_task
+        try:
+            await asyncio.wait({child, control}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            child.cancel()
+        self.lost.set()
+        ended()
+        if not self._closing:
+            log.error("network daemon: it ended unexpectedly; everything that talks to peers stops")
+
+    def check(self) -> None:
+        """Raises TransportLost if the daemon has ended, or is about to."""
+        if self._closing or self.lost.is_set():
+            raise TransportLost("network daemon: it has ended; start this peer again")
+
+    async def addresses(self) -> list[str]:
+        """Where others may reach us."""
+        with contextlib.suppress(ValueError):  # a node without addresses
+            return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
+        return []
+
+    async def ask(
+        self, request: Any, peer: str, what: str, timeout: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """One request over a connection of its own, which is closed unless the daemon says yes. `what` names the other side in errors.
+        Raises Unreachable, Timeout, TransportLost."""
+        self.check()
+        writer: asyncio.StreamWriter | None = None
+        agreed = False
+        try:
+            async with asyncio.timeout(timeout):
+                reader, writer = await self.p2p._client.control.daemon_connector.open_connection()
+                response = p2pd_pb2.Response()
+                await write_pbmsg(writer, request)
+                await read_pbmsg_safe(reader, response)
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise Unreachable(peer, f"{what}: {_reason(response.error.msg)}; check the address and that it runs")
+            agreed = True
+            return reader, writer
+        except TimeoutError:
+            raise Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link") from None
+        except (OSError, EOFError):
+            raise TransportLost("network daemon: it does not answer; start this peer again") from None
+        finally:
+            if writer is not None and not agreed:
+                writer.transport.abort()
+
+    async def within(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        """`work` under a deadline (TimeoutError) and only as long as the daemon lives (TransportLost)."""
+        try:
+            self.check()
+        except TransportLost:
+            work.close()
+            raise
+        task = asyncio.ensure_future(work)
+        lost = asyncio.ensure_future(self.lost.wait())
+        try:
+            await asyncio.wait({task, lost}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            self.check()
+            raise TimeoutError
+        finally:
+            task.cancel()
+            lost.cancel()
+            await asyncio.gather(task, lost, return_exceptions=True)
+
+    def closing(self) -> None:
+        """From now on nothing is asked, and the end of the daemon is no surprise."""
+        self._closing = True
+
+    async def aclose(self) -> None:
+        """Ends the daemon; never raises."""
+        self.closing()
+        await stop(self.p2p)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+
+
+async def stop(p2p: P2P) -> None:
+    """Ends a daemon's process and everything that hivemind leaves running for it."""
+    child, control = p2p._child, p2p._client.control
+    own = (p2p._listen_task, p2p._reader_task, control._read_task, control._write_task)
+    p2p._terminate()
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await child.wait()
+    except TimeoutError:
+        child.kill()
+        await child.wait()
+    await asyncio.gather(*(task for task in own if task is not None), return_exceptions=True)
+    child._transport.close()
+
+
+def dial_bytes(address: Address) -> bytes:
+    """What the daemon dials. Raises BadAddress: its library knows more rules about host names than we do."""
+    try:
+        return bytes(Multiaddr(address.dial).to_bytes())
+    except (MultiaddrError, ValueError) as error:
+        raise BadAddress(f"address {address.dial}: {shown(error)}; check the host's name") from None
+
+
+def raw_id(peer: str) -> bytes:
+    """A peer id as the daemon takes it. Raises Unreachable."""
+    try:
+        return bytes(PeerID.from_base58(peer).to_bytes())
+    except ValueError:
+        raise Unreachable(peer, f"peer {short_peer(peer)}: not a peer id; check it") from None
+
+
+_REASONS = (
+    ("connection refused", "connection refused"),
+    ("peer id mismatch", "another peer answers at this address"),
+    ("protocols not supported", "does not serve this; it may be another version"),
+    ("protocol not supported", "does not serve this; it may be another version"),
+    ("no addresses", "its address is not known"),
+    ("failed to find any peer", "its address is not known"),
+    ("routing: not found", "its address is not known"),
+    ("dial backoff", "it could not be reached a moment ago"),
+    ("no route to host", "no route to its host"),
+    ("network is unreachable", "its network cannot be reached"),
+    ("i/o timeout", "no answer in time"),
+    ("deadline exceeded", "no answer in time"),
+    ("dial to self attempted", "it is this peer itself"),
+)
+PASSING = ("no answer in time", "could not be reached a moment ago")
+"""Reasons of a busy machine, or of libp2p's own memory of one: dialled again while there is time."""
+
+
+def _reason(text: str) -> str:
+    """The daemon's many lines in a few words."""
+    for known, said in _REASONS:
+        if known in text:
+            return said
+    return " ".join(text.split())[:160]
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises PortInUse or UsageError if we cannot listen there."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        raise UsageError(f"--host {host}: not an IP address; give one of this machine's, or 0.0.0.0") from None
+    if not 0 <= port < 65536:
+        raise UsageError(f"--port {port}: not a port; give one between 1 and 65535, or 0 for any")
+    with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            raise _port_error(host, port, error.strerror or str(error)) from None
+
+
+def _port_error(host: str, port: int, reason: str) -> UsageError:
+    if "in use" in reason:
+        return PortInUse(f"port {port}: another program listens on it; choose another one with --port")
+    return StartFailed(f"port {port} on {host}: {reason}; choose others with --host and --port")
+
+
+def socket_base() -> Path:
+    """Where socket folders are made, unless told otherwise."""
+    base = os.path.realpath(tempfile.gettempdir())
+    return Path(base if len(base.encode()) <= _FOLDER_PATH_MAX else "/tmp")
+
+
+def sweep(sockets: Path) -> None:
+    """Removes the socket folders, in `sockets`, of processes that were killed."""
+    for folder in sockets.glob(_FOLDER + "*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < START_SECONDS:
+                continue
+            alive = False
+            for path in folder.glob("p2pd-*.sock"):
+                with socket.socket(socket.AF_UNIX) as probe:
+                    alive |= probe.connect_ex(str(path)) == 0
+            if not alive:
+                shutil.rmtree(folder, ignore_errors=True)

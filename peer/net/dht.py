@@ -1,0 +1,203 @@
+"""hivemind's DHT, with what a stranger can do to it bounded. Records are `subkey -> [key, value]`.
+
+Deviations from plain hivemind 1.1.12, each because of something it does:
+- its msgpack decoder is replaced (`safe_loads`), because it can be made to recurse until the process crashes;
+- what a DHT node keeps is bounded (`Storage`), because an answer with too many records never arrives;
+- a record's value repeats the key, so that a validator learns it (hivemind has only the key's hash).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable
+
+import msgpack
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import ValidationError
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import PeerID
+from hivemind.utils.serializer import MSGPackSerializer
+
+from peer.net.base import MAX_RECORD, MAX_TTL, ClockWrong, Timeout, Unreachable, Validate, check_record, log
+from peer.net.daemon import Daemon
+from protocol.identity import short_peer
+from protocol.wire.framing import FrameError, unpack_message
+
+DHT_SECONDS = 20.0
+"""Deadline of one store or get as a whole."""
+RPC_SECONDS = 4.0
+"""Deadline of one request of the DHT to one peer."""
+PINGS = 5
+"""How often a node is pinged before we give up joining the DHT through it."""
+RETRY_SECONDS = 0.5
+SKEW_SECONDS = 60.0
+"""How far beyond MAX_TTL a record's expiry may lie by our clock: the writer's may be ahead."""
+MAX_KEY_BYTES = 3 << 20
+"""Most bytes of records that we keep under one key. The daemon drops an answer of over 4 MiB without a word."""
+_SUBKEY_BYTES = 128
+_RECORD_BYTES = _SUBKEY_BYTES + 16
+"""Of a record in an answer, besides its value, at most."""
+_DICTIONARY = 0x50
+"""hivemind's extension type of a DHT dictionary."""
+
+
+def safe_loads(raw: bytes) -> object:
+    """Decodes what the DHT may carry: one plain value, or one dictionary of plain values. Never recurses.
+
+    hivemind decodes extension types inside extension types by recursion, before any validator runs. Raises FrameError.
+    """
+    if raw[:1] not in (b"\xc7", b"\xc8", b"\xc9", b"\xd4", b"\xd5", b"\xd6", b"\xd7", b"\xd8"):
+        return unpack_message(raw)
+    try:
+        outer = msgpack.unpackb(raw)  # without a hook an extension stays a pair (code, bytes)
+    except (ValueError, msgpack.exceptions.UnpackException):
+        raise FrameError("DHT dictionary: not valid msgpack") from None
+    if not isinstance(outer, msgpack.ExtType) or outer.code != _DICTIONARY:
+        raise FrameError("DHT dictionary: another extension type")
+    match unpack_message(outer.data):
+        case [_, _, list(items)]:
+            pass
+        case _:
+            raise FrameError("DHT dictionary: not of the expected form")
+    dictionary = DictionaryDHTValue()  # the sender's size limit is not taken over
+    with dictionary.freeze():
+        for item in items:
+            match item:
+                case [str(subkey), bytes(value), float(expires)] if math.isfinite(expires):
+                    dictionary.store(subkey, value, expires)
+                case _:
+                    raise FrameError("DHT dictionary: not of the expected form")
+    return dictionary
+
+
+MSGPackSerializer.loads = staticmethod(safe_loads)
+
+
+class Validator(RecordValidatorBase):  # type: ignore[misc]
+    """Caps size and expiry, checks the form, and asks `validate`; refuses records without subkey."""
+
+    def __init__(self, validate: Validate, now: Callable[[], float] = time.time) -> None:
+        self._validate, self._now = validate, now
+
+    def allows(self, key: str, subkey: str, value: bytes) -> bool:
+        """What `validate` says."""
+        return self._validate(key, subkey, value)
+
+    def validate(self, record: DHTRecord) -> bool:
+        """Whether a record, as it travels, is to be kept and believed."""
+        try:
+            return self._check(record)
+        except Exception:  # whatever a remote record provokes must not reach hivemind, which would tell the sender
+            log.debug("a DHT record was refused", exc_info=True)
+            return False
+
+    def _check(self, record: DHTRecord) -> bool:
+        subkey = unpack_message(record.subkey, limit=_SUBKEY_BYTES)
+        pair = unpack_message(record.value, limit=MAX_RECORD + 512, depth=1)
+        match subkey, pair:
+            case str(), [str(key), bytes(value)]:
+                return (
+                    len(value) <= MAX_RECORD
+                    and record.expiration_time <= self._now() + MAX_TTL + SKEW_SECONDS
+                    and DHTID.from_bytes(record.key) == DHTID.generate(key)
+                    and bool(self._validate(key, subkey, value))
+                )
+        return False
+
+
+class Storage(DHTLocalStorage):  # type: ignore[misc]
+    """What we keep for others: for each key at most MAX_KEY_BYTES, so that our answer to a reader can arrive, and nothing of a
+    record that is not newer than the one we have."""
+
+    def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
+        held = self.get(key)
+        if held is not None:
+            known = held.value.get(subkey)
+            size = sum(_RECORD_BYTES + len(item.value) for item in held.value.data.values())
+            if known is not None and known.expiration_time >= expiration_time:
+                return False
+            if size + _RECORD_BYTES + len(value) - (len(known.value) if known else 0) > MAX_KEY_BYTES:
+                return False
+        return bool(super().store_subkey(key, subkey, value, expiration_time))
+
+
+class Dht:
+    """Our node of the DHT. `node` is hivemind's. Made by `begin`."""
+
+    def __init__(self, node: DHTNode, validator: Validator, daemon: Daemon) -> None:
+        self.node = node
+        self._validator = validator
+        self._daemon = daemon
+
+    @classmethod
+    async def begin(cls, daemon: Daemon, validate: Validate, rpc_seconds: float = RPC_SECONDS) -> Dht:
+        """A node that knows nobody yet."""
+        validator = Validator(validate)
+        node = await DHTNode.create(
+            p2p=daemon.p2p,
+            record_validator=validator,
+            wait_timeout=rpc_seconds,
+            cache_locally=False,
+            cache_on_store=False,
+            cache_nearest=0,
+            cache_refresh_before_expiry=0,
+        )
+        node.protocol.storage, node.protocol.cache = Storage(), Storage()
+        return cls(node, validator, daemon)
+
+    async def join(self, peer: str, timeout: float) -> None:
+        """Enters the DHT through a connected peer, unless we are in it. Raises ClockWrong, Unreachable, TransportLost."""
+        protocol = self.node.protocol
+        if len(protocol.routing_table.uid_to_peer_id):
+            return
+        found = None
+        for _ in range(PINGS):  # one that is busy answers a later ping
+            try:
+                found = await self._daemon.within(protocol.call_ping(PeerID.from_base58(peer), validate=True), timeout)
+            except ValidationError as error:
+                if "local time" in str(error):
+                    raise ClockWrong(
+                        f"clock: it differs by more than 3 s from that of {short_peer(peer)}; set it right (NTP), try again"
+                    ) from None
+            except TimeoutError:
+                pass
+            if found is not None:
+                break
+            await asyncio.sleep(RETRY_SECONDS)
+        if found is None:
+            raise Unreachable(
+                peer, f"peer {short_peer(peer)}: answers, but not to the DHT; check that it is a Potluck peer"
+            )
+        await asyncio.sleep(0)  # lets hivemind enter it in the routing table
+        with contextlib.suppress(TimeoutError):
+            await self._daemon.within(self.node.find_nearest_nodes([self.node.node_id]), timeout)
+
+    async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
+        """See peer.net.base.Transport."""
+        check_record(value, ttl)
+        if not self._validator.allows(key, subkey, value):
+            return False
+        try:
+            stored = self.node.store(key, [key, value], time.time() + ttl, subkey=subkey)
+            return bool(await self._daemon.within(stored, DHT_SECONDS))
+        except TimeoutError:
+            return False
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        """See peer.net.base.Transport."""
+        try:
+            found = await self._daemon.within(self.node.get(key, latest=True), DHT_SECONDS)
+        except TimeoutError:
+            raise Timeout("", f"DHT: no answer within {DHT_SECONDS:g} s; try again") from None
+        if found is None or not isinstance(found.value, dict):
+            return {}
+        return {subkey: item.value[1] for subkey, item in found.value.items()}
+
+    async def leave(self, timeout: float) -> None:
+        """Ends the node."""
+        await self._daemon.within(self.node.shutdown(), timeout)
