@@ -1,13 +1,14 @@
 """Events: all that a screen, a log file or a test learns of a running process.
 
-Each kind of event is one class: what a bootstrap node tells in node.py, what a peer tells in volunteer.py. The classes are the
-schema: the JSON form, docs/events.md and what the screens may read all follow from them. An event travels as one line of JSON:
+Each kind of event is one class: in node.py what a bootstrap node tells, in volunteer.py what a peer tells. The classes
+are the schema: the JSON form, docs/events.md and what the screens may read follow from them. An event travels as one
+line of JSON:
 
     {"time": seconds, "source": peer id or name, "event": kind, …fields}
 
-The kind is the class's name in small letters, words joined by underscores: `ChainFailed` is `chain_failed`. Amounts are in bytes,
-seconds, bits per second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the first plan), inner steps from
-1 in each round, replicas and stages from 0 in the plan's order. A peer is named by its peer id.
+The kind is the class's name in small letters, words joined by underscores: `ChainFailed` is `chain_failed`. Amounts are
+in bytes, seconds, bits per second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the first
+plan), inner steps from 1 in each round, replicas and stages from 0 in the plan's order. A peer is named by its peer id.
 """
 
 from __future__ import annotations

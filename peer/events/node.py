@@ -81,7 +81,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainReconfigured:
-    """A chain lost a member, and goes on with others. The leading node tells it, and so does each member that follows."""
+    """A chain lost a member, and goes on with others. The leading node tells it; each member that follows repeats it."""
 
     round: int
     """The open round."""

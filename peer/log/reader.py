@@ -101,7 +101,8 @@ def _hex(text: str) -> str:
 
 
 async def page(transport: Transport, node: str, after: int) -> list[bytes]:
-    """The records of the rounds after round `after`, as many as `node` sends at once; none: it has no more. Raises RemoteError."""
+    """The records of the rounds after round `after`, as many as `node` sends at once; none where it has no more. Raises
+    RemoteError."""
     reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=CALL_SECONDS)
     try:
         found = framing.unpack_message(reply)

@@ -1,7 +1,8 @@
 """Events as lines of text: the messages of the screen, and what a process prints where there is no terminal.
 
-Printed is one short line a round, and what is rare: who comes and goes, the first plan, warnings, chains that go on with other
-members, blocks that move, the end. What each stage computes and waits for is on the screen and in the JSON lines only.
+Printed is one short line a round, and what is rare: who comes and goes, the first plan, warnings, chains that go on
+with other members, blocks that move, the end. What each stage computes and waits for is on the screen and in the JSON
+lines only.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:
 
 
 class Lines:
-    """Turns events into lines. `own`: they are a peer's that tells of itself; what it trains is said again when that changes."""
+    """Turns events into lines. `own`: they are those of a peer that tells of itself; what it trains is said again when
+    that changes."""
 
     def __init__(self, names: Mapping[str, str] | None = None, *, own: bool = False) -> None:
         self._names = names or {}

@@ -24,8 +24,8 @@ from protocol.wire.schema import plain
 
 
 async def show(manifest: Manifest, source: Source, out: Callable[[str], None], note: Callable[[str], None]) -> None:
-    """Tells the rounds as a person wants them. Raises what `source` raises, and LocalError at a commit that is not to be
-    believed."""
+    """Tells the rounds as a person wants them. Raises what `source` raises, and LocalError at a commit that is not to
+    be believed."""
     out(f"run {manifest.run_id[:12]} {clean(manifest.name)}: log {source.name}")
     plan: Plan | None = None
     async for record in _believed(manifest, source, note):

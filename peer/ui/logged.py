@@ -1,4 +1,7 @@
-"""A round of the log as plain data: what `potluck log show --json` prints. The classes are the schema; docs/events.md lists them."""
+"""A round of the log as plain data: what `potluck log show --json` prints.
+
+The classes are the schema, and docs/events.md lists them.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Watches a run without taking part: reads the log of commits and the announcements, and tells them as events.
 
-Nobody is believed. Every commit must have the votes of a majority and follow the one before it (protocol/rounds/validation.py),
-and every announcement must be signed by its peer. An announcement reaches the DHT every few seconds only, so the steps that it
-tells are a sample.
+Nobody is believed. Every commit must have the votes of a majority and follow the one before it
+(protocol/rounds/validation.py), and every announcement must be signed by its peer. An announcement reaches the DHT
+every few seconds only, so the steps that it tells are a sample.
 """
 
 from __future__ import annotations

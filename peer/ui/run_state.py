@@ -27,33 +27,52 @@ _MOST_POINTS = 20_000
 
 @dataclass(slots=True)
 class PeerView:
-    """One peer. `up_bps`: bits per second; `first`, `last`: the first block of its stage, and the block after its end; `rank`:
-    values per token at the chain's boundaries; `loss`: nats per token; `sent_bytes`: all that it sent in its last whole round (its
-    payload, before there is one); `dense_bytes`: what its pseudo-gradient and its boundary vectors take in fp32; `total_sent`: bytes
-    since it was started, as of its last round; `counted`: such a round is known; `measured`: its newest step in a chain, and where."""
+    """One peer, as far as the screen knows it."""
 
     peer: str
+    """Its peer id."""
     name: str
+    """How it is called on the screen."""
     device: str = ""
+    """`cpu`, `cuda` or `mps`."""
     memory_bytes: int = 0
+    """What Potluck may use there."""
     up_bps: int = 0
+    """Bits per second that it can send."""
     here: bool = True
+    """Whether it is not gone."""
     role: str = "waiting"
+    """`full`, `stage`, `spare` or `waiting`."""
     replica: int | None = None
+    """The number of its replica in the plan, if it has one."""
     first: int = 0
+    """The first block of its stage."""
     last: int = 0
+    """The block after the end of its stage."""
     position: int = 0
+    """Its stage."""
     stages: int = 1
+    """How many stages its replica has."""
     rank: int = 0
+    """Values per token at the chain's boundaries; 0: all of them."""
     phase: str = "joining"
+    """What it does now."""
     round: int = 0
+    """Its round."""
     step: int = 0
+    """Its newest inner step in that round."""
     loss: float | None = None
+    """Nats per token of that step."""
     sent_bytes: int | None = None
+    """All that it sent in its last whole round; before there is one, its payload."""
     dense_bytes: int | None = None
+    """What its pseudo-gradient and its boundary vectors of that round take in fp32."""
     total_sent: int = 0
+    """Bytes that it has sent since it was started, as of its last round."""
     counted: bool = False
+    """Whether a whole round of its is known."""
     measured: tuple[tuple[int, ...], Activity] | None = None
+    """Its newest inner step in a chain, and the place that it had there."""
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -101,23 +120,32 @@ class ChainView:
 
 @dataclass(slots=True)
 class View:
-    """`round` is the open round (0 before the first plan); `curve` holds mean step losses at (rounds done, nats per
-    token), `committed` the loss of each committed round, `left_out` who the last commit left out, and why."""
+    """A run, as far as its events have told it. Times are in Unix seconds, losses in nats per token."""
 
     manifest: Manifest
     names: Mapping[str, str] = field(default_factory=dict)
+    """How peers are called, by their ids."""
     peers: dict[str, PeerView] = field(default_factory=dict)
+    """Everybody who was ever there, by peer id."""
     replicas: tuple[ReplicaSpec, ...] = ()
+    """Those of the newest plan."""
     round: int = 0
+    """The open round; 0 before the first plan."""
     finished: bool = False
     state_digest: str | None = None
+    """Of the final state, if a majority attested all of it."""
     committed: dict[int, float] = field(default_factory=dict)
+    """The loss of each committed round."""
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    """(replica, reason) of whom the last commit left out."""
     left_out_total: int = 0
+    """How many replicas all commits left out."""
     compared: Comparison | None = None
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=MESSAGES))
     began: float | None = None
+    """When the first event happened."""
     now: float = 0.0
+    """When the newest event happened."""
     _steps: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     _attests: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
     _commit_times: dict[int, float] = field(default_factory=dict)

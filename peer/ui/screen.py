@@ -1,8 +1,8 @@
 """The live screen of `potluck demo` and `potluck monitor`, drawn from events only (peer/ui/run_state.py).
 
-The colours are some that colour-blind readers tell apart, and nothing is said by colour alone. `NO_COLOR` is honoured, and an
-output that is not UTF-8 gets plain ASCII. A frame is exactly as wide and high as asked, from about 60 x 12 characters on; one of
-fewer than 20 lines has no curve.
+Colour-blind readers can tell the colours apart, and nothing is said by colour alone. `NO_COLOR` is honoured, and an
+output that is not UTF-8 gets plain ASCII. A frame is exactly as wide and high as asked, from about 60 x 12 characters
+on; one of fewer than 20 lines has no curve.
 """
 
 from __future__ import annotations
@@ -237,7 +237,8 @@ def _peers(view: View, width: int, rows: int) -> Table:
 
 
 def _chains(view: View, width: int, rows: int) -> Table:
-    """What each stage of each chain did in its last inner step, forward (→) and backward (←), and what the chain waits for."""
+    """What each stage of each chain did in its last inner step, forward (→) and backward (←), and what its chain waits
+    for."""
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
     table.add_column("chain", no_wrap=True)
     table.add_column("peer", no_wrap=True, max_width=14)
@@ -289,8 +290,8 @@ def _notes(view: View, width: int, rows: int) -> Group:
 class Screen:
     """Shows a run while events arrive: `with Screen(manifest) as screen: … screen.feed(event)`. Any thread may feed.
 
-    On a terminal the screen is redrawn a few times a second, and its last frame stays. Elsewhere lines are printed instead, few
-    of them (peer/ui/lines.py).
+    On a terminal the screen is redrawn a few times a second, and its last frame stays. Elsewhere lines are printed
+    instead, few of them (peer/ui/lines.py).
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""The run as of now, as plain data: what `potluck monitor --json` prints. The classes are the schema; docs/events.md lists them."""
+"""The run as of now, as plain data: what `potluck monitor --json` prints.
+
+The classes are the schema, and docs/events.md lists them.
+"""
 
 from __future__ import annotations
 

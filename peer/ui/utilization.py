@@ -1,9 +1,10 @@
-"""How busy the members of a chain are, and what the chain waits for: from `chain` events, or from what announcements repeat of them.
+"""How busy the members of a chain are, and what the chain waits for.
 
-All shares are of the time of one inner step. A stage computes for a part of it, waits for activations, and waits for gradients;
-the rest is the end of the step, when gradient norms travel along the chain. A link is busy for a part of it with activations for the
-stage behind it, and for a part with gradients for the stage before it; the receiver measures both (peer/chain/link.py).
-The bottleneck of a chain is the stage, or the direction of a link, with the largest share.
+It follows from `chain` events, or from what announcements repeat of them. All shares are of the time of one inner step.
+A stage computes for a part of it, waits for activations, and waits for gradients; the rest is the end of the step, when
+gradient norms travel along the chain. A link is busy for a part of it with activations for the stage behind it, and for
+a part with gradients for the stage before it; the receiver measures both (peer/chain/link.py). The bottleneck of a
+chain is the stage, or the direction of a link, with the largest share.
 """
 
 from __future__ import annotations
@@ -16,18 +17,26 @@ from peer.events import StageLoad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity:
-    """One stage's inner step. Shares are of its time, 0 to 1; `forward_bytes` went to the next stage, `backward_bytes` to the
-    previous one; `depth`: micro-batches in work at once; `queued`: the most frames that waited for the stage."""
+    """One stage's inner step. The first five are shares of its time, 0 to 1."""
 
     busy: float
+    """Computing."""
     wait_forward: float
+    """Waiting for activations."""
     wait_backward: float
+    """Waiting for gradients."""
     forward_link: float
+    """The link from the previous stage carried activations."""
     backward_link: float
+    """The link from the next stage carried gradients."""
     forward_bytes: int
+    """Sent to the next stage."""
     backward_bytes: int
+    """Sent to the previous stage."""
     depth: int
+    """Micro-batches that the chain had in work at once."""
     queued: int
+    """The most frames that waited for this stage."""
 
 
 def activity(load: StageLoad) -> Activity:
@@ -52,12 +61,14 @@ def activity(load: StageLoad) -> Activity:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What a chain waits for. `what` is "computing", by the stage at `position`, or "forward" or "backward": the link over which
-    that stage receives activations or gradients. `share`: of the time, 0 to 1."""
+    """What a chain waits for."""
 
     position: int
+    """The stage that computes, or that receives over the link."""
     what: str
+    """`computing`; or `forward`, `backward`: the link over which the stage receives activations or gradients."""
     share: float
+    """Of the time, 0 to 1."""
 
     def text(self, names: Sequence[str]) -> str:
         """For a reader; `names` of the chain's members in order."""
@@ -70,7 +81,8 @@ class Bottleneck:
 
 
 def bottleneck(stages: Sequence[Activity | None]) -> Bottleneck | None:
-    """Of a chain with these stages, as far as they are known: of equal shares the first one's, and computing before links."""
+    """What a chain with these stages waits for, as far as they are known. Of equal shares it is the first stage's, and
+    computing before links."""
     found = [
         Bottleneck(position, what, share)
         for position, a in enumerate(stages)
