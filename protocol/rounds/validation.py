@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
+from protocol.identity import short_peer
 from protocol.planning import memory
 from protocol.rounds import chain_repair
 from protocol.run.manifest import Manifest
@@ -91,7 +92,7 @@ def _contribution(manifest: Manifest, plan: Plan, contribution: Contribution, wr
         yield f"{name}: its weight is wrong ({contribution.steps} steps cannot have {contribution.tokens} tokens)"
     for stage, share in zip(spec.stages, contribution.shares, strict=True):
         if share.peer in wrong:
-            yield f"{name} counts although the state of {share.peer[-8:]} differed"
+            yield f"{name} counts although the state of {short_peer(share.peer)} differed"
         wanted = memory.stage_shards(manifest, stage.first, stage.last)
         if tuple(part.shard for part in share.parts) != wanted:
-            yield f"{name}: {share.peer[-8:]} does not cover its planned shards"
+            yield f"{name}: {short_peer(share.peer)} does not cover its planned shards"
