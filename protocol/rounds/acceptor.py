@@ -4,7 +4,27 @@ It never goes back behind a promise, and what it accepted it tells everybody who
 is on its disk before: an answer follows its `Save` in the list of effects. It accepts a commit only once it holds every
 payload that the commit names, so that what is decided cannot be lost with its sender.
 
-    acceptor    TODO
+    acceptor  event     next      effects              condition
+    FREE      Prepare   PROMISED  Save, Send(Promise)
+    PROMISED  Prepare   PROMISED  Save, Send(Promise)  its ballot is higher
+    ACCEPTED  Prepare   ACCEPTED  Save, Send(Promise)  its ballot is higher
+    any       Prepare   the same  Send(Promise)        its ballot is the promised one: the
+                                                       same answer again
+    any       Prepare   the same  Send(Reject)         its ballot is lower than the promised
+                                                       one
+    FREE      Accept    ACCEPTED  Save, Send(Vote)     all its payloads are held
+    PROMISED  Accept    ACCEPTED  Save, Send(Vote)     not lower, all its payloads are held
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted
+                                                       one
+    ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same
+                                                       answer again
+    any       Accept    the same  Send(Reject)         its ballot is lower than the promised
+                                                       one
+    any       Accept    the same  Fetch                payloads are not held yet; it is
+                                                       looked at again when they are
+    FREE      Appended  FREE                           the next round begins
+    PROMISED  Appended  FREE                           the next round begins
+    ACCEPTED  Appended  FREE                           the next round begins
 """
 
 from __future__ import annotations

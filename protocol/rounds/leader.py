@@ -4,7 +4,41 @@ What happens comes in as events, what is to be done goes out as effects (protoco
 carries the effects out is bootstrap/node.py. What this node proposed may or may not be decided (protocol/rounds/paxos.py):
 the round goes on when some commit of it is.
 
-    leader    TODO
+    leader     event         next       effects              condition
+    GATHERING                DECIDING   Propose              we lead, `start_peers` are ready and
+                                                             make a plan
+    OPEN                     DECIDING   Propose              we lead and no replica is pending, or
+                                                             its deadline has passed
+    DECIDING   Decided       OPEN                            the next round begins
+    DECIDING   Decided       CLOSING                         it was the last round
+    DECIDING   Lead          OPEN                            who leads has changed
+    DECIDING   Lead          GATHERING                       who leads has changed, no round is
+                                                             decided yet
+    GATHERING  Decided       OPEN                            another node led
+    OPEN       Decided       OPEN                            another node led
+    OPEN       Decided       CLOSING                         another node led, it was the last
+                                                             round
+    CLOSING                  OVER       Done                 all members attested the final state,
+                                                             or it is too late
+    CLOSING    Decided       CLOSING                         a commit too many, which no honest
+                                                             quorum decides
+    OVER       Decided       OVER                            a commit too many, which no honest
+                                                             quorum decides
+    any        Offer         the same   Fetch                it is admitted: the payloads that are
+                                                             not held yet are fetched
+    any        Offer         the same   Send(ChainReconfig)  its reconfigured chain does not know
+                                                             yet that the steps are done
+    any        ChainFailure  the same   Send(ChainReconfig)  a chain lost a member, or a report is
+                                                             out of date
+    any        Withdraw      the same   Send(ChainReconfig)  a member of a chain gives up
+    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a
+                                                             spare is ready
+    any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is
+                                                             ready, or somebody does not follow
+    any        Attest        the same   Report               a peer has other bits than the
+                                                             majority
+    any        Decided       the same   Moved                the next plan moves blocks between the
+                                                             stages of a chain
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and every
 payload is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when its chain ended

@@ -5,7 +5,9 @@ rule, the leader of the round before goes on while it gives signs of life, else 
 leader that is silent for a lease (`gone_after`) is so replaced. An operator's node that is not a member takes the place of a
 member that was silent for REPLACE_LEASES leases; the next commit's `members` say so.
 
-    role    TODO
+    role       event  next       effects  condition
+    FOLLOWING         LEADING    Leads    the rule names this node
+    LEADING           FOLLOWING  Leads    the rule names another node
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class Role(Enum):
     """What a node is among the operators' nodes."""
 
     FOLLOWING = "following"
+    """It proposes nothing."""
     LEADING = "leading"
+    """It proposes the commits."""
 
 
 TABLE = Table(

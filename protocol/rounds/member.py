@@ -3,7 +3,45 @@
 What happens comes in as events, what is to be done goes out as effects (protocol/rounds/member_events.py). The loop that
 carries the effects out is peer/node/rounds.py; it answers most of them with an event.
 
-    member    TODO
+    member    event          next      effects                          condition
+    WAITING                  WAITING   RestoreFeedback                  our offer's round is applied, and its
+                                                                        commit has not our offer
+    WAITING                  APPLYING  Apply                            the commit of round `applied` + 1 is
+                                                                        known
+    APPLYING  Applied        WAITING
+    WAITING                  HOLDING   HoldShards                       no newer commit is known, the plan is
+                                                                        new
+    HOLDING   ShardsHeld     WAITING
+    WAITING                  TRAINING  TrainOrder                       the plan names us
+    WAITING                  TRAINING                                   the plan is the one that we train
+                                                                        ahead by already
+    WAITING                  ENCODING  EncodeUpdate                     the plan is the one that we trained
+                                                                        ahead by
+    TRAINING  Trained        ENCODING  EncodeUpdate
+    TRAINING  Failed         ENCODING  Send(Withdraw), KeepInFeedback
+    TRAINING                 STOPPING  Stop                             the round's commit is known: we are
+                                                                        too late
+    STOPPING  Trained        ENCODING  KeepInFeedback
+    STOPPING  Failed         ENCODING  KeepInFeedback
+    ENCODING  UpdateEncoded  WAITING   Send(Offer)                      the offer is durable
+    ENCODING  UpdateEncoded  WAITING                                    nothing is offered, the feedback is
+                                                                        durable
+    TRAINING  ChainFailed    TRAINING  Send(ChainFailure)               our chain lost a member, or one is
+                                                                        slow
+    TRAINING  Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder  we are among the chain's new members
+    TRAINING  Reconfigured   STOPPING  Stop                             a spare has taken our place
+    TRAINING  Reconfigured   STOPPING  Send(ChainReconfig),             the chain's round is over
+                                       Send(Withdraw), Stop
+    WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder  we are a spare and take a lost
+                                                                        member's place
+    WAITING                  DONE      Finish                           the run is over and we attested its
+                                                                        final state
+    any       Committed      the same  Send(LogRequest)                 commits in between are missing
+    any       Digested       the same  Send(Attest)                     no later state is attested yet
+    any       Reconfigured   the same  Send(ChainReconfig)              we follow it already, or our part of
+                                                                        the round is done
+    any       Tick           the same  Send(ChainFailure)               our chain still waits for its
+                                                                        reconfiguration
 
 Three rules carry the promises of docs/failure-model.md.
 

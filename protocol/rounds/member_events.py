@@ -215,15 +215,19 @@ Effect = TrainOrder | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback | A
 
 _ROWS: tuple[Transition[Phase], ...] = (
     Transition(
-        Phase.WAITING, None, Phase.WAITING, (RestoreFeedback,), "the round of our offer is applied, without the offer"
+        Phase.WAITING,
+        None,
+        Phase.WAITING,
+        (RestoreFeedback,),
+        "our offer's round is applied, and its commit has not our offer",
     ),
-    Transition(Phase.WAITING, None, Phase.APPLYING, (Apply,), "the commit of the next round is known"),
+    Transition(Phase.WAITING, None, Phase.APPLYING, (Apply,), "the commit of round `applied` + 1 is known"),
     Transition(Phase.APPLYING, Applied, Phase.WAITING),
-    Transition(Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit is known"),
+    Transition(Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit is known, the plan is new"),
     Transition(Phase.HOLDING, ShardsHeld, Phase.WAITING),
     Transition(Phase.WAITING, None, Phase.TRAINING, (TrainOrder,), "the plan names us"),
-    Transition(Phase.WAITING, None, Phase.TRAINING, (), "the plan names us, for what we train ahead already"),
-    Transition(Phase.WAITING, None, Phase.ENCODING, (EncodeUpdate,), "the plan names us, for what we trained ahead"),
+    Transition(Phase.WAITING, None, Phase.TRAINING, (), "the plan is the one that we train ahead by already"),
+    Transition(Phase.WAITING, None, Phase.ENCODING, (EncodeUpdate,), "the plan is the one that we trained ahead by"),
     Transition(Phase.TRAINING, Trained, Phase.ENCODING, (EncodeUpdate,)),
     Transition(Phase.TRAINING, Failed, Phase.ENCODING, (Withdraw, KeepInFeedback)),
     Transition(Phase.TRAINING, None, Phase.STOPPING, (Stop,), "the round's commit is known: we are too late"),
@@ -232,12 +236,24 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (Offer,), "the offer is durable"),
     Transition(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (), "nothing is offered, the feedback is durable"),
     Transition(Phase.TRAINING, ChainFailed, Phase.TRAINING, (ChainFailure,), "our chain lost a member, or one is slow"),
-    Transition(Phase.TRAINING, Reconfigured, Phase.TRAINING, (ChainReconfig, TrainOrder), "we stay in the chain"),
-    Transition(Phase.TRAINING, Reconfigured, Phase.STOPPING, (Stop,), "a spare has our place"),
+    Transition(
+        Phase.TRAINING,
+        Reconfigured,
+        Phase.TRAINING,
+        (ChainReconfig, TrainOrder),
+        "we are among the chain's new members",
+    ),
+    Transition(Phase.TRAINING, Reconfigured, Phase.STOPPING, (Stop,), "a spare has taken our place"),
     Transition(
         Phase.TRAINING, Reconfigured, Phase.STOPPING, (ChainReconfig, Withdraw, Stop), "the chain's round is over"
     ),
-    Transition(Phase.WAITING, Reconfigured, Phase.TRAINING, (ChainReconfig, TrainOrder), "a spare: we take a place"),
+    Transition(
+        Phase.WAITING,
+        Reconfigured,
+        Phase.TRAINING,
+        (ChainReconfig, TrainOrder),
+        "we are a spare and take a lost member's place",
+    ),
     Transition(Phase.WAITING, None, Phase.DONE, (Finish,), "the run is over and we attested its final state"),
     Transition(None, Committed, None, (LogRequest,), "commits in between are missing"),
     Transition(None, Digested, None, (Attest,), "no later state is attested yet"),

@@ -4,11 +4,22 @@ A round is decided and applied for some seconds in which a volunteer's processor
 soon as its offer of round r has left, the volunteer trains round r + 1 after a plan that it *expects*, round r's plan once
 more. When the real plan is known and gives it the same work, what was done ahead is the round's work. Else it is dropped.
 
-    overlap  event           next     effects        when
-    -------  --------------  -------  -------------  ------------------------------------------
-    NONE     UpdateEncoded   RUNNING  TrainOrder     the run goes on, and nothing else is known
-                                                     to be planned
-    TODO
+    overlap  event           next     effects             condition
+    NONE     UpdateEncoded   RUNNING  TrainOrder          our offer is durable, the run goes on
+    RUNNING  Trained         READY
+    RUNNING  Failed          NONE                         it is trained again once the plan is
+                                                          known
+    RUNNING  ChainFailed     RUNNING  Send(ChainFailure)
+    RUNNING  PlannedSo       NONE                         the member goes on with it as the
+                                                          round's training
+    READY    PlannedSo       NONE                         the member encodes it as the round's
+                                                          work
+    RUNNING  PlannedOtherwi  DROPPED  Stop
+             se
+    READY    PlannedOtherwi  NONE                         what was done is forgotten
+             se
+    DROPPED  Trained         NONE
+    DROPPED  Failed          NONE
 """
 
 from __future__ import annotations
@@ -29,6 +40,7 @@ class Ahead(Enum):
     """What there is of the round after the one that is being decided."""
 
     NONE = "none"
+    """Nothing."""
     RUNNING = "running"
     """Its inner steps are being done."""
     READY = "ready"

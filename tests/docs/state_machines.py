@@ -1,0 +1,173 @@
+"""docs/state-machines.md and the tables in docstrings, made from the machines' tables.
+
+`python -m tests.docs.state_machines` writes them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from protocol.rounds import acceptor, leader, leadership, member, overlap, paxos
+from protocol.rounds.table import Table, Transition
+
+ROOT = Path(__file__).parents[2]
+PATH = ROOT / "docs" / "state-machines.md"
+HEAD = """# State machines
+
+<!-- made by `python -m tests.docs.state_machines` from the tables in protocol/rounds; do not edit -->
+
+What Potluck decides in a run, it decides in small machines without input and output, clock or chance (`protocol/rounds`).
+An event and the time go in, a list of effects comes out, and a loop beside the machine carries them out:
+`peer/node/rounds.py` for a volunteer, `bootstrap/node.py` for a bootstrap node. Each machine has a phase and a table. A row
+says which event leads from which phase to which, and with which effects. The tables are data, and the machines check every
+step against them (`protocol/rounds/table.py`): code that would take another step raises an error. The tests show that each
+row is taken (`tests/unit/test_state_machines.py`).
+
+How to read a table: *Send(X)* is the effect that sends message X. Where the event is empty, the row is taken as soon as the
+condition holds. A row with *any* phase holds in every phase and leaves it as it is; the pictures leave such rows out. An
+event that no row speaks of changes at most what the machine knows. What may be lost on its way to others is sent again
+every few seconds; the tables do not repeat it.
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A table, and where it stands: the docstring of `module` shows it."""
+
+    title: str
+    module: ModuleType
+    table: Table[Any]
+
+
+MACHINES = (
+    Machine("The volunteer", member, member.TABLE),
+    Machine("Training ahead", overlap, overlap.TABLE),
+    Machine("The round, as a bootstrap node sees it", leader, leader.TABLE),
+    Machine("Who leads", leadership, leadership.TABLE),
+    Machine("The proposer", paxos, paxos.TABLE),
+    Machine("The acceptor", acceptor, acceptor.TABLE),
+)
+COLUMNS = (10, 14, 10, 32, 38)
+"""The width of each column in a docstring, at most."""
+
+
+# --- one row
+
+
+def cells(row: Transition[Any]) -> tuple[str, str, str, str, str]:
+    """phase, event, next, effects, condition"""
+    return (
+        row.phase.name if row.phase else "any",
+        row.event.__name__ if row.event else "",
+        row.next.name if row.next else "the same",
+        ", ".join(effect(kind) for kind in row.effects),
+        row.when,
+    )
+
+
+def effect(kind: type) -> str:
+    """The name of an effect; what is defined in protocol/wire is a message that is sent."""
+    return f"Send({kind.__name__})" if kind.__module__.startswith("protocol.wire.") else kind.__name__
+
+
+# --- docstrings
+
+
+def docstring_table(table: Table[Any]) -> str:
+    """The table as the module's docstring has it: columns of text, indented by four."""
+    rows = [(table.name, "event", "next", "effects", "condition"), *(cells(row) for row in table.rows)]
+    lines = list(itertools.chain.from_iterable(_lines(row) for row in rows))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    return "\n".join(
+        ("    " + "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True))).rstrip()
+        for line in lines
+    )
+
+
+def _lines(row: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, COLUMNS, strict=True)]
+    yield from itertools.zip_longest(*wrapped, fillvalue="")
+
+
+def shown(machine: Machine) -> str:
+    """The table that the module's docstring has now, whatever it says; empty where there is none."""
+    found = re.search(rf"^    {machine.table.name}  .*?(?=\n\n|\n?\Z)", machine.module.__doc__ or "", re.M | re.S)
+    return found[0] if found else ""
+
+
+# --- the document
+
+
+def document() -> str:
+    """All of docs/state-machines.md."""
+    return "\n".join([HEAD, *(_section(machine) for machine in MACHINES)])
+
+
+def _section(machine: Machine) -> str:
+    path = machine.module.__name__.replace(".", "/") + ".py"
+    about = " ".join((machine.module.__doc__ or "").split("\n\n")[0].split())
+    phases = "".join(f"| {name} | {words} |\n" for name, words in meanings(machine.table.phases).items())
+    rows = "".join(f"| {' | '.join(cells(row))} |\n" for row in machine.table.rows)
+    return f"""## {machine.title}
+
+{textwrap.fill(f"`{path}`: {about}", 120, break_on_hyphens=False)}
+
+```mermaid
+{diagram(machine.table)}
+```
+
+| phase | meaning |
+|---|---|
+{phases}
+| phase | event | next | effects | condition |
+|---|---|---|---|---|
+{rows}"""
+
+
+def meanings(phases: type[Enum]) -> dict[str, str]:
+    """What the docstring under each phase says. Raises KeyError where a phase has none."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(phases))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for above, below in itertools.pairwise(body.body):
+        match above, below:
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(words))):
+                found[name] = " ".join(words.split())
+    return {phase.name: found[phase.name] for phase in phases}
+
+
+def diagram(table: Table[Any]) -> str:
+    """A picture of the rows that have a phase, in Mermaid's words."""
+    moves = [row for row in table.rows if row.phase is not None]
+    lines = ["stateDiagram-v2", f"    [*] --> {next(iter(table.phases)).name}"]
+    lines += dict.fromkeys(f"    {row.phase.name} --> {row.next.name}: {_label(row)}" for row in moves)
+    last = [phase for phase in table.phases if all(row.phase is not phase or row.next is phase for row in moves)]
+    return "\n".join([*lines, *(f"    {phase.name} --> [*]" for phase in last)])
+
+
+def _label(row: Transition[Any]) -> str:
+    return row.event.__name__ if row.event else re.sub(r"[`;]", "", row.when.split(":")[0])
+
+
+def write() -> None:
+    """Writes the document and the docstrings anew."""
+    for machine in MACHINES:
+        path, old = Path(inspect.getsourcefile(machine.module) or ""), shown(machine)
+        source = path.read_text(encoding="utf-8")
+        assert old, f"{path}: its docstring has no table of the {machine.table.name}"
+        path.write_text(source.replace(old, docstring_table(machine.table), 1), encoding="utf-8")
+    PATH.write_text(document(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

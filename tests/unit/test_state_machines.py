@@ -1,0 +1,442 @@
+"""The tables of the state machines: what shows them agrees with them, and random lives take each of their rows.
+
+The machines check every step themselves (protocol/rounds/table.py): a life that needs a row which is missing ends in a TableError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from enum import Enum
+from typing import Any
+
+import pytest
+
+from protocol.planning import memory, planner
+from protocol.planning.partition import Candidate
+from protocol.rounds import leader_events as leading
+from protocol.rounds import leadership, overlap, paxos_events
+from protocol.rounds import member_events as events
+from protocol.rounds.acceptor import TABLE as ACCEPTOR
+from protocol.rounds.chain_repair import SLOW
+from protocol.rounds.leader import Leader
+from protocol.rounds.member import Member
+from protocol.rounds.table import Position, Table, TableError, Transition
+from protocol.run import layout
+from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire.ballot import Prepare, Promise, Vote
+from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
+from tests import tiny
+from tests.docs import state_machines
+from tests.docs.state_machines import MACHINES, Machine
+from tests.unit.test_paxos import WITH_PAYLOAD, A, B, C, Cluster
+
+
+def taken_by(*positions: Position[Any]) -> set[tuple[str, Transition[Any]]]:
+    return {(position.table.name, row) for position in positions for row in position.taken}
+
+
+def rows(*tables: Table[Any]) -> set[tuple[str, Transition[Any]]]:
+    return {(table.name, row) for table in tables for row in table.rows}
+
+
+# --- what shows the tables
+
+
+def test_the_document_is_what_the_tables_say() -> None:
+    shown = state_machines.PATH.read_text(encoding="utf-8")
+    assert shown == state_machines.document(), "run `python -m tests.docs.state_machines`"
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.table.name)
+def test_the_table_in_the_docstring_is_what_the_machine_runs_by(machine: Machine) -> None:
+    table = state_machines.docstring_table(machine.table)
+    assert state_machines.shown(machine) == table, "run `python -m tests.docs.state_machines`"
+    assert max(len(line) for line in table.splitlines()) <= 120
+
+
+# --- tables as such
+
+
+class Light(Enum):
+    RED = 1
+    GREEN = 2
+
+
+class Go:
+    pass
+
+
+class Beep:
+    pass
+
+
+CROSSING = Table(
+    "light",
+    Light,
+    (
+        Transition(Light.RED, Go, Light.GREEN, (Beep,)),
+        Transition(Light.GREEN, None, Light.RED),
+        Transition(None, Go, None),
+    ),
+)
+
+
+def test_a_step_that_no_row_allows_is_an_error_and_changes_nothing() -> None:
+    light = Position(CROSSING, Light.RED)
+    with pytest.raises(TableError, match="light: no row says RED → GREEN upon Go with no effect"):
+        light.step(Go, Light.GREEN)
+    with pytest.raises(TableError, match="light: no row says RED → RED upon a condition with no effect"):
+        light.step(None, Light.RED)
+    assert (light.phase, light.taken) == (Light.RED, set())
+    beep = Beep()
+    assert light.step(Go, Light.GREEN, [beep, beep]) == [beep, beep], "a kind that is repeated is in its row once"
+    light.stay(Go)
+    light.step(None, Light.RED)
+    assert taken_by(light) == rows(CROSSING)
+
+
+def test_a_table_has_no_row_twice() -> None:
+    with pytest.raises(TableError, match="two rows say GREEN → GREEN upon Go"):
+        Table("light", Light, (*CROSSING.rows, Transition(Light.GREEN, Go, Light.GREEN)))
+
+
+# --- the volunteer, and training ahead
+
+ME = "me"
+SPARES = {("a", "me", "z"): ("s",), ("a", "b", "z"): ("me", "s"), ("me",): (), ("other",): ()}
+"""The replicas that plans have, and with which spares."""
+
+
+class Life:
+    """A volunteer whose disk, network and trainer answer when chance wants, and a run that goes on whatever it does."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.manifest = tiny.manifest(rounds=3, outer=OuterSpec(overlap=self.rng.choice((0, 1))))
+        self.member = Member(self.manifest, ME)
+        self.commits: list[Commit] = []
+        self.answers: list[events.Event] = []
+        self.job: events.TrainOrder | None = None
+        self.applied: list[int] = []
+        self.now = 0.0
+        self.publish()
+
+    def publish(self) -> None:
+        """The next commit of the run, with our offer or without it."""
+        before = self.commits[-1] if self.commits else None
+        round, run = len(self.commits), self.manifest.run_id
+        share = Share(peer=ME, parts=self.offer(round, 0).parts)
+        mine = Contribution(replica=0, tokens=8, steps=1, loss=None, shares=(share,))
+        self.commits.append(
+            Commit(
+                run=run,
+                round=round,
+                parent=before.digest if before else run,
+                time=0.0,
+                contributions=(mine,) if round and self.rng.random() < 0.5 else (),
+                left_out=(),
+                diverged=(),
+                digests={},
+                plan=self.plan(before.plan if before else None) if round < self.manifest.rounds else None,
+                leader=tiny.OPERATOR.peer_id,
+                members=(tiny.OPERATOR.peer_id,),
+            )
+        )
+
+    def plan(self, before: Plan | None) -> Plan:
+        peers = self.rng.choice(list(SPARES))
+        if before is not None and self.rng.random() < 0.6:
+            return Plan(
+                round=before.round + 1,
+                slot=planner.following(self.manifest, before),
+                replicas=before.replicas,
+                spares=before.spares,
+            )
+        edges = ((0, 1), (1, 2), (2, 4)) if len(peers) > 1 else ((0, 4),)
+        stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(peers, edges, strict=True))
+        return Plan(
+            round=len(self.commits) + 1,
+            slot=self.rng.choice((0, 1)),
+            replicas=(ReplicaSpec(rank=0, stages=stages),),
+            spares=SPARES[peers],
+        )
+
+    def offer(self, round: int, replica: int) -> Offer:
+        parts = (Part(shard="embed", digest=f"payload {round}", size=8, norm=1.0),)
+        return Offer(round=round, replica=replica, parts=parts, tokens=8, steps=1, loss=None)
+
+    def live(self, steps: int) -> None:
+        for _ in range(steps):
+            self.feed(self.happens())
+
+    def happens(self) -> events.Event:
+        rng = self.rng
+        match rng.randrange(12):
+            case 0 | 1 | 2 | 3 if self.answers:
+                return self.answers.pop(rng.randrange(len(self.answers)))
+            case 4 if self.job is not None and rng.random() < 0.5:
+                return self.end()
+            case 5 if len(self.commits) <= self.manifest.rounds and rng.random() < 0.5:
+                self.publish()
+            case 6:
+                return events.Committed(tiny.record(rng.choice(self.commits)))
+            case 7:
+                return self.failure()
+            case 8 | 9:
+                return events.Reconfigured(self.reconfig())
+            case 10:
+                return rng.choice((events.Connected(), events.RunOver()))
+        self.now += rng.choice((1.0, 6.0))
+        return events.Tick()
+
+    def end(self) -> events.Event:
+        assert self.job is not None
+        round, self.job = self.job.plan.round, None
+        return self.rng.choice((events.Trained(round, 1, 8, None), events.Failed(round, 0, "?")))
+
+    def failure(self) -> events.Event:
+        round = self.job.plan.round if self.job else 1
+        return events.ChainFailed(round, self.rng.randrange(2), "z", self.rng.choice(("lost", SLOW)))
+
+    def reconfig(self) -> ChainReconfig:
+        names = self.rng.choice((("a", "me", "z"), ("a", "me", "s"), ("a", "s", "z"), ()))
+        round, generation = self.rng.choice((self.member.applied + 1, 1)), self.rng.randrange(1, 4)
+        return ChainReconfig(round=round, replica=0, generation=generation, peers=names, steps=0, reason="why")
+
+    def feed(self, event: events.Event) -> None:
+        for effect in self.member.handle(event, self.now):
+            match effect:
+                case events.TrainOrder(resume=True):
+                    self.job = effect if self.job is not None else None
+                case events.TrainOrder():
+                    assert self.job is None, "one training at a time"
+                    self.job = effect
+                case events.Stop(round):
+                    assert self.job is None or self.job.plan.round == round
+                case events.EncodeUpdate(plan, replica):
+                    self.answers.append(events.UpdateEncoded(plan.round, self.offer(plan.round, replica)))
+                case events.KeepInFeedback(round):
+                    self.answers.append(events.UpdateEncoded(round, None))
+                case events.Apply(commit):
+                    self.applied.append(commit.round)
+                    self.answers.append(events.Applied(commit.round))
+                case events.HoldShards(commit):
+                    self.answers += [events.ShardsHeld(commit.round), events.Digested(commit.round, {"embed": "x"})]
+
+
+def test_random_lives_of_a_volunteer_take_every_row_and_apply_every_commit_once() -> None:
+    taken = set()
+    for seed in range(150):
+        life = Life(seed)
+        life.live(400)
+        assert life.applied == list(range(len(life.applied)))
+        taken |= taken_by(life.member.position, life.member.overlap.position)
+    assert rows(events.TABLE, overlap.TABLE) - taken == set()
+
+
+# --- the round, as a bootstrap node sees it
+
+M = tiny.manifest(rounds=2, start_peers=2)
+FULL, THIRD = tiny.full_memory(M), tiny.third_memory(M)
+SHARDS = layout.shard_names(M.model)
+CROWDS = (dict.fromkeys("cdefg", THIRD), dict.fromkeys("cdf", FULL - 1))
+"""The memory of each peer: enough for a chain and spares."""
+
+
+class Twins:
+    """Two nodes that hear the same; one of them leads at a time, and chance says which and what happens."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.memory = self.rng.choice(CROWDS)
+        self.manifest: Manifest = dataclasses.replace(M, start_peers=len(self.memory))
+        self.nodes = [Leader(self.manifest, (), (), 0.0) for _ in range(2)]
+        self.now = 0.0
+        self.commit: Commit | None = None
+        self.sent: list[ChainReconfig] = []
+        self.lead(0)
+
+    def lead(self, index: int) -> None:
+        for i, node in enumerate(self.nodes):
+            self.tell(node, leading.Lead(i == index))
+
+    def tell(self, node: Leader, event: leading.Event) -> None:
+        for effect in node.handle(event, self.now):
+            match effect:
+                case leading.Propose(commit):
+                    self.commit = commit
+                case leading.Send(_, message):
+                    self.sent.append(message)
+
+    def live(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.rng.random() < 0.03:
+                self.lead(self.rng.randrange(2))
+                continue
+            event = self.happens()
+            for node in self.nodes:
+                self.tell(node, event)
+
+    def happens(self) -> leading.Event:
+        rng, peer = self.rng, self.rng.choice(list(self.memory))
+        match rng.randrange(12):
+            case 0 | 1:
+                speed = rng.choice((10**6, 5 * 10**5))
+                known = Candidate(peer=peer, memory_bytes=self.memory[peer], up_bps=10**12, down_bps=10**12)
+                return leading.Ready(dataclasses.replace(known, speed_flops=speed))
+            case 2 if rng.random() < 0.1:
+                return leading.Gone(peer)
+            case 3 if self.commit is not None:
+                return leading.Decided(self.commit)
+            case 4 if (head := self.nodes[0].head) is not None and head.round == M.rounds and rng.random() < 0.1:
+                return leading.Decided(dataclasses.replace(head, round=head.round + 1, parent=head.digest))
+            case 5:
+                self.now += rng.choice((1.0, 1.0, 1.0, 70.0))
+                return leading.Tick(frozenset({peer} if rng.random() < 0.1 else ()))
+            case 6 | 7 | 8:
+                digest = "other" if rng.random() < 0.05 else "same"
+                return self.says(peer, Attest(round=self.nodes[0].round - 1, digests=dict.fromkeys(SHARDS, digest)))
+            case 9 | 10:
+                return self.offers(peer)
+        return self.says(peer, self.trouble())
+
+    def says(self, peer: str, message: Any) -> leading.Received:
+        return leading.Received(peer, message)
+
+    def trouble(self) -> Any:
+        rng, round = self.rng, self.nodes[0].round
+        if rng.random() < 0.1:
+            return Withdraw(round=round, reason="?")
+        if self.sent and rng.random() < 0.5:
+            return rng.choice(self.sent)
+        lost = rng.choice(list(self.memory))
+        return ChainFailure(round=round, replica=0, generation=rng.randrange(2), peer=lost, reason="lost")
+
+    def offers(self, peer: str) -> leading.Event:
+        """What `peer` offers, or a payload of it arrives."""
+        plan = self.rng.choice(self.nodes).roster.plan
+        stage = plan.stage_of(peer) if plan else None
+        if plan is None or stage is None:
+            return leading.Tick()
+        shards = memory.stage_shards(self.manifest, stage.first, stage.last)
+        parts = tuple(Part(shard=s, digest=f"{peer}/{s}/{plan.round}", size=8, norm=1.0) for s in shards)
+        if self.rng.random() < 0.7:
+            return leading.Held(self.rng.choice(parts).digest)
+        tokens = M.train.step_tokens
+        return self.says(peer, Offer(round=plan.round, replica=0, parts=parts, tokens=tokens, steps=1, loss=None))
+
+
+def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:
+    taken = set()
+    for seed in range(60):
+        twins = Twins(seed)
+        twins.live(400)
+        taken |= taken_by(*(node.position for node in twins.nodes))
+    assert rows(leading.TABLE) - taken == set()
+
+
+# --- the quorum
+
+
+def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Transition[Any]]]:
+    return set().union(
+        *(taken_by(n.position, n.leadership.position, n.acceptor.position) for n in cluster.nodes.values())
+    )
+
+
+class Council(Cluster):
+    """Nodes whose messages are lost, late or doubled, some of whom do not hear each other, and that die and come back."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.late: list[tuple[str, str, Any]] = []
+        self.taken: set[tuple[str, Transition[Any]]] = set()
+        self.loss = self.rng.choice((0.0, 0.1, 0.4))
+        self.apart: frozenset[str] = frozenset()
+        super().__init__(*self.rng.choice(((1, 1), (3, 3), (3, 4))))
+        self.cut = self.is_lost
+
+    def is_lost(self, sender: str, to: str, message: object) -> bool:
+        if not isinstance(message, paxos_events.Record) and self.rng.random() < 0.3:
+            self.late.append((sender, to, message))
+        return self.rng.random() < self.loss or self.apart == {sender, to}
+
+    def live(self, steps: int) -> None:
+        for _ in range(steps):
+            self.happens(self.rng.choice(self.manifest.operators))
+            self.taken |= taken_by_quorum(self)
+        for name, log in self.logs.items():
+            assert [r.commit.digest for r in log] == [r.commit.digest for r in self.longest[: len(log)]], name
+
+    @property
+    def longest(self) -> list[paxos_events.Record]:
+        return max(self.logs.values(), key=len)
+
+    def happens(self, name: str) -> None:
+        rng = self.rng
+        match rng.randrange(10):
+            case 0 if name in self.nodes and rng.random() < 0.2:
+                self.kill(name)
+            case 1 if name not in self.nodes:
+                self.restart(name)
+            case 2 | 3 if name in self.nodes:
+                self.propose(name, rng.random(), rng.choice(((), WITH_PAYLOAD)))
+            case 4 if rng.random() < 0.5:
+                self.apart = frozenset(rng.choices(self.manifest.operators, k=2))
+            case 5 if self.late:
+                sender, to, message = self.late.pop(rng.randrange(len(self.late)))
+                self.do(to, paxos_events.Heard(sender, message))
+            case 6 if rng.random() < 0.3:
+                self.held[name].add("d")
+                self.do(name, paxos_events.Held("d"))
+            case 7 if self.longest:
+                other = rng.choice(self.manifest.operators)
+                self.do(name, paxos_events.Learned(other, rng.choice((self.longest[-1], rng.choice(self.longest)))))
+            case 8 if name in self.nodes:
+                lie = Promise(round=self.nodes[name].round, ballot=rng.randrange(9), accepted=99, commit=None)
+                self.do(name, paxos_events.Heard(rng.choice(self.manifest.operators), lie))
+            case _:
+                self.pass_time(rng.choice((0.0, 0.0, self.lease)))
+
+
+def leader_that_is_heard_again() -> Cluster:
+    """B takes A for gone and leads, learns from A what was decided without it, and leads no more before that is written."""
+    cluster = Cluster(3)
+    cluster.propose(A, 1.0)
+    cluster.cut = lambda sender, to, message: {sender, to} == {A, B}
+    cluster.pass_time(cluster.lease)
+    assert cluster.leaders() == [A, B]
+    cluster.propose(A, 2.0)
+    cluster.do(B, paxos_events.Learned(A, cluster.logs[A][1]))
+    assert cluster.leaders() == [A]
+    assert [record.commit.time for record in cluster.logs[B]] == [1.0, 2.0]
+    return cluster
+
+
+def member_that_lies() -> Cluster:
+    """C says that it accepted nothing in the highest ballot, while B has to finish what A began."""
+    cluster, asked = Cluster(3), []
+    cluster.cut = lambda sender, to, message: to == C or isinstance(message, Vote)
+    cluster.propose(A, 1.0)
+    cluster.kill(A)
+    cluster.cut = lambda sender, to, message: asked.append(message) is None and to == C
+    cluster.pass_time(cluster.lease)
+    ballot = next(message.ballot for message in asked if isinstance(message, Prepare))
+    cluster.do(B, paxos_events.Heard(C, Promise(round=0, ballot=ballot, accepted=99, commit=None)))
+    assert cluster.logs[B] == []
+    cluster.cut = lambda sender, to, message: False
+    cluster.pass_time(5)
+    assert cluster.logs[B][0].commit.time == 1.0
+    return cluster
+
+
+def test_random_lives_of_a_quorum_take_every_row_and_have_one_history() -> None:
+    taken = taken_by_quorum(leader_that_is_heard_again()) | taken_by_quorum(member_that_lies())
+    for seed in range(60):
+        council = Council(seed)
+        council.live(100)
+        taken |= council.taken
+    assert rows(paxos_events.TABLE, leadership.TABLE, ACCEPTOR) - taken == set()
