@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,50 +78,61 @@ async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peer
         archive.close()
 
 
-async def join(
-    text: str,
-    folder: Path,
-    host: str,
-    port: int,
-    device: str,
-    memory: str,
-    up: str,
-    down: str,
-    up_limit: str | None,
-    store_limit: str,
-    threads: int,
-    trace: Path | None,
-    json: bool,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinOptions:
+    """What was typed; see `potluck join --help`."""
+
+    run: str
+    folder: Path
+    host: str
+    port: int
+    device: str
+    memory: str
+    up: str
+    down: str
+    up_limit: str | None
+    store_limit: str
+    threads: int
+    trace: Path | None
+    json: bool
+
+
+def _config(options: JoinOptions) -> JoinConfig:
+    """What the options amount to on this machine. Raises UsageError."""
+    from peer.training import device as resources
+
+    chosen, memory = resources.choose_device(options.device), options.memory
+    return JoinConfig(
+        folder=options.folder,
+        device=chosen,
+        memory_bytes=resources.memory_budget(chosen) if memory == "auto" else resources.parse_size(memory),
+        up_bps=resources.parse_rate(options.up),
+        down_bps=resources.parse_rate(options.down),
+        store_bytes=resources.parse_size(options.store_limit),
+        up_limit_bps=None if options.up_limit is None else resources.parse_rate(options.up_limit),
+        threads=options.threads,
+        trace=options.trace,
+    )
+
+
+async def join(options: JoinOptions) -> None:
     """`potluck join`."""
     from peer.node.peer import Peer
     from peer.state.storage import Storage
-    from peer.training import device as resources
 
-    run = parse_run(text)
-    chosen = resources.choose_device(device)
-    config = JoinConfig(
-        folder=folder,
-        device=chosen,
-        memory_bytes=resources.memory_budget(chosen) if memory == "auto" else resources.parse_size(memory),
-        up_bps=resources.parse_rate(up),
-        down_bps=resources.parse_rate(down),
-        store_bytes=resources.parse_size(store_limit),
-        up_limit_bps=None if up_limit is None else resources.parse_rate(up_limit),
-        threads=threads,
-        trace=trace,
-    )
+    run, folder = parse_run(options.run), options.folder
+    config = _config(options)
     key = keyfile.load_or_create(folder / KEY)
     storage = Storage(folder, config.store_bytes)
     try:
         if run.manifest is not None:
-            tokenizer = tokenizer_bytes(run.manifest, Path(text).parent)
+            tokenizer = tokenizer_bytes(run.manifest, Path(options.run).parent)
             if tokenizer is not None:
                 storage.save_tokenizer(tokenizer)
-        emit = Emitter(key.peer_id, _sink(json, own=True))
+        emit = Emitter(key.peer_id, _sink(options.json, own=True))
         manifest: Manifest | None = None
         while True:
-            transport = await start_transport(folder, host, port, run.run_id)
+            transport = await start_transport(folder, options.host, options.port, run.run_id)
             try:
                 if manifest is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
                     manifest = await manifest_of(run, transport)

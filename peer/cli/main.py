@@ -71,7 +71,8 @@ def bootstrap(
 
 
 @app.command(
-    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB --up 20Mbps"
+    help="Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
+    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB --up 20Mbps",
 )
 def join(
     run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
@@ -94,9 +95,26 @@ def join(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost)."""
+    """`potluck join`.
 
-    _run(commands.join(run, dir, host, port, device, memory, up, down, up_limit, store_limit, threads, trace, json))
+    Long because typer reads a command's options from its function's parameters.
+    """
+    options = commands.JoinOptions(
+        run=run,
+        folder=dir,
+        host=host,
+        port=port,
+        device=device,
+        memory=memory,
+        up=up,
+        down=down,
+        up_limit=up_limit,
+        store_limit=store_limit,
+        threads=threads,
+        trace=trace,
+        json=json,
+    )
+    _run(commands.join(options))
 
 
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
@@ -137,7 +155,10 @@ def log_verify(
     _run(commands.log_verify(where, checkpoint), interrupted=1)
 
 
-@app.command(epilog="Example: potluck demo --full 2 --chains 1 --stages 3 --out demo-run --json result.json")
+@app.command(
+    help="Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join.",
+    epilog="Example: potluck demo --full 2 --chains 1 --stages 3 --out demo-run --json result.json",
+)
 def demo(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds to train (default: the demo's recipe).")] = None,
     full: Annotated[int, typer.Option(min=0, help="Full replicas.")] = 2,
@@ -161,7 +182,10 @@ def demo(
         typer.Option("--in-memory", help="The same run in one process, without hivemind (for comparison)."),
     ] = False,
 ) -> None:
-    """Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join."""
+    """`potluck demo`.
+
+    Long because typer reads a command's options from its function's parameters.
+    """
 
     async def work() -> None:
         options = recipe.DemoOptions(
