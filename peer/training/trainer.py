@@ -76,7 +76,7 @@ class StageTrainer:
     """Trains the contiguous `shards` of one replica.
 
     `rank`: values per token at this chain's boundaries, 0 for whole activations and for a full replica; `basis`
-    [D, >= rank] (protocol.subspace.basis) is needed when `rank` > 0. `steps`: inner steps done since `begin_round`.
+    [D, >= rank] (protocol/codec/subspace.py) is needed when `rank` > 0. `steps`: inner steps done since `begin_round`.
     """
 
     def __init__(

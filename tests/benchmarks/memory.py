@@ -4,7 +4,7 @@
     python -m tests.benchmarks.memory --shape wide --stage last --depth 16
 
 The measured stage is a process of its own with all that a peer keeps: theta, error feedback, AdamW's moments, the memory into which
-the next state is written. It does two rounds of one inner step and an outer step, and talks through `peer.pipeline` and sockets
+the next state is written. It does two rounds of one inner step and an outer step, and talks through `peer/chain/pipeline.py` and sockets
 to neighbours in other processes, which give what a neighbour may: activations for as many micro-batches as are let under way, and
 no gradient before so many went forward. With a daemon the sockets would lead there; its own memory is not counted.
 

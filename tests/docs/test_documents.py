@@ -182,6 +182,17 @@ def test_files_that_are_named_exist(document: Path) -> None:
             assert code in tests, code
 
 
+def test_files_that_the_sources_name_exist() -> None:
+    folders = [ROOT / name for name in ("protocol", "peer", "bootstrap", "tests")]
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    assert len(sources) > 100
+    for source in [*sources, *(ROOT / "docker").iterdir(), ROOT / "Makefile"]:
+        for path in re.findall(
+            r"(?<![\w/.])(?:protocol|peer|bootstrap|tests|docs)(?:/[\w-]+)+\.(?:py|md)\b", text(source)
+        ):
+            assert (ROOT / path).exists(), (named(source), path)
+
+
 @pytest.mark.parametrize("document", [*DOCUMENTS, HISTORY], ids=named)
 def test_links_lead_somewhere(document: Path) -> None:
     for target in LINK.findall(prose(text(document))):
