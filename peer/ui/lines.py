@@ -42,8 +42,9 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
     match event.body:
         case events.Listening(address=address):
             return [Said("info", f"to join: potluck join {clean(address, 400)}")]
-        case events.Ready() as r:
-            return [Said("info", f"{called(r.peer, names)} is ready: {clean(r.device, 12)}, {size(r.memory_bytes)}")]
+        case events.Ready(peer=peer, device=device, memory_bytes=memory):
+            offer = clean(device, 12) + (f", {size(memory)}" if memory else "")  # bootstrap nodes do not train
+            return [Said("info", f"{called(peer, names)} is ready: {offer}")]
         case events.Gone(peer=peer):
             return [Said("warning", f"{called(peer, names)} is gone")]
         case events.Commit() as commit:

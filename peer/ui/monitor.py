@@ -47,16 +47,16 @@ class Monitor:
     peers: dict[str, Announcement] = field(default_factory=dict)
 
     async def follow(self, sink: Sink) -> None:
-        """Polls and tells until the run is over. A node that does not answer is a warning, told once."""
-        told = ""
+        """Polls and tells until the run is over. What is wrong is a warning, told once until all is well again."""
+        told: set[str] = set()
         while True:
             try:
                 await self.poll(sink)
-                told = ""
+                told.clear()
             except RemoteError as error:
-                if str(error) != told:
-                    told = str(error)
-                    sink(Event(time.time(), "monitor", events.Warning(text=told)))
+                if str(error) not in told:
+                    told.add(str(error))
+                    sink(Event(time.time(), "monitor", events.Warning(text=str(error))))
             if self.finished:
                 return
             await asyncio.sleep(self.poll_seconds)

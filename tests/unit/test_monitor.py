@@ -155,6 +155,7 @@ def test_in_a_pipe_it_prints_a_line_a_round() -> None:
         node.log = records(commits())
         await node.announce(ALICE, phase="training", round=2, step=3, loss=1.5)
         await node.announce(CAROL, phase="training", round=2, step=3, chain=REPORT)
+        await node.announce(BOB, phase="serving", device="bootstrap", memory_bytes=0)
         with Screen(MANIFEST, console=Console(file=out, width=60)) as screen:
             await monitor.follow(screen.feed)
 
@@ -166,6 +167,7 @@ def test_in_a_pipe_it_prints_a_line_a_round() -> None:
         "✓ round 2: 1 replica, loss 1.000",
         f"! round 2 without replica 1: peer {bob}: gone",
         f"· {alice} is ready: cpu, 5 B",
+        f"· {bob} is ready: bootstrap",
         f"· {carol} is ready: cpu, 5 B",
         "✓ run finished",
     ])  # fmt: skip
@@ -297,14 +299,14 @@ def test_a_node_that_is_away_is_a_warning_told_once() -> None:
         async def open_later(peer: str, name: str, *, timeout: float) -> Any:
             nonlocal tries
             tries += 1
-            return await opened("nobody" if tries < 4 else peer, name, timeout=timeout)
+            return await opened(f"nobody {tries % 2}" if tries < 7 else peer, name, timeout=timeout)
 
         monitor.transport.open = open_later  # type: ignore[method-assign]
         monitor.poll_seconds = 0.0
         node.log = records(commits())
         await monitor.follow(events.append)
 
-    assert [e.kind for e in play(story)].count("warning") == 1
+    assert [e.kind for e in play(story)].count("warning") == 2, "one of each of two"
 
 
 def test_snapshot() -> None:
