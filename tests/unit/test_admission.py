@@ -1,0 +1,108 @@
+"""Which offers get into a commit, by what they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from protocol.planning import memory
+from protocol.rounds import admission
+from protocol.wire.commit import Contribution, Part, Share
+from protocol.wire.plan import ReplicaSpec, StageSpec
+from protocol.wire.session import Offer
+from tests import tiny
+
+M = tiny.manifest()
+TOKENS = M.train.step_tokens
+CHAIN = ReplicaSpec(rank=4, stages=(StageSpec(peer="a", first=0, last=1), StageSpec(peer="b", first=1, last=4)))
+SHARDS = memory.stage_shards(M, 1, 4)
+PARTS = tuple(Part(shard=s, digest=s, size=8, norm=1.0) for s in SHARDS)
+OFFER = Offer(round=1, replica=2, parts=PARTS, tokens=2 * TOKENS, steps=2, loss=None)
+
+
+def why(**changes: Any) -> str | None:
+    return admission.why_refused(M, CHAIN, 2, "b", dataclasses.replace(OFFER, **changes))
+
+
+def parts(**changes: Any) -> tuple[Part, ...]:
+    """The parts, the last one changed."""
+    return (*PARTS[:-1], dataclasses.replace(PARTS[-1], **changes))
+
+
+def test_an_offer_of_the_planned_shards_within_bounds_is_admitted() -> None:
+    assert why() is None
+    assert why(steps=M.train.inner_steps, tokens=M.train.inner_steps * TOKENS) is None
+    assert why(parts=parts(norm=0.0, size=admission.largest_payload(M, SHARDS[-1]))) is None
+
+
+@pytest.mark.parametrize("changes", [{"replica": 1}, {"parts": ()}, {"parts": PARTS[1:]}, {"parts": PARTS[::-1]}])
+def test_it_is_of_the_planned_replica_and_shards(changes: dict[str, Any]) -> None:
+    assert why(**changes) == "it does not cover the planned shards"
+
+
+def test_a_neighbour_cannot_offer_our_stage() -> None:
+    assert admission.why_refused(M, CHAIN, 2, "a", OFFER) == "it does not cover the planned shards"
+    with pytest.raises(ValueError, match="tuple"):
+        admission.why_refused(M, CHAIN, 2, "stranger", OFFER)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 0, "tokens": 0},
+        {"steps": M.train.inner_steps + 1, "tokens": (M.train.inner_steps + 1) * TOKENS},
+        {"tokens": 2 * TOKENS + 1},
+        {"steps": 1},
+    ],
+)
+def test_its_tokens_are_those_of_its_steps(changes: dict[str, Any]) -> None:
+    assert why(**changes) == "steps and tokens do not agree with the manifest"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"norm": -1.0}, {"norm": math.inf}, {"norm": math.nan}, {"size": 0}, {"size": -8}, {"size": 1 << 20}]
+)
+def test_each_norm_and_size_is_possible(changes: dict[str, Any]) -> None:
+    assert why(parts=parts(**changes)) == "a norm or size is not a number in range"
+
+
+def test_the_largest_payload_grows_with_the_shard() -> None:
+    assert 0 < admission.largest_payload(M, "block.0") < 1 << 20
+    wider = tiny.manifest(model=dataclasses.replace(M.model, d_ff=64))
+    assert admission.largest_payload(M, "block.0") < admission.largest_payload(wider, "block.0")
+
+
+def contributions(*norms: float) -> list[Contribution]:
+    """One contribution for each norm, in two parts of two members."""
+    return [
+        Contribution(
+            replica=index,
+            tokens=8,
+            steps=1,
+            loss=None,
+            shares=tuple(
+                Share(peer=p, parts=(Part(shard=p, digest=p, size=8, norm=norm * factor),))
+                for p, factor in (("a", 0.6), ("b", 0.8))
+            ),
+        )
+        for index, norm in enumerate(norms)
+    ]
+
+
+def test_the_norm_of_a_contribution_is_over_all_its_parts() -> None:
+    assert admission.norm(contributions(5.0)[0]) == pytest.approx(5.0)
+
+
+def test_who_is_far_over_the_median_is_left_out_with_the_reason() -> None:
+    kept, left = admission.without_outliers(contributions(1.0, 10.1, 0.5, 1.0))
+    assert [c.replica for c in kept] == [0, 2, 3]
+    assert [(x.replica, x.reason) for x in left] == [(1, "norm 10.1 is over 10 times the median")]
+    assert admission.without_outliers(contributions(1.0, 9.9, 1.0))[1] == []
+
+
+def test_two_contributions_have_no_median() -> None:
+    two = contributions(1.0, 1000.0)
+    assert admission.without_outliers(two) == (two, [])

@@ -1,0 +1,72 @@
+"""Who attested what: majorities, ties, who has diverged, and what is forgotten."""
+
+from __future__ import annotations
+
+from protocol.rounds.attestations import Attestations, majority
+from protocol.wire.commit import Diverged
+from protocol.wire.session import Attest
+
+
+def attested(**peers: dict[str, str]) -> Attestations:
+    """What each of `peers` said of round 1."""
+    known = Attestations()
+    for peer, digests in peers.items():
+        known.add(peer, Attest(round=1, digests=digests))
+    return known
+
+
+def test_the_majority_is_by_shard_and_a_tie_has_none() -> None:
+    said = [{"embed": "x", "head": "h"}, {"embed": "x", "head": "i"}, {"embed": "y"}, {"block.0": "b"}]
+    assert majority(said) == {"embed": "x", "block.0": "b"}
+    assert majority([]) == {}
+
+
+def test_who_differs_from_the_majority_has_diverged_in_that_shard() -> None:
+    known = attested(a={"embed": "x", "head": "h"}, b={"embed": "x"}, c={"embed": "y", "head": "h"})
+    assert known.diverged(1) == [Diverged(peer="c", shard="embed")]
+    assert known.majority(1) == {"embed": "x", "head": "h"}
+
+
+def test_in_a_tie_nobody_is_right_if_ties_count() -> None:
+    known = attested(a={"embed": "x", "head": "h"}, b={"embed": "y", "head": "h"})
+    assert known.diverged(1) == []
+    assert known.diverged(1, ties=True) == [Diverged(peer="a", shard="embed"), Diverged(peer="b", shard="embed")]
+
+
+def test_each_divergence_is_told_once_when_it_is_seen_first() -> None:
+    known = attested(a={"embed": "x"}, b={"embed": "x"})
+    assert known.add("c", Attest(round=1, digests={"embed": "y"})) == [Diverged(peer="c", shard="embed")]
+    assert known.add("c", Attest(round=1, digests={"embed": "y"})) == []
+    assert known.add("d", Attest(round=1, digests={"embed": "x"})) == [], "c is known already"
+
+
+def test_a_peer_may_correct_itself() -> None:
+    known = attested(a={"embed": "x"}, b={"embed": "x"}, c={"embed": "y"})
+    known.add("c", Attest(round=1, digests={"embed": "x"}))
+    assert known.diverged(1) == []
+    assert known.of(1)["c"] == {"embed": "x"}
+
+
+def test_the_newest_round_of_a_peer_stays_when_an_older_one_arrives_late() -> None:
+    known = attested(a={"embed": "x"})
+    known.add("a", Attest(round=0, digests={"embed": "w"}))
+    assert (known.newest("a"), known.newest("b")) == (1, -1)
+
+
+def test_old_rounds_are_forgotten_with_their_majorities() -> None:
+    known = attested(a={"embed": "x"})
+    known.add("a", Attest(round=2, digests={"embed": "z"}))
+    assert known.majority(1) == {"embed": "x"}
+    known.forget(before=2)
+    assert known.rounds == (2,)
+    assert (known.of(1), known.majority(1)) == ({}, {})
+    assert known.majority(2) == {"embed": "z"}
+
+
+def test_a_peer_holds_what_it_attested_and_no_majority_contradicts() -> None:
+    known = attested(a={"embed": "x"}, b={"embed": "x", "head": "h"}, c={"embed": "y"})
+    assert known.holds("b", 1, ("embed", "head"))
+    assert not known.holds("a", 1, ("embed", "head")), "it said nothing of the head"
+    assert not known.holds("c", 1, ("embed",)), "the others have other bits"
+    assert not known.holds("b", 0, ("embed",))
+    assert attested(a={"embed": "x"}, b={"embed": "y"}).holds("a", 1, ("embed",)), "a tie contradicts nobody"
