@@ -55,6 +55,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from protocol.identity import short_peer
 from protocol.planning import memory, partition, planner
 from protocol.planning.partition import Candidate
 from protocol.rounds import admission
@@ -214,7 +215,7 @@ class Leader:
             return None
         offers = {p: o for p in spec.peers if (o := self._offer_of(replica, p)) is not None}
         steps = max((o.steps for o in offers.values()), default=0)
-        text = f"peer {peer[-8:]}: {reason}"
+        text = f"peer {short_peer(peer)}: {reason}"
         if peer in offers:
             return roster.again(replica, spec.peers, text, steps) if must_go_on else None
         reconfig = roster.replace(replica, peer, text, steps, self._suits)
@@ -328,16 +329,16 @@ class Leader:
     def _failure(self, replica: ReplicaSpec, wrong: set[str], waited: float) -> str | None:
         for peer in replica.peers:
             if peer in self._failures:
-                return f"peer {peer[-8:]}: {self._failures[peer]}"
+                return f"peer {short_peer(peer)}: {self._failures[peer]}"
             if peer in wrong:
-                return f"peer {peer[-8:]}: its state differs from the majority's"
+                return f"peer {short_peer(peer)}: its state differs from the majority's"
         if waited < self.manifest.timing.gone_after:
             return None
         for peer in replica.peers:
             offer = self._offers.get(peer)
             offered = offer is not None and all(p.digest in self._held for p in offer.parts)
             if peer not in self.ready and not offered:
-                return f"peer {peer[-8:]}: gone"
+                return f"peer {short_peer(peer)}: gone"
         return None
 
     def _offer_of(self, index: int, peer: str) -> Offer | None:

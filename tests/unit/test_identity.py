@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import base58
 import pytest
 
+import bootstrap
+import peer
+import protocol
 from peer.net import keyfile
 from protocol.errors import LocalError
-from protocol.identity import Identity, IdentityError, public_key, verify
+from protocol.identity import Identity, IdentityError, public_key, short_peer, verify
 
 
 def test_equal_seeds_give_equal_peers_and_the_peer_id_holds_the_key() -> None:
@@ -73,3 +78,15 @@ def test_an_identity_file_that_cannot_be_made(tmp_path) -> None:  # type: ignore
 
 def test_the_secret_is_not_printed() -> None:
     assert "secret" not in repr(Identity(b"secretsecretsecretsecretsecretse"))
+
+
+def test_messages_name_peers_in_one_way() -> None:
+    name = short_peer(Identity(bytes(32)).peer_id)
+    assert len(name) == 8
+    cut = [
+        path.name
+        for package in (bootstrap, peer, protocol)
+        for path in Path(package.__path__[0]).rglob("*.py")
+        if "[-8:]" in path.read_text()
+    ]
+    assert cut == ["identity.py"]
