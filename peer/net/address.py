@@ -1,6 +1,8 @@
 """Addresses of peers, as text: `/ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…` (libp2p's multiaddr, TCP only).
 
-QUIC is refused: hivemind's daemon loses the last messages of a stream over it, and would dial whatever is announced.
+py-multiaddr reads them. It takes more than we can use, and other spellings of the same address, so what it read has to be one of two
+forms, written in the usual way. QUIC is refused: hivemind's daemon loses the last messages of a stream over it, and would dial
+whatever is announced.
 """
 
 from __future__ import annotations
@@ -9,12 +11,18 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
+from multiaddr import Multiaddr
+from multiaddr.exceptions import Error as MultiaddrError
+
 from peer.net.base import BadAddress
 from protocol import identity
 
 _EXAMPLE = "it looks like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…"
 _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*")
 _MAX = 512
+_HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+_DIRECT = ["tcp", "p2p"]
+_RELAYED = ["tcp", "p2p", "p2p-circuit", "p2p"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +42,39 @@ def parse(text: str) -> Address:
 
     if shown is not text:
         raise bad("not an address")
-    parts = text.split("/")
-    if any(part in ("udp", "quic", "quic-v1", "webtransport") for part in parts):
-        raise bad("QUIC and UDP are not used here, only TCP")
-    if len(parts) not in (7, 10) or parts[0] or parts[3] != "tcp" or parts[5] not in ("p2p", "ipfs"):
-        raise bad("not a host, a TCP port and a peer id")
-    _, kind, host, _, port, _, peer, *circuit = parts
     try:
-        if kind in ("ip4", "ip6"):
-            wanted = ipaddress.IPv4Address if kind == "ip4" else ipaddress.IPv6Address
-            wanted(host)
-            if "%" in host:  # a scope, which means something on one machine only
-                raise ValueError
-        elif kind not in ("dns", "dns4", "dns6") or not _NAME.fullmatch(host):
-            raise ValueError
-    except ValueError:
-        raise bad(f"{host or 'nothing'} is not a host of kind {kind}") from None
-    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
-        raise bad(f"{port or 'nothing'} is not a port")
-    if circuit:
-        if circuit[0] != "p2p-circuit" or circuit[1] not in ("p2p", "ipfs"):
-            raise bad("not a relayed address")
-        dial, peer = f"/{kind}/{host}/tcp/{port}/p2p/{peer}/p2p-circuit", circuit[2]
-    else:
-        dial = f"/{kind}/{host}/tcp/{port}"
-    for name in {parts[6], peer}:
+        parts = [(protocol.name, value or "") for protocol, value in Multiaddr(text).items()]
+    except (MultiaddrError, ValueError) as error:
+        reason = " ".join(getattr(error, "message", str(error)).split())
+        raise bad(reason[:100] or "not an address") from None
+    names = [name for name, _ in parts]
+    if "udp" in names:
+        raise bad("QUIC and UDP are not used here, only TCP")
+    if not names or names[0] not in _HOSTS or names[1:] not in (_DIRECT, _RELAYED):
+        raise bad("not a host, a TCP port and a peer id")
+    kind, host, port = names[0], text.split("/")[2], parts[1][1]
+    if not _is_host(kind, host):
+        raise bad(f"{host or 'nothing'} is not a host of kind {kind}")
+    if port == "0":
+        raise bad("0 is not a port")
+    ids = [value for name, value in parts if name == "p2p"]
+    for peer in ids:
         try:
-            identity.public_key(name)
+            identity.public_key(peer)
         except identity.IdentityError:
-            raise bad(f"{name or 'nothing'} is not a peer id") from None
-    return Address(dial, peer)
+            raise bad(f"{peer or 'nothing'} is not a peer id") from None
+    dial = f"/{kind}/{host}/tcp/{port}" + (f"/p2p/{ids[0]}/p2p-circuit" if len(ids) > 1 else "")
+    if text != f"{dial}/p2p/{ids[-1]}":
+        raise bad("not written in the usual way")
+    return Address(dial, ids[-1])
+
+
+def _is_host(kind: str, host: str) -> bool:
+    """Whether `host` names a machine to everybody: an address with a scope means something on one machine only."""
+    if kind not in ("ip4", "ip6"):
+        return _NAME.fullmatch(host) is not None
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return f"ip{address.version}" == kind and "%" not in host
