@@ -5,7 +5,7 @@ Texts of other peers are cleaned before they are kept (peer/ui/text.py), so no c
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +15,7 @@ from peer.ui.lines import describe
 from peer.ui.text import blocks, called, clean, mean_loss, readable
 from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck
 from protocol.planning import memory
+from protocol.rounds import attestations
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec
@@ -371,10 +372,6 @@ class View:
         if latest is None:
             return
         found = self._attests[latest]
-        wrong = []
-        for shard in layout.shard_names(self.manifest.model):
-            counts = Counter(digests[shard] for digests in found.values() if shard in digests)
-            if len(counts) > 1:
-                common = counts.most_common(1)[0][0]
-                wrong += [(peer, shard) for peer, d in sorted(found.items()) if d.get(shard, common) != common]
+        shards, right = layout.shard_names(self.manifest.model), attestations.majority(found.values())
+        wrong = [(d.peer, d.shard) for d in attestations.diverged(found, right, ties=True) if d.shard in shards]
         self.compared = Comparison(latest, len(found), wrong)

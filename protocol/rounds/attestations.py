@@ -1,6 +1,6 @@
 """Who attested which state: every peer that holds shards says their digests after each round, and they are compared.
 
-All who hold a shard after a round must hold the same bits of it. What most of them have is taken for right; whoever has
+All who hold a shard after a round must hold the same bits of it. What most of them have is taken for right. A peer that has
 something else has *diverged*, and its work of the next round does not count.
 """
 
@@ -25,6 +25,19 @@ def majority(attested: Iterable[Mapping[str, str]]) -> dict[str, str]:
         if len(ranked) == 1 or ranked[0][1] > ranked[1][1]:
             found[shard] = ranked[0][0]
     return found
+
+
+def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: bool = False) -> list[Diverged]:
+    """Who of `attested`, {peer: {shard: digest}}, has other bits than the majority, which is `right`.
+
+    With `ties`, nobody is right about a shard that has no majority.
+    """
+    return [
+        Diverged(peer=peer, shard=shard)
+        for peer, digests in sorted(attested.items())
+        for shard, digest in digests.items()
+        if (right[shard] != digest if shard in right else ties)
+    ]
 
 
 class Attestations:
@@ -74,14 +87,8 @@ class Attestations:
         return self._majorities[round]
 
     def diverged(self, round: int, ties: bool = False) -> list[Diverged]:
-        """Who has other bits after `round` than the majority; with `ties`, where there is none nobody is right."""
-        right = self.majority(round)
-        return [
-            Diverged(peer=peer, shard=shard)
-            for peer, digests in sorted(self.of(round).items())
-            for shard, digest in digests.items()
-            if (right[shard] != digest if shard in right else ties)
-        ]
+        """Who has other bits after `round` than the majority; `ties` as above."""
+        return diverged(self.of(round), self.majority(round), ties)
 
     def holds(self, peer: str, round: int, shards: Iterable[str]) -> bool:
         """Whether `peer` attested all of `shards` after `round`, and nothing speaks against its bits."""

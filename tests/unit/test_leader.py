@@ -482,7 +482,7 @@ def test_a_stage_at_half_speed_loses_blocks_in_the_next_plan_and_is_named() -> N
     assert proposal.commit.plan.replicas[0].blocks == (3, 1)
     follower = Leader(driver.manifest, driver.commits, (), 0.0)
     for leader, reason in (
-        (driver.leader, "…d is the slowest stage"),
+        (driver.leader, "d is the slowest stage"),
         (follower, "its blocks were shared out anew"),
     ):
         (moved,) = leader.handle(Decided(proposal.commit), 0.0)
