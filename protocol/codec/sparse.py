@@ -71,9 +71,9 @@ class Codec:
         if not 1 <= self.topk <= TILE:
             raise ValueError(f"topk must be in 1..{TILE}")
         if self.values not in _VALUES:
-            raise ValueError(f"values must be one of {', '.join(_VALUES)}")
+            raise ValueError(f'values must be one of {", ".join(_VALUES)}, not "{self.values}"')
         if self.indices not in _INDICES:
-            raise ValueError(f"indices must be one of {', '.join(_INDICES)}")
+            raise ValueError(f'indices must be one of {", ".join(_INDICES)}, not "{self.indices}"')
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,12 +115,7 @@ class OuterSpec:
     def __post_init__(self) -> None:
         if self.overlap not in (0, 1):
             raise ValueError("overlap must be 0 or 1")
-        if not 1 <= self.topk <= 4096:
-            raise ValueError("topk must be in 1..4096")
-        if self.values not in ("sym2", "ref2", "fp32"):
-            raise ValueError(f'values must be "sym2", "ref2" or "fp32", not "{self.values}"')
-        if self.indices not in ("rice", "fixed"):
-            raise ValueError(f'indices must be "rice" or "fixed", not "{self.indices}"')
+        Codec(topk=self.topk, values=self.values, indices=self.indices)  # raises where there is no such codec
         if not (0 <= self.beta <= 1 and self.eta > 0):
             raise ValueError("beta must be in [0, 1] and eta positive")
 
