@@ -80,10 +80,11 @@ from protocol.rounds.leader_events import (
     Send,
     Tick,
 )
+from protocol.rounds.offers import Offers
 from protocol.rounds.table import Position
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Share
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
+from protocol.wire.plan import Plan, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
 
 
@@ -100,10 +101,8 @@ class Leader:
         self.ready: dict[str, Candidate] = {}
         self.attestations = Attestations()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
-        self._held = set(held)
         self.roster = ChainRoster(self.plan)
-        self._offers: dict[str, Offer] = {}
-        self._failures: dict[str, str] = {}
+        self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
         self._leads = False
         self._began = now
@@ -141,7 +140,7 @@ class Leader:
                 self.ready.pop(peer, None)
                 return self._reconfigure(Gone, self._lost(peer, "gone"))
             case Held(digest):
-                self._held.add(digest)
+                self.offers.held.add(digest)
             case Received():
                 return self._received(event)
             case Lead(leads):
@@ -164,7 +163,7 @@ class Leader:
                 return self._offer(peer, offer)
             case Withdraw() as withdraw:
                 if withdraw.round == self.round and self.plan and self._replica_of(peer) is not None:
-                    self._failures.setdefault(peer, withdraw.reason[:200])
+                    self.offers.fail(peer, withdraw.reason[:200])
                     return self._reconfigure(Withdraw, self._lost(peer, withdraw.reason, must_go_on=True))
             case ChainFailure() as failure:
                 return self._chain_failure(peer, failure)
@@ -213,14 +212,13 @@ class Leader:
         spec = roster.plan.replicas[replica]
         if roster.ended(replica) or not spec.is_chain:
             return None
-        offers = {p: o for p in spec.peers if (o := self._offer_of(replica, p)) is not None}
-        steps = max((o.steps for o in offers.values()), default=0)
+        steps = self.offers.steps(replica, spec)
         text = f"peer {short_peer(peer)}: {reason}"
-        if peer in offers:
+        if self.offers.of(replica, peer) is not None:
             return roster.again(replica, spec.peers, text, steps) if must_go_on else None
         reconfig = roster.replace(replica, peer, text, steps, self._suits)
         if reconfig is None and must_go_on:
-            reconfig = roster.without_spare(replica, peer, text, steps, may_return=peer not in self._failures)
+            reconfig = roster.without_spare(replica, peer, text, steps, may_return=not self.offers.has_failed(peer))
         return reconfig
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
@@ -256,10 +254,9 @@ class Leader:
             return []
         reason = admission.why_refused(self.manifest, plan.replicas[replica], replica, peer, offer)
         if reason:
-            self._failures.setdefault(peer, f"offer refused: {reason}")
+            self.offers.fail(peer, f"offer refused: {reason}")
             return []
-        self._offers[peer] = offer
-        effects: list[Effect] = [Fetch(peer, part) for part in offer.parts if part.digest not in self._held]
+        effects: list[Effect] = [Fetch(peer, part) for part in self.offers.take(peer, offer)]
         if effects:
             self.position.stay(Offer, effects)
         reconfig = self.roster.reconfigs.get(replica)
@@ -276,7 +273,7 @@ class Leader:
         before = self.roster.plan or self._last_plan
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
-        self._offers, self._failures = {}, {}
+        self.offers.begin()
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
         self._began = now
@@ -305,66 +302,27 @@ class Leader:
 
     def _decide(self, now: float) -> list[Effect]:
         """Proposes the open round's commit if nobody is to be waited for."""
-        waited = now - self._began
-        late = waited >= self.manifest.timing.round_deadline
+        timing, waited = self.manifest.timing, now - self._began
         replicas = self.roster.plan.replicas if self.roster.plan else ()
         diverged = self.attestations.diverged(self.round - 1, ties=True)
-        wrong = {d.peer for d in diverged}
+        wrong, based = {d.peer for d in diverged}, self.attestations.of(self.round - 1)
         complete: list[Contribution] = []
         left_out: list[LeftOut] = []
         for index, replica in enumerate(replicas):
-            reason = self.roster.ended(index) or self._failure(replica, wrong, waited)
-            if reason is None and self._is_complete(index, replica):
-                complete.append(self._contribution(index, replica))
-            elif reason is None and not late:
+            reason = self.roster.ended(index) or self.offers.failure(replica, wrong)
+            if reason is None and waited >= timing.gone_after:
+                reason = self.offers.gone(replica, self.ready)
+            if reason is None and self.offers.is_complete(index, replica, based):
+                complete.append(self.offers.contribution(index, replica))
+            elif reason is None and waited < timing.round_deadline:
                 return []
             else:
                 left_out.append(LeftOut(replica=index, reason=reason or "no offer before the deadline"))
         complete, outliers = admission.without_outliers(complete)
         left_out += outliers
-        if not complete and waited < self.manifest.timing.gone_after:
+        if not complete and waited < timing.gone_after:
             return []
         return self._propose(now, tuple(complete), tuple(sorted(left_out, key=lambda x: x.replica)), tuple(diverged))
-
-    def _failure(self, replica: ReplicaSpec, wrong: set[str], waited: float) -> str | None:
-        for peer in replica.peers:
-            if peer in self._failures:
-                return f"peer {short_peer(peer)}: {self._failures[peer]}"
-            if peer in wrong:
-                return f"peer {short_peer(peer)}: its state differs from the majority's"
-        if waited < self.manifest.timing.gone_after:
-            return None
-        for peer in replica.peers:
-            offer = self._offers.get(peer)
-            offered = offer is not None and all(p.digest in self._held for p in offer.parts)
-            if peer not in self.ready and not offered:
-                return f"peer {short_peer(peer)}: gone"
-        return None
-
-    def _offer_of(self, index: int, peer: str) -> Offer | None:
-        """What `peer` offered as a member of replica `index`."""
-        offer = self._offers.get(peer)
-        return offer if offer is not None and offer.replica == index else None
-
-    def _is_complete(self, index: int, replica: ReplicaSpec) -> bool:
-        based = self.attestations.of(self.round - 1)
-        return all(
-            (offer := self._offer_of(index, peer)) is not None
-            and peer in based
-            and all(part.digest in self._held for part in offer.parts)
-            for peer in replica.peers
-        )
-
-    def _contribution(self, index: int, replica: ReplicaSpec) -> Contribution:
-        offers = [self._offers[peer] for peer in replica.peers]
-        losses = [o.loss for o in offers if o.loss is not None]
-        return Contribution(
-            replica=index,
-            tokens=min(o.tokens for o in offers),
-            steps=min(o.steps for o in offers),
-            loss=losses[-1] if losses else None,
-            shares=tuple(Share(peer=p, parts=o.parts) for p, o in zip(replica.peers, offers, strict=True)),
-        )
 
     def _propose(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ from protocol.rounds.chain_repair import ChainRoster
 from protocol.rounds.leader import Leader
 from protocol.rounds.member import Member
 from protocol.rounds.member_events import Effect, Event, Phase, RestoreFeedback, TrainOrder
+from protocol.rounds.offers import Offers
 from protocol.rounds.paxos_events import Appended
-from protocol.wire.commit import Commit, Record
+from protocol.wire.commit import Commit, Part, Record
 from protocol.wire.session import ChainReconfig, Offer
 from tests.sim.bootstrap_node import BootstrapNode
 from tests.sim.ledger import Vector
@@ -94,20 +96,37 @@ class GenerousRepairs(ChainRoster):
         return True
 
 
+class OffersOfAnybody(Offers):
+    """Takes what a peer offered as a member of one replica for its offer as a member of another one."""
+
+    def __init__(self, held: Iterable[str]) -> None:
+        super().__init__(held)
+        self.newest: dict[str, Offer] = {}
+
+    def begin(self) -> None:
+        super().begin()
+        self.newest = {}
+
+    def take(self, peer: str, offer: Offer) -> list[Part]:
+        self.newest[peer] = offer
+        return super().take(peer, offer)
+
+    def of(self, index: int, peer: str) -> Offer | None:
+        return self.newest.get(peer)
+
+
 class DoublingLeader(Leader):
     """Counts the share of a spare in every chain that it was given to."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.roster = GenerousRepairs(self.plan)
+        self.offers = OffersOfAnybody(self.offers.held)
 
     def _begin(self, commit: Commit, now: float) -> list[Any]:
         effects = super()._begin(commit, now)
         self.roster = GenerousRepairs(commit.plan)
         return effects
-
-    def _offer_of(self, index: int, peer: str) -> Offer | None:
-        return self._offers.get(peer)
 
 
 class DoublingBootstrap(BootstrapNode):

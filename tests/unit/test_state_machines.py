@@ -242,8 +242,12 @@ def test_random_lives_of_a_volunteer_take_every_row_and_apply_every_commit_once(
 M = tiny.manifest(rounds=2, start_peers=2)
 FULL, THIRD = tiny.full_memory(M), tiny.third_memory(M)
 SHARDS = layout.shard_names(M.model)
-CROWDS = (dict.fromkeys("cdefg", THIRD), dict.fromkeys("cdf", FULL - 1))
-"""The memory of each peer: enough for a chain and spares."""
+CROWDS = (
+    dict.fromkeys("cdefg", THIRD),
+    dict.fromkeys("cdf", FULL - 1),
+    {"a": FULL, "b": FULL, **dict.fromkeys("cdef", THIRD)},
+)
+"""The memory of each peer: enough for a chain and spares, in the last one besides full replicas."""
 
 
 class Twins:
@@ -313,20 +317,30 @@ class Twins:
         if self.sent and rng.random() < 0.5:
             return rng.choice(self.sent)
         lost = rng.choice(list(self.memory))
-        return ChainFailure(round=round, replica=0, generation=rng.randrange(2), peer=lost, reason="lost")
+        return ChainFailure(
+            round=round,
+            replica=rng.choice((0, 2)),
+            generation=rng.randrange(2),
+            peer=lost,
+            reason=rng.choice(("?", SLOW)),
+        )
 
     def offers(self, peer: str) -> leading.Event:
         """What `peer` offers, or a payload of it arrives."""
         plan = self.rng.choice(self.nodes).roster.plan
-        stage = plan.stage_of(peer) if plan else None
-        if plan is None or stage is None:
+        replica = plan.replica_of(peer) if plan else None
+        if plan is None or replica is None:
             return leading.Tick()
+        stage = plan.replicas[replica].stage_of(peer)
         shards = memory.stage_shards(self.manifest, stage.first, stage.last)
-        parts = tuple(Part(shard=s, digest=f"{peer}/{s}/{plan.round}", size=8, norm=1.0) for s in shards)
+        parts = tuple(
+            Part(shard=s, digest=f"{peer}/{s}/{plan.round}", size=8, norm=self.rng.choice((1.0, 99.0))) for s in shards
+        )
         if self.rng.random() < 0.7:
             return leading.Held(self.rng.choice(parts).digest)
-        tokens = M.train.step_tokens
-        return self.says(peer, Offer(round=plan.round, replica=0, parts=parts, tokens=tokens, steps=1, loss=None))
+        tokens, loss = M.train.step_tokens, self.rng.choice((None, 2.0))
+        offer = Offer(round=plan.round, replica=replica, parts=parts, tokens=tokens, steps=1, loss=loss)
+        return self.says(peer, offer)
 
 
 def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:

@@ -1,0 +1,87 @@
+"""What was offered to the open round: whose work is complete, who has failed, and what a commit would say of it.
+
+Part of the leader's machine (protocol/rounds/leader.py), pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from protocol.identity import short_peer
+from protocol.wire.commit import Contribution, Part, Share
+from protocol.wire.plan import ReplicaSpec
+from protocol.wire.session import Offer
+
+
+class Offers:
+    """The newest offer of each peer and the failures of one round. `held`: digests of the payloads that are durable here."""
+
+    def __init__(self, held: Iterable[str]) -> None:
+        self.held = set(held)
+        self._offers: dict[str, Offer] = {}
+        self._failures: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """The next round begins: nothing is offered yet."""
+        self._offers, self._failures = {}, {}
+
+    def take(self, peer: str, offer: Offer) -> list[Part]:
+        """Takes an offer that was admitted; the parts that are not held yet are returned."""
+        self._offers[peer] = offer
+        return [part for part in offer.parts if part.digest not in self.held]
+
+    def fail(self, peer: str, reason: str) -> None:
+        """`peer` gave up or was refused; the first reason counts."""
+        self._failures.setdefault(peer, reason)
+
+    def has_failed(self, peer: str) -> bool:
+        return peer in self._failures
+
+    def of(self, index: int, peer: str) -> Offer | None:
+        """What `peer` offered as a member of replica `index`."""
+        offer = self._offers.get(peer)
+        return offer if offer is not None and offer.replica == index else None
+
+    def steps(self, index: int, replica: ReplicaSpec) -> int:
+        """The most inner steps that a member of the replica has offered, 0 where none has."""
+        offers = [self.of(index, peer) for peer in replica.peers]
+        return max((offer.steps for offer in offers if offer is not None), default=0)
+
+    def failure(self, replica: ReplicaSpec, diverged: Collection[str]) -> str | None:
+        """Why the replica's work cannot count any more: a member failed, or its state is one of the `diverged`."""
+        for peer in replica.peers:
+            if peer in self._failures:
+                return f"peer {short_peer(peer)}: {self._failures[peer]}"
+            if peer in diverged:
+                return f"peer {short_peer(peer)}: its state differs from the majority's"
+        return None
+
+    def gone(self, replica: ReplicaSpec, ready: Collection[str]) -> str | None:
+        """Which member is not among the `ready` ones and has left no offer of which all is here, in words."""
+        for peer in replica.peers:
+            offer = self._offers.get(peer)
+            if peer not in ready and (offer is None or not self._is_held(offer)):
+                return f"peer {short_peer(peer)}: gone"
+        return None
+
+    def is_complete(self, index: int, replica: ReplicaSpec, based: Collection[str]) -> bool:
+        """Whether every member has offered, all of it is here, and it is `based`: the state before the round is attested."""
+        return all(
+            (offer := self.of(index, peer)) is not None and peer in based and self._is_held(offer)
+            for peer in replica.peers
+        )
+
+    def contribution(self, index: int, replica: ReplicaSpec) -> Contribution:
+        """What a commit says of a complete replica. Its steps are those of the slowest member, its loss the last stage's."""
+        offers = [self._offers[peer] for peer in replica.peers]
+        losses = [offer.loss for offer in offers if offer.loss is not None]
+        return Contribution(
+            replica=index,
+            tokens=min(offer.tokens for offer in offers),
+            steps=min(offer.steps for offer in offers),
+            loss=losses[-1] if losses else None,
+            shares=tuple(Share(peer=p, parts=o.parts) for p, o in zip(replica.peers, offers, strict=True)),
+        )
+
+    def _is_held(self, offer: Offer) -> bool:
+        return all(part.digest in self.held for part in offer.parts)

@@ -1,0 +1,73 @@
+"""What was offered to a round: complete, failed or pending, and what a commit says of it."""
+
+from __future__ import annotations
+
+from protocol.rounds.offers import Offers
+from protocol.wire.commit import Part
+from protocol.wire.plan import ReplicaSpec, StageSpec
+from protocol.wire.session import Offer
+
+CHAIN = ReplicaSpec(rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(("a", "b", "c"))))
+
+
+def offer(peer: str, steps: int = 4, replica: int = 1, loss: float | None = None) -> Offer:
+    parts = (Part(shard=f"of {peer}", digest=peer, size=8, norm=1.0),)
+    return Offer(round=1, replica=replica, parts=parts, tokens=steps * 16, steps=steps, loss=loss)
+
+
+def offered(*peers: str, held: tuple[str, ...] = ("a", "b", "c"), **changes: int) -> Offers:
+    offers = Offers(held)
+    for peer in peers:
+        offers.take(peer, offer(peer, **changes))
+    return offers
+
+
+def test_what_is_not_held_is_to_be_fetched() -> None:
+    offers = Offers(("a",))
+    assert offers.take("a", offer("a")) == []
+    assert offers.take("b", offer("b")) == list(offer("b").parts)
+
+
+def test_a_replica_is_complete_when_all_offered_all_is_held_and_all_attested_the_state_before() -> None:
+    assert offered("a", "b", "c").is_complete(1, CHAIN, based=("a", "b", "c"))
+    assert not offered("a", "b").is_complete(1, CHAIN, based=("a", "b", "c"))
+    assert not offered("a", "b", "c", held=("a", "b")).is_complete(1, CHAIN, based=("a", "b", "c"))
+    assert not offered("a", "b", "c").is_complete(1, CHAIN, based=("a", "b"))
+    assert not offered("a", "b", "c", replica=0).is_complete(1, CHAIN, based=("a", "b", "c")), "of another replica"
+
+
+def test_a_contribution_counts_the_steps_of_the_slowest_and_the_loss_of_the_last() -> None:
+    offers = offered("a", "b")
+    offers.take("b", offer("b", steps=2))
+    offers.take("c", offer("c", loss=1.5))
+    made = offers.contribution(1, CHAIN)
+    assert (made.replica, made.steps, made.tokens, made.loss) == (1, 2, 32, 1.5)
+    assert [(share.peer, share.parts[0].shard) for share in made.shares] == [(p, f"of {p}") for p in "abc"]
+    assert offers.steps(1, CHAIN) == 4
+    assert offers.steps(0, CHAIN) == Offers(()).steps(1, CHAIN) == 0
+
+
+def test_a_replica_fails_with_its_first_member_that_failed_or_diverged() -> None:
+    offers = offered("a")
+    assert offers.failure(CHAIN, diverged=("x",)) is None
+    assert offers.failure(CHAIN, diverged=("c",)) == "peer c: its state differs from the majority's"
+    offers.fail("b", "out of memory")
+    offers.fail("b", "something else")
+    assert offers.failure(CHAIN, diverged=("c",)) == "peer b: out of memory"
+    assert (offers.has_failed("b"), offers.has_failed("a")) == (True, False)
+
+
+def test_who_is_gone_is_missed_unless_all_that_it_offered_is_here() -> None:
+    offers = offered("a", "b", held=("a",))
+    assert offers.gone(CHAIN, ready=("b", "c")) is None
+    assert offers.gone(CHAIN, ready=("a", "c")) == "peer b: gone", "its payload never came"
+    assert offers.gone(CHAIN, ready=("a", "b")) == "peer c: gone"
+
+
+def test_with_the_next_round_nothing_is_offered_and_nobody_has_failed() -> None:
+    offers = offered("a", "b", "c")
+    offers.fail("b", "?")
+    offers.begin()
+    assert offers.of(1, "a") is None
+    assert offers.failure(CHAIN, diverged=()) is None
+    assert offers.take("c", offer("c")) == [], "what is held stays held"
