@@ -161,6 +161,7 @@ class BootstrapNode:
         return self.archive.after(ask.after)
 
     def _opened(self, session: Session) -> None:
+        """Says that the run is over, if it is; again with every answer about the log, since a message may find no place."""
         if self._finished is not None:
             session.post(encoding.encode(self._finished))
 
@@ -172,6 +173,7 @@ class BootstrapNode:
                 self._events.put_nowait(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
+                self._opened(session)
             case Heartbeat():
                 phase = "stalled" if self._stalled else "leading" if self._quorum.leads else "following"
                 session.post(encoding.encode(Heartbeat(phase=phase, round=self.leader.round)))

@@ -81,6 +81,7 @@ def short_peer(peer_id: str) -> str:
     return peer_id[-8:]
 
 
+@functools.lru_cache(maxsize=1024)
 def verify(peer_id: str, data: bytes, signature: bytes) -> bool:
     """Whether `signature` is `peer_id`'s signature of `data`; False too for what is no peer id."""
     try:

@@ -186,7 +186,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        self._streams: set[FrameStream] = set()
+        self._streams: dict[FrameStream, None] = {}  # in the order in which they were opened
         self._tasks: set[asyncio.Task[object]] = set()
 
     @property
@@ -200,11 +200,11 @@ class Endpoint:
         """A stream that `abort_all` ends too."""
 
         def gone() -> None:
-            self._streams.discard(stream)
+            self._streams.pop(stream, None)
             abort()
 
         stream = FrameStream(remote, name, reader, writer, gone, self.traffic)
-        self._streams.add(stream)
+        self._streams[stream] = None
         return stream
 
     async def run(self, handler: Handler, stream: FrameStream) -> None:

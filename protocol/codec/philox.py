@@ -21,7 +21,8 @@ _LANE_MEAN = 2 * 65_535  # of the sum of four stripes
 _LANE_STD = math.sqrt(4 * (65_536**2 - 1) / 12)
 
 
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
+"""Numbers that are made at a time."""
 
 
 def _philox(seed: bytes, name: str) -> np.random.Philox:
@@ -34,17 +35,19 @@ def bits(seed: bytes, name: str, n: int) -> npt.NDArray[np.uint64]:
     return np.asarray(_philox(seed, name).random_raw(n), dtype=np.uint64)
 
 
-def normal_like(seed: bytes, name: str, shape: Sequence[int], std: float) -> npt.NDArray[np.float32]:
-    """Near-normal fp32 numbers of the given shape, mean 0; one word of the stream `name` each, in row-major
-    order."""
+def normal_like(
+    seed: bytes, name: str, shape: Sequence[int], std: float, *, block: int = BLOCK
+) -> npt.NDArray[np.float32]:
+    """Near-normal fp32 numbers of the given shape, mean 0, standard deviation `std`. Each is made of one word of the stream `name`,
+    in row-major order, `block` at a time."""
     stream = _philox(seed, name)
     out = np.empty(math.prod(shape), dtype=np.float32)
     scale = np.float32(std / _LANE_STD)
-    for start in range(0, out.size, _BLOCK):
-        part = out[start : start + _BLOCK]
+    for start in range(0, out.size, block):
+        part = out[start : start + block]
         words = np.asarray(stream.random_raw(part.size), dtype=np.uint64)
         total = np.zeros(part.size, dtype=np.int64)
-        for stripe in range(4):
-            total += ((words >> np.uint64(16 * stripe)) & np.uint64(0xFFFF)).astype(np.int64)
+        for lane in range(4):
+            total += ((words >> np.uint64(16 * lane)) & np.uint64(0xFFFF)).astype(np.int64)
         np.multiply((total - _LANE_MEAN).astype(np.float32), scale, out=part)
     return out.reshape(shape)

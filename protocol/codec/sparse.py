@@ -89,15 +89,20 @@ class Sparse:
 
 def entries(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
     """How many entries a payload of these shapes carries."""
-    return sum(topk.tiling(shape, codec.topk).entries for shape in shapes)
+    return sum(topk.tiling(tuple(shape), codec.topk).entries for shape in shapes)
 
 
 def max_payload_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> int:
     """The most bytes that a payload can have; with `fixed` indices, every payload's exact length."""
+    return _max_payload_size(codec, tuple(tuple(shape) for shape in shapes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _max_payload_size(codec: Codec, shapes: tuple[tuple[int, ...], ...]) -> int:
     size = _HEADER.size
     for shape in shapes:
         size += 4 * _CENTROIDS[codec.values]
-        for part in _segments(topk.tiling(shape, codec.topk)):
+        for part in _segments(topk.tiling(tuple(shape), codec.topk)):
             size += sum(_fields(codec, part)) + (_LENGTH + _quotients(part)[1] if codec.indices == "rice" else 0)
     return size
 
@@ -106,7 +111,7 @@ def entropy_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> float:
     """Bytes of log2 C(n, k') bits a tile and of the bare values: the shortest code for index sets without structure."""
     size_bits = 0.0
     for shape in shapes:
-        t = topk.tiling(shape, codec.topk)
+        t = topk.tiling(tuple(shape), codec.topk)
         subsets = math.lgamma(t.n + 1) - math.lgamma(t.keep + 1) - math.lgamma(t.n - t.keep + 1)
         size_bits += t.tiles * subsets / math.log(2) + t.entries * (32 if codec.values == "fp32" else 2)
     return size_bits / 8
@@ -240,7 +245,7 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
     header, lengths and centroids are checked before all else, then padding, index order and range, and finiteness."""
     result = []
     for number, tensor in enumerate(_open(codec, shapes, payload)):
-        tiling = topk.tiling(shapes[number], codec.topk)
+        tiling = topk.tiling(tuple(shapes[number]), codec.topk)
         offsets, corners = tiling.offsets, tiling.corners[:, None]
         index = np.empty((tiling.tiles, tiling.keep), dtype=np.int64)
         values = np.empty((tiling.tiles, tiling.keep), dtype=np.float32)
@@ -313,7 +318,7 @@ def _descend(
 def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[_Tensor]:
     """Raises PayloadError if header, lengths or centroids cannot be those of a payload."""
     raw = np.frombuffer(payload, dtype=np.uint8)
-    cut = [_segments(topk.tiling(shape, codec.topk)) for shape in shapes]
+    cut = [_segments(topk.tiling(tuple(shape), codec.topk)) for shape in shapes]
     least = [0 if codec.indices == "fixed" else _quotients(part)[0] for parts in cut for part in parts]
     most = [0 if codec.indices == "fixed" else _quotients(part)[1] for parts in cut for part in parts]
     start = _HEADER.size + (_LENGTH * len(least) if codec.indices == "rice" else 0)

@@ -10,7 +10,8 @@ Shape letters: R rows, C columns, T tiles, N elements of a tile, G groups of a t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -102,8 +103,9 @@ def _divisor(n: int, limit: int) -> int:
     return next(s for s in range(min(n, limit), 0, -1) if n % s == 0)
 
 
-def tiling(shape: Sequence[int], k: int) -> Tiling:
-    """Raises ValueError for a shape that is neither a vector's nor a matrix's."""
+@functools.lru_cache(maxsize=4096)
+def tiling(shape: tuple[int, ...], k: int) -> Tiling:
+    """How a tensor of this shape is cut, `k` of every 4096 elements being kept. Raises ValueError for a shape that is neither a vector's nor a matrix's."""
     if len(shape) not in (1, 2) or min(shape) < 1:
         raise ValueError(f"only non-empty vectors and matrices can be sparse, not shape {tuple(shape)}")
     if len(shape) == 1:

@@ -11,6 +11,7 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from protocol.errors import PotluckError
@@ -30,9 +31,21 @@ class SchemaError(PotluckError):
         self.reason = reason
 
 
+Convert = Callable[[Any, str, bool], Any]
+"""(value, path, whether unknown fields are ignored) -> the value as a field wants it. Raises SchemaError."""
+
+
 @functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def _fields(cls: type) -> dict[str, tuple[Convert, bool]]:
+    """The fields of a dataclass: how each is converted, and whether it may be left out."""
+    hints = typing.get_type_hints(cls)
+    return {
+        f.name: (
+            _converter(hints[f.name]),
+            f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING,
+        )
+        for f in dataclasses.fields(cls)
+    }
 
 
 def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = False) -> T:
@@ -42,45 +55,56 @@ def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = Fa
     """
     if not isinstance(data, dict):
         raise SchemaError(where or "top level", f"must be a table, not {_name(data)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = _fields(cls)  # type: ignore[arg-type]
     prefix = f"{where}." if where else ""
     if not ignore_unknown:
         for key in data:
             if key not in fields:
                 raise SchemaError(f"{prefix}{key}", f"unknown field; known here: {', '.join(fields)}")
-    hints = _hints(cls)  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    for name, field in fields.items():
-        path = prefix + name
+    for name, (convert, optional) in fields.items():
         if name in data:
-            values[name] = _convert(hints[name], data[name], path, ignore_unknown)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise SchemaError(path, "missing field")
+            values[name] = convert(data[name], prefix + name, ignore_unknown)
+        elif not optional:
+            raise SchemaError(prefix + name, "missing field")
     try:
         return cls(**values)
     except ValueError as error:
         raise SchemaError(where or "top level", str(error)) from None
 
 
-def _convert(hint: Any, value: Any, path: str, ignore_unknown: bool) -> Any:
+@functools.cache
+def _converter(hint: Any) -> Convert:
+    """For fields of this type: a dataclass, a tuple or a table of one type, an optional one, or a plain type."""
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
-        inner = [a for a in typing.get_args(hint) if a is not type(None)]
-        return None if value is None else _convert(inner[0], value, path, ignore_unknown)
+        inner = _converter(next(a for a in typing.get_args(hint) if a is not type(None)))
+        return lambda value, path, ignore: None if value is None else inner(value, path, ignore)
     if dataclasses.is_dataclass(hint):
-        return build(hint, value, where=path, ignore_unknown=ignore_unknown)  # type: ignore[arg-type]
+        cls = typing.cast(type[Any], hint)
+        return lambda value, path, ignore: build(cls, value, where=path, ignore_unknown=ignore)
     if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise SchemaError(path, f"must be a list, not {_name(value)}")
-        _limit(value, path)
-        item = typing.get_args(hint)[0]
-        return tuple(_convert(item, v, f"{path}[{i}]", ignore_unknown) for i, v in enumerate(value))
+        return functools.partial(_convert_list, _converter(typing.get_args(hint)[0]))
     if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
-            raise SchemaError(path, f"must be a table with text keys, not {_name(value)}")
-        _limit(value, path)
-        item = typing.get_args(hint)[1]
-        return {k: _convert(item, v, f"{path}.{k}", ignore_unknown) for k, v in value.items()}
+        return functools.partial(_convert_table, _converter(typing.get_args(hint)[1]))
+    return functools.partial(_convert_plain, hint)
+
+
+def _convert_list(item: Convert, value: Any, path: str, ignore: bool) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise SchemaError(path, f"must be a list, not {_name(value)}")
+    _limit(value, path)
+    return tuple([item(v, f"{path}[{i}]", ignore) for i, v in enumerate(value)])
+
+
+def _convert_table(item: Convert, value: Any, path: str, ignore: bool) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
+        raise SchemaError(path, f"must be a table with text keys, not {_name(value)}")
+    _limit(value, path)
+    return {k: item(v, f"{path}.{k}", ignore) for k, v in value.items()}
+
+
+def _convert_plain(hint: Any, value: Any, path: str, ignore: bool) -> Any:
     if type(value) is not hint and not (hint is float and type(value) is int):
         raise SchemaError(path, f"must be {hint.__name__}, not {_name(value)}")
     if type(value) is int and not -(2**63) <= value < 2**64:
@@ -99,12 +123,17 @@ def _name(value: Any) -> str:
     return "nothing" if value is None else type(value).__name__
 
 
+@functools.cache
+def _names(cls: Any) -> tuple[str, ...] | None:
+    """The names of a dataclass's fields; None for any other type."""
+    return tuple(f.name for f in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
+
+
 def plain(value: Any) -> Any:
     """The inverse of `build`: dataclasses become maps, tuples become lists."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, tuple | list):
         return [plain(v) for v in value]
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
-    return value
+    names = _names(type(value))
+    return value if names is None else {name: plain(getattr(value, name)) for name in names}

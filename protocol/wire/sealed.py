@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from protocol import identity
 from protocol.errors import shown
 from protocol.identity import Identity, short_peer
@@ -33,6 +35,7 @@ def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
     return peer, decode(body, peer)
 
 
+@functools.lru_cache(maxsize=2048)
 def unseal_announcement(raw: bytes, subkey: str, run: str) -> Announcement | None:
     """The announcement in a DHT record, or None where it is not one of `run` signed by `subkey`."""
     try:

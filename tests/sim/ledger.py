@@ -1,160 +1,171 @@
-"""What must be true, computed a second time: the replay of the log and the ledger of every peer's work, in fractions.
+"""What must be true, computed a second time from what the disks say: the replay of the log, and the ledger of every peer's work.
 
-The model of a shard is a vector of three rational numbers, so every check is an equality, not a tolerance.
+P1  What a peer attests of a shard after round r is what the log gives: θ(r) = θ(r-1) - η Σ w_m sent_m over the decided commits.
+P2  The first commit of a round that any node's log holds is the only one, and it follows from the one before.
+P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feedback was durable, and sent_i the payload of round i where
+    a decided commit names it, else 0:
 
-P1  theta(shard, r) = theta(shard, r-1) - eta sum_m w_m sent_m, over the decided commits: what every peer that attests
-    round r must hold.
-P2  the first commit of a round that any node writes, applies or learns is the only one, and it follows from the one
-    before.
-P3  for every peer and shard, with the pseudo-gradients delta_1 ... delta_n that its EncodeUpdate and KeepInFeedback records made durable, and
-    sent_i the payload of record i if a decided commit names it, else 0:
+        Σ_i β^(n-i) sent_i + e = Σ_i β^(n-i) δ_i        once no offer waits for its decision.
 
-        sum_i beta^(n-i) sent_i + e = sum_i beta^(n-i) delta_i        whenever no offer is waiting for its decision.
+    A pseudo-gradient counts from the moment that the feedback with it is durable: a crash before that moment loses the work of that
+    one round (its δ is zero, even if what was sent of it is committed), and nothing else is ever lost. And nothing may be committed
+    whose offer was not durable at its sender.
 
-    A pseudo-gradient counts from the moment the feedback with it is durable: a crash before that moment loses the work of
-    that one round (its delta is zero, even if what was sent of it is committed), and nothing else is ever lost. Conversely
-    nothing may be committed that never was durable at its sender.
+β is 1 or 1/2, the payloads are fp32 and all that is learned are small whole numbers, so fp32 rounds nothing away in e, and the
+equation is one of numbers, not of tolerances.
 """
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
-from fractions import Fraction
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.state.outer_optimizer import Outer
+from protocol.codec import sparse
+from protocol.rounds import validation
+from protocol.run import init, layout
+from protocol.run.manifest import Manifest
+from protocol.wire import encoding
 from protocol.wire.commit import Commit, Part
+from protocol.wire.schema import build
+from protocol.wire.session import Offer
+from tests.sim.trainer import DrawnTrainer
+from tests.sim.world import Violation
 
-Vector = tuple[Fraction, ...]
-SIZE = 3
-ZERO: Vector = (Fraction(0),) * SIZE
-
-
-class Violation(Exception):
-    """A promise was broken; `promise` names it."""
-
-    def __init__(self, promise: str, text: str) -> None:
-        super().__init__(f"{promise}: {text}")
-        self.promise = promise
+Arrays = list[NDArray[np.float32]]
 
 
-def add(x: Vector, y: Vector, factor: Fraction | int = 1) -> Vector:
-    """x + factor y."""
-    return tuple(a + factor * b for a, b in zip(x, y, strict=True))
-
-
-def scale(x: Vector, factor: Fraction) -> Vector:
-    return tuple(factor * a for a in x)
-
-
-def digest(shard: str, x: Vector) -> str:
-    """The digest of a shard's vector or of a payload."""
-    return hashlib.sha256(f"{shard} {' '.join(map(str, x))}".encode()).hexdigest()
-
-
-def initial(shard: str) -> Vector:
-    """theta(0) of a shard."""
-    raw = hashlib.sha256(shard.encode()).digest()
-    return tuple(Fraction(raw[i]) for i in range(SIZE))
-
-
-def weighted(commit: Commit, shard: str) -> list[tuple[Fraction, Part]]:
-    """(weight, part) of every committed payload of `shard`, with exact weights, in commit order."""
-    total = sum(c.tokens for c in commit.contributions)
-    parts = [(c.tokens, p) for c in commit.contributions for s in c.shares for p in s.parts if p.shard == shard]
-    return [(Fraction(tokens, total), part) for tokens, part in parts]
-
-
-def outer_step(theta: Vector, commit: Commit, shard: str, payloads: dict[str, Vector], eta: Fraction) -> Vector:
-    """theta after `commit`. Raises KeyError if a payload is missing."""
-    for weight, part in weighted(commit, shard):
-        theta = add(theta, payloads[part.digest], -eta * weight)
-    return theta
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Entry:
-    """One round's durable work of a peer on one shard; `part` is what it offers."""
+    """One round's durable work of a peer on one shard: what it learned (None: nothing that counts), and what it offered."""
 
-    round: int
-    delta: Vector
-    part: Part | None
+    delta: Arrays | None = None
+    part: Part | None = None
 
 
+@dataclass(slots=True)
 class Ledger:
-    """The omniscient observer of one simulated run."""
+    """The omniscient observer of one run."""
 
-    def __init__(self, beta: Fraction, eta: Fraction, run: str) -> None:
-        self.beta = beta
-        self.eta = eta
-        self.run = run
-        self.payloads: dict[str, Vector] = {}
-        self.log: dict[int, Commit] = {}
-        self.entries: dict[tuple[str, str], list[Entry]] = {}
-        self._theta: dict[tuple[str, int], Vector] = {}
-        self._digests: dict[tuple[str, int], str] = {}
-        self._committed: set[tuple[str, int, str, str]] = set()
+    manifest: Manifest
+    stats: Counter[str]
+    payloads: dict[str, bytes] = field(default_factory=dict)
+    log: list[Commit] = field(default_factory=list)
+    entries: dict[tuple[str, str], dict[int, Entry]] = field(default_factory=dict)
+    _replay: Outer | None = None
+    _digests: list[dict[str, str]] = field(default_factory=list)
 
-    def saw(self, commit: Commit, who: str) -> None:
-        """P2: `who` wrote, applied or learned this commit."""
-        known = self.log.get(commit.round)
-        if known is None:
-            parent = self.log[commit.round - 1].digest if commit.round else self.run
-            if commit.parent != parent:
-                raise Violation("P2", f"{who}: the commit of round {commit.round} has another parent")
-            self.log[commit.round] = commit
-            self._decided(commit)
-        elif known is not commit and known != commit:
-            raise Violation("P2", f"{who} has another commit for round {commit.round} than somebody before it")
+    # --- what is durable
 
-    def _decided(self, commit: Commit) -> None:
-        for contribution in commit.contributions:
-            for share in contribution.shares:
-                for part in share.parts:
-                    entries = self.entries.get((share.peer, part.shard), [])
-                    if not any(e.round == commit.round and e.part == part for e in entries):
-                        raise Violation(
-                            "P3",
-                            f"round {commit.round} commits work of {share.peer} on {part.shard} that is not durable",
-                        )
-                    self._committed.add((share.peer, commit.round, part.shard, part.digest))
+    def written(self, who: str, path: Path, data: bytes, trainer: DrawnTrainer | None) -> None:
+        """A file is on the disk of `who`."""
+        if path.parent.name == "blobs":
+            self.payloads.setdefault(path.name, data)
+        elif path.name.startswith("offer-"):
+            offer = build(Offer, json.loads(data))
+            for part in offer.parts:
+                self._entry(who, part.shard, offer.round).part = part
+        elif path.name.startswith("feedback-") and trainer is not None:
+            round = int(path.name.split("-")[1].split(".")[0])
+            for shard, delta in trainer.deltas.get(round, {}).items():
+                self._entry(who, shard, round).delta = delta
 
-    def theta(self, shard: str, round: int) -> Vector:
-        """The replay of the log."""
-        if round <= 0:
-            return initial(shard)
-        key = (shard, round)
-        if key not in self._theta:
-            before = self.theta(shard, round - 1)
-            self._theta[key] = outer_step(before, self.log[round], shard, self.payloads, self.eta)
-        return self._theta[key]
+    def _entry(self, who: str, shard: str, round: int) -> Entry:
+        return self.entries.setdefault((who, shard), {}).setdefault(round, Entry())
 
-    def theta_digest(self, shard: str, round: int) -> str:
-        """The digest that every honest peer must attest."""
-        key = (shard, round)
-        if key not in self._digests:
-            self._digests[key] = digest(shard, self.theta(shard, round))
-        return self._digests[key]
+    def appended(self, who: str, record: bytes) -> None:
+        """P2, and that what is committed was durable: a record is in the log of `who`."""
+        found = encoding.decode_record(record, who)
+        commit = found.commit
+        if commit.round < len(self.log):
+            if self.log[commit.round] != commit:
+                raise Violation("P2", f"{who[-8:]} writes another commit for round {commit.round} than somebody before")
+            return
+        before = self.log[-1] if self.log else None
+        parent = before.digest if before else self.manifest.run_id
+        if commit.round != len(self.log) or commit.parent != parent:
+            raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that does not follow")
+        for problem in validation.problems(self.manifest, before.plan if before else None, commit):
+            raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that {problem}")
+        self._count(found.ballot, commit, before)
+        for share in (s for c in commit.contributions for s in c.shares):
+            for part in share.parts:
+                entry = self.entries.get((share.peer, part.shard), {}).get(commit.round)
+                if entry is None or entry.part != part:
+                    text = f"round {commit.round} commits work of {share.peer[-8:]} on {part.shard} that is not durable"
+                    raise Violation("P3", text)
+        self.log.append(commit)
 
-    def check_theta(self, who: str, shard: str, round: int, theta: Vector) -> None:
-        """P1."""
-        if theta != self.theta(shard, round):
-            raise Violation("P1", f"{who}: {shard} after round {round} is not what the log gives")
+    def _count(self, ballot: int, commit: Commit, before: Commit | None) -> None:
+        spares = before.plan.spares if before is not None and before.plan is not None else ()
+        self.stats["commits"] += 1
+        self.stats["contributions"] += len(commit.contributions)
+        self.stats["left out"] += len(commit.left_out)
+        self.stats["higher ballots"] += ballot > 0
+        self.stats["spares' shares"] += sum(s.peer in spares for c in commit.contributions for s in c.shares)
 
-    def durable(self, who: str, shard: str, entry: Entry, again: bool = False) -> None:
-        """An offer, or the feedback after a round, of `who` is on its disk; `again`: the feedback that belongs to the offer."""
-        entries = self.entries.setdefault((who, shard), [])
-        if again:
-            assert entries[-1].part == entry.part
-            entries.pop()
-        entries.append(entry)
+    # --- P1
 
-    def check_feedback(self, who: str, shard: str, e: Vector) -> None:
-        """P3, at a moment at which every offer of `who` is decided and resolved."""
-        done, applied = ZERO, ZERO
-        for entry in self.entries.get((who, shard), []):
-            done = add(scale(done, self.beta), entry.delta)
-            applied = scale(applied, self.beta)
-            if entry.part and (who, entry.round, shard, entry.part.digest) in self._committed:
-                applied = add(applied, self.payloads[entry.part.digest])
-        if add(applied, e) != done:
-            raise Violation("P3", f"{who}: on {shard}, applied updates + e differ from the decayed sum of its work")
+    def digests(self, round: int) -> dict[str, str]:
+        """What every honest peer must attest after `round`, by shard."""
+        manifest, model = self.manifest, self.manifest.model
+        if self._replay is None:
+            self._replay = Outer(model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
+            seed = manifest.seed_bytes
+            self._replay.theta = {s: init.initial_shard(model, seed, s) for s in layout.shard_names(model)}
+            self._digests.append({s: self._replay.digest(s) for s in self._replay.theta})
+        while len(self._digests) <= round:
+            commit = self.log[len(self._digests)]
+            for shard in self._replay.theta:
+                self._replay.apply(shard, [(w, self.payloads[p.digest]) for w, p, _ in commit.payloads(shard)])
+            self._digests.append({s: self._replay.digest(s) for s in self._replay.theta})
+        return self._digests[round]
+
+    def attested(self, who: str, round: int, digests: dict[str, str], excused: set[str]) -> None:
+        """A peer says what it holds; `excused`: shards in which its memory failed."""
+        right = self.digests(round)
+        for shard, digest in digests.items():
+            if shard not in excused:
+                self.stats["states compared"] += 1
+                if digest != right[shard]:
+                    raise Violation("P1", f"{who[-8:]}: {shard} after round {round} is not what the log gives")
+
+    # --- P3
+
+    def check_feedback(self, who: str, feedback: dict[str, Arrays]) -> None:
+        """At a moment at which every offer of `who` is decided and resolved."""
+        model, codec = self.manifest.model, self.manifest.outer.codec
+        beta = float(self.manifest.outer.beta)
+        for (peer, shard), entries in self.entries.items():
+            if peer != who:
+                continue
+            shapes = layout.shapes(model, shard)
+            left = [np.zeros(shape) for shape in shapes]  # what was learned, less what was applied
+            for round, entry in sorted(entries.items()):
+                for x in left:
+                    x *= beta
+                if entry.delta is not None:
+                    for x, delta in zip(left, entry.delta, strict=True):
+                        x += delta
+                if entry.part is not None and _includes(self.log[round], who, entry.part):
+                    for x, sent in zip(
+                        left, sparse.decode(codec, shapes, self.payloads[entry.part.digest]), strict=True
+                    ):
+                        x.reshape(-1)[sent.index] -= sent.values
+            for x, e in zip(
+                left, feedback.get(shard) or [np.zeros(shape, np.float32) for shape in shapes], strict=True
+            ):
+                if not np.array_equal(x, e.astype(np.float64)):
+                    raise Violation(
+                        "P3", f"{who[-8:]}: on {shard}, applied updates + e differ from the sum of its work"
+                    )
+
+
+def _includes(commit: Commit, who: str, part: Part) -> bool:
+    """Whether this part of `who`'s was committed."""
+    return any(s.peer == who and part in s.parts for c in commit.contributions for s in c.shares)

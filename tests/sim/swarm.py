@@ -1,211 +1,269 @@
-"""One simulated run: who takes part, what connects them, when it is over, and what must hold at the end."""
+"""One simulated run: who takes part, when it is over, and what must hold at the end."""
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Iterable
-from fractions import Fraction
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from protocol.planning.partition import Candidate
-from protocol.run.manifest import OuterSpec
-from protocol.wire.plan import Plan
+from bootstrap.archive import Archive
+from bootstrap.node import BootstrapNode
+from peer import events
+from peer.config import JoinConfig
+from peer.events import Event
+from peer.node.peer import Factories, Peer
+from peer.state.storage import Storage
+from protocol.identity import Identity
+from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire import logfile
 from tests import tiny
-from tests.sim.bootstrap_node import BootstrapNode
-from tests.sim.ledger import Ledger, Vector, Violation
-from tests.sim.peer_node import SPEEDS, PeerNode
-from tests.sim.world import Weather, World
+from tests.sim.disk import SimDisk
+from tests.sim.ledger import Ledger
+from tests.sim.trainer import DrawnTrainer, Meetings
+from tests.sim.world import Crashed, Process, Violation, Weather, World
 
-PEERS = (6, 6, 6, 9, 12)
-QUORUMS = ((1, 1), (3, 3), (3, 3), (3, 4), (5, 5), (5, 6))
+PEERS = (3, 4, 4, 4, 6, 8)
+QUORUMS = ((1, 1), (1, 1), (1, 1), (3, 3), (3, 4), (5, 5))
 """Sizes of the quorum, and operators' nodes."""
-CHAIN_PATIENCE = 20.0
-Key = tuple[int, int, int]
-"""A chain: round, replica, generation."""
-LATEST = 150.0
+LATEST = 40.0
 """By then everybody has started."""
 
 
 class Swarm:
-    """Everything that one seed decides; `run` raises Violation if a promise is failure."""
+    """Everything that one seed decides; `run` raises Violation if a promise is broken."""
 
-    def __init__(
-        self,
-        seed: int,
-        bootstrap_class: type[BootstrapNode] = BootstrapNode,
-        peer_class: type[PeerNode] = PeerNode,
-        verbose: bool = False,
-    ) -> None:
+    def __init__(self, seed: int, verbose: bool = False, storm: bool = False) -> None:
         rng = random.Random(seed)
-        self.speeds = random.Random(f"speeds {seed}")
-        rounds = rng.randint(3, 8)
-        count = rng.choice(PEERS)
-        size, nodes = rng.choice(QUORUMS)
-        names = tuple(o.peer_id for o in tiny.OPERATORS[:nodes])
+        size, count = (rng.choice(((3, 3), (3, 4), (5, 5))), 1) if storm else (rng.choice(QUORUMS), rng.choice(PEERS))
+        operators = tiny.OPERATORS[: size[1]]
+        names = tuple(o.peer_id for o in operators)
         self.manifest = tiny.manifest(
-            rounds=rounds,
+            seed=seed,
+            rounds=rng.randint(3, 6),
             start_peers=rng.randint(1, count),
             operators=names,
-            quorum=size,
-            outer=OuterSpec(overlap=rng.choice((0, 1))),
+            quorum=size[0],
+            checkpoint_rounds=rng.choice((1, 2, 4)),
+            outer=OuterSpec(
+                topk=1024, values="fp32", indices="fixed", beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))
+            ),
         )
-        self.world = World(rng, Weather.draw(rng), wire=seed % 10 == 0, verbose=verbose)
-        self.ledger = Ledger(
-            rng.choice((Fraction(1), Fraction(1, 2), Fraction(19, 20))), Fraction(1), self.manifest.run_id
-        )
-        self._sessions = 0
-        self._chains: dict[tuple[Key, tuple[str, ...]], set[str]] = {}
-        self._torn: set[tuple[Key, tuple[str, ...]]] = set()
-        self.peers: dict[str, PeerNode] = {}
-        self.nodes = {name: bootstrap_class(self, name) for name in names}
+        self.world = world = World(seed, weather(rng, storm), rng, verbose)
+        self.ledger = Ledger(self.manifest, world.stats)
+        self.meetings = Meetings(world, self.manifest.train.inner_steps)
+        self.reports: set[tuple[int, str, str]] = set()
+        self._excused: dict[str, set[str]] = {}
+        self._trainers: dict[str, DrawnTrainer] = {}
+        self._applied: dict[str, int] = {}
+        self._ended: dict[str, asyncio.Future[None]] = {}
+        addresses = tuple(f"/memory/p2p/{name}" for name in names)
+        self.nodes = [Process(world, o, lambda p: self._node(p, addresses), "nodes") for o in operators]
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
-        full = rng.choice((0, 1, 2, 2, 2, 3))
+        full = 1 if storm else rng.choice((0, 1, 2, 2, 3))
+        self.peers = []
         for i in range(count):
-            memory = whole if i < full else self.speeds.choice((third, third, third, whole - 1))
-            candidate = Candidate(
-                peer=f"peer-{i}",
-                memory_bytes=memory,
-                up_bps=rng.choice((10**6, 10**7)),
-                down_bps=self.speeds.choice((0, 10**7)),
-                speed_flops=self.speeds.choice(SPEEDS),
+            memory = whole if i < full else rng.choice((third, third, third, whole - 1))
+            config = JoinConfig(
+                folder=Path("/"), memory_bytes=memory, up_bps=rng.choice((10**6, 10**7)), down_bps=10**7
             )
-            self.peers[candidate.peer] = peer_class(self, candidate, rng.uniform(2.0, 25.0))
-        for node in self.nodes.values():
-            self.world.at(rng.uniform(0.0, 5.0), node.start)
-        self.world.weathers([*self.nodes, *self.peers], list(names))
-        for peer in self.peers.values():
-            late = rng.random() < 0.15
-            self.world.at(rng.uniform(30.0, LATEST) if late else rng.uniform(0.0, 10.0), peer.start)
-        self.world.trace("world", f"{self.world.weather}")
+            identity = Identity(rng.randbytes(32))
+            self.peers.append(Process(world, identity, self._peer_life(config, addresses), "peers"))
+            self._ended[identity.peer_id] = world.loop.create_future()
+        world.trace("world", f"{world.weather}")
+
+    # --- the processes
+
+    async def _node(self, process: Process, addresses: tuple[str, ...]) -> None:
+        archive = Archive(process.folder, self.manifest, self._disk(process))
+        emit = process.emitter(lambda event: self._hear_node(process, event))
+        clock = self.world.clock()
+        node = BootstrapNode(self.manifest, process.identity, process.transport, archive, emit, addresses, clock)
+        process.running = node
+        await node.run()
+
+    def _peer_life(self, config: JoinConfig, addresses: tuple[str, ...]) -> Any:
+        async def live(process: Process) -> None:
+            trainer: list[DrawnTrainer] = []
+
+            def inner_loop(manifest: Manifest, peer: str, *rest: Any) -> DrawnTrainer:
+                announce = rest[3]
+                trainer.append(DrawnTrainer(process, self.meetings, manifest, announce))
+                self._trainers[process.name] = trainer[0]
+                return trainer[0]
+
+            self._trainers.pop(process.name, None)
+            self._applied.pop(process.name, None)
+            storage = Storage(process.folder, None, self._disk(process))
+            made = Factories(clock=self.world.clock(), corpus=no_text, inner_loop=inner_loop)
+            emit = process.emitter(lambda event: self._hear_peer(process, event))
+            peer = Peer(self.manifest, process.identity, process.transport, storage, config, addresses, emit, made)
+            process.running = peer
+            try:
+                await peer.run()
+            finally:
+                self.meetings.left(process.name)
+            self._check_end(process, peer)
+            self._ended[process.name].set_result(None)
+
+        return live
+
+    def _disk(self, process: Process) -> SimDisk:
+        def heard(path: Path, data: bytes) -> None:
+            if path.name == logfile.LOG:
+                self._guarded(self.ledger.appended, process.name, data[len(logfile.pack(b"")) :])
+            else:
+                self._guarded(self.ledger.written, process.name, path, data, self._trainers.get(process.name))
+
+        return HeardDisk(process, heard)
+
+    # --- what they tell
+
+    def _hear_node(self, process: Process, event: Event) -> None:
+        match event.body:
+            case events.Attest(peer=peer, round=round, digests=digests):
+                self._guarded(self.ledger.attested, peer, round, dict(digests), self._excused.get(peer, set()))
+            case events.Diverged(peer=peer, round=round, shard=shard):
+                self.reports.add((round, peer, shard))
+            case events.Leads(leads=leads):
+                self.world.stats["leads"] += leads
+            case events.Moved():
+                self.world.stats["moved"] += 1
+            case events.ChainReconfigured(peers=members, steps=steps):
+                kind = "ended" if not members else "finished" if steps else "reconfigured"
+                self.world.stats[f"chains {kind}"] += 1
+            case events.Warning(text=text) if text.startswith("quorum:"):
+                self.world.stats["stalls"] += 1
+        self.world.trace(process.name, f"{event.body}")
+
+    def _hear_peer(self, process: Process, event: Event) -> None:
+        match event.body:
+            case events.Round(round=round):
+                before = self._applied.get(process.name, round - 1)
+                if round != before + 1:
+                    self._guarded(self._wrong_round, process.name, round, before)
+                self._applied[process.name] = round
+                self._spoil(process)
+            case events.Offered():
+                self.world.stats["offers"] += 1
+            case events.Withdrew():
+                self.world.stats["withdrawals"] += 1
+            case events.ShardRebuilt(shards=shards):
+                self.world.stats["rebuilt"] += len(shards)
+            case events.Recovered():
+                self.world.stats["recovered"] += 1
+        self.world.trace(process.name, f"{event.body}")
+
+    def _wrong_round(self, name: str, round: int, before: int) -> None:
+        raise Violation("P2", f"{name[-8:]} applies round {round} to the state after round {before}")
+
+    def _spoil(self, process: Process) -> None:
+        """Perhaps a bit of its memory flips."""
+        world, rounds = self.world, process.running.rounds
+        early = rounds.member.applied < self.manifest.rounds - 1 and process.name not in self._excused
+        if early and rounds.outer.theta and world.chance(world.weather.corrupt, world.rng):
+            shard = world.rng.choice(sorted(rounds.outer.theta))
+            array, *others = rounds.outer.theta[shard]
+            rounds.outer.theta[shard] = [array + 1, *others]
+            self._excused[process.name] = {shard}
+            world.stats["memory errors"] += 1
+
+    def _guarded(self, check: Any, *arguments: Any) -> None:
+        try:
+            check(*arguments)
+        except Violation as violation:
+            self.world.broken(violation)
+
+    # --- from begin to end
 
     def run(self) -> None:
-        """Lives through the run and checks what must hold at its end."""
-        world, timing = self.world, self.manifest.timing
-        world.run(max(world.weather.calm_at, LATEST), lambda: False)
-        left = self.manifest.rounds - min(len(n.log) for n in self.nodes.values()) + 1
-        deadlines = left + 1
-        over = world.run(
-            world.now + deadlines * timing.round_deadline, lambda: all(p.finished for p in self.peers.values())
-        )
-        if not over:
-            states = {p.name: (p.member.phase, p.round) for p in self.peers.values() if p.alive}
-            raise Violation(
-                "P4",
-                f"not over {deadlines} deadlines after the faults ended: "
-                f"logs {[len(n.log) - 1 for n in self.nodes.values()]}, {states}",
-            )
-        for peer in self.peers.values():
-            self._check_end(peer)
+        """Lives through the run and checks what must hold at its end. Raises Violation."""
+        self.world.run(self._live())
 
-    def _check_end(self, peer: PeerNode) -> None:
-        rounds = self.manifest.rounds
-        if peer.round != rounds:
-            raise Violation("P4", f"{peer.name} finished after round {peer.round} of {rounds}")
-        for shard, theta in peer.theta.items():
-            if shard not in peer.corrupted:
-                self.ledger.check_theta(peer.name, shard, rounds, theta)
-            elif theta != self.ledger.theta(shard, rounds):
-                self._check_told(peer, shard)
-        for (who, shard), _ in self.ledger.entries.items():
-            if who == peer.name:
-                self.ledger.check_feedback(who, shard, peer.feedback[shard])
+    async def _live(self) -> None:
+        world, rng = self.world, self.world.rng
+        for node in self.nodes:
+            world.loop.call_later(rng.uniform(0.0, 3.0), node.start)
+        for peer in self.peers:
+            late = rng.random() < 0.15
+            world.loop.call_later(rng.uniform(10.0, LATEST) if late else rng.uniform(0.0, 5.0), peer.start)
+        names = [p.name for p in (*self.nodes, *self.peers)]
+        weathers = asyncio.ensure_future(world.weathers(names, [n.name for n in self.nodes]))
+        over = asyncio.ensure_future(asyncio.wait(list(self._ended.values())))
+        await asyncio.wait({weathers, world.over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({over, world.over}, timeout=LATEST, return_when=asyncio.FIRST_COMPLETED)
+        deadlines = self.manifest.rounds - len(self.ledger.log) + 3
+        patience = deadlines * self.manifest.timing.round_deadline
+        await asyncio.wait({over, world.over}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        if not over.done() and not world.over.done():
+            states = {p.name[-8:]: describe(p) for p in (*self.peers, *self.nodes)}
+            text = f"not over {deadlines} deadlines after the faults ended: {len(self.ledger.log)} commits, {states}"
+            world.broken(Violation("P4", text))
+        over.cancel()
+        weathers.cancel()
 
-    def _check_told(self, peer: PeerNode, shard: str) -> None:
+    def _check_end(self, process: Process, peer: Peer) -> None:
+        assert peer.rounds is not None
+        member, outer, excused = peer.rounds.member, peer.rounds.outer, self._excused.get(process.name, set())
+        final = self.manifest.rounds
+        if member.applied != final:
+            raise self._said(Violation("P4", f"{process.name[-8:]} finished after round {member.applied} of {final}"))
+        for round, commit in member.commits.items():
+            if self.ledger.log[round] != commit:
+                raise self._said(Violation("P2", f"{process.name[-8:]} learned another commit for round {round}"))
+        right = self.ledger.digests(final)
+        for shard in outer.theta:
+            if outer.digest(shard) != right[shard]:
+                if shard not in excused:
+                    raise self._said(Violation("P1", f"{process.name[-8:]}: {shard} is not what the log gives"))
+                self._check_told(process.name, shard)
+        try:
+            self.ledger.check_feedback(process.name, outer.feedback)
+        except Violation as violation:
+            raise self._said(violation) from None
+
+    def _said(self, violation: Violation) -> Crashed:
+        self.world.broken(violation)
+        return Crashed()
+
+    def _check_told(self, name: str, shard: str) -> None:
         """A memory error that is left at the end is reported by every node that could tell: two others had the right bits."""
-        round = self.manifest.rounds
-        right = self.ledger.theta_digest(shard, round)
-        for node in self.nodes.values():
-            known = {who: digests.get(shard) for who, digests in node.leader.attestations.of(round).items()}
-            wrong = known.get(peer.name) not in (None, right)
-            told = (round, peer.name, shard) in node.reports
-            if wrong and not told and list(known.values()).count(right) >= 2:
-                raise Violation("P1", f"{peer.name}: the memory error in {shard} was neither reconfigured nor reported")
+        final, right = self.manifest.rounds, self.ledger.digests(self.manifest.rounds)[shard]
+        for node in (n.running for n in self.nodes if n.alive):
+            known = {who: digests.get(shard) for who, digests in node.leader.attestations.of(final).items()}
+            told = (final, name, shard) in self.reports
+            if known.get(name) not in (None, right) and not told and list(known.values()).count(right) >= 2:
+                raise self._said(Violation("P1", f"{name[-8:]}: the memory error in {shard} was not reported"))
 
-    def new_session(self) -> int:
-        self._sessions += 1
-        return self._sessions
 
-    # --- payloads
+class HeardDisk(SimDisk):
+    """A disk of which the ledger hears. `heard(path, data)` is called with whatever is durable."""
 
-    def holder(self, digest: str, asker: str) -> str | None:
-        """Somebody who is up and has a payload."""
-        nodes: list[BootstrapNode | PeerNode] = [*self.nodes.values(), *self.peers.values()]
-        names = [n.name for n in nodes if n.alive and n.name != asker and digest in n.payloads]
-        return self.world.rng.choice(names) if names else None
+    def __init__(self, process: Process, heard: Callable[[Path, bytes], None]) -> None:
+        super().__init__(process.files, process.points(), process.rng)
+        self._heard = heard
 
-    def serve(self, digest: str, source: str | None, asker: str) -> Vector | None:
-        """The payload, from `source`; None if that fails."""
-        if source is None or self.world.parted(source, asker) or self.world.chance(self.world.weather.fetch_failure):
-            return None
-        node: BootstrapNode | PeerNode = self.nodes[source] if source in self.nodes else self.peers[source]
-        if not node.alive:
-            return None
-        volatile = node.volatile if isinstance(node, PeerNode) else {}
-        return node.payloads.get(digest, volatile.get(digest))
+    def kept(self, path: Path, data: bytes) -> None:
+        self._heard(path, data)
 
-    # --- chains: all members train together or not at all
 
-    def joins(self, peer: PeerNode, plan: Plan, replica: int, generation: int) -> None:
-        """A peer is ready to train; once all members of its chain are, they train, and may lose one of them."""
-        rng, key, members = self.world.rng, (plan.round, replica, generation), plan.replicas[replica].peers
-        together = self._chains.setdefault((key, members), set())
-        together.add(peer.name)
-        if together == set(members) and (key, members) not in self._torn:
-            after = max(self.peers[p].speed for p in members)
-            if self.world.chance(0.15):
-                after *= rng.random()
-                rng.choice((self._fails, self._hangs, self._cut))(key, list(members), after)
-                return
-            steps = rng.randint(1, self.manifest.train.inner_steps)
-            for name in members:
-                node = self.peers[name]
-                node.later(after + rng.uniform(0.0, 1.0), self._ends, node, key, steps, "")
-        elif len(members) > 1:
-            others = [p for p in members if p != peer.name]
-            peer.later(CHAIN_PATIENCE, self._gives_up, peer, key, others)
+def weather(rng: random.Random, storm: bool) -> Weather:
+    """Of a run; a storm is one over the quorum alone."""
+    return Weather.draw(rng)
 
-    def _fails(self, key: Key, members: list[str], after: float) -> None:
-        """A member cannot go on, and says so."""
-        victim = self.world.rng.choice(members)
-        node = self.peers[victim]
-        node.later(after, self._ends, node, key, self.world.rng.randint(0, 2), "out of memory")
-        self._loses(key, victim, members, after)
 
-    def _hangs(self, key: Key, members: list[str], after: float) -> None:
-        """A member is silent, and does not know it."""
-        victim = self.world.rng.choice(members)
-        self._loses(key, victim, members, after)
-        node = self.peers[victim]
-        node.later(CHAIN_PATIENCE, node.broke, *key, self.world.rng.choice(members))
+def describe(process: Process) -> str:
+    """Where a process stands, for whoever reads why a run did not end."""
+    running = process.running
+    if not process.alive:
+        return "finished" if process.finished else "dead"
+    if isinstance(running, Peer):
+        return (
+            "starting" if running.rounds is None else f"{running.rounds.member.phase} {running.rounds.member.applied}"
+        )
+    return f"round {running.leader.round}"
 
-    def _cut(self, key: Key, members: list[str], after: float) -> None:
-        """Two neighbours hear each other no more, the others hear of it from either."""
-        if len(members) > 1:
-            place = self.world.rng.randrange(len(members) - 1)
-            for i, name in enumerate(members):
-                lost = members[place + 1] if i <= place else members[place]
-                node = self.peers[name]
-                node.later(after + self.world.rng.uniform(0.1, 3.0), node.broke, *key, lost)
 
-    def _loses(self, key: Key, victim: str, members: Iterable[str], after: float = 0.0) -> None:
-        self.world.stats["lost members"] += 1
-        for other in sorted(set(members) - {victim}):
-            node = self.peers[other]
-            node.later(after + self.world.rng.uniform(0.1, 3.0), node.broke, *key, victim)
-
-    def _ends(self, peer: PeerNode, key: Key, steps: int, reason: str) -> None:
-        if peer.job is not None and (peer.job[0].round, *peer.job[1:]) == key:
-            peer.answer(steps, reason)
-
-    def _gives_up(self, peer: PeerNode, key: Key, others: list[str]) -> None:
-        """Somebody did not come."""
-        if peer.job is not None:
-            members = peer.job[0].replicas[peer.job[1]].peers
-            if self._chains.get((key, members)) != set(members) or (key, members) in self._torn:
-                peer.broke(*key, self.world.rng.choice(others))
-
-    def left(self, name: str) -> None:
-        """A process died: whoever trains with it notices, and its chain does not come together again."""
-        for (key, members), together in list(self._chains.items()):
-            if name in together:
-                self._torn.add((key, members))
-                self._loses(key, name, together)
+async def no_text(*_: object) -> None:
+    """Nobody reads any."""

@@ -1,227 +1,319 @@
-"""A virtual clock, a bad network and bad luck, all driven by one random number generator.
+"""A virtual clock, a bad network and bad luck, all driven by one seed. What they happen to is the code that ships.
 
-Nodes run real state machines; this module decides when an event happens and what goes wrong: messages are dropped, delayed,
-doubled and overtaken, sessions break, the network falls apart and heals, processes die at any boundary between two effects. After `calm_at` nothing goes
-wrong any more: from there on the run must end by itself.
+A process is a `Peer` or a `BootstrapNode` as its command builds it, with another transport, disk, clock and inner loop. It dies at any
+operation of its disk or its network: from that moment on neither does anything for it, and its tasks are ended. It comes back with
+what its disk kept. After `calm_at` nothing goes wrong any more: from there on the run must end by itself.
 """
 
 from __future__ import annotations
 
-import heapq
+import asyncio
+import itertools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from protocol.wire.commit import Record
-from protocol.wire.encoding import Message, decode, encode
+from peer.events import Emitter, Event
+from peer.net.clock import Clock
+from peer.net.memory import MemoryTransport
+from protocol.identity import Identity
+from tests.sim.disk import Files
+from tests.sim.loop import VirtualLoop
+from tests.sim.network import SimNetwork
 
-BOUNDARIES = (
-    "before Train", "after Train", "before EncodeUpdate", "payload durable", "offer durable", "record durable", "before UpdateEncoded", "before Send",
-    "after Send", "before RestoreFeedback", "after RestoreFeedback", "give-back durable", "before Apply", "theta changed", "after Apply", "before KeepInFeedback",
-    "before HoldShards", "after HoldShards", "before Finish", "checkpoint written", "before Fetch", "payload held",
-    "before Propose", "before ChainReconfig", "before Resume", "before Save", "vote durable", "before Send", "after Send", "before Append", "log durable", "before broadcast",
-    "half broadcast", "before Done",
+NODE_POINTS = (
+    "disk: append to log", "disk: appended to log", "disk: write vote", "disk: wrote vote", "disk: write a payload",
+    "disk: wrote a payload", "network: send to quorum", "network: sent to quorum",
 )  # fmt: skip
-"""Where a process may die."""
-ONCE = "before Finish"
-"""A process comes there once in its life, and seldom while anything goes wrong."""
-DECIDING = ("vote durable", "before Send", "after Send", "log durable", "before broadcast")
-"""Those at which a bootstrap node knows more than the others."""
+PEER_POINTS = (
+    "disk: write a payload", "disk: wrote a payload", "disk: write offer", "disk: wrote offer", "disk: write feedback",
+    "disk: wrote feedback", "disk: give up feedback", "disk: write a checkpoint's file", "disk: wrote a checkpoint's file",
+    "disk: rename to checkpoint", "disk: renamed to checkpoint", "disk: remove", "disk: read",
+)  # fmt: skip
+SHARED_POINTS = (
+    "disk: lock", "disk: list", "network: dial", "network: DHT", "network: send to session", "network: sent to session",
+    "network: send to blob", "network: sent to blob",
+)  # fmt: skip
+POINTS = tuple(dict.fromkeys(NODE_POINTS + PEER_POINTS + SHARED_POINTS))
+"""Where a process may die; each has to be seen, and to be deadly, in the runs of tests/sim/test_sim.py."""
+JUMP_SECONDS = 3600.0
+"""How far the time of day jumps."""
 
 
-class Crash(Exception):
-    """The process dies here."""
+class Violation(Exception):
+    """A promise was broken; `promise` names it (design of the protocol: P1 to P4)."""
+
+    def __init__(self, promise: str, text: str) -> None:
+        super().__init__(f"{promise}: {text}")
+        self.promise = promise
+
+
+class Crashed(BaseException):
+    """The process is dead; nothing of it goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """How bad it is: probabilities per message, per boundary, per tick of a peer, and durations in seconds."""
+    """How bad it is: probabilities per message, per operation, per second, and durations in seconds."""
 
     drop: float
     duplicate: float
-    delay: float
-    boundary: float
+    overtake: float
+    slow: float
+    crash: float
     focus: tuple[str, ...]
+    focus_crash: float
+    power: float
     away: float
-    focus_boundary: float
     kill: float
-    disconnect: float
     partition: float
-    heal: float
     cut: float
+    heal: float
+    jump: float
     fetch_failure: float
+    chain_failure: float
     corrupt: float
     calm_at: float
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Weather:
+    def draw(cls, rng: random.Random, points: tuple[str, ...] = POINTS) -> Weather:
         bad = rng.choice((0.0, 0.3, 1.0, 1.0, 1.0, 2.0))
         return cls(
-            drop=bad * rng.choice((0.0, 0.02, 0.1)),  # up to 20 %
+            drop=bad * rng.choice((0.0, 0.02, 0.1)),
             duplicate=bad * rng.choice((0.0, 0.05, 0.2)),
-            delay=rng.choice((0.05, 0.5, 3.0)),
-            boundary=bad * rng.choice((0.002, 0.005, 0.01)),
-            focus=rng.choice(((rng.choice(BOUNDARIES),), (rng.choice(BOUNDARIES),), DECIDING)),
-            away=rng.choice((8.0, 8.0, 30.0)),
-            focus_boundary=bad * rng.choice((0.05, 0.1, 0.2)),
-            kill=bad * rng.choice((0.0, 0.0005, 0.002)),
-            disconnect=bad * rng.choice((0.0, 0.002, 0.01)),
-            partition=bad * rng.choice((0.0, 0.005, 0.02)),
-            heal=rng.choice((0.03, 0.1, 0.3)),
-            cut=bad * rng.choice((0.0, 0.0, 0.05, 0.3)),
-            fetch_failure=rng.choice((0.0, 0.1, 0.4)),
-            corrupt=rng.choice((0.0, 0.0, 0.0, 0.002)),
-            calm_at=rng.uniform(60.0, 300.0),
+            overtake=bad * rng.choice((0.0, 0.05, 0.2)),
+            slow=rng.choice((0.02, 0.3, 1.5)),
+            crash=bad * rng.choice((0.0, 0.0002, 0.0006)),
+            focus=(rng.choice(points),),
+            focus_crash=bad * rng.choice((0.02, 0.05, 0.15)),
+            power=rng.choice((0.0, 0.5)),
+            away=rng.choice((2.0, 8.0, 20.0)),
+            kill=bad * rng.choice((0.0, 0.001, 0.004)),
+            partition=bad * rng.choice((0.0, 0.01, 0.03)),
+            cut=bad * rng.choice((0.0, 0.0, 0.05, 0.2)),
+            heal=rng.choice((0.05, 0.1, 0.3)),
+            jump=rng.choice((0.0, 0.05)),
+            fetch_failure=bad * rng.choice((0.0, 0.1, 0.3)),
+            chain_failure=0.15,
+            corrupt=rng.choice((0.0, 0.0, 0.0, 0.004)),
+            calm_at=rng.uniform(15.0, 80.0),
         )
 
 
 class World:
-    """The clock, the heap of what will happen, and the faults."""
+    """What all processes of a run share."""
 
-    def __init__(self, rng: random.Random, weather: Weather, wire: bool, verbose: bool) -> None:
+    def __init__(self, seed: int, weather: Weather, rng: random.Random, verbose: bool) -> None:
+        self.seed = seed
         self.rng = rng
         self.weather = weather
-        self.wire = wire
         self.verbose = verbose
-        self.now = 0.0
         self.stats: Counter[str] = Counter()
-        self.islands: dict[str, int] = {}
-        self.cuts: set[tuple[str, str]] = set()
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._sequence = 0
+        self.loop = VirtualLoop(random.Random(f"threads {seed}"))
+        self.network = SimNetwork(self)
+        self.streams = itertools.count()
+        self.processes: dict[str, Process] = {}
+        self.violation: Violation | None = None
+        self.over = self.loop.create_future()
+        self._islands: dict[str, int] = {}
+        self._cuts: set[tuple[str, str]] = set()
+        self._wall_offset = 0.0
+
+    @property
+    def now(self) -> float:
+        return self.loop.time()
 
     @property
     def calm(self) -> bool:
         """Whether nothing goes wrong any more."""
         return self.now >= self.weather.calm_at
 
-    def at(self, delay: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Does it `delay` seconds from now."""
-        self._sequence += 1
-        heapq.heappush(self._heap, (self.now + delay, self._sequence, do, arguments))
-
-    def run(self, until: float, over: Callable[[], bool]) -> bool:
-        """Lets time pass until `over()` or `until`; whether it is over."""
-        while self._heap and not over():
-            if self._heap[0][0] > until:
-                self.now = until
-                return False
-            self.now, _, do, arguments = heapq.heappop(self._heap)
-            do(*arguments)
-        return over()
+    def clock(self) -> Clock:
+        """A process's clocks. Its time of day jumps with everybody's, an hour at a time."""
+        return Clock(steady=self.loop.time, wall=lambda: 1.7e9 + self.now + self._wall_offset)
 
     def trace(self, who: str, text: str) -> None:
         if self.verbose:
-            print(f"{self.now:9.3f}  {who:7s} {text}")
+            print(f"{self.now:9.3f}  {who[-8:]:8s} {text}")
 
-    def chance(self, probability: float) -> bool:
-        """A fault happens, with this probability, while the weather is bad."""
-        return not self.calm and self.rng.random() < probability
+    def chance(self, probability: float, rng: random.Random) -> bool:
+        """Whether a fault of this probability happens."""
+        return probability > 0 and not self.calm and rng.random() < probability
 
-    def boundary(self, who: str, where: str) -> None:
-        """A place between two effects: raises Crash if the process dies here."""
-        assert where in BOUNDARIES, where
-        weather = self.weather
-        self.stats[f"at {where}"] += 1
-        probability = weather.focus_boundary if where in weather.focus else weather.boundary
-        if self.chance(20 * probability if where == ONCE else probability):
-            self.stats[f"crash {where}"] += 1
-            self.trace(who, f"CRASH {where}")
-            raise Crash(where)
+    def delay(self, rng: random.Random) -> float:
+        """Seconds that something takes to get from one process to another."""
+        return rng.uniform(0.005, 0.02) + rng.expovariate(1 / (0.02 if self.calm else self.weather.slow))
 
-    def weathers(self, names: list[str], nodes: list[str]) -> None:
-        """Once a second: perhaps the network falls into two parts, or is whole again; perhaps one bootstrap node hears another
-        no more, or hears it again."""
-        if self.calm or self.rng.random() < self.weather.heal:
-            self.islands = {}
-        elif not self.islands and self.chance(self.weather.partition):
-            self.islands = {name: self.rng.randrange(2) for name in names}
-            self.stats["partitions"] += 1
-            self.trace("world", f"falls apart: {self.islands}")
-        if self.chance(self.weather.cut):
-            self.cuts.add((self.rng.choice(nodes), self.rng.choice(nodes)))
-            self.stats["cuts"] += 1
-        self.cuts = {link for link in sorted(self.cuts) if not self.calm and self.rng.random() >= self.weather.heal}
-        if not self.calm:
-            self.at(1.0, self.weathers, names, nodes)
+    def point(self, who: str, where: str) -> None:
+        """Before an operation of the process `who`: raises Crashed if it dies here, or is dead."""
+        process = self.processes.get(who)
+        if process is not None:
+            process.point(where)
 
-    def parted(self, a: str, b: str) -> bool:
-        """Whether nothing passes between two nodes now."""
-        return self.islands.get(a) != self.islands.get(b)
+    def broken(self, violation: Violation) -> None:
+        """A promise was broken: the run is over."""
+        if not self.over.done():
+            self.violation = violation
+            self.over.set_result(None)
 
-    def send(
-        self, sender: str, to: str, message: Message | Record, deliver: Callable[[Message | Record], None]
-    ) -> None:
-        """Delivers a message some time, perhaps never, perhaps twice, perhaps after later ones."""
-        if self.parted(sender, to) or (sender, to) in self.cuts:
-            self.stats["cut off"] += 1
-            return
-        if self.wire and not isinstance(message, Record):  # the votes of a simulated record are no real signatures
-            message = decode(encode(message), sender)
-        copies = 0 if self.chance(self.weather.drop) else 2 if self.chance(self.weather.duplicate) else 1
-        self.stats["dropped" if copies == 0 else "doubled" if copies == 2 else "sent"] += 1
-        for _ in range(copies):
-            slow = 0.05 if self.calm else self.weather.delay
-            self.at(self.rng.uniform(0.01, 0.02) + self.rng.expovariate(1 / slow), deliver, message)
+    def parted(self, sender: str, receiver: str) -> bool:
+        """Whether nothing passes from one to the other now."""
+        return self._islands.get(sender) != self._islands.get(receiver) or (sender, receiver) in self._cuts
 
+    async def weathers(self, names: list[str], nodes: list[str]) -> None:
+        """Once a second: perhaps the network falls into two parts, or is whole again; perhaps one bootstrap node hears another no
+        more, or hears it again; perhaps the time of day jumps, or somebody is killed."""
+        rng, weather = self.rng, self.weather
+        while not self.calm:
+            if rng.random() < weather.heal:
+                self._islands = {}
+            elif not self._islands and rng.random() < weather.partition:
+                self._islands = {name: rng.randrange(2) for name in names}
+                self.stats["partitions"] += 1
+            if rng.random() < weather.cut:
+                self._cuts.add((rng.choice(nodes), rng.choice(nodes)))
+                self.stats["cuts"] += 1
+            self._cuts = {link for link in sorted(self._cuts) if rng.random() >= weather.heal}
+            if rng.random() < weather.jump:
+                self._wall_offset += rng.choice((-JUMP_SECONDS, JUMP_SECONDS))
+                self.stats["jumps of the wall clock"] += 1
+            for process in self.processes.values():
+                if process.alive and rng.random() < weather.kill:
+                    process.die("killed")
+            await asyncio.sleep(1.0)
+        self._islands, self._cuts = {}, set()
 
-class Node:
-    """A process that can die and come back; what it schedules dies with it."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self.world = world
-        self.name = name
-        self.alive = False
-        self.life = 0
-
-    def later(self, delay: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Does it later in this life."""
-        self.world.at(delay, self._in_life, self.life, do, arguments)
-
-    def post(self, delay: float, do: Callable[..., None], *arguments: Any) -> None:
-        """Does it later, in whatever life this process has then."""
-        self.world.at(delay, self._if_alive, do, arguments)
-
-    def _if_alive(self, do: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        if self.alive:
-            self.guarded(do, *arguments)
-
-    def _in_life(self, life: int, do: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        if self.alive and self.life == life:
-            self.guarded(do, *arguments)
-
-    def guarded(self, do: Callable[..., None], *arguments: Any) -> None:
-        """Runs a piece of the process; a Crash in it is the end of this life."""
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` and everything that it begins. Raises Violation."""
+        loop = self.loop
+        loop.set_exception_handler(self._heard)
+        asyncio.set_event_loop(loop)
+        random.seed(self.seed)
         try:
-            do(*arguments)
-        except Crash:
-            self.die()
+            loop.run_until_complete(work)
+        finally:
+            for process in self.processes.values():
+                process.alive = False
+            tasks = asyncio.all_tasks(loop)
+            for task in sorted(tasks, key=lambda t: t.number):  # type: ignore[attr-defined]
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            loop.close()
+            asyncio.set_event_loop(None)
+        if self.violation is not None:
+            raise self.violation
 
-    def die(self) -> None:
-        """SIGKILL: memory is gone, the disk stays; restarts after a while."""
+    def _heard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, Exception) and not isinstance(error, asyncio.CancelledError):
+            self.broken(Violation("P4", f"{context['message']}: {error!r}"))
+
+
+class Process:
+    """Something that lives, dies and comes back. `run(self)` is its life: it is called anew each time."""
+
+    def __init__(
+        self, world: World, identity: Identity, run: Callable[[Process], Coroutine[Any, Any, None]], kind: str
+    ) -> None:
+        self.world = world
+        self.identity = identity
+        self.name = identity.peer_id
+        self.kind = kind
+        self.folder = Path("/") / self.name
+        self.files = Files()
         self.alive = False
-        self.life += 1
-        self.world.stats[f"deaths {type(self).__name__}"] += 1
-        self.lost()
-        self.world.at(self.world.rng.uniform(0.5, 2 * self.world.weather.away), self.start)
+        self.finished = False
+        self.lives = 0
+        self.running: Any = None
+        """The Peer or BootstrapNode of this life."""
+        self.rng = random.Random(f"{world.seed} {self.name}")
+        self._run = run
+        self._task: asyncio.Task[None] | None = None
+        self._transport: MemoryTransport | None = None
+        world.processes[self.name] = self
 
     def start(self) -> None:
+        """Begins a life."""
         self.alive = True
+        self.lives += 1
         self.world.trace(self.name, "starts")
-        self.guarded(self.started)
+        self._transport = self.world.network.transport(self.name)
+        self._task = asyncio.ensure_future(self._live())
 
-    def boundary(self, where: str) -> None:
-        self.world.boundary(self.name, where)
+    def points(self) -> Callable[[str], None]:
+        """What is called before every operation of this life's disk."""
+        life = self.lives
 
-    def trace(self, text: str) -> None:
-        self.world.trace(self.name, text)
+        def point(where: str) -> None:
+            if life != self.lives:
+                raise Crashed
+            self.point(where)
 
-    def lost(self) -> None:
-        """Forget everything that is not on disk."""
-        raise NotImplementedError
+        return point
 
-    def started(self) -> None:
-        """Come up from what is on disk."""
-        raise NotImplementedError
+    @property
+    def transport(self) -> MemoryTransport:
+        """This life's."""
+        assert self._transport is not None
+        return self._transport
+
+    def emitter(self, hear: Callable[[Event], None]) -> Emitter:
+        """For what this life tells."""
+        life = self.lives
+
+        def sink(event: Event) -> None:
+            if self.alive and life == self.lives:
+                hear(event)
+
+        return Emitter(self.name, sink)
+
+    def point(self, where: str) -> None:
+        """See World.point."""
+        world = self.world
+        if not self.alive:
+            raise Crashed
+        world.stats[f"at {where}"] += 1
+        weather = world.weather
+        probability = weather.focus_crash if where in weather.focus else weather.crash
+        if world.chance(probability, self.rng):
+            world.stats[f"crash {where}"] += 1
+            self.die(where)
+            raise Crashed
+
+    def die(self, where: str) -> None:
+        """SIGKILL, or a loss of power: memory is gone. It comes back after a while."""
+        world = self.world
+        world.trace(self.name, f"DIES at {where}")
+        world.stats[f"deaths of {self.kind}"] += 1
+        self.alive = False
+        world.loop.call_soon(self._bury)
+        if self.rng.random() < world.weather.power:
+            world.stats["losses of power"] += 1
+            self.files.lose_power(self.rng)
+        world.loop.call_later(self.rng.uniform(0.5, 2 * world.weather.away), self.start)
+
+    def _bury(self) -> None:
+        self.world.network.vanish(self.transport)
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _live(self) -> None:
+        life = self.lives
+        try:
+            await self._run(self)
+            self.finished = True
+            self.world.trace(self.name, "has finished")
+        except (Crashed, asyncio.CancelledError, BaseExceptionGroup) as error:
+            if self.alive and life == self.lives and not isinstance(error, asyncio.CancelledError):
+                self.world.broken(Violation("P4", f"{self.kind} {self.name[-8:]} ended by {error!r}"))
+        except Exception as error:
+            if self.alive and life == self.lives:
+                promise = "P2" if "history of the run" in str(error) else "P3" if "work is lost" in str(error) else "P4"
+                self.world.broken(Violation(promise, f"{self.kind} {self.name[-8:]} ended: {error!r}"))
+        finally:
+            if life == self.lives:
+                self.alive = False
+                self.world.network.vanish(self.transport)

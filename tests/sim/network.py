@@ -1,0 +1,104 @@
+"""A bad network between the processes of a simulation, under the transport that tests and `potluck demo --in-memory` use.
+
+Bytes take their time. While two nodes are parted nothing passes between them, and their streams may break. On the streams of
+sessions and votes whole messages are lost, doubled and overtaken as well: the machines must bear it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING
+
+from peer.net.base import Timeout, Unreachable
+from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
+from protocol.identity import short_peer
+from protocol.wire import endpoints
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+MESSAGES = (endpoints.SESSION, endpoints.QUORUM)
+"""Streams on which each write is one message."""
+HELD_SECONDS = 1.0
+"""How often it is tried to pass on what a parted network holds up."""
+
+
+class SimPipe(Pipe):
+    """One direction of a stream between two processes."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, world: World, link: tuple[str, str], name: str) -> None:
+        super().__init__(loop)
+        self._loop, self._world, self._link, self._name = loop, world, link, name
+        self._rng = random.Random(f"{world.seed} {link} {next(world.streams)}")
+        self._first = True
+        self._at = 0.0
+        self._over = False
+
+    def write(self, data: bytes, /) -> None:
+        if self._closed:
+            raise ConnectionResetError
+        self._world.point(self._link[0], f"network: send to {self._name.split('/')[1]}")
+        super().write(data)
+        self._world.point(self._link[0], f"network: sent to {self._name.split('/')[1]}")
+
+    def carry(self, data: bytes) -> None:
+        world, copies = self._world, 1
+        lossy = self._name in MESSAGES and not self._first
+        self._first = False  # a session that nobody opened tests nothing
+        if lossy:
+            copies = 0 if world.chance(world.weather.drop, self._rng) else 1
+            copies += copies and world.chance(world.weather.duplicate, self._rng)
+            world.stats["dropped" if copies == 0 else "doubled" if copies == 2 else "sent"] += 1
+        for _ in range(copies):
+            at = self._loop.time() + world.delay(self._rng)
+            if not (lossy and world.chance(world.weather.overtake, self._rng)):
+                at = self._at = max(at, self._at)
+            self._loop.call_at(at, self._arrive, data)
+
+    def _arrive(self, data: bytes) -> None:
+        if self._over:
+            return
+        if self._world.parted(*self._link):
+            self._world.stats["held up"] += 1
+            self._at = max(self._at, self._loop.time() + HELD_SECONDS)
+            self._loop.call_at(self._at, self._arrive, data)
+        else:
+            self.reader.feed_data(data)
+
+    def end(self) -> None:
+        self._loop.call_at(max(self._at, self._loop.time() + self._world.delay(self._rng)), self._end)
+
+    def _end(self) -> None:
+        self._over = True
+        self.reader.feed_eof()
+
+
+class SimNetwork(MemoryNetwork):
+    """The network of one simulated run."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def pipe(self, loop: asyncio.AbstractEventLoop, sender: str, receiver: str, name: str) -> SimPipe:
+        return SimPipe(loop, self._world, (sender, receiver), name)
+
+    async def reach(self, peer: str, other: str, timeout: float) -> None:
+        self._world.point(peer, "network: dial")
+        await asyncio.sleep(self._world.delay(self._world.rng))
+        if self._world.parted(peer, other) or self._world.parted(other, peer):
+            await asyncio.sleep(timeout)
+            raise Unreachable(other, f"peer {short_peer(other)}: the network is parted")
+
+    async def ask(self, peer: str) -> None:
+        self._world.point(peer, "network: DHT")
+        await asyncio.sleep(self._world.delay(self._world.rng))
+        if self._world.chance(self._world.weather.fetch_failure, self._world.rng):
+            raise Timeout(peer, "DHT: no answer; try again")
+
+    def vanish(self, transport: MemoryTransport) -> None:
+        """The process behind a transport is dead: nobody finds it, and its streams end at the other side."""
+        if self.peers.get(transport.peer_id) is transport:
+            del self.peers[transport.peer_id]
+        transport.abort_all()

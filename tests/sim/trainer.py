@@ -1,0 +1,184 @@
+"""An inner loop of a few numbers: what a peer learns in a round is drawn, in numbers that fp32 and the feedback hold exactly.
+
+All members of a chain train together or not at all. `Meetings` brings them together, and sometimes tears them apart: a member says
+that it cannot go on, falls silent, or two neighbours hear each other no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.node.orders import ChainOrders, Result
+from protocol.rounds.member_events import TrainOrder
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from tests.sim.world import Process, World
+
+PATIENCE = 20.0
+"""Seconds that a member waits for the others of its chain."""
+SPEEDS = (10**5, 2 * 10**5, 10**6)
+"""Operations a second that a peer announces; so slow that moving blocks pays."""
+Array = NDArray[np.float32]
+Key = tuple[int, int, int, tuple[str, ...]]
+"""A chain: round, replica, generation, members."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a training ends. `error`: why not well; `lost`: the member that this one hears no more, and waits for orders."""
+
+    steps: int
+    error: str | None = None
+    lost: str | None = None
+
+
+class Meetings:
+    """The chains of a run: who of their members is there."""
+
+    def __init__(self, world: World, inner_steps: int) -> None:
+        self._world = world
+        self._steps = inner_steps
+        self._rng = random.Random(f"chains {world.seed}")
+        self._present: dict[Key, dict[str, asyncio.Future[Outcome]]] = {}
+        self._torn: set[Key] = set()
+
+    def join(self, key: Key, peer: str, seconds: float) -> asyncio.Future[Outcome]:
+        """`peer` is ready to train; once all are, they do, for so many seconds or as long as the slowest takes."""
+        loop, members = self._world.loop, key[3]
+        future: asyncio.Future[Outcome] = loop.create_future()
+        together = self._present.setdefault(key, {})
+        together[peer] = future
+        if key in self._torn:
+            self._tell(key, peer, self._rng.uniform(0.1, 3.0), Outcome(0, lost=self._other(members, peer)))
+        elif set(together) == set(members):
+            self._train(key, seconds)
+        elif len(members) > 1:
+            self._tell(key, peer, PATIENCE, Outcome(0, lost=self._other(members, peer)))
+        return future
+
+    def left(self, peer: str) -> None:
+        """A process died: whoever trains with it notices, and its chain does not come together again."""
+        for key, together in self._present.items():
+            if peer in together and key not in self._torn:
+                self._lose(key, peer, 0.0)
+
+    def _other(self, members: tuple[str, ...], peer: str) -> str:
+        return self._rng.choice([m for m in members if m != peer] or [peer])
+
+    def _train(self, key: Key, seconds: float) -> None:
+        rng, members = self._rng, key[3]
+        if self._world.chance(self._world.weather.chain_failure, rng):
+            self._world.stats["chains that failed"] += len(members) > 1
+            at, victim = seconds * rng.random(), rng.choice(members)
+            kind = rng.randrange(3)
+            if kind == 0:  # it cannot go on, and says so
+                self._tell(key, victim, at, Outcome(rng.randint(0, 2), error="out of memory"))
+                self._lose(key, victim, at)
+            elif kind == 1:  # it falls silent, and does not know it
+                self._lose(key, victim, at)
+                self._tell(key, victim, at + PATIENCE, Outcome(0, lost=self._other(members, victim)))
+            else:  # two neighbours hear each other no more, the others hear of it from either
+                place = rng.randrange(max(1, len(members) - 1))
+                for i, member in enumerate(members):
+                    lost = members[min(place + 1, len(members) - 1)] if i <= place else members[place]
+                    self._tell(key, member, at + rng.uniform(0.1, 3.0), Outcome(0, lost=lost))
+                self._torn.add(key)
+            return
+        steps = rng.randint(1, self._steps)
+        for member in members:
+            self._tell(key, member, seconds + rng.uniform(0.0, 1.0), Outcome(steps))
+
+    def _lose(self, key: Key, victim: str, after: float) -> None:
+        self._torn.add(key)
+        for member in sorted(set(self._present[key]) - {victim}):
+            self._tell(key, member, after + self._rng.uniform(0.1, 3.0), Outcome(0, lost=victim))
+
+    def _tell(self, key: Key, peer: str, after: float, outcome: Outcome) -> None:
+        future = self._present[key].get(peer)
+
+        def tell() -> None:
+            incomplete = outcome.lost is not None and key not in self._torn
+            if future is not None and not future.done():
+                if incomplete and set(self._present[key]) == set(key[3]):
+                    return  # the others came in time
+                future.set_result(outcome)
+
+        self._world.loop.call_later(after, tell)
+
+
+class DrawnTrainer:
+    """One life's inner loop; see peer.node.orders.InnerLoop. `deltas`: what was learned, by round and shard, as far as it was asked
+    for."""
+
+    def __init__(self, process: Process, meetings: Meetings, manifest: Manifest, announce: Callable[..., None]) -> None:
+        self.deltas: dict[int, dict[str, list[Array]]] = {}
+        self._process = process
+        self._meetings = meetings
+        self._manifest = manifest
+        self._announce = announce
+        self._round = 0
+        self._seconds = process.rng.uniform(1.0, 10.0)
+
+    async def train(
+        self, order: TrainOrder, theta: Any, stop: asyncio.Event, progress: Any, chain_orders: ChainOrders
+    ) -> Result:
+        """Inner steps of one round."""
+        rng = self._process.rng
+        self._round = order.plan.round
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            while not order.steps:
+                plan, members = order.plan, order.plan.replicas[order.replica].peers
+                key = (plan.round, order.replica, order.generation, members)
+                meeting = self._meetings.join(key, self._process.name, self._seconds)
+                following = asyncio.ensure_future(chain_orders.orders.get())
+                try:
+                    await asyncio.wait({meeting, following, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                    if meeting.done() and (lost := meeting.result().lost) is not None and not stop.is_set():
+                        chain_orders.failed(order.generation, lost, "it is silent")
+                        await asyncio.wait({following, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                    if stop.is_set():
+                        return self._result(rng.choice((0, 1, 2)), "the round was decided before all steps were done")
+                    if not following.done():
+                        return self._result(meeting.result().steps, meeting.result().error)
+                    order = following.result()
+                finally:
+                    following.cancel()
+            return self._result(order.steps, None)
+        finally:
+            stopped.cancel()
+            if rng.random() < 0.1:
+                self._announce(speed_flops=rng.choice(SPEEDS))
+
+    def _result(self, steps: int, error: str | None) -> Result:
+        error = error if steps or error else "no step was done"
+        return Result(steps, steps * self._manifest.train.step_tokens, 1.0 if steps else None, error)
+
+    def displacement(self, shard: str) -> list[tuple[Array, Array | None]]:
+        """θ(r-1) - θ local of the round that was trained last: whole numbers."""
+        known = self.deltas.setdefault(self._round, {})
+        if shard not in known:
+            draw = np.random.default_rng(self._process.rng.getrandbits(64))
+            shapes = layout.shapes(self._manifest.model, shard)
+            known[shard] = [draw.integers(-8, 9, shape).astype(np.float32) for shape in shapes]
+        return [(array, None) for array in known[shard]]
+
+    def release(self) -> None:
+        """Nothing is kept."""
+
+    def optimizer(self) -> dict[str, Any]:
+        """There is none."""
+        return {}
+
+    def close(self) -> None:
+        """The process ends, one way or another."""
+        with contextlib.suppress(KeyError):
+            self._meetings.left(self._process.name)
