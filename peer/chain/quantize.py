@@ -57,11 +57,11 @@ def size(shape: Sequence[int], wire: str) -> int:
     return math.prod(shape[:-1]) * boundary_formats.bytes_per_token(wire, shape[-1])
 
 
-def encode(x: Tensor, wire: str) -> bytes:
-    """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite or over LIMIT / 2."""
+def encode(x: Tensor, wire: str, *, limit: float = LIMIT / 2) -> bytes:
+    """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite or over `limit`, by default half of what is accepted."""
     x = x.detach()
     x = x.to(torch.bfloat16) if wire == "bf16" else x.float()
-    _check(x, LIMIT / 2)
+    _check(x, limit)
     if wire in ("bf16", "fp32"):
         return _raw(x)
     if wire == "tah4":

@@ -67,13 +67,13 @@ def choose_device(wanted: str = "auto") -> str:
     return wanted
 
 
-def memory_budget(device: str) -> int:
-    """Bytes that Potluck may use on `device` (`cuda`, `mps`, `cpu`), counted from now on."""
+def memory_budget(device: str, root: Path = Path("/")) -> int:
+    """Bytes that Potluck may use on `device` (`cuda`, `mps`, `cpu`), counted from now on. `root`: where the system's files are."""
     if device == "cuda":
         import torch
 
         return int(torch.cuda.mem_get_info()[0] * GPU_SHARE)
-    return int(min(int(psutil.virtual_memory().available), cgroup_available()) * CPU_SHARE)
+    return int(min(int(psutil.virtual_memory().available), cgroup_available(root)) * CPU_SHARE)
 
 
 def cgroup_available(root: Path = Path("/")) -> int:

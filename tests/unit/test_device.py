@@ -52,12 +52,15 @@ def test_devices() -> None:
         device.choose_device("tpu")
 
 
-def test_a_missing_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_device_is_an_error() -> None:
     import torch
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="device cuda: PyTorch finds none"):
-        device.choose_device("cuda")
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    missing = [name for name, found in there.items() if not found]
+    assert missing, "no machine has both"
+    for name in missing:
+        with pytest.raises(UsageError, match=f"device {name}: PyTorch finds none"):
+            device.choose_device(name)
 
 
 def write(path: Path, text: str) -> None:
@@ -86,9 +89,11 @@ def test_no_memory_limit(tmp_path: Path) -> None:
     assert device.cgroup_available(tmp_path) == 1 << 62
 
 
-def test_memory_budget_respects_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cgroup_available", lambda: 1000)
-    assert device.memory_budget("cpu") == 750
+def test_memory_budget_respects_the_limit(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "0::/box")
+    write(tmp_path / "sys/fs/cgroup/box/memory.max", "1600")
+    write(tmp_path / "sys/fs/cgroup/box/memory.current", "600")
+    assert device.memory_budget("cpu", tmp_path) == 750
 
 
 def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:

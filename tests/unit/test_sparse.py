@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import rice, sparse, topk
+from protocol.codec import rice, sparse
 from protocol.codec.sparse import Codec, PayloadError, apply, decode, encode, entropy_size, max_payload_size
 
 VALUES = ("sym2", "ref2", "fp32")
@@ -50,9 +50,8 @@ def tiles_of(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.stack([tile.reshape(-1) for band in blocks for tile in band])
 
 
-@given(codec=codecs, shapes=shape_lists, seed=st.integers(0, 2**32))
-@settings(max_examples=100, deadline=None)
-def test_round_trip_keeps_the_largest_of_every_tile(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> None:
+def check_round_trip(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> None:
+    """The largest of every tile are kept."""
     arrays = arrays_of(shapes, seed)
     payload = encode(codec, arrays)
     assert len(payload) <= max_payload_size(codec, shapes)
@@ -85,6 +84,12 @@ def test_round_trip_keeps_the_largest_of_every_tile(codec: Codec, shapes: list[t
             assert len(np.unique(got.values)) <= 4
 
 
+@given(codec=codecs, shapes=shape_lists, seed=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_round_trip_keeps_the_largest_of_every_tile(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> None:
+    check_round_trip(codec, shapes, seed)
+
+
 @pytest.mark.parametrize(("values", "indices"), FORMATS)
 @pytest.mark.parametrize("fill", [0.0, -0.0, 1.5, -3.25])
 def test_constant_tensors_survive_exactly(values: str, indices: str, fill: float) -> None:
@@ -110,11 +115,8 @@ def test_hot_rows_and_columns_hide_nothing(k: int) -> None:
         assert (np.sort(np.abs(tiles_of(x))[tiles_of(kept.reshape(x.shape))].reshape(-1, k), axis=1) == of_tiles).all()
 
 
-@given(codec=codecs, shapes=shape_lists, seed=st.integers(0, 2**32), members=st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
-def test_the_aggregate_is_the_stated_arithmetic(
-    codec: Codec, shapes: list[tuple[int, ...]], seed: int, members: int
-) -> None:
+def check_aggregate(codec: Codec, shapes: list[tuple[int, ...]], seed: int, members: int) -> None:
+    """The mean of payloads is added as stated."""
     old, eta = arrays_of(shapes, seed), np.float32(0.7)
     before = [x.copy() for x in old]
     contributions = [(0.1 + 0.2 * m, encode(codec, arrays_of(shapes, seed + 1 + m))) for m in range(members)]
@@ -128,41 +130,50 @@ def test_the_aggregate_is_the_stated_arithmetic(
         assert x.tobytes() == before[number].tobytes(), "what goes in stays as it is"
 
 
-def test_threads_and_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [(640, 192), (192, 352), (12288,), (3,)]
+@given(codec=codecs, shapes=shape_lists, seed=st.integers(0, 2**32), members=st.integers(0, 4))
+@settings(max_examples=60, deadline=None)
+def test_the_aggregate_is_the_stated_arithmetic(
+    codec: Codec, shapes: list[tuple[int, ...]], seed: int, members: int
+) -> None:
+    check_aggregate(codec, shapes, seed, members)
+
+
+LARGE = (1536, 1024)
+"""More elements than are worked through at a time, or by one thread."""
+
+
+def test_threads_change_nothing() -> None:
+    shapes = [LARGE, (192, 352), (12288,), (3,)]
     codec, arrays = Codec(64), arrays_of(shapes, 5)
     whole = encode(codec, arrays)
     after = apply(codec, arrays, [(0.5, whole), (0.25, whole)], np.float32(1))
-    for block, span in ((1, 1), (1 << 14, 1 << 15)):
-        monkeypatch.setattr(topk, "BLOCK", block)
-        monkeypatch.setattr(topk, "_JOB", span)
-        monkeypatch.setattr(rice, "_STEP", block)
-        with ThreadPoolExecutor(4) as pool:
-            assert encode(codec, arrays, pool.map) == whole
-            again = apply(codec, arrays, [(0.5, whole), (0.25, whole)], np.float32(1), pool.map)
-        assert all(a.tobytes() == b.tobytes() for a, b in zip(after, again, strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        assert encode(codec, arrays, pool.map) == whole
+        again = apply(codec, arrays, [(0.5, whole), (0.25, whole)], np.float32(1), pool.map)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(after, again, strict=True))
+
+
+def test_a_large_tensor_keeps_what_its_bands_keep() -> None:
+    """A band of tiles is small enough to be worked through at once."""
+    codec, (x,) = Codec(64, "fp32"), arrays_of([LARGE], 5)
+    (whole,) = decode(codec, [LARGE], encode(codec, [x]))
+    bands = np.split(x, LARGE[0] // 64)
+    parts = [decode(codec, [band.shape], encode(codec, [band]))[0] for band in bands]
+    index = np.concatenate([part.index + number * bands[0].size for number, part in enumerate(parts)])
+    assert (np.sort(whole.index) == np.sort(index)).all()
+    assert (x.reshape(-1)[whole.index] == whole.values).all()
 
 
 @pytest.mark.parametrize(("values", "indices"), FORMATS)
-def test_segments_hold_the_same(values: str, indices: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = [(640, 192), (352, 192), (12288,), (5,)]
-    codec, arrays = Codec(64, values, indices), arrays_of(shapes, 6)
-    whole = encode(codec, arrays)
-    contributions = [(0.5, whole), (0.25, encode(codec, arrays_of(shapes, 7)))]
-    after = apply(codec, arrays, contributions, np.float32(0.8))
-    decoded = decode(codec, shapes, whole)
-    monkeypatch.setattr(sparse, "_SEGMENT", 400)
-    assert len(sparse._segments(topk.tiling(shapes[0], 64))) == 5
-    payload = encode(codec, arrays)
-    assert len(payload) <= max_payload_size(codec, shapes)
-    for got, expected in zip(decode(codec, shapes, payload), decoded, strict=True):
-        assert (got.index == expected.index).all()
-        assert got.values.tobytes() == expected.values.tobytes()
-    contributions = [(0.5, payload), (0.25, encode(codec, arrays_of(shapes, 7)))]
-    again = apply(codec, arrays, contributions, np.float32(0.8))
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(after, again, strict=True))
+def test_tensors_of_several_segments(values: str, indices: str) -> None:
+    """At 2048 of 4096 a segment has 2^17 elements: five of them here, and one smaller tensor."""
+    shapes = [(640, 1024), (352, 192)]
+    codec = Codec(2048, values, indices)
+    check_round_trip(codec, shapes, 6)
+    check_aggregate(codec, shapes, 7, 2)
+    payload = encode(codec, arrays_of(shapes, 6))
     rng = np.random.default_rng(8)
-    for _ in range(100):
+    for _ in range(20):
         bad = bytearray(payload)
         bad[rng.integers(len(bad))] ^= 1 << rng.integers(8)
         check_refused_or_sound(codec, shapes, bytes(bad))

@@ -47,10 +47,9 @@ def test_normal_like_is_the_stated_sum_of_lanes() -> None:
         assert Fraction(value) == Fraction(float(np.float32(total) * np.float32(0.5 / math.sqrt(4 * (2**32 - 1) / 12))))
 
 
-def test_normal_like_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_normal_like_across_blocks() -> None:
     whole = philox.normal_like(b"s", "n", (13, 11), 2.0)
-    monkeypatch.setattr(init, "_BLOCK", 10)
-    assert (philox.normal_like(b"s", "n", (13, 11), 2.0) == whole).all()
+    assert (philox.normal_like(b"s", "n", (13, 11), 2.0, block=10) == whole).all()
 
 
 def test_normal_like_looks_normal() -> None:
