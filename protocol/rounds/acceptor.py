@@ -1,27 +1,22 @@
 """The part of a quorum's member that votes, and must not forget it: the acceptor of single-decree Paxos.
 
-It never goes back behind a promise, and what it accepted it tells everybody who prepares a higher ballot. Whatever it says
-is on its disk before: an answer follows its `Save` in the list of effects. It accepts a commit only once it holds every
-payload that the commit names, so that what is decided cannot be lost with its sender.
+It never goes back behind a promise, and what it accepted it tells everybody who prepares a higher ballot. Whatever it
+says is on its disk before: an answer follows its `Save` in the list of effects. It accepts a commit only once it
+holds every payload that the commit names, so that what is decided cannot be lost with its sender.
 
     acceptor  event     next      effects              condition
     FREE      Prepare   PROMISED  Save, Send(Promise)
     PROMISED  Prepare   PROMISED  Save, Send(Promise)  its ballot is higher
     ACCEPTED  Prepare   ACCEPTED  Save, Send(Promise)  its ballot is higher
-    any       Prepare   the same  Send(Promise)        its ballot is the promised one: the
-                                                       same answer again
-    any       Prepare   the same  Send(Reject)         its ballot is lower than the promised
-                                                       one
+    any       Prepare   the same  Send(Promise)        its ballot is the promised one: the same answer again
+    any       Prepare   the same  Send(Reject)         its ballot is lower than the promised one
     FREE      Accept    ACCEPTED  Save, Send(Vote)     all its payloads are held
     PROMISED  Accept    ACCEPTED  Save, Send(Vote)     not lower, all its payloads are held
-    ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted
-                                                       one
-    ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same
-                                                       answer again
-    any       Accept    the same  Send(Reject)         its ballot is lower than the promised
-                                                       one
-    any       Accept    the same  Fetch                payloads are not held yet; it is
-                                                       looked at again when they are
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted one
+    ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same answer again
+    any       Accept    the same  Send(Reject)         its ballot is lower than the promised one
+    any       Accept    the same  Fetch                payloads are not held yet; it is looked at again when they
+                                                       are
     FREE      Appended  FREE                           the next round begins
     PROMISED  Appended  FREE                           the next round begins
     ACCEPTED  Appended  FREE                           the next round begins
@@ -79,10 +74,10 @@ TABLE = Table(
 
 
 class Acceptor:
-    """`vote`: the durable vote of the round that is to be decided, or of a later one, which is not touched before its time.
+    """`vote`: the durable vote of the round to be decided, or of a later round, which is kept until its time.
 
-    `held`: digests of the payloads that are durable here. `sign` signs with the node's identity. Answers to the node itself
-    are effects as those to others are.
+    `held`: digests of the payloads that are durable here. `sign` signs with the node's identity. Answers to the node
+    itself are effects as those to others are.
     """
 
     def __init__(self, manifest: Manifest, vote: Promise, held: Iterable[str], sign: Callable[[bytes], bytes]) -> None:

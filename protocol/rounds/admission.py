@@ -1,6 +1,7 @@
 """Which offers are admitted to a commit: pure functions of the manifest, the plan and what is offered.
 
-A payload's bytes are checked where it is decoded (protocol/codec/sparse.py). Here are the rules about what an offer says.
+A payload's bytes are checked where it is decoded (protocol/codec/sparse.py). Here are the rules about what an offer
+says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Who attested which state: every peer that holds shards says their digests after each round, and they are compared.
 
-All who hold a shard after a round must hold the same bits of it. What most of them have is taken for right. A peer that has
-something else has *diverged*, and its work of the next round does not count.
+All who hold a shard after a round must hold the same bits of it. What most of them have is taken for right. A peer
+that has something else has *diverged*, and its work of the next round does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from protocol.wire.session import Attest
 
 
 def majority(attested: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The digest of each shard that most peers have; `attested` are the peers' {shard: digest}. A tie leaves a shard out."""
+    """The digest that most peers have of each shard, none where there is a tie. `attested`: their {shard: digest}."""
     counts: dict[str, Counter[str]] = {}
     for digests in attested:
         for shard, digest in digests.items():
@@ -63,7 +63,7 @@ class Attestations:
         return self._newest.get(peer, -1)
 
     def add(self, peer: str, attest: Attest) -> list[Diverged]:
-        """Takes what `peer` attested; who has diverged for all we know now and was not named for it before is returned."""
+        """Takes what `peer` attested; returns who has diverged, as far as known, and was not named for it before."""
         round, known = attest.round, self._rounds.setdefault(attest.round, {})
         if known.get(peer) == attest.digests:
             return []

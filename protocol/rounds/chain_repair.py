@@ -1,24 +1,31 @@
-"""Who is in the chains of the open round: the plan, and what was reconfigured since. Part of the leader's machine, pure.
+"""Who is in the chains of the open round: the plan, and how chains were reconfigured since.
 
-A member whose neighbour broke reports it (`ChainFailure`) and keeps its work. The leading node answers with a `ChainReconfig`: the chain's members
-under the next *generation*, the number of chains that this replica has had in the round. The plan in the log stays as it is; who took
-part is what the commit's contribution says. Of a chain that lost a member
+This is a part of the leader's machine (protocol/rounds/leader.py), and pure.
 
-    the member has offered             the inner steps are done: all are told to offer what they have
-    a spare is ready                   takes the member's place; ready: it attested the state before the round and holds
-                                       the stage's shards, and its memory is enough
-    else, once per member and round    the same members again: it may be back, as it was or from its checkpoint
-    else                               nobody: the chain ends its round, its members keep their work in the error feedback
+A member whose neighbour is lost reports it (`ChainFailure`) and keeps its work. The leading node answers with a
+`ChainReconfig`: the chain's members under the next *generation*. A generation is the number of reconfigurations that
+this replica has had in the round; the chain of the plan has generation 0. The plan in the log stays as it is, and the
+commit's contribution says who took part. What happens to a chain that lost a member:
 
-Who died before its neighbours had streams to it is reported by nobody: the leading node replaces a member whose session is closed
-for a while (protocol/rounds/leader.py) as soon as a spare is ready, and waits as long as there is none.
+    a member has offered its stage    the inner steps are done: all are told to offer what they have
+    a spare is ready                  it takes the member's place; ready means that it attested the state before
+                                      the round, holds the stage's shards, and has enough memory
+    else, once per member and round   the same members go on: the lost one may be back, as it was or from its
+                                      checkpoint
+    else                              nobody goes on: the chain's round is over, and its members keep their work
+                                      in the error feedback
 
-A stage that has become slow (protocol/planning/pipeline_model.py) is reported by the first one, and replaced if a spare is ready, else nothing happens.
+Three cases differ. A member that dies before its neighbours had streams to it is reported by nobody: the leading node
+replaces a member that is absent (protocol/rounds/presence.py) as soon as a spare is ready, and waits as long as there
+is none. A stage that has become slow (protocol/planning/pipeline_model.py) is reported by the first stage; it is
+replaced if a spare is ready, else nothing happens. A chain that was reconfigured MAX_GENERATIONS times ends its
+round.
 
-A report of an older generation gets the present `ChainReconfig` again; the first report of an generation decides. Mends are repeated until every
-member says that it follows, which all nodes hear: so whoever leads next knows them. A node that does not know of a reconfig takes
-no harm: it ignores the spare's offers, and the replica is left out. Two that believe to lead may give one generation to two
-chains: the members find each other only under the same names, report again, and the higher generation counts.
+The first report of a generation decides, and a report of an older generation is answered with the present
+`ChainReconfig`. That is repeated until every member follows it, which the members tell to all nodes: so the next
+leader knows it. A node that does not know of a reconfiguration does no harm: it ignores the spare's offers, and the
+replica is left out. Two nodes that both believe to lead may give one generation to two chains. The members then find
+each other only under the same names, report again, and the higher generation counts.
 """
 
 from __future__ import annotations
@@ -30,17 +37,17 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import ChainReconfig
 
 MAX_GENERATIONS = 32
-"""A chain that broke so often in a round ends it."""
+"""A chain whose generation would reach this ends its round."""
 SLOW = "has become slow"
-"""The reason of a report upon which nothing must be done."""
+"""The reason of a report that may remain without consequence: the chain still trains."""
 
 
 def reconfigured(plan: Plan, reconfig: ChainReconfig) -> Plan | None:
-    """`plan` with the members that `reconfig` names; None where it does not allow them: each is the planned one or a spare."""
+    """`plan` with the members that `reconfig` names; None where `plan` does not allow them."""
     if not 0 <= reconfig.replica < len(plan.replicas) or reconfig.round != plan.round:
         return None
     spec = plan.replicas[reconfig.replica]
-    if not is_allowed(plan, spec, reconfig.peers) or len(spec.stages) < 2:
+    if not spec.is_chain or not is_allowed(plan, spec, reconfig.peers):
         return None
     stages = tuple(dataclasses.replace(s, peer=p) for s, p in zip(spec.stages, reconfig.peers, strict=True))
     replicas = list(plan.replicas)
@@ -49,21 +56,25 @@ def reconfigured(plan: Plan, reconfig: ChainReconfig) -> Plan | None:
 
 
 def is_allowed(plan: Plan, spec: ReplicaSpec, peers: tuple[str, ...]) -> bool:
-    """Whether these may be the members of `spec`: in each place the planned one or a spare of the plan, nobody twice."""
+    """Whether `peers` may be the members of `spec`: in each place the planned one or a spare, and nobody twice."""
     return len(set(peers)) == len(peers) == len(spec.stages) and all(
         peer == stage.peer or peer in plan.spares for stage, peer in zip(spec.stages, peers, strict=True)
     )
 
 
 class ChainRoster:
-    """The chains of one round. `plan`: the round's, None where there is none."""
+    """The chains of one round, by the index of their replica in the plan.
+
+    `plan` has the members of now; the roster begins with the plan that the log has, None where it has none.
+    `reconfigs` has the newest reconfiguration of each chain that had one. `away` are the peers that were lost and not
+    heard since.
+    """
 
     def __init__(self, plan: Plan | None) -> None:
         self.plan = plan
         self.reconfigs: dict[int, ChainReconfig] = {}
         self.away: set[str] = set()
-        """Who was replaced, or ended its chain, and was not heard since."""
-        self._decided = plan
+        self._logged = plan
         self._retried: set[tuple[int, str]] = set()
         self._followers: set[tuple[int, int, str]] = set()
 
@@ -73,35 +84,36 @@ class ChainRoster:
         return reconfig.reason if reconfig is not None and not reconfig.peers else None
 
     def generation(self, replica: int) -> int:
+        """How often this chain was reconfigured."""
         return self.reconfigs[replica].generation if replica in self.reconfigs else 0
 
-    def heard(self, peer: str, reconfig: ChainReconfig) -> None:
-        """`peer` follows `reconfig`, which may be news to this node; only who is known as a member can bring news."""
-        if self._decided is None or not 0 <= reconfig.replica < len(self._decided.replicas):
+    def follows(self, peer: str, reconfig: ChainReconfig) -> None:
+        """`peer` says that it follows `reconfig`. It may be news to this node; only a known member can bring news."""
+        if self._logged is None or not 0 <= reconfig.replica < len(self._logged.replicas):
             return
-        members = reconfig.peers or self._decided.replicas[reconfig.replica].peers
+        members = reconfig.peers or self._logged.replicas[reconfig.replica].peers
         if peer not in members:
             return
         if reconfig.generation > self.generation(reconfig.replica) and peer in self.audience(reconfig.replica):
-            self._set(reconfig)
+            self._adopt(reconfig)
         if self.reconfigs.get(reconfig.replica) == reconfig:
             self._followers.add((reconfig.replica, reconfig.generation, peer))
 
-    def _set(self, reconfig: ChainReconfig) -> bool:
-        assert self._decided is not None
+    def _adopt(self, reconfig: ChainReconfig) -> None:
+        """Makes `reconfig` the newest one of its chain, unless the plan does not allow it."""
+        assert self._logged is not None
         assert self.plan is not None
-        if reconfig.round != self._decided.round:
-            return False
+        if reconfig.round != self._logged.round:
+            return
         if reconfig.peers:
-            found = reconfigured(self._decided, reconfig)
+            found = reconfigured(self._logged, reconfig)
             if found is None:
-                return False
+                return
             replicas = list(self.plan.replicas)
             replicas[reconfig.replica] = found.replicas[reconfig.replica]
             self.plan = dataclasses.replace(self.plan, replicas=tuple(replicas))
         self.reconfigs[reconfig.replica] = reconfig
         self._followers = {who for who in self._followers if who[0] != reconfig.replica}
-        return True
 
     def replace(
         self,
@@ -111,8 +123,10 @@ class ChainRoster:
         steps: int,
         suits: Callable[[str, StageSpec], bool],
     ) -> ChainReconfig | None:
-        """What is to be done about the `lost` member, who did not offer; None where nothing is: it is waited upon. `suits`: whether
-        a spare is ready for a stage. `steps` > 0: so many are done by all."""
+        """Puts a spare in the place of the member `lost`; None where no spare is ready.
+
+        `suits` says whether a spare is ready for a stage. `steps` > 0: that many inner steps are done by all.
+        """
         assert self.plan is not None
         spec = self.plan.replicas[replica]
         stage = spec.stage_of(lost)
@@ -120,27 +134,27 @@ class ChainRoster:
         if spare is None:
             return None
         self.away.add(lost)
-        return self.again(replica, tuple(spare if p == lost else p for p in spec.peers), reason, steps)
+        return self.renew(replica, tuple(spare if p == lost else p for p in spec.peers), reason, steps)
 
     def _is_free(self, spare: str) -> bool:
         assert self.plan is not None
         return spare not in self.away and self.plan.replica_of(spare) is None
 
-    def without_spare(self, replica: int, lost: str, reason: str, steps: int, may_return: bool) -> ChainReconfig:
-        """The same members, once for each that is lost and may return; else the end of the chain's round."""
+    def go_on_without_spare(self, replica: int, lost: str, reason: str, steps: int, may_return: bool) -> ChainReconfig:
+        """Keeps the members, once for each that is lost and may return; else ends the chain's round."""
         assert self.plan is not None
         if may_return and (replica, lost) not in self._retried:
             self._retried.add((replica, lost))
-            return self.again(replica, self.plan.replicas[replica].peers, reason, steps)
+            return self.renew(replica, self.plan.replicas[replica].peers, reason, steps)
         self.away.add(lost)
-        return self.again(replica, (), f"{reason}; no spare is ready", 0)
+        return self.renew(replica, (), f"{reason}; no spare is ready", 0)
 
-    def again(self, replica: int, peers: tuple[str, ...], reason: str, steps: int) -> ChainReconfig:
-        """The same chain, or another one, under a new generation; the last one is the end of the chain's round."""
+    def renew(self, replica: int, peers: tuple[str, ...], reason: str, steps: int) -> ChainReconfig:
+        """Gives the chain a new generation with these members; without members its round is over."""
         assert self.plan is not None
         generation = self.generation(replica) + 1
         if generation >= MAX_GENERATIONS:
-            peers, steps, reason = (), 0, f"its chain broke too often, the last time: {reason}"
+            peers, steps, reason = (), 0, f"its chain failed too often, the last time: {reason}"
         reconfig = ChainReconfig(
             round=self.plan.round,
             replica=replica,
@@ -149,22 +163,22 @@ class ChainRoster:
             steps=steps,
             reason=reason[:200],
         )
-        self._set(reconfig)
+        self._adopt(reconfig)
         return reconfig
 
-    def unheard(self) -> list[tuple[str, ChainReconfig]]:
-        """Who does not follow a reconfig yet."""
-        assert self._decided is not None
+    def not_following(self) -> list[tuple[str, ChainReconfig]]:
+        """Whom a reconfiguration concerns who has not said yet that it follows it."""
+        assert self._logged is not None
         return [
             (peer, reconfig)
             for replica, reconfig in self.reconfigs.items()
-            for peer in reconfig.peers or self._decided.replicas[replica].peers
+            for peer in reconfig.peers or self._logged.replicas[replica].peers
             if (replica, reconfig.generation, peer) not in self._followers
         ]
 
     def audience(self, replica: int) -> tuple[str, ...]:
-        """Everybody whom a reconfig of this chain concerns."""
-        assert self._decided is not None
+        """Everybody whom a reconfiguration of this chain concerns: its members by the log and those of now."""
+        assert self._logged is not None
         assert self.plan is not None
-        members = (*self._decided.replicas[replica].peers, *self.plan.replicas[replica].peers)
+        members = (*self._logged.replicas[replica].peers, *self.plan.replicas[replica].peers)
         return tuple(dict.fromkeys(members))

@@ -1,54 +1,46 @@
-"""A bootstrap node's view of a round: a state machine without I/O. Every node runs it; only the one that leads proposes.
+"""A bootstrap node's view of a round: a state machine without I/O. Every node runs it, and the leading one proposes.
 
-What happens comes in as events, what is to be done goes out as effects (protocol/rounds/leader_events.py). The loop that
-carries the effects out is bootstrap/node.py. What this node proposed may or may not be decided (protocol/rounds/paxos.py):
-the round goes on when some commit of it is.
+What happens comes in as events, what is to be done goes out as effects (protocol/rounds/leader_events.py). The loop
+that carries the effects out is bootstrap/node.py. What this node proposed may or may not be decided
+(protocol/rounds/paxos.py): the round goes on when some commit of it is.
 
     leader     event         next       effects              condition
-    GATHERING                DECIDING   Propose              we lead, `start_peers` are ready and
-                                                             make a plan
-    OPEN                     DECIDING   Propose              we lead and no replica is pending, or
-                                                             its deadline has passed
+    GATHERING                DECIDING   Propose              we lead, `start_peers` are ready and make a plan
+    OPEN                     DECIDING   Propose              we lead and no replica is pending, or its deadline has
+                                                             passed
     DECIDING   Decided       OPEN                            the next round begins
     DECIDING   Decided       CLOSING                         it was the last round
     DECIDING   Lead          OPEN                            who leads has changed
-    DECIDING   Lead          GATHERING                       who leads has changed, no round is
-                                                             decided yet
+    DECIDING   Lead          GATHERING                       who leads has changed, no round is decided yet
     GATHERING  Decided       OPEN                            another node led
     OPEN       Decided       OPEN                            another node led
-    OPEN       Decided       CLOSING                         another node led, it was the last
-                                                             round
-    CLOSING                  OVER       Done                 all members attested the final state,
-                                                             or it is too late
-    CLOSING    Decided       CLOSING                         a commit too many, which no honest
-                                                             quorum decides
-    OVER       Decided       OVER                            a commit too many, which no honest
-                                                             quorum decides
-    any        Offer         the same   Fetch                it is admitted: the payloads that are
-                                                             not held yet are fetched
-    any        Offer         the same   Send(ChainReconfig)  its reconfigured chain does not know
-                                                             yet that the steps are done
-    any        ChainFailure  the same   Send(ChainReconfig)  a chain lost a member, or a report is
-                                                             out of date
+    OPEN       Decided       CLOSING                         another node led, it was the last round
+    CLOSING                  OVER       Done                 all members attested the final state, or it is too late
+    CLOSING    Decided       CLOSING                         a commit too many, which no honest quorum decides
+    OVER       Decided       OVER                            a commit too many, which no honest quorum decides
+    any        Offer         the same   Fetch                it is admitted: the payloads that are not held yet are
+                                                             fetched
+    any        Offer         the same   Send(ChainReconfig)  its reconfigured chain does not know yet that the steps
+                                                             are done
+    any        ChainFailure  the same   Send(ChainReconfig)  a chain lost a member, or a report is out of date
     any        Withdraw      the same   Send(ChainReconfig)  a member of a chain gives up
-    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a
-                                                             spare is ready
-    any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is
-                                                             ready, or somebody does not follow
-    any        Attest        the same   Report               a peer has other bits than the
-                                                             majority
-    any        Decided       the same   Moved                the next plan moves blocks between the
-                                                             stages of a chain
+    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready
+    any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is ready, or somebody
+                                                             does not follow
+    any        Attest        the same   Report               a peer has other bits than the majority
+    any        Decided       the same   Moved                the next plan moves blocks between the stages of a
+                                                             chain
 
-A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and every
-payload is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when its chain ended
-its round. Else it is *pending*. Its members are those of the newest reconfiguration (protocol/rounds/chain_repair.py).
+A planned replica is *complete* when every member has attested the state before the round and has offered its stage,
+and every payload is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when
+its chain ended its round. Else it is *pending*. Its members are those of the newest reconfiguration
+(protocol/rounds/chain_repair.py).
 
-A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new plan, at
-the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that has just
-restarted has heard of nobody yet. It is too late to attest the final state after `gone_after` for a member that is gone, and
-after `round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as it is; a member that was
-lost is planned again once it was heard again.
+A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
+plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
+has just restarted has heard of nobody yet. It is too late to attest the final state after `gone_after` for a member
+that is gone, and after `round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as
+it is; a member that was lost is planned again once it was heard again.
 """
 
 from __future__ import annotations
@@ -91,7 +83,8 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Wi
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry.
 
-    `commits`: the log so far. `held`: digests of the payloads that are durable here. `now`: seconds on the clock of `handle`.
+    `commits`: the log so far. `held`: digests of the payloads that are durable here. `now`: seconds on the clock of
+    `handle`.
     """
 
     def __init__(self, manifest: Manifest, commits: Sequence[Commit], held: Sequence[str], now: float) -> None:
@@ -168,7 +161,7 @@ class Leader:
             case ChainFailure() as failure:
                 return self._chain_failure(peer, failure)
             case ChainReconfig() as reconfig:
-                self.roster.heard(peer, reconfig)
+                self.roster.follows(peer, reconfig)
         return []
 
     # --- chains
@@ -198,7 +191,7 @@ class Leader:
         if failure.peer in spec.peers:
             found = self._lost(failure.peer, failure.reason, must_go_on=failure.reason != SLOW)
         else:
-            found = roster.again(replica, spec.peers, "its members knew different chains", 0)
+            found = roster.renew(replica, spec.peers, "its members knew different chains", 0)
         return self._reconfigure(ChainFailure, found)
 
     def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> ChainReconfig | None:
@@ -215,10 +208,12 @@ class Leader:
         steps = self.offers.steps(replica, spec)
         text = f"peer {short_peer(peer)}: {reason}"
         if self.offers.of(replica, peer) is not None:
-            return roster.again(replica, spec.peers, text, steps) if must_go_on else None
+            return roster.renew(replica, spec.peers, text, steps) if must_go_on else None
         reconfig = roster.replace(replica, peer, text, steps, self._suits)
         if reconfig is None and must_go_on:
-            reconfig = roster.without_spare(replica, peer, text, steps, may_return=not self.offers.has_failed(peer))
+            reconfig = roster.go_on_without_spare(
+                replica, peer, text, steps, may_return=not self.offers.has_failed(peer)
+            )
         return reconfig
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
@@ -232,7 +227,7 @@ class Leader:
         self._absent = absent
         effects: list[Effect] = []
         if self._leads and self.roster.reconfigs:
-            for peer, reconfig in self.roster.unheard():
+            for peer, reconfig in self.roster.not_following():
                 effects += self.position.stay(Tick, [Send((peer,), reconfig, False)])
         for peer in sorted(absent):
             effects += self._reconfigure(Tick, self._lost(peer, "its session ended"))
@@ -262,7 +257,7 @@ class Leader:
         reconfig = self.roster.reconfigs.get(replica)
         if self._leads and reconfig is not None and reconfig.peers and not reconfig.steps:
             # it may have left before it heard of the reconfiguration: the others need not wait for it
-            found = self.roster.again(replica, reconfig.peers, reconfig.reason, offer.steps)
+            found = self.roster.renew(replica, reconfig.peers, reconfig.reason, offer.steps)
             effects += self._reconfigure(Offer, found)
         return effects
 

@@ -1,4 +1,4 @@
-"""What a bootstrap node's view of a round (protocol/rounds/leader.py) hears and says, its phases, and its transition table."""
+"""Events, effects, phases and transition table of a bootstrap node's view of a round (protocol/rounds/leader.py)."""
 
 from __future__ import annotations
 
@@ -29,21 +29,24 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A peer is announced and has a session. Repeated when its announcement changes."""
+    """Event: a peer is announced and has a session. It is repeated when the announcement changes."""
 
     candidate: Candidate
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A peer gave no sign of life for `gone_after`."""
+    """Event: a peer gave no sign of life for `gone_after`."""
 
     peer: str
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A peer sent an offer, an attestation, a withdrawal, or about its chain: that it broke, or which reconfig it follows."""
+    """Event: a peer sent this. A `ChainReconfig` from a peer says that the peer follows it.
+
+    The table (TABLE) names these events by the kind of the message.
+    """
 
     peer: str
     message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig
@@ -51,35 +54,38 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A payload is durable here."""
+    """Event: a payload is durable here."""
 
     digest: str
 
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Whether this node leads from now on."""
+    """Event: whether this node leads from now on."""
 
     leads: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The quorum has decided this commit."""
+    """Event: the quorum has decided this commit."""
 
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. `absent`: ready peers whose session ended and was not opened again in time (protocol/rounds/presence.py)."""
+    """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time.
+
+    protocol/rounds/presence.py says who is absent.
+    """
 
     absent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Effect: get this payload from `peer`, then send `Held`."""
+    """Effect: fetch this payload from `peer`; the answer is `Held`."""
 
     peer: str
     part: Part
@@ -94,7 +100,7 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Effect: send this to those of `peers` who have a session; `first`: it is not a repetition."""
+    """Effect: send this to those of `peers` that have a session. `first`: it is no repetition."""
 
     peers: tuple[str, ...]
     message: ChainReconfig
@@ -103,7 +109,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Effect: tell whoever watches: `peer`'s bits of `shard` after `round` differ from the majority's."""
+    """Effect: show that `peer`'s bits of `shard` after `round` differ from the majority's."""
 
     round: int
     peer: str
@@ -112,7 +118,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Effect: tell whoever watches: from `round` on, replica `replica` has other numbers of blocks in its stages, and why."""
+    """Effect: show that from `round` on the stages of `replica` have other numbers of blocks, and why."""
 
     round: int
     replica: int
@@ -123,7 +129,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Effect: the run is over and its final state was compared."""
+    """Effect: the run is over; its final state, after `round`, was compared."""
 
     round: int
 

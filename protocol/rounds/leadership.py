@@ -1,9 +1,9 @@
 """Who leads among the bootstrap nodes, and who gives signs of life.
 
-Who leads decides nothing but who proposes (protocol/rounds/paxos.py): two nodes that both believe to lead do no harm. By the
-rule, the leader of the round before goes on while it gives signs of life, else the first member that gives them leads. A
-leader that is silent for a lease (`gone_after`) is so replaced. An operator's node that is not a member takes the place of a
-member that was silent for REPLACE_LEASES leases; the next commit's `members` say so.
+Who leads decides nothing but who proposes (protocol/rounds/paxos.py): two nodes that both believe to lead do no harm.
+By the rule, the leader of the round before goes on while it gives signs of life, else the first member that gives
+them leads. A leader that is silent for a lease (`gone_after`) is so replaced. An operator's node that is not a member
+takes the place of a member that was silent for REPLACE_LEASES leases; the next commit's `members` say so.
 
     role       event  next       effects  condition
     FOLLOWING         LEADING    Leads    the rule names this node
@@ -65,7 +65,7 @@ class Leadership:
         self._alive = {o for o, at in self._heard.items() if o == self.peer or now - at < lease}
 
     def leader(self, members: tuple[str, ...], before: str) -> str | None:
-        """Who leads as far as this node knows; `before` led the round before. None where no member gives signs of life."""
+        """Who leads as far as this node knows, None where no member is alive. `before` led the round before."""
         if before in members and before in self._alive:
             return before
         return next((m for m in members if m in self._alive), None)

@@ -1,61 +1,59 @@
 """A volunteer's side of a round: a state machine without I/O.
 
-What happens comes in as events, what is to be done goes out as effects (protocol/rounds/member_events.py). The loop that
-carries the effects out is peer/node/rounds.py; it answers most of them with an event.
+What happens comes in as events, what is to be done goes out as effects (protocol/rounds/member_events.py). The loop
+that carries the effects out is peer/node/rounds.py; it answers most of them with an event.
 
-    member    event          next      effects                          condition
-    WAITING                  WAITING   RestoreFeedback                  our offer's round is applied, and its
-                                                                        commit has not our offer
-    WAITING                  APPLYING  Apply                            the commit of round `applied` + 1 is
-                                                                        known
+    member    event          next      effects                           condition
+    WAITING                  WAITING   RestoreFeedback                   our offer's round is applied, and its
+                                                                         commit has not our offer
+    WAITING                  APPLYING  Apply                             the commit of round `applied` + 1 is known
     APPLYING  Applied        WAITING
-    WAITING                  HOLDING   HoldShards                       no newer commit is known, the plan is
-                                                                        new
+    WAITING                  HOLDING   HoldShards                        no newer commit is known, the plan is new
     HOLDING   ShardsHeld     WAITING
-    WAITING                  TRAINING  TrainOrder                       the plan names us
-    WAITING                  TRAINING                                   the plan is the one that we train
-                                                                        ahead by already
-    WAITING                  ENCODING  EncodeUpdate                     the plan is the one that we trained
-                                                                        ahead by
+    WAITING                  TRAINING  TrainOrder                        the plan names us
+    WAITING                  TRAINING                                    the plan is the one that we train ahead by
+                                                                         already
+    WAITING                  ENCODING  EncodeUpdate                      the plan is the one that we trained ahead
+                                                                         by
     TRAINING  Trained        ENCODING  EncodeUpdate
     TRAINING  Failed         ENCODING  Send(Withdraw), KeepInFeedback
-    TRAINING                 STOPPING  Stop                             the round's commit is known: we are
-                                                                        too late
+    TRAINING                 STOPPING  Stop                              the round's commit is known: we are too
+                                                                         late
     STOPPING  Trained        ENCODING  KeepInFeedback
     STOPPING  Failed         ENCODING  KeepInFeedback
-    ENCODING  UpdateEncoded  WAITING   Send(Offer)                      the offer is durable
-    ENCODING  UpdateEncoded  WAITING                                    nothing is offered, the feedback is
-                                                                        durable
-    TRAINING  ChainFailed    TRAINING  Send(ChainFailure)               our chain lost a member, or one is
-                                                                        slow
-    TRAINING  Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder  we are among the chain's new members
-    TRAINING  Reconfigured   STOPPING  Stop                             a spare has taken our place
-    TRAINING  Reconfigured   STOPPING  Send(ChainReconfig),             the chain's round is over
+    ENCODING  UpdateEncoded  WAITING   Send(Offer)                       the offer is durable
+    ENCODING  UpdateEncoded  WAITING                                     nothing is offered, the feedback is durable
+    TRAINING  ChainFailed    TRAINING  Send(ChainFailure)                our chain lost a member, or one is slow
+    TRAINING  Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder   we are among the chain's new members
+    TRAINING  Reconfigured   STOPPING  Stop                              a spare has taken our place
+    TRAINING  Reconfigured   STOPPING  Send(ChainReconfig),              the chain's round is over
                                        Send(Withdraw), Stop
-    WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder  we are a spare and take a lost
-                                                                        member's place
-    WAITING                  DONE      Finish                           the run is over and we attested its
-                                                                        final state
-    any       Committed      the same  Send(LogRequest)                 commits in between are missing
-    any       Digested       the same  Send(Attest)                     no later state is attested yet
-    any       Reconfigured   the same  Send(ChainReconfig)              we follow it already, or our part of
-                                                                        the round is done
-    any       Tick           the same  Send(ChainFailure)               our chain still waits for its
-                                                                        reconfiguration
+    WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder   we are a spare and take a lost member's
+                                                                         place
+    WAITING                  DONE      Finish                            the run is over and we attested its final
+                                                                         state
+    any       Committed      the same  Send(LogRequest)                  commits in between are missing
+    any       Digested       the same  Send(Attest)                      no later state is attested yet
+    any       Reconfigured   the same  Send(ChainReconfig)               we follow it already, or our part of the
+                                                                         round is done
+    any       Tick           the same  Send(ChainFailure)                our chain still waits for its
+                                                                         reconfiguration
 
 Three rules carry the promises of docs/failure-model.md.
 
 - Commits are applied one after the other, each once, in the order of their rounds (P1, P2).
-- An offer leaves only after it and its payloads are durable; the error feedback without them follows soon after. What was
-  not committed goes back into the feedback before anything else is added to it (P3).
-- After a crash the machine starts with `applied` of the newest durable state and with the newest durable offer. Both are
-  compared with the log once more, so every step may be repeated.
+- An offer leaves only after it and its payloads are durable; the error feedback without them follows soon after.
+  What was not committed goes back into the feedback before anything else is added to it (P3).
+- After a crash the machine starts with `applied` of the newest durable state and with the newest durable offer.
+  Both are compared with the log once more, so every step may be repeated.
 
-What may be lost on the way is sent again with every new session and every RESEND_SECONDS: the request for newer commits,
-the newest attestation, and of the open round the offer, the withdrawal, the failure and the reconfiguration of our chain.
+What may be lost on the way is sent again with every new session and every RESEND_SECONDS: the request for newer
+commits, the newest attestation, and of the open round the offer, the withdrawal, the failure and the reconfiguration
+of our chain.
 
-A chain that loses a member is reconfigured within the round (protocol/rounds/chain_repair.py): the phase stays TRAINING, and
-the work is kept. With `overlap = 1` the next round is trained while this one is decided (protocol/rounds/overlap.py).
+A chain that loses a member is reconfigured within the round (protocol/rounds/chain_repair.py): the phase stays
+TRAINING, and the work is kept. With `overlap = 1` the next round is trained while this one is decided
+(protocol/rounds/overlap.py).
 """
 
 from __future__ import annotations
@@ -100,15 +98,15 @@ RESEND_SECONDS = 5.0
 
 
 class ForkError(Exception):
-    """A majority decided two different commits for one round: the run's history is broken and nothing more is applied."""
+    """A majority decided two commits for one round: the run has no one history, and nothing more is applied."""
 
 
 class Member:
     """A volunteer in a run; `handle` is the only entry.
 
-    `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless the durable feedback
-    says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained again, even
-    where the state is older.
+    `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless the durable
+    feedback says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained
+    again, even where the state is older.
     """
 
     def __init__(

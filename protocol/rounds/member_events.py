@@ -16,7 +16,7 @@ class Phase(Enum):
     """What a volunteer is doing."""
 
     WAITING = "waiting"
-    """For a commit, or for a plan that names it."""
+    """It waits for a commit, or for a plan that names it."""
     TRAINING = "training"
     """It does inner steps."""
     STOPPING = "stopping"
@@ -33,19 +33,19 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A session with a bootstrap node is open."""
+    """Event: a session with a bootstrap node has been opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A record arrived whose signatures are right."""
+    """Event: a record has arrived whose signatures are right."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """All inner steps of `round` are done."""
+    """Event: all inner steps of `round` are done. `loss`: nats per token, None where this stage does not know it."""
 
     round: int
     steps: int
@@ -55,7 +55,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Training of `round` ended early, after `steps` complete steps."""
+    """Event: the training of `round` ended early, after `steps` complete inner steps."""
 
     round: int
     steps: int
@@ -64,7 +64,10 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class ChainFailed:
-    """The chain that trains `round`, the `generation`-th of its replica, lost `peer`, or `peer` is SLOW; our work is kept."""
+    """Event: our chain for `round`, in its generation `generation`, has lost `peer`. Our work is kept.
+
+    With the reason `chain_repair.SLOW` the member is there and only slow.
+    """
 
     round: int
     generation: int
@@ -74,14 +77,14 @@ class ChainFailed:
 
 @dataclass(frozen=True, slots=True)
 class Reconfigured:
-    """The leader says who the members of a chain are."""
+    """Event: the leader says who the members of a chain are from now on."""
 
     reconfig: ChainReconfig
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateEncoded:
-    """`offer` and its payloads are durable; without one, the error feedback is."""
+    """Event: `offer` and its payloads are durable. Without an offer: the error feedback with the round's work is."""
 
     round: int
     offer: Offer | None
@@ -89,21 +92,21 @@ class UpdateEncoded:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """`round` is applied to every shard that is held."""
+    """Event: the commit of `round` is applied to every shard that is held."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class ShardsHeld:
-    """The shards of the plan after `round` are held."""
+    """Event: the shards that the plan in the commit of `round` wants held are held."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class Digested:
-    """`digests`: of the shards that were held when `round` was arranged."""
+    """Event: the {shard: digest} of the shards that were held after `round` are known."""
 
     round: int
     digests: dict[str, str]
@@ -111,21 +114,21 @@ class Digested:
 
 @dataclass(frozen=True, slots=True)
 class RunOver:
-    """The leader says that the run is over."""
+    """Event: the leader says that the run is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Event: time passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOrder:
-    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; answer with Trained or Failed.
+    """Effect: do the inner steps of `plan.round` as a member of replica `replica`; the answer is Trained or Failed.
 
-    `generation` is the number of chains that the replica had in this round before. `steps` > 0: the others have done this
-    many inner steps and no more are needed. `resume`: the training is under way and goes on with the members that `plan`
-    names now.
+    `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the
+    others have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on
+    with the members that `plan` names now.
     """
 
     plan: Plan
@@ -137,14 +140,17 @@ class TrainOrder:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Effect: end the training of `round` at the next step; it answers as usual."""
+    """Effect: end the training of `round` at the next inner step; the answer is Trained or Failed all the same."""
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeUpdate:
-    """Effect: e = beta e + delta, payloads, e -= sent; the offer and its payloads durable; answer with UpdateEncoded(offer)."""
+    """Effect: add the round's work δ to the error feedback, e = β e + δ, and take the payloads out of it, e -= sent.
+
+    The payloads and then the offer are made durable; the answer is UpdateEncoded(offer).
+    """
 
     plan: Plan
     replica: int
@@ -155,22 +161,27 @@ class EncodeUpdate:
 
 @dataclass(frozen=True, slots=True)
 class KeepInFeedback:
-    """Effect: e = beta e + delta of a round that sends nothing, durable; answer with UpdateEncoded(None)."""
+    """Effect: add the work δ of a round that sends nothing to the error feedback, e = β e + δ, and make it durable.
+
+    The answer is UpdateEncoded(None).
+    """
 
     round: int
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreFeedback:
-    """Effect, done at once and in order: e += what `offer` would have sent."""
+    """Effect: put what `offer` would have sent back into the error feedback, e += sent. It has no answer."""
 
     offer: Offer
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Effect: add the commit's payloads to the shards that are held, rebuild those in `rebuild` from the log instead;
-    answer with Applied."""
+    """Effect: add the commit's payloads to the shards that are held; those in `rebuild` are built from the log instead.
+
+    The answer is Applied.
+    """
 
     commit: Commit
     rebuild: tuple[str, ...]
@@ -178,15 +189,17 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class HoldShards:
-    """Effect: hold what the commit's plan wants held, at the state after the commit; answer with ShardsHeld, and sooner or later
-    with Digested."""
+    """Effect: hold the shards that the commit's plan wants held, in the state after the commit.
+
+    The answer is ShardsHeld, and sooner or later Digested.
+    """
 
     commit: Commit
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Effect: send to every bootstrap node with a session; what matters is sent again later."""
+    """Effect: send this to every bootstrap node with a session. What matters is sent again later."""
 
     message: Message
 

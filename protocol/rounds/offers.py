@@ -14,7 +14,7 @@ from protocol.wire.session import Offer
 
 
 class Offers:
-    """The newest offer of each peer and the failures of one round. `held`: digests of the payloads that are durable here."""
+    """The newest offer of each peer, and who failed, in one round. `held`: digests of the payloads that are durable."""
 
     def __init__(self, held: Iterable[str]) -> None:
         self.held = set(held)
@@ -65,14 +65,17 @@ class Offers:
         return None
 
     def is_complete(self, index: int, replica: ReplicaSpec, based: Collection[str]) -> bool:
-        """Whether every member has offered, all of it is here, and it is `based`: the state before the round is attested."""
+        """Whether every member has offered, all of it is held, and every member is among `based`.
+
+        `based` are the peers that attested the state before the round.
+        """
         return all(
             (offer := self.of(index, peer)) is not None and peer in based and self._is_held(offer)
             for peer in replica.peers
         )
 
     def contribution(self, index: int, replica: ReplicaSpec) -> Contribution:
-        """What a commit says of a complete replica. Its steps are those of the slowest member, its loss the last stage's."""
+        """What a commit says of a complete replica: the steps of its slowest member, the loss of its last stage."""
         offers = [self._offers[peer] for peer in replica.peers]
         losses = [offer.loss for offer in offers if offer.loss is not None]
         return Contribution(

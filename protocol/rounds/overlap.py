@@ -1,25 +1,21 @@
 """Training ahead: a small machine beside the volunteer's (protocol/rounds/member.py), used with `overlap = 1`.
 
-A round is decided and applied for some seconds in which a volunteer's processors would rest. With overlap they do not: as
-soon as its offer of round r has left, the volunteer trains round r + 1 after a plan that it *expects*, round r's plan once
-more. When the real plan is known and gives it the same work, what was done ahead is the round's work. Else it is dropped.
+A round is decided and applied for some seconds in which a volunteer's processors would rest. With overlap they do
+not: as soon as its offer of round r has left, the volunteer trains round r + 1 after a plan that it *expects*, round
+r's plan once more. When the real plan is known and gives it the same work, what was done ahead is the round's work.
+Else it is dropped.
 
-    overlap  event           next     effects             condition
-    NONE     UpdateEncoded   RUNNING  TrainOrder          our offer is durable, the run goes on
-    RUNNING  Trained         READY
-    RUNNING  Failed          NONE                         it is trained again once the plan is
-                                                          known
-    RUNNING  ChainFailed     RUNNING  Send(ChainFailure)
-    RUNNING  PlannedSo       NONE                         the member goes on with it as the
-                                                          round's training
-    READY    PlannedSo       NONE                         the member encodes it as the round's
-                                                          work
-    RUNNING  PlannedOtherwi  DROPPED  Stop
-             se
-    READY    PlannedOtherwi  NONE                         what was done is forgotten
-             se
-    DROPPED  Trained         NONE
-    DROPPED  Failed          NONE
+    overlap  event          next     effects             condition
+    NONE     UpdateEncoded  RUNNING  TrainOrder          our offer is durable, the run goes on
+    RUNNING  Trained        READY
+    RUNNING  Failed         NONE                         it is trained again once the plan is known
+    RUNNING  ChainFailed    RUNNING  Send(ChainFailure)
+    RUNNING  PlanAgrees     NONE                         the member goes on with it as the round's training
+    READY    PlanAgrees     NONE                         the member encodes it as the round's work
+    RUNNING  PlanDiffers    DROPPED  Stop
+    READY    PlanDiffers    NONE                         what was done is forgotten
+    DROPPED  Trained        NONE
+    DROPPED  Failed         NONE
 """
 
 from __future__ import annotations
@@ -50,12 +46,12 @@ class Ahead(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedSo:
+class PlanAgrees:
     """Event: the round's plan is known, and it gives us just the work that we expected."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedOtherwise:
+class PlanDiffers:
     """Event: the round's plan is known, and it gives us other work, or none."""
 
 
@@ -67,10 +63,10 @@ TABLE = Table(
         Transition(Ahead.RUNNING, Trained, Ahead.READY),
         Transition(Ahead.RUNNING, Failed, Ahead.NONE, (), "it is trained again once the plan is known"),
         Transition(Ahead.RUNNING, ChainFailed, Ahead.RUNNING, (ChainFailure,)),
-        Transition(Ahead.RUNNING, PlannedSo, Ahead.NONE, (), "the member goes on with it as the round's training"),
-        Transition(Ahead.READY, PlannedSo, Ahead.NONE, (), "the member encodes it as the round's work"),
-        Transition(Ahead.RUNNING, PlannedOtherwise, Ahead.DROPPED, (Stop,)),
-        Transition(Ahead.READY, PlannedOtherwise, Ahead.NONE, (), "what was done is forgotten"),
+        Transition(Ahead.RUNNING, PlanAgrees, Ahead.NONE, (), "the member goes on with it as the round's training"),
+        Transition(Ahead.READY, PlanAgrees, Ahead.NONE, (), "the member encodes it as the round's work"),
+        Transition(Ahead.RUNNING, PlanDiffers, Ahead.DROPPED, (Stop,)),
+        Transition(Ahead.READY, PlanDiffers, Ahead.NONE, (), "what was done is forgotten"),
         Transition(Ahead.DROPPED, Trained, Ahead.NONE),
         Transition(Ahead.DROPPED, Failed, Ahead.NONE),
     ),
@@ -96,10 +92,10 @@ class Overlap:
         return self.order if self.state is Ahead.RUNNING else None
 
     def begin(self, offer: Offer, plan: Plan | None, trained: Plan, decided: Commit | None) -> list[TrainOrder]:
-        """After `offer` is durable: begins with the round after its round, if that is likely to be planned as we expect.
+        """After `offer` is durable: begins with the round after it, unless that is known to be planned otherwise.
 
-        `plan` is the one that the log has for the offer's round, and `trained` the one that was trained in the end, with
-        what was reconfigured. `decided` is the commit of the offer's round, where it is known already.
+        `plan` is the one that the log has for the offer's round, and `trained` the one that was trained in the end,
+        with what was reconfigured. `decided` is the commit of the offer's round, where it is known already.
         """
         if not self.manifest.outer.overlap or plan is None or not offer.round < self.manifest.rounds:
             return []
@@ -125,16 +121,16 @@ class Overlap:
     def take(self) -> Trained | None:
         """What was begun ahead is the round's work: the result, or None while it is being trained."""
         result = self._result
-        self._forget(PlannedSo)
+        self._forget(PlanAgrees)
         return result
 
     def drop(self) -> list[Stop]:
-        """What was begun ahead is not wanted. A training that runs must be waited for: the state is DROPPED until it ends."""
+        """What was begun ahead is not wanted. If it still runs, the state is DROPPED until it has ended."""
         if self.state is Ahead.READY:
-            self._forget(PlannedOtherwise)
+            self._forget(PlanDiffers)
         elif self.state is Ahead.RUNNING:
             assert self.order is not None
-            return self.position.step(PlannedOtherwise, Ahead.DROPPED, [Stop(self.order.plan.round)])
+            return self.position.step(PlanDiffers, Ahead.DROPPED, [Stop(self.order.plan.round)])
         return []
 
     def _forget(self, event: type) -> None:

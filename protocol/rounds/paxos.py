@@ -1,50 +1,40 @@
 """How a commit becomes decided: single-decree Paxos for each round, among the members that the commit before names.
 
-A round's *members* (1, 3 or 5 bootstrap nodes) vote. A commit is decided once a majority has accepted it in one ballot, and
-the signatures of those votes are the proof that travels with it (`commit.Record`). A node has three parts: the acceptor
-votes (protocol/rounds/acceptor.py), leadership says who should propose (protocol/rounds/leadership.py), and the proposer,
-here, proposes:
+A round's *members* (1, 3 or 5 bootstrap nodes) vote. A commit is decided once a majority has accepted it in one
+ballot, and the signatures of those votes are the proof that travels with it (`commit.Record`). A node has three
+parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who should propose
+(protocol/rounds/leadership.py), and the proposer, here, proposes:
 
     proposer   event     next       effects           condition
-    IDLE                 ACCEPTING                    we lead, ballot 0 is ours and still
-                                                      free, a commit is proposed
-    IDLE                 PREPARING                    we lead, and a commit is proposed or
-                                                      was accepted here and not decided
-    PREPARING            PREPARING  Send(Prepare)     some have not answered, every
-                                                      RETRY_SECONDS
-    PREPARING  Promise   ACCEPTING                    a majority promised: the commit that
-                                                      was accepted in the highest ballot,
-                                                      else our own
-    PREPARING  Promise   IDLE                         a majority promised, and there is no
-                                                      commit to propose
-    ACCEPTING            ACCEPTING  Send(Accept)      some have not answered, every
-                                                      RETRY_SECONDS
-    ACCEPTING  Vote      APPENDING  Append            a majority voted: the commit is
+    IDLE                 ACCEPTING                    we lead, ballot 0 is ours and still free, a commit is proposed
+    IDLE                 PREPARING                    we lead, and a commit is proposed or was accepted here and not
                                                       decided
-    PREPARING  Reject    IDLE                         a higher ballot is promised; later
-                                                      again, with a higher one
-    ACCEPTING  Reject    IDLE                         a higher ballot is promised; later
-                                                      again, with a higher one
+    PREPARING            PREPARING  Send(Prepare)     some have not answered, every RETRY_SECONDS
+    PREPARING  Promise   ACCEPTING                    a majority promised: the commit that was accepted in the
+                                                      highest ballot, else our own
+    PREPARING  Promise   IDLE                         a majority promised, and there is no commit to propose
+    ACCEPTING            ACCEPTING  Send(Accept)      some have not answered, every RETRY_SECONDS
+    ACCEPTING  Vote      APPENDING  Append            a majority voted: the commit is decided
+    PREPARING  Reject    IDLE                         a higher ballot is promised; later again, with a higher one
+    ACCEPTING  Reject    IDLE                         a higher ballot is promised; later again, with a higher one
     IDLE       Learned   APPENDING  Append            the record is the next one of the log
     PREPARING  Learned   APPENDING  Append            the record is the next one of the log
     ACCEPTING  Learned   APPENDING  Append            the record is the next one of the log
     APPENDING  Appended  IDLE       Decided           the next round begins
-    IDLE       Appended  IDLE       Decided           the next round begins; who leads
-                                                      changed meanwhile
-    IDLE       Appended  IDLE       SendLog           the commit was ours: the other nodes
-                                                      get the record
+    IDLE       Appended  IDLE       Decided           the next round begins; who leads changed meanwhile
+    IDLE       Appended  IDLE       SendLog           the commit was ours: the other nodes get the record
     PREPARING  Leads     IDLE                         another node leads
     ACCEPTING  Leads     IDLE                         another node leads
     APPENDING  Leads     IDLE                         another node leads
-    any                  the same   Send(Heartbeat)   every `heartbeat` seconds, to all
-                                                      other nodes
+    any                  the same   Send(Heartbeat)   every `heartbeat` seconds, to all other nodes
     any        Heard     the same   Send(LogRequest)  the sender is at a later round
     any        Heard     the same   SendLog           the sender is at an earlier round
     any        Learned   the same   Send(LogRequest)  records in between are missing
 
-Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower ballot exists: a round
-in calm weather costs one exchange. Ballot b > 0 belongs to member b mod n. A proposer is its own first acceptor, so a ballot
-that was used is on disk and is never used again for another commit. A single member's vote is the log record itself.
+Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower ballot exists: a
+round in calm weather costs one exchange. Ballot b > 0 belongs to member b mod n. A proposer is its own first
+acceptor, so a ballot that was used is on disk and is never used again for another commit. A single member's vote is
+the log record itself.
 
 Events, effects and the table are in protocol/rounds/paxos_events.py; bootstrap/node.py carries the effects out.
 """
@@ -88,8 +78,8 @@ RETRY_SECONDS = 1.0
 class Quorum:
     """One node of the quorum; `handle` is the only entry, and `now` is in seconds on any steady clock.
 
-    `head`: the log's last commit. `vote`: the durable vote. `held`: digests of the payloads that are durable. `sign` and
-    `verify` (peer, body, signature) are those of the node's and of others' identities.
+    `head`: the log's last commit. `vote`: the durable vote. `held`: digests of the payloads that are durable. `sign`
+    and `verify` (peer, body, signature) are those of the node's and of others' identities.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a member of the quorum (protocol/rounds/paxos.py) hears and says, the proposer's phases, and its transition table."""
+"""Events and effects of the quorum (protocol/rounds/paxos.py), and the proposer's phases and transition table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """Event: the leader machine wants this commit (its `leader` and `members` are filled in here)."""
+    """Event: the leader's machine wants this commit. Its `leader` and `members` are filled in by the quorum's."""
 
     commit: Commit
 
@@ -91,7 +91,7 @@ class SendLog:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Effect: get this payload from one of `holders`, then send `Held`."""
+    """Effect: fetch this payload from one of `holders`; the answer is `Held`."""
 
     holders: tuple[str, ...]
     part: Part
@@ -99,14 +99,14 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """Effect: make this record the durable next one of the log, then send `Appended`."""
+    """Effect: make this record the durable next one of the log; the answer is `Appended`."""
 
     record: Record
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Effect: this commit is the round's, for ever, and in the log."""
+    """Effect: this commit is the round's for ever, and it is in the log."""
 
     record: Record
 

@@ -1,7 +1,8 @@
 """Who is there, as a bootstrap node sees it. Pure: `now` is a time on a steady clock, in seconds.
 
-A peer is *ready* while it is announced and gives signs of life. It is *absent* when its session ended and was not opened again for
-some heartbeats: a spare may take its place in a chain. It is *gone* when it gave no sign of life for a lease (`gone_after`).
+A peer is *ready* while it is announced and gives signs of life. It is *absent* when its session ended and was not
+opened again for some heartbeats: a spare may take its place in a chain. It is *gone* when it gave no sign of life for
+a lease (`gone_after`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a volunteer keeps, writes and fetches at the end of a round. Pure: the pump in peer/node/rounds.py asks, and obeys.
 
-A restart goes on from the newest checkpoint, with the payloads of every later round. So the payloads that a restart would need
-are never evicted:
+A restart goes on from the newest checkpoint, with the payloads of every later round. So the payloads that a restart
+would need are never evicted:
 
     payloads committed after the newest checkpoint, of the shards that are held
     payloads of the peer's own newest offer, until it is decided: they may go back into the error feedback
@@ -35,8 +35,8 @@ def trained_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[st
 
 
 def held_shards(manifest: Manifest, plan: Plan | None, peer: str, warm: bool) -> tuple[str, ...]:
-    """The shards that `peer` has to hold for `plan`, in canonical order. `warm`: a spare holds them all, so that it can take any
-    stage. Nobody who has nothing to do has to hold anything."""
+    """The shards that `peer` has to hold for `plan`, in canonical order. `warm`: a spare holds them all, so that it
+    can take any stage. Nobody who has nothing to do has to hold anything."""
     if plan is None:
         return ()
     stage = plan.stage_of(peer)
@@ -50,8 +50,8 @@ def payloads_needed(
 ) -> set[str]:
     """The digests of the payloads that a restart would need, as far as the `log` is known, after `round` was applied.
 
-    `checkpoint`: the round of the newest one, negative where there is none; then the payloads of `round` count, too. `shards`:
-    those that are held. `offer`: the peer's newest.
+    `checkpoint`: the round of the newest one, negative where there is none; then the payloads of `round` count, too.
+    `shards`: those that are held. `offer`: the peer's newest.
     """
     base = round - 1 if checkpoint < 0 else checkpoint
     needed = {part.digest for part in offer.parts} if offer is not None else set()
@@ -61,8 +61,8 @@ def payloads_needed(
 
 
 def checkpoint_is_due(manifest: Manifest, round: int, checkpoint: int, holds: bool) -> bool:
-    """Whether to write one after `round`: every `checkpoint_rounds` rounds, and as soon as there is a state and no checkpoint.
-    `checkpoint`: the round of the newest; `holds`: whether there is anything to write."""
+    """Whether to write one after `round`: every `checkpoint_rounds` rounds, and as soon as there is a state and no
+    checkpoint. `checkpoint`: the round of the newest; `holds`: whether there is anything to write."""
     wanted = round % manifest.checkpoint_rounds == 0 or checkpoint < 0
     return wanted and round > 0 and holds and round != checkpoint
 
@@ -83,8 +83,8 @@ def look_is_due(replay_is_long: bool, looked_at: float, now: float) -> bool:
 
 
 def fetches_ahead(manifest: Manifest, applied: int, shards: Collection[str], offered: Offered) -> bool:
-    """Whether a payload that was offered, and is not committed yet, is fetched: it is of a round that comes soon and of a shard
-    that is held, and no larger than a payload of that shard can be."""
+    """Whether a payload that was offered, and is not committed yet, is fetched: it is of a round that comes soon and
+    of a shard that is held, and no larger than a payload of that shard can be."""
     part = offered.part
     if not applied < offered.round <= applied + AHEAD or part.shard not in shards:
         return False

@@ -19,12 +19,12 @@ E = TypeVar("E")
 
 
 class TableError(AssertionError):
-    """A machine wants to take a step that its table does not have, or a table has a row twice: a bug, nobody's input."""
+    """A machine would take a step that its table does not have, or a table has a row twice: a bug, never an input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transition(Generic[P]):
-    """One row. In `phase`, upon `event`, if `when` holds, the machine goes to `next` and has these `effects` carried out.
+    """One row: in `phase`, upon `event`, if `when` holds, the machine goes to `next` and has `effects` carried out.
 
     `event` None: no event is needed, the row is taken as soon as `when` holds. `phase` and `next` None: in every phase,
     which stays as it is. `effects` are the kinds of the effects in their order, one that may be repeated once; of an

@@ -56,7 +56,7 @@ def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
 
 
 def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[str]:
-    """Everything in `commit` that no honest leader writes. `plan`: that of the commit's round, None where it has none."""
+    """Everything in `commit` that no honest leader writes. `plan`: the one of its round, None where that has none."""
     if commit.round > manifest.rounds:
         yield f"the run has {manifest.rounds} rounds only"
     replicas = plan.replicas if plan is not None else ()

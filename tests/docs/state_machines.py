@@ -57,8 +57,8 @@ MACHINES = (
     Machine("The proposer", paxos, paxos.TABLE),
     Machine("The acceptor", acceptor, acceptor.TABLE),
 )
-COLUMNS = (10, 14, 10, 32, 38)
-"""The width of each column in a docstring, at most."""
+INDENT, WIDTH, EFFECTS = " " * 4, 116, 32
+"""How far a docstring's table is indented, and how wide it and its column of effects are at most, in characters."""
 
 
 # --- one row
@@ -86,17 +86,15 @@ def effect(kind: type) -> str:
 def docstring_table(table: Table[Any]) -> str:
     """The table as the module's docstring has it: columns of text, indented by four."""
     rows = [(table.name, "event", "next", "effects", "condition"), *(cells(row) for row in table.rows)]
-    lines = list(itertools.chain.from_iterable(_lines(row) for row in rows))
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join(
-        ("    " + "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True))).rstrip()
-        for line in lines
-    )
+    widths = [min(max(len(row[i]) for row in rows), EFFECTS) for i in range(4)]
+    widths.append(WIDTH - len(INDENT) - sum(widths) - 2 * len(widths))
+    return "\n".join(INDENT + line for row in rows for line in _lines(row, widths))
 
 
-def _lines(row: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, COLUMNS, strict=True)]
-    yield from itertools.zip_longest(*wrapped, fillvalue="")
+def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    wrapped = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
+    for parts in itertools.zip_longest(*wrapped, fillvalue=""):
+        yield "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
 
 
 def shown(machine: Machine) -> str:
