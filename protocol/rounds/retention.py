@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from protocol.codec import sparse
 from protocol.planning import memory
+from protocol.rounds import admission
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
@@ -88,4 +88,4 @@ def fetches_ahead(manifest: Manifest, applied: int, shards: Collection[str], off
     part = offered.part
     if not applied < offered.round <= applied + AHEAD or part.shard not in shards:
         return False
-    return 0 < part.size <= sparse.max_payload_size(manifest.outer.codec, layout.shapes(manifest.model, part.shard))
+    return 0 < part.size <= admission.largest_payload(manifest, part.shard)

@@ -125,14 +125,14 @@ def test_who_was_lost_is_a_spare_again_once_it_was_heard() -> None:
     assert commit.plan.spares == ("d",)
 
 
-def test_a_mend_is_repeated_to_those_who_do_not_follow() -> None:
+def test_a_reconfiguration_is_repeated_to_those_who_do_not_follow() -> None:
     driver = Driver("f")
     found = reconfig(driver.failure("c", "d"))
     driver.do(Received("c", found), Received("e", found))
     assert driver.at(1.0) == [Send(("f",), found, False)]
 
 
-def test_the_first_report_of_an_epoch_decides() -> None:
+def test_the_first_report_of_a_generation_decides() -> None:
     driver = Driver("f", "g")
     assert reconfig(driver.failure("d", "e")).peers == ("c", "d", "f")
     assert reconfig(driver.failure("e", "d")).peers == ("c", "d", "f")
@@ -147,7 +147,7 @@ def test_reports_of_nothing_are_ignored(changes: dict[str, Any]) -> None:
     assert Driver("f").failure("c", "d", **{"generation": 0, **changes}) == []
 
 
-def test_strangers_and_nodes_that_do_not_lead_mend_nothing() -> None:
+def test_strangers_and_nodes_that_do_not_lead_change_nothing() -> None:
     driver = Driver("f")
     assert driver.failure("x", "d") == driver.failure("f", "d") == []
     driver.do(Lead(False))
@@ -227,7 +227,7 @@ def test_where_one_has_offered_the_steps_are_done() -> None:
     assert (commit.contributions[0].steps, len(commit.contributions[0].shares)) == (3, 3)
 
 
-def test_an_offer_of_a_mended_chain_says_that_it_is_done() -> None:
+def test_an_offer_of_a_reconfigured_chain_says_that_it_is_done() -> None:
     driver = Driver("f")
     found = reconfig(driver.failure("c", "d"))
     again = reconfig(driver.offered_by(found, "e", steps=2))
@@ -243,7 +243,7 @@ def test_what_a_replaced_member_offers_does_not_count() -> None:
     assert "d" not in [s.peer for s in commit.contributions[0].shares]
 
 
-def test_a_new_leader_learns_of_mends_from_those_who_follow() -> None:
+def test_a_new_leader_learns_of_reconfigurations_from_those_who_follow() -> None:
     found = ChainReconfig(round=1, replica=0, generation=3, peers=("c", "f", "e"), steps=0, reason="")
     driver = Driver("f")
     driver.do(Received("f", found))
@@ -270,7 +270,7 @@ def test_a_slow_member_is_replaced_only_if_there_is_a_spare() -> None:
     assert Driver().failure("c", "d", reason=chain_repair.SLOW) == []
 
 
-def test_a_chain_that_breaks_again_and_again_ends_its_round() -> None:
+def test_a_chain_that_fails_again_and_again_ends_its_round() -> None:
     driver = Driver("f")
     peers = [
         reconfig(driver.failure("c", "nobody", generation=generation)).peers
@@ -323,7 +323,7 @@ def reconfigs(generation: int, *peers: str, steps: int = 0) -> ChainReconfig:
     return ChainReconfig(round=1, replica=0, generation=generation, peers=peers, steps=steps, reason="why")
 
 
-def test_a_break_is_reported_until_there_is_a_mend_and_the_work_goes_on() -> None:
+def test_a_failure_is_reported_until_the_chain_is_reconfigured_and_the_work_goes_on() -> None:
     driver = member()
     said = Says(ChainFailure(round=1, replica=0, generation=0, peer="z", reason="gone"))
     assert driver.do(ChainFailed(1, 0, "z", "gone")) == [said]
@@ -334,7 +334,7 @@ def test_a_break_is_reported_until_there_is_a_mend_and_the_work_goes_on() -> Non
     assert driver.do(Reconfigured(found)) == [Says(found)]
     assert driver.do(Tick()) == []
     assert driver.do(ChainFailed(1, 0, "z", "of the chain before")) == []
-    assert driver.do(Reconfigured(reconfigs(1, "s", "me", "z"))) == [], "an generation has one chain"
+    assert driver.do(Reconfigured(reconfigs(1, "s", "me", "z"))) == [], "a generation has one chain"
     assert driver.do(Trained(1, 4, 4, 2.0)) == [EncodeUpdate(new, 0, 4, 4, 2.0)]
 
 
@@ -371,7 +371,7 @@ def test_a_spare_trains_and_only_once_a_round() -> None:
 
 
 @pytest.mark.parametrize("peers", [("a", "me", "x"), ("a", "me"), ("me", "a", "z"), ("s", "me", "s")])
-def test_mends_that_the_plan_does_not_allow_are_ignored(peers: tuple[str, ...]) -> None:
+def test_reconfigurations_that_the_plan_does_not_allow_are_ignored(peers: tuple[str, ...]) -> None:
     assert member().do(Reconfigured(reconfigs(1, *peers))) == []
 
 
@@ -386,7 +386,7 @@ def test_a_spare_that_is_not_ready_waits_to_be_told_again() -> None:
     assert driver.do(Reconfigured(found))[0] == Says(found)
 
 
-def test_what_was_begun_ahead_keeps_the_mended_chain() -> None:
+def test_what_was_begun_ahead_keeps_the_reconfigured_chain() -> None:
     ahead = dataclasses.replace(M, outer=OuterSpec(overlap=1))
     driver = member(manifest=ahead)
     driver.do(Reconfigured(reconfigs(1, "a", "me", "s")), Trained(1, 4, 4, 2.0))
@@ -398,7 +398,7 @@ def test_what_was_begun_ahead_keeps_the_mended_chain() -> None:
     ]
 
 
-def test_a_commit_ends_the_wait_for_a_mend() -> None:
+def test_a_commit_ends_the_wait_for_a_reconfiguration() -> None:
     driver = member()
     driver.do(ChainFailed(1, 0, "z", "gone"))
     first = dataclasses.replace(log(0)[0], plan=PLAN)

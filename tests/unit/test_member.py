@@ -87,8 +87,10 @@ def log(rounds: int, *, mine: tuple[int, ...] = (), planned: bool = True, run: s
 class Driver:
     """A member whose effects are collected; `settle` answers Apply and HoldShards as a good machine does, the digests last."""
 
-    def __init__(self, applied: int = -1, offer: Offer | None = None, manifest: Manifest = M, packed: int = 0) -> None:
-        self.member = Member(manifest, ME, applied, offer, packed)
+    def __init__(
+        self, applied: int = -1, offer: Offer | None = None, manifest: Manifest = M, feedback_round: int = 0
+    ) -> None:
+        self.member = Member(manifest, ME, applied, offer, feedback_round)
         self.now = 0.0
 
     def do(self, *events: Event) -> list[Effect]:
@@ -133,7 +135,7 @@ def waiting_with_offer() -> Driver:
 # --- rows of the table
 
 
-def test_the_first_commit_is_applied_arranged_and_trained_upon_while_it_is_compared() -> None:
+def test_the_first_commit_is_applied_held_and_trained_from_while_it_is_compared() -> None:
     driver, (first, *_) = Driver(), log(0)
     assert driver.learn(first) == [Apply(first, ())]
     assert driver.member.phase is Phase.APPLYING
@@ -145,7 +147,7 @@ def test_the_first_commit_is_applied_arranged_and_trained_upon_while_it_is_compa
     assert driver.member.phase is Phase.TRAINING
 
 
-def test_commits_are_applied_one_by_one_and_only_the_newest_is_arranged() -> None:
+def test_commits_are_applied_one_by_one_and_only_shards_of_the_newest_plan_are_looked_for() -> None:
     driver, commits = Driver(), log(2)
     assert driver.learn(*commits) == [Apply(commits[0], ())]
     assert driver.do(Applied(0)) == [Apply(commits[1], ())]
@@ -160,7 +162,7 @@ def test_who_is_not_in_the_plan_waits() -> None:
     assert driver.member.phase is Phase.WAITING
 
 
-def test_training_is_packed_and_the_offer_told_only_when_it_is_durable() -> None:
+def test_the_work_is_encoded_and_the_offer_told_only_when_it_is_durable() -> None:
     driver, _ = training(1)
     assert driver.do(Trained(1, 4, TOKENS, 2.0)) == [EncodeUpdate(plan(1, ME), 0, 4, TOKENS, 2.0)]
     assert driver.member.phase is Phase.ENCODING
@@ -170,15 +172,15 @@ def test_training_is_packed_and_the_offer_told_only_when_it_is_durable() -> None
 
 def test_failed_training_withdraws_and_keeps_its_work() -> None:
     driver, _ = training(1)
-    withdraw = Withdraw(round=1, reason="chain broken")
-    assert driver.do(Failed(1, 2, "chain broken")) == [Send(withdraw), KeepInFeedback(1)]
+    withdraw = Withdraw(round=1, reason="the chain failed")
+    assert driver.do(Failed(1, 2, "the chain failed")) == [Send(withdraw), KeepInFeedback(1)]
     assert driver.do(UpdateEncoded(1, None)) == []
     assert driver.member.phase is Phase.WAITING
     assert withdraw in told(driver.do(Connected()))
 
 
 @pytest.mark.parametrize("end", [Trained(1, 2, 2, 2.0), Failed(1, 0, "stopped")])
-def test_too_late_the_training_stops_and_its_work_is_folded_before_the_commit_is_applied(end: Event) -> None:
+def test_too_late_the_training_stops_and_its_work_is_kept_before_the_commit_is_applied(end: Event) -> None:
     driver, _ = training(1)
     commit = log(1)[1]
     assert driver.learn(commit) == [Stop(1)]
@@ -188,7 +190,7 @@ def test_too_late_the_training_stops_and_its_work_is_folded_before_the_commit_is
     assert driver.do(UpdateEncoded(1, None)) == [Apply(commit, ())]
 
 
-def test_a_commit_during_packing_is_applied_after_it_and_the_offer_given_back() -> None:
+def test_a_commit_during_encoding_is_applied_after_it_and_the_offer_is_restored() -> None:
     driver, _ = training(1)
     driver.do(Trained(1, 4, TOKENS, 2.0))
     commit = log(1)[1]
@@ -197,7 +199,7 @@ def test_a_commit_during_packing_is_applied_after_it_and_the_offer_given_back() 
     assert driver.do(Applied(1)) == [RestoreFeedback(offer(1)), HoldShards(commit)]
 
 
-def test_a_committed_offer_is_not_given_back() -> None:
+def test_a_committed_offer_is_not_restored() -> None:
     driver = waiting_with_offer()
     commit = log(1, mine=(1,))[1]
     effects = driver.settle(driver.learn(commit))
@@ -211,7 +213,7 @@ def test_an_offer_with_other_parts_is_not_the_committed_one() -> None:
     assert RestoreFeedback(offer(1)) in driver.settle(driver.learn(commit))
 
 
-def test_give_back_comes_before_anything_is_added() -> None:
+def test_the_feedback_is_restored_before_anything_is_added() -> None:
     driver = waiting_with_offer()
     effects = driver.settle(driver.learn(log(1)[1]))
     assert [type(e) for e in effects] == [Apply, RestoreFeedback, HoldShards, TrainOrder, Send]
@@ -274,7 +276,7 @@ def test_ahead_of_the_commit_the_expected_plan_is_trained_and_goes_on_when_it_is
     assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [EncodeUpdate(next_plan(2), 0, 4, TOKENS, 1.9)]
 
 
-def test_what_is_ready_ahead_is_packed_only_upon_the_applied_commit() -> None:
+def test_what_is_ready_ahead_is_encoded_only_upon_the_applied_commit() -> None:
     driver = ahead()
     assert driver.do(Trained(2, 4, TOKENS, 1.9)) == []
     effects = driver.settle(driver.learn(decided(next_plan(2))))
@@ -298,7 +300,7 @@ def test_ready_work_that_nobody_planned_is_forgotten() -> None:
 
 def test_who_failed_ahead_trains_when_the_plan_is_known() -> None:
     driver = ahead()
-    assert driver.do(Failed(2, 1, "the chain broke")) == []
+    assert driver.do(Failed(2, 1, "the chain failed")) == []
     assert TrainOrder(next_plan(2), 0) in driver.settle(driver.learn(decided(next_plan(2))))
 
 
@@ -395,7 +397,7 @@ def test_restarted_with_a_durable_offer_it_tells_it_again_and_does_not_train() -
 
 
 def test_a_round_whose_work_is_durable_is_not_trained_again_from_an_older_state() -> None:
-    driver = Driver(packed=2)
+    driver = Driver(feedback_round=2)
     assert not any(isinstance(e, TrainOrder) for e in driver.settle(driver.learn(*log(0))))
     commits = log(2)
     assert TrainOrder(plan(3, ME), 0) in driver.settle(driver.learn(*commits))
