@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from peer.chain.frames import BACKWARD, DONE, FORWARD, NORM, RESUME, TOTAL, Chai
 from peer.chain.grad_norm import Total
 from peer.chain.link import Liveness
 from peer.chain.progress import StageProgress
+from peer.net.base import Traffic
+from peer.net.stream import FrameStream
 from peer.training.trainer import StageTrainer
 from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, steps_of, windows_of, worker
 
@@ -187,36 +190,42 @@ def test_a_frame_that_takes_long_is_no_silence() -> None:
     """The bytes of an unfinished frame count: here one frame takes four times as long as a neighbour may be silent."""
     train = dataclasses.replace(TRAIN, rows=8)
 
-    class Slow:
-        def __init__(self, stream: Any) -> None:
-            self.stream, self.slowed = stream, False
+    class Wire:
+        """Feeds what is written to the other side; of a frame of over `large` bytes, a twentieth at a time."""
 
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.stream, name)
+        def __init__(self, there: asyncio.StreamReader, large: float) -> None:
+            self.there, self.large, self.held = there, large, b""
 
-        async def send(self, head: bytes, *body: Any, **options: Any) -> None:
-            if Head.unpack(head).kind == FORWARD and not self.slowed:
-                self.slowed = True
-                write = self.stream._writer.write
+        def write(self, data: bytes) -> None:
+            self.held += data
 
-                def drop(data: bytes) -> None:
-                    parts.append(data)
-
-                parts: list[bytes] = []
-                self.stream._writer.write = drop
-                await self.stream.send(head, *body, **options)
-                self.stream._writer.write = write
-                whole = b"".join(parts)
-                for at in range(0, len(whole), -(-len(whole) // 20)):
-                    write(whole[at : at + -(-len(whole) // 20)])
+        async def drain(self) -> None:
+            data, self.held = self.held, b""
+            if len(data) > self.large:
+                self.large, piece = math.inf, -(-len(data) // 20)
+                for at in range(0, len(data), piece):
+                    self.there.feed_data(data[at : at + piece])
                     await asyncio.sleep(4 * IMPATIENT.silent_s / 20)
             else:
-                await self.stream.send(head, *body, **options)
+                self.there.feed_data(data)
+
+        def close(self) -> None:
+            if not self.there.at_eof():
+                self.there.feed_eof()
+
+        async def wait_closed(self) -> None:
+            return
+
+    def end(remote: str, here: asyncio.StreamReader, wire: Wire) -> FrameStream:
+        return FrameStream(remote, "pipe", here, wire, wire.close, Traffic())
 
     async def main() -> list[Any]:
         chain = make_chain((3,), K, train)
-        async with asyncio.timeout(DEADLINE_S), Wired(2) as wired:
-            wired.following[0] = Slow(wired.following[0])
+        at_first, at_last = asyncio.StreamReader(), asyncio.StreamReader()
+        wired = Wired(2)
+        wired.previous = [None, end("P0", at_last, Wire(at_first, math.inf))]
+        wired.following = [end("P1", at_first, Wire(at_last, 1000)), None]
+        async with asyncio.timeout(DEADLINE_S):
             pairs = enumerate(chain)
             return await asyncio.gather(
                 *(_stage(t, i, wired, StageProgress(), windows=windows_of(train=train)) for i, t in pairs)

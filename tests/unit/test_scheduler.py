@@ -21,6 +21,7 @@ class Bench:
     """BackwardFirstScheduler whose jobs wait until they are let go."""
 
     def __init__(self, worker: ThreadPoolExecutor) -> None:
+        self.worker = worker
         self.ended: list[tuple[int, str]] = []
         self.waits: list[int] = []
         self.began: queue.Queue[str] = queue.Queue()
@@ -55,13 +56,17 @@ class Bench:
             await self.stirred.wait()
 
 
-def _run(scene: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+def _run(
+    scene: Callable[[Bench], Coroutine[Any, Any, None]],
+    loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop,
+) -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as worker:
             async with asyncio.timeout(DEADLINE_S):
                 await scene(Bench(worker))
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(main())
 
 
 def test_the_urgent_goes_first_even_if_it_was_prepared_last() -> None:
@@ -94,27 +99,34 @@ def test_the_worker_does_not_need_the_loop_to_go_on() -> None:
 
 
 def test_who_hears_of_an_end_finds_the_next_place_free() -> None:
+    free = list[bool]()
+
+    class TellingLoop(asyncio.SelectorEventLoop):
+        """Looks whether there is a place when the worker tells that a job has ended."""
+
+        turns: BackwardFirstScheduler[str] | None = None
+
+        def call_soon_threadsafe(self, *what: Any, **options: Any) -> asyncio.Handle:
+            if self.turns is not None:
+                free.append(not self.turns.has(USUAL))
+            return super().call_soon_threadsafe(*what, **options)
+
     async def scene(bench: Bench) -> None:
-        free, loop = list[bool](), bench.turns._loop
-
-        class Telling:
-            @staticmethod
-            def call_soon_threadsafe(*what: Any) -> None:
-                free.append(not bench.turns.has(USUAL))
-                loop.call_soon_threadsafe(*what)
-
-        bench.turns._loop = Telling()  # type: ignore[assignment]
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, TellingLoop)
         first = bench.put(USUAL, "a")
         assert bench.next() == "a"
         second = bench.put(USUAL, "b")
         assert bench.turns.has(USUAL)
+        loop.turns = bench.turns
         first()
         await bench.until(lambda: bench.ended != [])
+        loop.turns = None
         assert free == [True]
         second()
         await bench.until(lambda: bench.turns.idle)
 
-    _run(scene)
+    _run(scene, TellingLoop)
 
 
 def test_a_rested_worker_begins_again() -> None:
@@ -149,8 +161,7 @@ def test_after_the_end_nothing_begins_and_nothing_is_heard() -> None:
         bench.next()
         bench.turns.end()
         first()
-        worker = bench.turns._worker
-        await asyncio.wrap_future(worker.submit(lambda: None))  # behind all that it had
+        await asyncio.wrap_future(bench.worker.submit(lambda: None))  # behind all that it had
         await asyncio.sleep(0)
         assert bench.began.empty()
         assert bench.ended == []
