@@ -18,11 +18,11 @@ class PotluckError(Exception):
 
 
 class LocalError(PotluckError):
-    """Our own fault, or the machine's: a full disk, a daemon that died, a failure file."""
+    """Our own fault, or the machine's: a full disk, a daemon that died, a damaged file."""
 
 
 class UsageError(LocalError):
-    """Bad usage or bad input; the user can reconfig it. Commands end with exit code 2."""
+    """Bad usage or bad input; the user can put it right. Commands end with exit code 2."""
 
     exit_code = 2
 

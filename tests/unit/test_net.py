@@ -128,7 +128,7 @@ def test_calls(kind: str, tmp_path: Path) -> None:
     async def work() -> None:
         async def answer(remote: str, request: bytes) -> bytes:
             if request == b"blame":
-                raise RemoteError(remote, "your request is\nwrong; reconfig it")
+                raise RemoteError(remote, "your request is\nwrong; correct it")
             if request == b"crash":
                 raise OSError("/secret/path")
             return remote.encode() + request
@@ -143,7 +143,7 @@ def test_calls(kind: str, tmp_path: Path) -> None:
             for request in (b"", b"hello", os.urandom(1_000_000)):
                 reply = await call(a, b.peer_id, "answer", request, timeout=SOON)
                 assert reply == a.peer_id.encode() + request
-            with pytest.raises(RemoteError, match="your request is wrong; reconfig it") as refused:
+            with pytest.raises(RemoteError, match="your request is wrong; correct it") as refused:
                 await call(a, b.peer_id, "answer", b"blame", timeout=SOON)
             assert refused.value.peer == b.peer_id
             with pytest.raises(RemoteError, match="internal error") as crashed:
