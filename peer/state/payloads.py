@@ -91,7 +91,7 @@ class Exchange:
     # --- payloads
 
     def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch a payload that may be committed soon, if there is space. A failure is for `payloads` to reconfig."""
+        """Begins to fetch a payload that may be committed soon, if there is space. A failure is for `payloads` to make good."""
         part = offered.part
         if self.store.has(part.digest) or not self.store.make_space(part.size):
             return
