@@ -1,9 +1,10 @@
-# `make demo` and `make test` are all that a newcomer needs; both set up everything from nothing.
+# `make demo` and `make test` are all that a newcomer needs; both set up everything from nothing. `make test` takes minutes and
+# shows that a clone works; `make test-all` is everything that continuous integration runs.
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: demo test setup lint types contracts unit sim e2e campaign fuzz benchmark evidence screenshot clean
+.PHONY: demo test test-all setup lint types contracts quick unit sim e2e campaign fuzz benchmark evidence screenshot clean
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -17,7 +18,9 @@ demo: setup
 	rm -rf demo-run
 	$(BIN)/potluck demo --out demo-run --json demo-run.json
 
-test: lint types contracts unit sim e2e
+test: lint types contracts quick
+
+test-all: lint types contracts unit sim e2e
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -28,6 +31,9 @@ types: setup
 
 contracts: setup
 	$(BIN)/lint-imports
+
+quick: setup
+	$(BIN)/python -m pytest tests/docs tests/unit tests/parity tests/e2e/test_demo.py -m "not slow and not campaign"
 
 unit: setup
 	$(BIN)/python -m pytest tests/docs tests/unit tests/parity tests/fuzz
@@ -42,7 +48,7 @@ e2e: setup
 screenshot: demo
 	$(BIN)/python -m tests.docs.screenshot demo-run docs/images/demo.svg
 
-# Not part of `make test`: minutes to hours; results go to docs/results/.
+# Not part of `make test-all`: minutes to hours; results go to docs/results/.
 campaign: setup
 	$(BIN)/python -m pytest tests -m campaign
 	$(BIN)/python -m tests.sim.run --seeds 0:10000

@@ -16,6 +16,8 @@ from protocol.run import data_order, init, layout
 from tests.e2e import swarms
 from tests.parity import reference
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int) -> None:

@@ -26,6 +26,8 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.chains import SPEC, TRAIN, make_chain, steps_of
 from tests.unit.test_net import SOON, run, sockets, start, swarm
 
+pytestmark = pytest.mark.slow
+
 sockets = sockets
 WIDE = dataclasses.replace(TRAIN, rows=400, micro_batches=4)
 FRAME = 4 * WIDE.rows * WIDE.sequence * SPEC.d_model

@@ -30,6 +30,8 @@ from protocol.wire import endpoints
 from protocol.wire.framing import END, MAX_FRAME, pack_message
 from tests.unit.test_net import SOCKETS, SOON, run, sockets, swarm
 
+pytestmark = pytest.mark.slow
+
 sockets = sockets
 LARGE = 64 << 20
 Handlers = dict[str, Callable[[Any, Any], Awaitable[Any]]]

@@ -19,6 +19,8 @@ from peer.net.stream import FrameStream
 from peer.training.trainer import StageTrainer
 from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, steps_of, windows_of, worker
 
+pytestmark = pytest.mark.slow
+
 CUTS, K, STEPS, HIT = (2, 3, 4), 8, 3, 2
 """A chain of four in a round of three steps, hit in the second."""
 LAST = len(CUTS)

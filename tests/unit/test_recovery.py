@@ -26,6 +26,8 @@ from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.volunteers import MODEL, Swarm, Volunteer, manifest, noise
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 300.0
 SHARDS = layout.shard_names(MODEL)
 CHECKPOINT = sum(layout.shard_bytes(MODEL, shard) for shard in SHARDS)
