@@ -135,5 +135,5 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if isinstance(value, dict):
         return {k: plain(v) for k, v in value.items()}
-    names = _names(type(value))
+    names = _names(value.__class__)
     return value if names is None else {name: plain(getattr(value, name)) for name in names}

@@ -1,168 +1,214 @@
-"""Mistakes on purpose: each must be found by the simulation, by the promise that it breaks."""
+"""Mistakes on purpose, as changes of the source: each must be found by the simulation, by the promise that it breaks.
+
+A copy of the tree is changed and run; what is found is found in the code that ships. A change that finds nothing to replace is an
+error, so that the list keeps up with the code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import re
+import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-from protocol.rounds.chain_repair import ChainRoster
-from protocol.rounds.leader import Leader
-from protocol.rounds.member import Member
-from protocol.rounds.member_events import Effect, Event, Phase, RestoreFeedback, TrainOrder
-from protocol.rounds.offers import Offers
-from protocol.rounds.paxos_events import Appended
-from protocol.wire.commit import Commit, Part, Record
-from protocol.wire.session import ChainReconfig, Offer
-from tests.sim.bootstrap_node import BootstrapNode
-from tests.sim.ledger import Vector
-from tests.sim.peer_node import Checkpoint, PeerNode, Written
-
-
-class TornCheckpoint(PeerNode):
-    """Writes theta and its round in two steps: killed in between, it applies a commit twice."""
-
-    def write_checkpoint(self) -> None:
-        old = self.checkpoint.round if self.checkpoint else -1
-        self.checkpoint = Checkpoint(old, dict(self.theta))
-        self.boundary("checkpoint written")
-        self.checkpoint = Checkpoint(self.round, dict(self.theta))
-
-
-class RepeatingMember(Member):
-    """Applies a commit again when it hears of it again."""
-
-    def _learn(self, record: Record) -> list[Effect]:
-        commit = record.commit
-        again = commit.round in self.commits and commit.round == self.applied and self.phase is Phase.WAITING
-        effects = super()._learn(record)
-        if again:
-            self.applied -= 1
-        return effects
-
-
-class RepeatingPeer(PeerNode):
-    member_class = RepeatingMember
-
-
-class HastyPeer(PeerNode):
-    """Tells its offer, and serves the payloads, before the record is durable."""
-
-    def persist(self, feedback: dict[str, Vector], offer: Offer, payloads: dict[str, Vector]) -> None:
-        self.volatile.update(payloads)
-        self.feedback = feedback
-        delta = self.delta
-        write = super().persist
-
-        def later() -> None:
-            self.delta = delta
-            write(feedback, offer, payloads)
-
-        self.later(self.world.rng.uniform(1.0, 4.0), later)
-
-
-class LateFeedback(PeerNode):
-    """Comes back with the feedback of the round before its offer's, as if it were the offer's."""
-
-    def started(self) -> None:
-        if self.offer and self.offer.round > self.record.round:
-            self.record = Written(self.offer.round, self.record.feedback)
-        super().started()
-
-
-class ForgetfulMember(Member):
-    """Does not give back what was not committed."""
-
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        return [e for e in super().handle(event, now) if not isinstance(e, RestoreFeedback)]
-
-
-class ForgetfulPeer(PeerNode):
-    member_class = ForgetfulMember
-
-
-class HastyBootstrap(BootstrapNode):
-    """Tells its decision before the log record is durable."""
-
-    def append(self, record: Record) -> None:
-        self.soon.append(Appended(record))
-        self.later(self.world.rng.uniform(0.0, 1.0), self.write, record)
-
-
-class GenerousRepairs(ChainRoster):
-    """Gives a spare to several chains."""
-
-    def _is_free(self, spare: str) -> bool:
-        return True
-
-
-class OffersOfAnybody(Offers):
-    """Takes what a peer offered as a member of one replica for its offer as a member of another one."""
-
-    def __init__(self, held: Iterable[str]) -> None:
-        super().__init__(held)
-        self.newest: dict[str, Offer] = {}
-
-    def begin(self) -> None:
-        super().begin()
-        self.newest = {}
-
-    def take(self, peer: str, offer: Offer) -> list[Part]:
-        self.newest[peer] = offer
-        return super().take(peer, offer)
-
-    def of(self, index: int, peer: str) -> Offer | None:
-        return self.newest.get(peer)
-
-
-class DoublingLeader(Leader):
-    """Counts the share of a spare in every chain that it was given to."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.roster = GenerousRepairs(self.plan)
-        self.offers = OffersOfAnybody(self.offers.held)
-
-    def _begin(self, commit: Commit, now: float) -> list[Any]:
-        effects = super()._begin(commit, now)
-        self.roster = GenerousRepairs(commit.plan)
-        return effects
-
-
-class DoublingBootstrap(BootstrapNode):
-    leader_class = DoublingLeader
-
-
-class TwiceMember(Member):
-    """A spare that does not remember that it took part in the round: replaced itself, it begins again."""
-
-    def _reconfigured(self, reconfig: ChainReconfig) -> list[Effect]:
-        before = self._attempted
-        effects = super()._reconfigured(reconfig)
-        if any(isinstance(effect, TrainOrder) for effect in effects):
-            self._attempted = before
-        return effects
-
-
-class TwicePeer(PeerNode):
-    member_class = TwiceMember
+ROOT = Path(__file__).parents[2]
+ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
+MEMBER, LEADER, ROSTER = "protocol/rounds/member.py", "protocol/rounds/leader.py", "protocol/rounds/chain_repair.py"
+PAXOS, ACCEPTOR, OFFERS = "protocol/rounds/paxos.py", "protocol/rounds/acceptor.py", "protocol/rounds/offers.py"
+STORAGE = "peer/state/storage.py"
 
 
 @dataclass(frozen=True)
 class Bug:
-    """What replaces the right classes, and the promise by which it is found."""
+    """`changes`: (file, text, what stands there instead). `promises`: one of them is what is broken."""
 
-    classes: dict[str, Any]
-    promise: str
+    changes: tuple[tuple[str, str, str], ...]
+    promises: tuple[str, ...]
 
 
-BUGS = {
-    "a commit is applied twice after a torn checkpoint": Bug({"peer_class": TornCheckpoint}, "P1"),
-    "a commit is applied twice when it is heard twice": Bug({"peer_class": RepeatingPeer}, "P2"),
-    "an offer is told before it is durable": Bug({"peer_class": HastyPeer}, "P3"),
-    "feedback older than the offer": Bug({"peer_class": LateFeedback}, "P3"),
-    "what was not committed is not given back": Bug({"peer_class": ForgetfulPeer}, "P3"),
-    "a spare counts in two chains": Bug({"bootstrap_class": DoublingBootstrap}, "P2"),
-    "a spare takes part twice": Bug({"peer_class": TwicePeer}, "P3"),
-    "a decision is told before the log is durable": Bug({"bootstrap_class": HastyBootstrap}, "P2"),
+BUGS: dict[str, Bug] = {
+    # the machines
+    "a commit is applied twice when it is heard twice": Bug(
+        (
+            (
+                MEMBER,
+                "            self.commits[commit.round] = commit\n        return []\n",
+                "            self.commits[commit.round] = commit\n"
+                "        elif commit.round == self.applied and self.phase is Phase.WAITING:\n"
+                "            self.applied -= 1\n        return []\n",
+            ),
+        ),
+        ("P1", "P2"),
+    ),
+    "what was not committed is not given back": Bug(
+        ((MEMBER, "            if not commit.includes(self.peer, self._pending.parts):", "            if False:"),),
+        ("P3",),
+    ),
+    "a spare takes part twice": Bug(
+        (
+            (MEMBER, "        if self._attempted >= reconfig.round:  # our part", "        if False:  # our part"),
+            (
+                MEMBER,
+                "        self._reconfig, self._attempted = reconfig, reconfig.round\n",
+                "        self._reconfig = reconfig\n",
+            ),
+        ),
+        ("P3", "P4"),
+    ),
+    "a stale leader is accepted": Bug(
+        ((ACCEPTOR, "        if accept.ballot < self.vote.ballot:\n", "        if False:\n"),),
+        ("P2",),
+    ),
+    "a leader ignores what was accepted before": Bug(
+        ((PAXOS, "best.commit if best.commit is not None else self._mine", "self._mine or best.commit"),),
+        ("P2",),
+    ),
+    "a spare counts in two chains": Bug(
+        (
+            (
+                ROSTER,
+                "        return spare not in self.away and self.plan.replica_of(spare) is None\n",
+                "        return spare not in self.away\n",
+            ),
+            (
+                OFFERS,
+                "        return offer if offer is not None and offer.replica == index else None\n",
+                "        return offer\n",
+            ),
+        ),
+        ("P2",),
+    ),
+    # the pumps
+    "a commit is applied twice after a restart": Bug(
+        ((ROUNDS, "Checkpoint(round, self.outer.theta,", "Checkpoint(round - 1, self.outer.theta,"),), ("P1",)
+    ),
+    "an offer is told before it is durable": Bug(
+        (
+            (ROUNDS, "        self._storage.save_offer(offer)\n", ""),
+            (
+                ROUNDS,
+                "                self.put(member_events.UpdateEncoded(plan.round, offer))\n",
+                "                self.put(member_events.UpdateEncoded(plan.round, offer))\n"
+                "                asyncio.get_running_loop().call_later(1.0, self._storage.save_offer, offer)\n",
+            ),
+        ),
+        ("P3",),
+    ),
+    "feedback is on disk before its offer": Bug(
+        (
+            (
+                ROUNDS,
+                "        self._storage.save_offer(offer)\n",
+                "        self._storage.save_feedback(offer.round, self.outer.feedback)\n"
+                "        self._storage.save_offer(offer)\n",
+            ),
+        ),
+        ("P3",),
+    ),
+    "a decision is told before the log is durable": Bug(
+        (
+            (
+                NODE,
+                "                    await asyncio.to_thread(self.archive.append, record)\n",
+                "                    asyncio.get_running_loop().call_later(1.0, self.archive.append, record)\n",
+            ),
+            (
+                NODE,
+                "self._sessions.post_all(self.archive.records[record.commit.round])",
+                "self._sessions.post_all(encoding.encode_record(record))",
+            ),
+        ),
+        ("P2",),
+    ),
+    "a vote is not persisted": Bug(
+        (
+            (
+                NODE,
+                "                    await asyncio.to_thread(self.archive.save_vote, vote)\n",
+                "                    pass\n",
+            ),
+        ),
+        ("P2",),
+    ),
+    "a vote is told before it is durable": Bug(
+        (
+            (
+                NODE,
+                "                    await asyncio.to_thread(self.archive.save_vote, vote)\n",
+                "                    asyncio.get_running_loop().call_later(0.5, self.archive.save_vote, vote)\n",
+            ),
+        ),
+        ("P2",),
+    ),
+    "two effects of one step are carried out in the other order": Bug(
+        (
+            (
+                NODE,
+                "for effect in self._quorum.handle(event, self._clock.steady()):",
+                "for effect in reversed(self._quorum.handle(event, self._clock.steady())):",
+            ),
+        ),
+        ("P2",),
+    ),
+    # the disk
+    "feedback older than the offer": Bug(
+        (
+            (
+                STORAGE,
+                "Feedback(newest, feedback, offer, offer.round > newest)",
+                "Feedback(newest, feedback, offer, False)",
+            ),
+        ),
+        ("P3",),
+    ),
+    "a payload is told before it is durable": Bug(
+        (
+            (
+                ROUNDS,
+                "put(payload, effect.plan.round, protect=True)",
+                "put(payload, effect.plan.round, protect=True, sync=False)",
+            ),
+        ),
+        ("P3",),
+    ),
+    "a checkpoint is served before it is whole": Bug(
+        (
+            (STORAGE, '        temporary = self.folder / f".{final.name}"\n', "        temporary = final\n"),
+            (STORAGE, "            self._disk.remove(final)  # there is one only if a shard of it is damaged\n", ""),
+        ),
+        ("P7",),
+    ),
 }
+
+
+def copy_tree(folder: Path) -> None:
+    """The parts of the tree that a simulation needs."""
+    for part in ("protocol", "peer", "bootstrap", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def plant(bug: Bug, folder: Path) -> None:
+    """Makes its changes in a copy of the tree."""
+    for name, text, instead in bug.changes:
+        path = folder / name
+        source = path.read_text()
+        if source.count(text) != 1:
+            raise ValueError(f"{name}: {text!r} stands there {source.count(text)} times, not once; change the bug, too")
+        path.write_text(source.replace(text, instead))
+
+
+def simulate(folder: Path, seeds: str, timeout: float | None = None) -> str:
+    """What the simulation of a tree prints about these seeds, up to the first broken promise."""
+    command = [sys.executable, "-m", "tests.sim.run", "--seeds", seeds, "--first"]
+    environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout)
+    return done.stdout + done.stderr
+
+
+def broken(text: str) -> str | None:
+    """The promise that a simulation found broken."""
+    found = re.search(r"^seed \d+[^:]*: (P\d):", text, re.MULTILINE)
+    return found.group(1) if found else None

@@ -2,14 +2,15 @@
 
 P1  What a peer attests of a shard after round r is what the log gives: θ(r) = θ(r-1) - η Σ w_m sent_m over the decided commits.
 P2  The first commit of a round that any node's log holds is the only one, and it follows from the one before.
+    And nobody tells what a crash could make untrue: a vote, a promise or a record is sent once it is on the sender's disk.
 P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feedback was durable, and sent_i the payload of round i where
     a decided commit names it, else 0:
 
         Σ_i β^(n-i) sent_i + e = Σ_i β^(n-i) δ_i        once no offer waits for its decision.
 
     A pseudo-gradient counts from the moment that the feedback with it is durable: a crash before that moment loses the work of that
-    one round (its δ is zero, even if what was sent of it is committed), and nothing else is ever lost. And nothing may be committed
-    whose offer was not durable at its sender.
+    one round (its δ is zero, even if what was sent of it is committed), and nothing else is ever lost. An offer is sent once it is
+    on the sender's disk.
 
 β is 1 or 1/2, the payloads are fp32 and all that is learned are small whole numbers, so fp32 rounds nothing away in e, and the
 equation is one of numbers, not of tolerances.
@@ -21,6 +22,7 @@ import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +32,8 @@ from protocol.codec import sparse
 from protocol.rounds import validation
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding
+from protocol.wire import encoding, framing
+from protocol.wire.ballot import Promise
 from protocol.wire.commit import Commit, Part
 from protocol.wire.schema import build
 from protocol.wire.session import Offer
@@ -57,6 +60,10 @@ class Ledger:
     payloads: dict[str, bytes] = field(default_factory=dict)
     log: list[Commit] = field(default_factory=list)
     entries: dict[tuple[str, str], dict[int, Entry]] = field(default_factory=dict)
+    heads: dict[str, int] = field(default_factory=dict)
+    """The newest round in each node's log."""
+    votes: dict[str, Promise] = field(default_factory=dict)
+    """The vote on each node's disk."""
     _replay: Outer | None = None
     _digests: list[dict[str, str]] = field(default_factory=list)
 
@@ -75,6 +82,34 @@ class Ledger:
             for shard, delta in trainer.deltas.get(round, {}).items():
                 self._entry(who, shard, round).delta = delta
 
+        elif path.name == "vote":
+            vote = encoding.decode(data[4:], who)
+            assert isinstance(vote, Promise)
+            self.votes[who] = vote
+
+    def told(self, who: str, raw: bytes) -> None:
+        """A message leaves `who`: what it says must be on its disk."""
+        message: Any = framing.unpack_message(raw)
+        kind, round = message.get("t", "record"), message.get("round", -1)
+        vote, decided = self.votes.get(who), self.heads.get(who, -1)
+        if kind == "offer":
+            for part in message["parts"]:
+                entry = self.entries.get((who, part["shard"]), {}).get(round)
+                if entry is None or entry.part is None or entry.part.digest != part["digest"]:
+                    raise Violation("P3", f"{who[-8:]} tells an offer to round {round} that is not on its disk")
+        elif kind == "record" and message["c"]["round"] > decided:
+            raise Violation("P2", f"{who[-8:]} tells a decision that is not in its log")
+        elif (
+            kind == "promise"
+            and round > decided
+            and not (vote and vote.round == round and vote.ballot >= message["ballot"])
+        ):
+            raise Violation("P2", f"{who[-8:]} tells a promise that is not on its disk")
+        elif kind == "vote" and round > decided:
+            accepted = vote.commit.digest if vote and vote.round == round and vote.commit else None
+            if accepted != message["digest"] or vote is None or vote.accepted < message["ballot"]:
+                raise Violation("P2", f"{who[-8:]} tells a vote that is not on its disk")
+
     def _entry(self, who: str, shard: str, round: int) -> Entry:
         return self.entries.setdefault((who, shard), {}).setdefault(round, Entry())
 
@@ -82,6 +117,7 @@ class Ledger:
         """P2, and that what is committed was durable: a record is in the log of `who`."""
         found = encoding.decode_record(record, who)
         commit = found.commit
+        self.heads[who] = commit.round
         if commit.round < len(self.log):
             if self.log[commit.round] != commit:
                 raise Violation("P2", f"{who[-8:]} writes another commit for round {commit.round} than somebody before")
@@ -93,12 +129,6 @@ class Ledger:
         for problem in validation.problems(self.manifest, before.plan if before else None, commit):
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that {problem}")
         self._count(found.ballot, commit, before)
-        for share in (s for c in commit.contributions for s in c.shares):
-            for part in share.parts:
-                entry = self.entries.get((share.peer, part.shard), {}).get(commit.round)
-                if entry is None or entry.part != part:
-                    text = f"round {commit.round} commits work of {share.peer[-8:]} on {part.shard} that is not durable"
-                    raise Violation("P3", text)
         self.log.append(commit)
 
     def _count(self, ballot: int, commit: Commit, before: Commit | None) -> None:

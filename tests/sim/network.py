@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from peer.net.base import Timeout, Unreachable
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
 from protocol.identity import short_peer
-from protocol.wire import endpoints
+from protocol.wire import endpoints, framing
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -39,6 +39,8 @@ class SimPipe(Pipe):
         if self._closed:
             raise ConnectionResetError
         self._world.point(self._link[0], f"network: send to {self._name.split('/')[1]}")
+        if self._name in MESSAGES and not self._first:
+            self._world.tells(self._link[0], data[framing.PREFIX :])
         super().write(data)
         self._world.point(self._link[0], f"network: sent to {self._name.split('/')[1]}")
 

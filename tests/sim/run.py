@@ -1,84 +1,105 @@
 """Replays one seed with a trace, or lives through many:
 
-python -m tests.sim.run --seed N [--bug NAME | --council [--bug NAME]]
+python -m tests.sim.run --seed N [--storm]
 python -m tests.sim.run --seeds 0:10000
+
+A run is a *swarm*; with --storm it is a quorum with one peer, under a sky that leaves it no rest. Of --seeds each third is a storm. A
+seed gives the same run in every process that has the same PYTHONHASHSEED; this command sets it to 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import logging
 import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.sim import ballots
-from tests.sim.ballots import Council, Voter
-from tests.sim.bugs import BUGS
-from tests.sim.ledger import Violation
 from tests.sim.swarm import Swarm
+from tests.sim.world import Violation
 
 Life = tuple[int, Counter[str], str]
+"""A seed, what happened in its run, and the promise that was broken, if one was."""
 
 
 def live(seed: int) -> Life:
-    """Runs a swarm: what happened in it, and the promise that was broken, if one was."""
-    return _life(seed, Swarm(seed))
-
-
-def meet(seed: int) -> Life:
-    """Runs a quorum alone."""
-    return _life(seed, Council(seed))
-
-
-def _life(seed: int, one: Swarm | Council) -> Life:
+    """Lives through one of many seeds."""
+    gc.disable()  # the collector would cost a tenth, and a run is short
+    logging.disable()
+    swarm = Swarm(seed, storm=is_storm(seed))
     try:
-        one.run()
+        swarm.run()
     except Violation as violation:
-        return seed, one.world.stats, str(violation)
-    return seed, one.world.stats, ""
+        return seed, swarm.world.stats, str(violation)
+    finally:
+        gc.enable()
+    return seed, swarm.world.stats, ""
+
+
+def is_storm(seed: int) -> bool:
+    """Whether one of many seeds is a storm over the quorum."""
+    return seed % 3 == 2
+
+
+def lives(seeds: Iterable[int]) -> Iterator[Life]:
+    """All of them, on all cores, each in a process that has the hash seed 0."""
+    before = os.environ.get("PYTHONHASHSEED")
+    os.environ["PYTHONHASHSEED"] = "0"
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    try:
+        yield from pool.map(live, seeds, chunksize=1)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        if before is None:
+            del os.environ["PYTHONHASHSEED"]
+        else:
+            os.environ["PYTHONHASHSEED"] = before
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=int)
-    which.add_argument("--seeds", help="FIRST:LAST, LAST not included: swarms, and as many councils")
-    parser.add_argument("--council", action="store_true", help="the quorum alone")
-    parser.add_argument("--bug", choices=sorted({**BUGS, **ballots.BUGS}))
+    which.add_argument("--seeds", help="FIRST:LAST, LAST not included")
+    parser.add_argument("--storm", action="store_true", help="with --seed: a quorum alone, in a storm")
+    parser.add_argument("--first", action="store_true", help="with --seeds: stop at the first broken promise")
     arguments = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(
+            sys.executable, [sys.executable, "-m", "tests.sim.run", *sys.argv[1:]], os.environ | {"PYTHONHASHSEED": "0"}
+        )
     if arguments.seeds:
-        return campaign(*map(int, arguments.seeds.split(":")))
-    world: Swarm | Council
-    if arguments.council:
-        world = Council(arguments.seed, ballots.BUGS.get(arguments.bug, Voter), verbose=True)
-    else:
-        world = Swarm(arguments.seed, verbose=True, **(BUGS[arguments.bug].classes if arguments.bug else {}))
+        first, last = map(int, arguments.seeds.split(":"))
+        return campaign(first, last, arguments.first)
+    swarm = Swarm(arguments.seed, verbose=True, storm=arguments.storm)
     try:
-        world.run()
+        swarm.run()
     except Violation as violation:
         print(f"seed {arguments.seed}: {violation}")
         return 1
-    print(f"seed {arguments.seed}: all promises kept; {dict(sorted(world.world.stats.items()))}")
+    print(f"seed {arguments.seed}: all promises kept; {dict(sorted(swarm.world.stats.items()))}")
     return 0
 
 
-def campaign(first: int, last: int) -> int:
-    """Every seed, on all cores; prints what was broken at once, and what happened in the end."""
-    began = time.monotonic()
-    stats: dict[str, Counter[str]] = {"swarms": Counter(), "councils": Counter()}
-    broken = 0
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("forkserver")) as pool:
-        for name, life in (("swarms", live), ("councils", meet)):
-            for seed, found, text in pool.map(life, range(first, last), chunksize=20):
-                stats[name] += found
-                if text:
-                    broken += 1
-                    print(f"{name} seed {seed}: {text}", flush=True)
-            happened = {k: v for k, v in sorted(stats[name].items()) if not k.startswith(("at ", "crash "))}
-            print(f"{name} {first} to {last - 1}, {time.monotonic() - began:.0f} s: {happened}", flush=True)
+def campaign(first: int, last: int, only_first: bool) -> int:
+    """Every seed; prints what was broken at once, and what happened in the end."""
+    began, stats, broken = time.monotonic(), Counter[str](), 0
+    for seed, found, text in lives(range(first, last)):
+        stats += found
+        if text:
+            broken += 1
+            print(f"seed {seed}{' --storm' if is_storm(seed) else ''}: {text}", flush=True)
+            if only_first:
+                return 1
+        if seed % 500 == 499:
+            print(f"{seed + 1 - first} runs, {time.monotonic() - began:.0f} s", flush=True)
+    happened = {k: v for k, v in sorted(stats.items()) if not k.startswith(("at ", "crash "))}
+    print(f"runs {first} to {last - 1}, {time.monotonic() - began:.0f} s: {happened}")
     print(f"{broken} broken promises")
     return 1 if broken else 0
 

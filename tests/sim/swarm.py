@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from tests import tiny
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
-from tests.sim.world import Crashed, Process, Violation, Weather, World
+from tests.sim.world import NODE_POINTS, POINTS, Crashed, Process, Violation, Weather, World
 
 PEERS = (3, 4, 4, 4, 6, 8)
 QUORUMS = ((1, 1), (1, 1), (1, 1), (3, 3), (3, 4), (5, 5))
@@ -41,7 +43,8 @@ class Swarm:
         names = tuple(o.peer_id for o in operators)
         self.manifest = tiny.manifest(
             seed=seed,
-            rounds=rng.randint(3, 6),
+            model=dataclasses.replace(tiny.manifest().model, n_layers=3),
+            rounds=rng.randint(3, 5),
             start_peers=rng.randint(1, count),
             operators=names,
             quorum=size[0],
@@ -50,8 +53,10 @@ class Swarm:
                 topk=1024, values="fp32", indices="fixed", beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))
             ),
         )
-        self.world = world = World(seed, weather(rng, storm), rng, verbose)
+        self.world = world = World(seed, weather(rng, seed, storm), rng, verbose)
         self.ledger = Ledger(self.manifest, world.stats)
+        world.tells = lambda who, raw: self._guarded(self.ledger.told, who, raw)
+        world.dies = self._check_disk
         self.meetings = Meetings(world, self.manifest.train.inner_steps)
         self.reports: set[tuple[int, str, str]] = set()
         self._excused: dict[str, set[str]] = {}
@@ -175,6 +180,15 @@ class Swarm:
         except Violation as violation:
             self.world.broken(violation)
 
+    def _check_disk(self, process: Process) -> None:
+        """A checkpoint that has its name is whole: whoever asks may get any shard of it."""
+        there = process.files.there
+        for folder in {p.parent for p in there if p.parent.name.startswith("checkpoint-")}:
+            meta = there.get(folder / "meta.json")
+            shards = json.loads(meta.data)["digests"] if meta is not None else ["meta.json"]
+            if not all(folder / f"{shard}.safetensors" in there for shard in shards):
+                self.world.broken(Violation("P7", f"{process.name[-8:]}: {folder.name} is there and not whole"))
+
     # --- from begin to end
 
     def run(self) -> None:
@@ -191,7 +205,7 @@ class Swarm:
         names = [p.name for p in (*self.nodes, *self.peers)]
         weathers = asyncio.ensure_future(world.weathers(names, [n.name for n in self.nodes]))
         over = asyncio.ensure_future(asyncio.wait(list(self._ended.values())))
-        await asyncio.wait({weathers, world.over}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({weathers, over, world.over}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({over, world.over}, timeout=LATEST, return_when=asyncio.FIRST_COMPLETED)
         deadlines = self.manifest.rounds - len(self.ledger.log) + 3
         patience = deadlines * self.manifest.timing.round_deadline
@@ -248,9 +262,22 @@ class HeardDisk(SimDisk):
         self._heard(path, data)
 
 
-def weather(rng: random.Random, storm: bool) -> Weather:
-    """Of a run; a storm is one over the quorum alone."""
-    return Weather.draw(rng)
+def weather(rng: random.Random, seed: int, storm: bool) -> Weather:
+    """Of a run; a storm is over the quorum alone, and breaks links all the time. Every operation gets its share of the deaths."""
+    points = NODE_POINTS if storm else POINTS
+    drawn = Weather.draw(rng, points[seed % len(points)])
+    if not storm:
+        return drawn
+    return dataclasses.replace(
+        drawn,
+        drop=rng.choice((0.0, 0.1, 0.2)),
+        crash=rng.choice((0.0005, 0.002)),
+        focus_crash=rng.choice((0.02, 0.1, 0.2)),
+        partition=rng.choice((0.0, 0.05, 0.1)),
+        cut=rng.choice((0.0, 0.2, 0.6)),
+        kill=0.0,
+        away=rng.choice((1.0, 4.0)),
+    )
 
 
 def describe(process: Process) -> str:

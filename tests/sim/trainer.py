@@ -125,7 +125,7 @@ class DrawnTrainer:
         self._manifest = manifest
         self._announce = announce
         self._round = 0
-        self._seconds = process.rng.uniform(1.0, 10.0)
+        self._seconds = process.rng.uniform(0.5, 6.0)
 
     async def train(
         self, order: TrainOrder, theta: Any, stop: asyncio.Event, progress: Any, chain_orders: ChainOrders

@@ -64,7 +64,7 @@ class Weather:
     overtake: float
     slow: float
     crash: float
-    focus: tuple[str, ...]
+    focus: str
     focus_crash: float
     power: float
     away: float
@@ -79,7 +79,7 @@ class Weather:
     calm_at: float
 
     @classmethod
-    def draw(cls, rng: random.Random, points: tuple[str, ...] = POINTS) -> Weather:
+    def draw(cls, rng: random.Random, focus: str) -> Weather:
         bad = rng.choice((0.0, 0.3, 1.0, 1.0, 1.0, 2.0))
         return cls(
             drop=bad * rng.choice((0.0, 0.02, 0.1)),
@@ -87,7 +87,7 @@ class Weather:
             overtake=bad * rng.choice((0.0, 0.05, 0.2)),
             slow=rng.choice((0.02, 0.3, 1.5)),
             crash=bad * rng.choice((0.0, 0.0002, 0.0006)),
-            focus=(rng.choice(points),),
+            focus=focus,
             focus_crash=bad * rng.choice((0.02, 0.05, 0.15)),
             power=rng.choice((0.0, 0.5)),
             away=rng.choice((2.0, 8.0, 20.0)),
@@ -116,6 +116,10 @@ class World:
         self.network = SimNetwork(self)
         self.streams = itertools.count()
         self.processes: dict[str, Process] = {}
+        self.tells: Callable[[str, bytes], None] = lambda who, message: None
+        """Is called with every message that a process is about to send."""
+        self.dies: Callable[[Process], None] = lambda process: None
+        """Is called when a process dies, before anything else becomes of its disk."""
         self.violation: Violation | None = None
         self.over = self.loop.create_future()
         self._islands: dict[str, int] = {}
@@ -277,7 +281,7 @@ class Process:
             raise Crashed
         world.stats[f"at {where}"] += 1
         weather = world.weather
-        probability = weather.focus_crash if where in weather.focus else weather.crash
+        probability = weather.focus_crash if where == weather.focus else weather.crash
         if world.chance(probability, self.rng):
             world.stats[f"crash {where}"] += 1
             self.die(where)
@@ -289,6 +293,7 @@ class Process:
         world.trace(self.name, f"DIES at {where}")
         world.stats[f"deaths of {self.kind}"] += 1
         self.alive = False
+        world.dies(self)
         world.loop.call_soon(self._bury)
         if self.rng.random() < world.weather.power:
             world.stats["losses of power"] += 1
