@@ -38,7 +38,10 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainFailure:
-    """The sender's chain, the `generation`-th of its replica in `round`, lost `peer`; the sender keeps its work and waits for a ChainReconfig."""
+    """The sender's chain for `round` has lost `peer`. The sender keeps its work and waits for a ChainReconfig.
+
+    `generation` is the number of times that the chain of this replica was reconfigured in the round.
+    """
 
     round: int
     replica: int
@@ -49,8 +52,11 @@ class ChainFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainReconfig:
-    """The members of a replica's chain from now on, under a new generation (protocol/rounds/chain_repair.py); nobody: its round is over. `steps` > 0:
-    so many inner steps are done and no more are needed, offer them. A member sends it back when it follows."""
+    """The members of a replica's chain from now on, under a new generation (protocol/rounds/chain_repair.py).
+
+    Without `peers` the chain's round is over. `steps` > 0: this many inner steps are done and no more are needed; the
+    members offer them. A member sends the message back when it follows it.
+    """
 
     round: int
     replica: int
