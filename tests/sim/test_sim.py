@@ -15,7 +15,7 @@ from tests.sim.run import Life, is_storm, lives
 from tests.sim.world import POINTS
 
 SEEDS = 96
-BUG_SEEDS = 120
+BUG_SEEDS, STORM_SEEDS = 120, 900
 
 
 @pytest.fixture(scope="module")
@@ -72,5 +72,6 @@ def test_a_planted_bug_is_found_by_the_promise_that_it_breaks(name: str, tmp_pat
     bug = bugs.BUGS[name]
     bugs.copy_tree(tmp_path)
     bugs.plant(bug, tmp_path)
-    text = bugs.simulate(tmp_path, f"0:{BUG_SEEDS}")
+    seeds = f"0:{STORM_SEEDS if bug.storms else BUG_SEEDS}"
+    text = bugs.simulate(tmp_path, seeds, *(["--storms"] if bug.storms else []))
     assert bugs.broken(text) in bug.promises, text

@@ -1,0 +1,25 @@
+"""Who is there, as a bootstrap node sees it."""
+
+from __future__ import annotations
+
+from protocol.rounds import presence
+from protocol.run.manifest import TimingSpec
+
+TIMING = TimingSpec(round_deadline=60.0, heartbeat=3.0, gone_after=12.0)
+PEERS = ("a", "b")
+
+
+def test_absent_is_who_has_no_session_for_two_heartbeats() -> None:
+    heard = {"a": 100.0, "b": 100.0}
+    assert presence.absent(PEERS, {"b"}, heard, TIMING, 106.0) == frozenset()
+    assert presence.absent(PEERS, {"b"}, heard, TIMING, 106.1) == {"a"}
+    assert presence.absent(PEERS, {"a", "b"}, heard, TIMING, 200.0) == frozenset(), "silent, but connected"
+    assert presence.absent((), set(), heard, TIMING, 200.0) == frozenset(), "who is not ready cannot be absent"
+
+
+def test_gone_is_who_was_silent_for_a_lease() -> None:
+    heard = {"a": 100.0, "b": 105.0}
+    assert presence.gone(PEERS, heard, TIMING, 112.0) == []
+    assert presence.gone(PEERS, heard, TIMING, 112.1) == ["a"]
+    assert presence.gone(PEERS, heard, TIMING, 117.1) == ["a", "b"]
+    assert presence.gone(PEERS, {}, TIMING, 1e9) == [], "a node that has just begun has heard of nobody yet"

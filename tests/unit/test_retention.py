@@ -1,0 +1,117 @@
+"""What a volunteer keeps, writes and fetches at the end of a round."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from protocol.codec import sparse
+from protocol.planning import memory
+from protocol.rounds import retention
+from protocol.run import layout
+from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import Offer, Offered
+from tests import tiny
+
+RUN = tiny.manifest(checkpoint_rounds=10)
+LAYERS = RUN.model.n_layers
+CHAIN = ReplicaSpec(
+    rank=0, stages=(StageSpec(peer="first", first=0, last=1), StageSpec(peer="last", first=1, last=LAYERS))
+)
+PLAN = Plan(round=1, slot=0, replicas=(CHAIN,), spares=("spare",))
+SHARDS = layout.shard_names(RUN.model)
+
+
+def part(shard: str, digest: str, size: int = 1) -> Part:
+    return Part(shard=shard, digest=digest, size=size, norm=1.0)
+
+
+def commit(round: int, *parts: Part) -> Commit:
+    share = Share(peer="first", parts=parts)
+    contribution = Contribution(replica=0, tokens=1, steps=1, loss=None, shares=(share,))
+    return Commit(
+        run=RUN.run_id, round=round, parent="", time=0.0, contributions=(contribution,), left_out=(), diverged=(),
+        digests={}, plan=None,
+    )  # fmt: skip
+
+
+def test_who_trains_what_and_who_holds_what() -> None:
+    assert retention.trained_shards(RUN, PLAN, "last") == memory.stage_shards(RUN, 1, LAYERS)
+    assert retention.trained_shards(RUN, PLAN, "spare") == retention.trained_shards(RUN, None, "last") == ()
+    assert retention.held_shards(RUN, PLAN, "last", warm=True) == memory.held_shards(RUN, 1, LAYERS)
+    assert "embed" in retention.held_shards(RUN, PLAN, "last", warm=False), "every stage reads the embedding"
+    assert retention.held_shards(RUN, PLAN, "spare", warm=True) == SHARDS
+    assert retention.held_shards(RUN, PLAN, "spare", warm=False) == ()
+    assert retention.held_shards(RUN, PLAN, "stranger", warm=True) == ()
+    assert retention.held_shards(RUN, None, "spare", warm=True) == ()
+
+
+def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
+    log = {r: commit(r, part("embed", f"e{r}"), part("head", f"h{r}")) for r in range(1, 6)}
+    assert retention.payloads_needed(log, 5, 3, ["embed"], None) == {"e4", "e5"}
+    assert retention.payloads_needed(log, 5, 5, SHARDS, None) == set()
+    assert retention.payloads_needed(log, 3, 3, SHARDS, None) == {"e4", "h4", "e5", "h5"}, (
+        "what is known, if not applied"
+    )
+    assert retention.payloads_needed(log, 4, -1, ["head"], None) == {"h4", "h5"}, (
+        "without a checkpoint, the last round's"
+    )
+
+
+def test_a_peers_own_offer_is_needed_until_there_is_a_newer_one() -> None:
+    offer = Offer(round=5, replica=0, parts=(part("embed", "mine"),), tokens=1, steps=1, loss=None)
+    assert retention.payloads_needed({}, 5, 5, SHARDS, offer) == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("round", "checkpoint", "holds", "due"),
+    [
+        (0, -1, True, False),
+        (1, -1, True, True),
+        (1, -1, False, False),
+        (9, 1, True, False),
+        (10, 1, True, True),
+        (10, 10, True, False),
+        (20, 10, False, False),
+    ],
+)
+def test_a_checkpoint_is_due_every_so_many_rounds(round: int, checkpoint: int, holds: bool, due: bool) -> None:
+    assert retention.checkpoint_is_due(RUN, round, checkpoint, holds) is due
+
+
+def test_a_process_that_ends_writes_what_it_has() -> None:
+    assert retention.last_checkpoint_is_due(7, 5, holds=True, applying=False)
+    assert not retention.last_checkpoint_is_due(7, 7, holds=True, applying=False)
+    assert not retention.last_checkpoint_is_due(7, 5, holds=False, applying=False)
+    assert not retention.last_checkpoint_is_due(7, 5, holds=True, applying=True), "a half applied commit is no state"
+    assert not retention.last_checkpoint_is_due(0, -1, holds=True, applying=False)
+
+
+def test_feedback_waits_until_the_rounds_end_is_over() -> None:
+    assert not retention.feedback_is_due(None, 100.0)
+    assert not retention.feedback_is_due(100.0, 100.0 + retention.SAVE_SECONDS - 0.1)
+    assert retention.feedback_is_due(100.0, 100.0 + retention.SAVE_SECONDS)
+
+
+def test_a_peer_that_is_behind_asks_now_and_then() -> None:
+    assert retention.look_is_due(True, float("-inf"), 0.0)
+    assert not retention.look_is_due(False, float("-inf"), 0.0)
+    assert not retention.look_is_due(True, 10.0, 10.0 + retention.LOOK_SECONDS - 0.1)
+    assert retention.look_is_due(True, 10.0, 10.0 + retention.LOOK_SECONDS)
+
+
+def test_what_is_fetched_before_it_is_committed() -> None:
+    largest = sparse.max_payload_size(RUN.outer.codec, layout.shapes(RUN.model, "embed"))
+    offered = Offered(round=3, peer="first", part=part("embed", "x", largest))
+
+    def fetched(applied: int, shards: tuple[str, ...] = SHARDS, size: int = largest) -> bool:
+        changed = dataclasses.replace(offered, part=part("embed", "x", size))
+        return retention.fetches_ahead(RUN, applied, shards, changed)
+
+    assert [applied for applied in range(5) if fetched(applied)] == [1, 2]
+    assert not fetched(2, shards=("head",)), "of a shard that is not held"
+    assert not fetched(2, size=largest + 1), "no payload is so large"
+    assert not fetched(2, size=0)
+    assert not fetched(2, size=-1)
