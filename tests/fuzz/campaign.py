@@ -1,9 +1,9 @@
 """A fuzzing campaign: `python -m tests.fuzz.campaign --inputs 10000000`; `make fuzz`.
 
 Every input is a seed, or an earlier input that provoked an answer which was new, changed by tests/fuzz/mutate.py; one in
-BOMB_EVERY is a bomb. An input fails when its target raises what it may not, says an error of more than one printable line, accepts what is not
-sound, takes over SECONDS of CPU time, or, for one input in MEMORY_EVERY and half of the bombs, allocates over MEMORY_BYTES (Python's and numpy's
-allocations, by tracemalloc). What hangs for HANG_SECONDS is interrupted. Failures are written to tests/fuzz/found/ and told once per place.
+`bomb_every` is a bomb. An input fails when its target raises what it may not, says an error of more than one printable line, accepts what is not
+sound, takes over `seconds` of CPU time, or, for one input in `memory_every` and half of the bombs, allocates over `memory_bytes` (Python's and numpy's
+allocations, by tracemalloc). What hangs for `hang_seconds` is interrupted. Failures are written to tests/fuzz/found/ and told once per place.
 """
 
 from __future__ import annotations
@@ -32,14 +32,23 @@ from types import FrameType
 from tests.fuzz import mutate
 from tests.fuzz.targets import TARGETS, Target, one_line
 
-SECONDS = 5.0
-"""Of CPU time, on machines that are busy; the slowest is reported."""
-HANG_SECONDS = 120
-MEMORY_BYTES = 64 << 20
-MEMORY_EVERY = 1000
-BOMB_EVERY = 4000
 CORPUS = 400
-FOUND = Path(__file__).parent / "found"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an input may take, and which inputs are measured or bombs. `seconds`: of CPU time; the slowest is reported. `found`: where
+    failures are written."""
+
+    seconds: float = 5.0
+    hang_seconds: float = 120.0
+    memory_bytes: int = 64 << 20
+    memory_every: int = 1000
+    bomb_every: int = 4000
+    found: Path = Path(__file__).parent / "found"
+
+
+LIMITS = Limits()
 
 
 class Hang(BaseException):
@@ -56,6 +65,7 @@ class State:
 
     target: Target
     corpus: list[bytes]
+    limits: Limits = LIMITS
     answers: set[str] = field(default_factory=set)
     inputs: int = 0
     accepted: int = 0
@@ -67,7 +77,7 @@ class State:
 
 def attempt(state: State, raw: bytes, memory: bool) -> str:
     """One input; its answer in a few words. Raises Bad, Hang, and whatever the target may not raise."""
-    target = state.target
+    target, limits = state.target, state.limits
     if memory:
         tracemalloc.start()
     state.began = time.perf_counter()
@@ -88,9 +98,9 @@ def attempt(state: State, raw: bytes, memory: bool) -> str:
     state.inputs += 1
     if not memory:
         state.slowest = max(state.slowest, taken)
-        if taken > SECONDS and (spent := _cpu_seconds(target, raw)) > SECONDS:
+        if taken > limits.seconds and (spent := _cpu_seconds(target, raw)) > limits.seconds:
             raise Bad(f"took {spent:.1f} s of CPU time for {len(raw)} bytes")
-    elif peak > MEMORY_BYTES:
+    elif peak > limits.memory_bytes:
         raise Bad(f"took {peak >> 20} MiB for {len(raw)} bytes")
     return answer
 
@@ -108,21 +118,21 @@ _DIGITS = re.compile(r"[0-9a-f]{6,}|\d+|'[^']*'|\"[^\"]*\"")
 
 def one(state: State, rng: random.Random) -> None:
     """Makes and tries one input; remembers what failed and what was new."""
-    target = state.target
-    bomb = rng.randrange(BOMB_EVERY) == 0
+    target, limits = state.target, state.limits
+    bomb = rng.randrange(limits.bomb_every) == 0
     known = target.seeds if rng.random() < 0.5 else state.corpus
     raw = mutate.bomb(rng) if bomb else target.change(rng, rng.choice(known), target.seeds)
     try:
-        answer = attempt(state, raw, rng.randrange(2 if bomb else MEMORY_EVERY) == 0)
+        answer = attempt(state, raw, rng.randrange(2 if bomb else limits.memory_every) == 0)
     except (Exception, Hang, RecursionError) as error:
         state.inputs += 1
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f"{type(error).__name__} at {Path(last.filename).name}:{last.lineno}"
         if place not in state.failures:
             state.failures[place] = raw
-            FOUND.mkdir(exist_ok=True)
+            limits.found.mkdir(exist_ok=True)
             name = re.sub(r"\W+", "-", target.name)
-            (FOUND / f"{name}-{hashlib.sha256(raw).hexdigest()[:12]}").write_bytes(raw)
+            (limits.found / f"{name}-{hashlib.sha256(raw).hexdigest()[:12]}").write_bytes(raw)
             print(f"FAILED {target.name}: {place}: {str(error)[:200]!r}", flush=True)
         return
     key = _DIGITS.sub("#", answer)
@@ -136,20 +146,21 @@ def run(
     seed: int,
     goes_on: Callable[[int], bool],
     progress: Callable[[int], None] = lambda n: None,
+    limits: Limits = LIMITS,
 ) -> list[State]:
     """Tries inputs as long as `goes_on(how many)`; targets take turns by their share."""
-    states = [State(target, list(target.seeds)) for target in targets]
+    states = [State(target, list(target.seeds), limits) for target in targets]
     turns = [state for state in states for _ in range(state.target.share)]
     rng = random.Random(seed)
     rng.shuffle(turns)
     logging.disable(logging.CRITICAL)  # peers' nonsense is logged for debugging
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        if time.perf_counter() - min(state.began for state in states) > HANG_SECONDS:
-            raise Hang(f"over {HANG_SECONDS} s")
+        if time.perf_counter() - min(state.began for state in states) > limits.hang_seconds:
+            raise Hang(f"over {limits.hang_seconds:g} s")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS / 4, HANG_SECONDS / 4)
+    signal.setitimer(signal.ITIMER_REAL, limits.hang_seconds / 4, limits.hang_seconds / 4)
     count = 0
     try:
         for state in states:

@@ -410,8 +410,7 @@ def log_reply(raw: bytes) -> object:
     """The reply of a LOG call, as `potluck log` and `potluck monitor` read it."""
 
     async def read() -> list[bytes]:
-        log = reader.Remote(_FakeTransport([b"\0" + raw]), [KEY.peer_id], _store("log"))  # type: ignore[arg-type]
-        return await log._page(-1)
+        return await reader.page(_FakeTransport([b"\0" + raw]), KEY.peer_id, -1)  # type: ignore[arg-type]
 
     return len(LOOP.run_until_complete(read()))
 

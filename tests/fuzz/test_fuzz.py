@@ -10,19 +10,17 @@ import pytest
 
 from protocol.errors import LocalError
 from tests.fuzz import campaign, mutate
+from tests.fuzz.campaign import Limits
 from tests.fuzz.targets import TARGETS, Target
 
 SECONDS = 60.0
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_a_decoder_takes_or_refuses_whatever_comes(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(campaign, "FOUND", tmp_path)
-    monkeypatch.setattr(campaign, "BOMB_EVERY", 500)
+def test_a_decoder_takes_or_refuses_whatever_comes(target: Target, tmp_path: Path) -> None:
+    limits = Limits(found=tmp_path, bomb_every=500)
     end = time.monotonic() + SECONDS / len(TARGETS)
-    (state,) = campaign.run([target], 1, lambda count: time.monotonic() < end or count < 100)
+    (state,) = campaign.run([target], 1, lambda count: time.monotonic() < end or count < 100, limits=limits)
     assert state.failures == {}
     assert state.inputs >= 100
     assert state.accepted >= len(target.seeds) / 2, "the seeds are no longer what the decoder takes"
@@ -47,28 +45,21 @@ def test_what_is_planted_is_found(
     planted: Callable[[], object],
     named: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in {
-        "FOUND": tmp_path, "MEMORY_EVERY": 2, "MEMORY_BYTES": 4 << 20, "SECONDS": 0.05, "HANG_SECONDS": 0.5,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(campaign, name, value)
+    limits = Limits(found=tmp_path, memory_every=2, memory_bytes=4 << 20, seconds=0.05, hang_seconds=0.5)
     bad = Target("bad", lambda raw: raw == b"seed" or planted(), (), [b"seed"], mutate.change_bytes, 1)
-    (state,) = campaign.run([bad], 0, lambda count: count < 5)
+    (state,) = campaign.run([bad], 0, lambda count: count < 5, limits=limits)
     assert state.failures
     assert named in capsys.readouterr().out
     assert len(list(tmp_path.iterdir())) == len(state.failures)
 
 
-def test_an_error_of_several_lines_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign, "FOUND", tmp_path)
-
+def test_an_error_of_several_lines_is_found(tmp_path: Path) -> None:
     def refuse(raw: bytes) -> None:
         if raw != b"seed":
-            raise LocalError("two\nlines; reconfig them")
+            raise LocalError("two\nlines; mend them")
 
-    (state,) = campaign.run(
-        [Target("bad", refuse, (LocalError,), [b"seed"], mutate.change_bytes, 1)], 0, lambda n: n < 5
-    )
+    bad = Target("bad", refuse, (LocalError,), [b"seed"], mutate.change_bytes, 1)
+    (state,) = campaign.run([bad], 0, lambda count: count < 5, limits=Limits(found=tmp_path))
     assert next(iter(state.failures)).startswith("Bad")
