@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -254,7 +254,7 @@ def _fail(error: BaseException) -> None:
     raise SystemExit(error.exit_code) from None
 
 
-def main() -> None:
-    """Entry point of the command."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the command. `arguments`: what is typed after `potluck` (default: what was)."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    app()
+    app(arguments, prog_name="potluck")

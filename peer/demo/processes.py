@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import sys
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,8 +22,8 @@ SILENCE_SECONDS = 900.0
 PRELOAD = ("peer.node.peer", "peer.net.p2p", "peer.training.device")
 """What every process of the swarm needs besides the command: imported once, then forked."""
 
-Command = Callable[[], None]
-"""The command `potluck`: reads `sys.argv`. A function of a module, so that another process finds it."""
+Command = Callable[[Sequence[str]], None]
+"""The command `potluck`, with what is typed after it. A function of a module, so that another process finds it."""
 
 
 class _Child:
@@ -50,8 +49,7 @@ def _be_potluck(command: Command, output: Connection, errors: str, arguments: li
     os.dup2(output.fileno(), 1)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
     output.close()
-    sys.argv = ["potluck", *arguments]
-    command()
+    command(arguments)
 
 
 async def run_processes(

@@ -50,7 +50,7 @@ _VALUES = {"fp32": 0, "sym2": 1, "ref2": 2}
 _INDICES = {"fixed": 0, "rice": 1}
 _CENTROIDS = {"fp32": 0, "sym2": 2, "ref2": 4}
 _LENGTH = 4  # bytes of a segment's length of quotients
-_SEGMENT = 1 << 16  # entries: part of the format
+SEGMENT = 1 << 16  # entries: part of the format
 _CHUNK = 1 << 16  # values summed up at a time
 _CODES = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3  # [256, 4]: the codes of a byte
 
@@ -118,7 +118,7 @@ def entropy_size(codec: Codec, shapes: Sequence[Sequence[int]]) -> float:
 
 
 def _segments(tiling: Tiling) -> tuple[Tiling, ...]:
-    return _cut(tiling, _SEGMENT * tiling.n // tiling.keep)
+    return _cut(tiling, SEGMENT * tiling.n // tiling.keep)
 
 
 @functools.lru_cache(maxsize=1024)

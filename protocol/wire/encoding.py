@@ -58,7 +58,7 @@ Message = (
 )
 
 
-_TYPES: dict[str, type] = {cls.__name__.lower(): cls for cls in Message.__args__}
+TYPES: dict[str, type] = {cls.__name__.lower(): cls for cls in Message.__args__}
 
 
 def encode(message: Message) -> bytes:
@@ -71,9 +71,9 @@ def decode(raw: bytes | memoryview, peer: str) -> Message:
     try:
         data = framing.unpack_message(bytes(raw))
         kind = data.pop("t", None) if isinstance(data, dict) else None
-        if not isinstance(kind, str) or kind not in _TYPES:
+        if not isinstance(kind, str) or kind not in TYPES:
             raise SchemaError("t", "is not a known message type")
-        cls = _TYPES[kind]
+        cls = TYPES[kind]
         message: Message = build(cls, data, ignore_unknown=True)
         return message
     except (SchemaError, framing.FrameError) as error:

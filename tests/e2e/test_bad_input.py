@@ -29,11 +29,10 @@ from tests import tiny
 from tests.e2e.swarms import options
 
 
-def potluck(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
+def potluck(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The one line that a refused command prints."""
-    monkeypatch.setattr("sys.argv", ["potluck", *map(str, arguments)])
     with pytest.raises(SystemExit) as end:
-        main.main()
+        main.main([*map(str, arguments)])
     lines = capsys.readouterr().err.strip().splitlines()
     assert end.value.code == 2, lines
     assert len(lines) == 1, lines
@@ -70,76 +69,65 @@ def test_manifest(
     new: str,
     named: str,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_file.write_text(run_file.read_text().replace(old, new, 1))
     boot = run_file.parent / "boot"
     before = sorted(boot.iterdir())
-    line = potluck(capsys, monkeypatch, "bootstrap", run_file, "--dir", boot)
+    line = potluck(capsys, "bootstrap", run_file, "--dir", boot)
     assert str(run_file) in line
     assert named in line
     assert sorted(boot.iterdir()) == before, "nothing was written"
 
 
-def test_manifest_is_missing_or_not_text(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "No such file" in potluck(capsys, monkeypatch, "bootstrap", tmp_path / "none.toml")
+def test_manifest_is_missing_or_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file" in potluck(capsys, "bootstrap", tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
-    assert "not UTF-8 at byte 11" in potluck(capsys, monkeypatch, "join", tmp_path / "latin.toml")
-    assert "copy the whole line" in potluck(capsys, monkeypatch, "join", "/ip4/127.0.0.1/tcp/1/p2p/x")
+    assert "not UTF-8 at byte 11" in potluck(capsys, "join", tmp_path / "latin.toml")
+    assert "copy the whole line" in potluck(capsys, "join", "/ip4/127.0.0.1/tcp/1/p2p/x")
 
 
 @pytest.mark.parametrize(
     ("option", "value"), [("--up-limit", "fast"), ("--store-limit", "-1GB"), ("--up-limit", "0Mbps")]
 )
-def test_limits(
-    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits(option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
-    line = potluck(capsys, monkeypatch, "join", address, "--dir", tmp_path / "peer", option, value)
+    line = potluck(capsys, "join", address, "--dir", tmp_path / "peer", option, value)
     assert value in line
     assert not (tmp_path / "peer").exists()
 
 
-def test_tokenizer_with_another_digest(
-    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_with_another_digest(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_file.parent / recipe.TOKENIZER).write_text("{}")
-    line = potluck(capsys, monkeypatch, "bootstrap", run_file, "--dir", run_file.parent / "boot")
+    line = potluck(capsys, "bootstrap", run_file, "--dir", run_file.parent / "boot")
     assert recipe.TOKENIZER in line
     assert "sha256" in line
 
 
-def test_operator_with_another_key(
-    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    line = potluck(capsys, monkeypatch, "bootstrap", run_file, "--dir", tmp_path / "other")
+def test_operator_with_another_key(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = potluck(capsys, "bootstrap", run_file, "--dir", tmp_path / "other")
     assert "operators" in line
 
 
-def test_port_in_use(run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         line = potluck(
-            capsys, monkeypatch, "bootstrap", run_file, "--dir", run_file.parent / "boot",
+            capsys, "bootstrap", run_file, "--dir", run_file.parent / "boot",
             "--host", "127.0.0.1", "--port", port,
         )  # fmt: skip
     assert str(port) in line
     assert "--port" in line
 
 
-def test_unreachable_bootstrap_address(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_bootstrap_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     peer = keyfile.load_or_create(tmp_path / "nobody.key").peer_id
     address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}#{'0' * 64}"
-    line = potluck(capsys, monkeypatch, "join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
+    line = potluck(capsys, "join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
     assert str(port) in line
 
 
@@ -160,7 +148,7 @@ def test_a_manifest_from_the_network_may_not_name_local_files(
         assert node.stdout is not None
         told = (json.loads(line) for line in node.stdout)
         address = next(event["address"] for event in told if event["event"] == "listening")
-        line = potluck(capsys, monkeypatch, "join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
+        line = potluck(capsys, "join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
     finally:
         node.terminate()
         node.communicate()
@@ -171,10 +159,8 @@ def test_a_manifest_from_the_network_may_not_name_local_files(
 @pytest.mark.parametrize(
     "text", ["no-such-file.toml", "/ip4/127.0.0.1/tcp/1/p2p/nobody#" + "0" * 64, "/ip4/127.0.0.1/tcp/1/p2p/x#12"]
 )
-def test_run_is_neither_file_nor_address(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    potluck(capsys, monkeypatch, "join", text, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
+def test_run_is_neither_file_nor_address(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    potluck(capsys, "join", text, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -184,9 +170,8 @@ def test_demo_options(
     arguments: tuple[object, ...],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    potluck(capsys, monkeypatch, "demo", "--out", tmp_path / "out", *arguments)
+    potluck(capsys, "demo", "--out", tmp_path / "out", *arguments)
     assert not (tmp_path / "out").exists()
 
 
@@ -282,16 +267,14 @@ def read_only(small_disk: Path) -> Path:
     return small_disk
 
 
-def test_a_read_only_folder(
-    read_only: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_only_folder(read_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("peer", "new"):
         with pytest.raises(UsageError, match=r"^directory .*: Read-only file system; .*--dir.*$"):
             Storage(read_only / folder)
     with pytest.raises(UsageError, match=r"^directory .*: Read-only file system; .*--dir.*$"):
         Archive(read_only / "boot", RUN)
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
-    line = potluck(capsys, monkeypatch, "join", address, "--dir", read_only / "new", "--host", "127.0.0.1")
+    line = potluck(capsys, "join", address, "--dir", read_only / "new", "--host", "127.0.0.1")
     assert "Read-only file system" in line
 
 

@@ -57,23 +57,22 @@ def copy(done: Done, tmp_path: Path) -> Done:
 class Potluck:
     """Runs `potluck log …` in this process."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self._capsys, self._monkeypatch = capsys, monkeypatch
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
 
     def __call__(self, *arguments: object, code: int = 0) -> tuple[list[str], list[str]]:
         """(lines of output, lines of errors) of a command that must end with `code`."""
-        self._monkeypatch.setattr("sys.argv", ["potluck", "log", *map(str, arguments)])
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            main.main()
+            main.main(["log", *map(str, arguments)])
         said = self._capsys.readouterr()
         assert (end.value.code or 0) == code, said
         return said.out.splitlines(), said.err.splitlines()
 
 
 @pytest.fixture
-def potluck(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Potluck:
-    return Potluck(capsys, monkeypatch)
+def potluck(capsys: pytest.CaptureFixture[str]) -> Potluck:
+    return Potluck(capsys)
 
 
 def commits(folder: Path) -> list[tuple[int, bytes, Commit]]:

@@ -204,7 +204,7 @@ def example(hint: Any, name: str = "") -> Any:
     return {int: 7, float: 1.5, bool: True, bytes: b"bytes"}[hint]
 
 
-EXAMPLES = [example(kind) for kind in encoding._TYPES.values()]
+EXAMPLES = [example(kind) for kind in encoding.TYPES.values()]
 ENCODED = [encoding.encode(message) for message in EXAMPLES]
 SEALED = [sealed.seal(KEY, message) for message in EXAMPLES]
 COMMIT = framing.pack_message(plain(example(Commit)))

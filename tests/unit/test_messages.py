@@ -135,7 +135,7 @@ def test_a_majority_is_counted_among_the_members() -> None:
 
 
 def test_every_type_has_a_sample() -> None:
-    assert {type(m) for m in SAMPLES} == set(encoding._TYPES.values())
+    assert {type(m) for m in SAMPLES} == set(encoding.TYPES.values())
 
 
 @pytest.mark.parametrize("message", SAMPLES, ids=lambda m: type(m).__name__)

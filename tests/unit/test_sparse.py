@@ -341,7 +341,7 @@ def test_memory_stays_within_what_is_stated(indices: str) -> None:
     payload = encode(codec, arrays_of(shapes, 1))
     head = max_payload_size(Codec(1, "fp32", indices), []) + (4 * 3 if indices == "rice" else 0)
     noise = payload[:head] + np.random.default_rng(1).bytes(len(payload) - head)
-    limit = 12 * sparse.entries(codec, shapes) + 20 * sparse._SEGMENT + (1 << 18)
+    limit = 12 * sparse.entries(codec, shapes) + 20 * sparse.SEGMENT + (1 << 18)
     for data in (payload, noise):
         tracemalloc.start()
         with contextlib.suppress(PayloadError):
