@@ -84,7 +84,7 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
             own = {p.digest for p in late.rounds.offer.parts}
             await swarm.until(lambda: own <= set(roomy.storage.blobs))
             assert not own & set(tight.storage.blobs), "nothing is fetched ahead of time where there is no room"
-            swarm.leader._failures[late.id] = "the test says so"
+            swarm.leader.offers.fail(late.id, "the test says so")
             free.set()
             await swarm.until(lambda: roomy.rounds.member.applied == 3 and late.rounds.member.applied == 3)
             assert not own & payloads(swarm, 3)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from bootstrap import node as bootstrap_node
 from peer.log import replay
-from peer.net.blobs import Blob, fetching
+from peer.net.base import Handler, Stream
+from peer.net.blobs import Blob, BlobServer
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import KEPT
@@ -23,6 +25,7 @@ from protocol.planning import memory
 from protocol.rounds import leader
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire.framing import FrameError, unpack_message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests.volunteers import MODEL, Swarm, Volunteer, manifest, noise
 
@@ -53,6 +56,43 @@ class Rounds:
         self.upto = upto
         self._moved.set()
         self._moved = asyncio.Event()
+
+
+class Lying:
+    """The transport of a volunteer who serves the shards of its checkpoints with a wrong bit in each frame."""
+
+    def __init__(self, volunteer: Volunteer) -> None:
+        self.volunteer = volunteer
+
+    async def serve(self, name: str, handler: Handler) -> None:
+        find = self.volunteer.storage.find
+        await self.volunteer.transport.serve(name, lambda stream: handler(WrongStream(stream, find)))
+
+
+class WrongStream:
+    """Sends other bytes than those of what `find` knows."""
+
+    def __init__(self, stream: Stream, find: Callable[[str], Blob | None]) -> None:
+        self.stream, self.find, self.wrong = stream, find, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    async def recv(self, *arguments: Any, **options: Any) -> bytes:
+        frame = await self.stream.recv(*arguments, **options)
+        with contextlib.suppress(FrameError):
+            match unpack_message(frame):
+                case {"blob": str(name)}:
+                    self.wrong = self.find(name) is not None
+        return frame
+
+    async def send(self, data: bytes, **options: Any) -> None:
+        answer: object = None
+        with contextlib.suppress(FrameError):
+            answer = unpack_message(data)
+        if self.wrong and not isinstance(answer, dict):
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        await self.stream.send(data, **options)
 
 
 async def to(swarm: Swarm, rounds: Rounds, number: int) -> None:
@@ -228,24 +268,14 @@ def test_a_stage_fetches_its_own_shards_only(tmp_path: Path, monkeypatch: pytest
     run(work())
 
 
-def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(tmp_path: Path) -> None:
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
             bad, *_ = [swarm.start(name) for name in ("bad", "b", "c")]
             await to(swarm, rounds, 11)
-            server = bad.rounds._exchange._server
-            honest = server._read
-
-            def read(name: str, blob: Blob, *rest: Any) -> bytes:
-                data = honest(name, blob, *rest)
-                return data[:-1] + bytes([data[-1] ^ 1]) if "checkpoint" in str(blob.path) else data
-
-            server._read = read
-            monkeypatch.setattr(fetching, "PARALLEL_BYTES", 1)  # shards are small here
+            await BlobServer(bad.storage.blobs, others=bad.storage.find).serve(Lying(bad))  # type: ignore[arg-type]
             newcomer = swarm.start("newcomer")
             await planned(swarm, rounds, newcomer)
             await is_right(swarm, newcomer)
@@ -256,15 +286,14 @@ def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(
     run(work())
 
 
-def test_without_any_checkpoint_the_archive_still_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_checkpoint_the_archive_still_serves(tmp_path: Path) -> None:
     async def work() -> None:
-        run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
+        run = manifest(rounds=100, checkpoint_rounds=100, outer=OuterSpec(topk=512, indices="fixed"))
         async with Swarm(tmp_path, run) as swarm:
             rounds = Rounds(swarm)
             holders = [swarm.start(name) for name in ("a", "b")]
             await to(swarm, rounds, 21)
             for holder in holders:
-                holder.storage._kept.clear()
                 for name in holder.storage.blobs:
                     holder.storage.blobs.remove(name)
             newcomer = swarm.start("newcomer")
@@ -287,7 +316,7 @@ def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(
             holders = [swarm.start(name) for name in ("a", "b")]
             await to(swarm, rounds, 21)
             for holder in holders:
-                holder.rounds._exchange._server._others = lambda name: None
+                await BlobServer(holder.storage.blobs).serve(holder.transport)
             newcomer = swarm.start("newcomer")
             await planned(swarm, rounds, newcomer)
             await is_right(swarm, newcomer)
