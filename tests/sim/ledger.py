@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load
 
 from peer.state.outer_optimizer import Outer
 from protocol.codec import sparse
@@ -33,7 +34,7 @@ from protocol.rounds import validation
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
-from protocol.wire.ballot import Promise
+from protocol.wire.ballot import Accept, Promise
 from protocol.wire.commit import Commit, Part
 from protocol.wire.schema import build
 from protocol.wire.session import Offer
@@ -64,6 +65,7 @@ class Ledger:
     """The newest round in each node's log."""
     votes: dict[str, Promise] = field(default_factory=dict)
     """The vote on each node's disk."""
+    _accepted: dict[tuple[int, int, str], set[str]] = field(default_factory=dict)
     _replay: Outer | None = None
     _digests: list[dict[str, str]] = field(default_factory=list)
 
@@ -81,11 +83,17 @@ class Ledger:
             round = int(path.name.split("-")[1].split(".")[0])
             for shard, delta in trainer.deltas.get(round, {}).items():
                 self._entry(who, shard, round).delta = delta
+            self._check_file(who, round, data)
 
         elif path.name == "vote":
             vote = encoding.decode(data[4:], who)
             assert isinstance(vote, Promise)
+            before = self.votes.get(who)
+            if before is not None and before.round == vote.round and vote.ballot < before.ballot:
+                raise Violation("P2", f"{who[-8:]} goes back behind what it promised for round {vote.round}")
             self.votes[who] = vote
+            if vote.commit is not None:
+                self._accepted.setdefault((vote.round, vote.accepted, vote.commit.digest), set()).add(who)
 
     def told(self, who: str, raw: bytes) -> None:
         """A message leaves `who`: what it says must be on its disk."""
@@ -97,6 +105,8 @@ class Ledger:
                 entry = self.entries.get((who, part["shard"]), {}).get(round)
                 if entry is None or entry.part is None or entry.part.digest != part["digest"]:
                     raise Violation("P3", f"{who[-8:]} tells an offer to round {round} that is not on its disk")
+        elif kind == "accept":
+            self._check_accept(who, encoding.decode(raw, who))
         elif kind == "record" and message["c"]["round"] > decided:
             raise Violation("P2", f"{who[-8:]} tells a decision that is not in its log")
         elif (
@@ -109,6 +119,16 @@ class Ledger:
             accepted = vote.commit.digest if vote and vote.round == round and vote.commit else None
             if accepted != message["digest"] or vote is None or vote.accepted < message["ballot"]:
                 raise Violation("P2", f"{who[-8:]} tells a vote that is not on its disk")
+
+    def _check_accept(self, who: str, accept: object) -> None:
+        """Once a majority has accepted a commit, it is the round's: nobody asks for votes for another one in a higher ballot."""
+        assert isinstance(accept, Accept)
+        for (round, ballot, digest), nodes in self._accepted.items():
+            if round == accept.round and ballot < accept.ballot and 2 * len(nodes) > self.manifest.quorum:
+                if digest != accept.commit.digest:
+                    raise Violation(
+                        "P2", f"{who[-8:]} asks for another commit of round {round} than a majority accepted"
+                    )
 
     def _entry(self, who: str, shard: str, round: int) -> Entry:
         return self.entries.setdefault((who, shard), {}).setdefault(round, Entry())
@@ -169,31 +189,45 @@ class Ledger:
 
     def check_feedback(self, who: str, feedback: dict[str, Arrays]) -> None:
         """At a moment at which every offer of `who` is decided and resolved."""
-        model, codec = self.manifest.model, self.manifest.outer.codec
-        beta = float(self.manifest.outer.beta)
-        for (peer, shard), entries in self.entries.items():
-            if peer != who:
+        for peer, shard in self.entries:
+            if peer == who:
+                self._check(who, shard, feedback.get(shard), self.owed(who, shard))
+
+    def owed(self, who: str, shard: str, upto: int | None = None, given_back: bool = False) -> Arrays:
+        """e, as it must be: what was learned of a shard, less what was sent of it and is, or may yet be, committed. `upto`: a round whose
+        offer is not decided yet; `given_back`: it went back into e."""
+        shapes, beta = layout.shapes(self.manifest.model, shard), float(self.manifest.outer.beta)
+        left = [np.zeros(shape) for shape in shapes]
+        for round, entry in sorted(self.entries.get((who, shard), {}).items()):
+            if upto is not None and round > upto:
+                break
+            for x in left:
+                x *= beta
+            for x, delta in zip(left, entry.delta or [], strict=entry.delta is not None):
+                x += delta
+            if entry.part is None:
                 continue
-            shapes = layout.shapes(model, shard)
-            left = [np.zeros(shape) for shape in shapes]  # what was learned, less what was applied
-            for round, entry in sorted(entries.items()):
-                for x in left:
-                    x *= beta
-                if entry.delta is not None:
-                    for x, delta in zip(left, entry.delta, strict=True):
-                        x += delta
-                if entry.part is not None and _includes(self.log[round], who, entry.part):
-                    for x, sent in zip(
-                        left, sparse.decode(codec, shapes, self.payloads[entry.part.digest]), strict=True
-                    ):
-                        x.reshape(-1)[sent.index] -= sent.values
-            for x, e in zip(
-                left, feedback.get(shard) or [np.zeros(shape, np.float32) for shape in shapes], strict=True
-            ):
-                if not np.array_equal(x, e.astype(np.float64)):
-                    raise Violation(
-                        "P3", f"{who[-8:]}: on {shard}, applied updates + e differ from the sum of its work"
-                    )
+            if not given_back if round == upto else _includes(self.log[round], who, entry.part):
+                payload = self.payloads[entry.part.digest]
+                for x, sent in zip(left, sparse.decode(self.manifest.outer.codec, shapes, payload), strict=True):
+                    x.reshape(-1)[sent.index] -= sent.values
+        return left
+
+    def _check(self, who: str, shard: str, feedback: Arrays | None, owed: Arrays) -> None:
+        for x, e in zip(owed, feedback or [np.zeros_like(x) for x in owed], strict=True):
+            if not np.array_equal(x, e.astype(np.float64)):
+                raise Violation("P3", f"{who[-8:]}: on {shard}, applied updates + e differ from the sum of its work")
+
+    def _check_file(self, who: str, round: int, data: bytes) -> None:
+        """The feedback after `round` on the disk of `who`."""
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        given_back = header.get("__metadata__", {}).get("restored_offer") == "True"
+        tensors = load(data)
+        for peer, shard in self.entries:
+            if peer == who and f"{shard}/0" in tensors:
+                shapes = layout.shapes(self.manifest.model, shard)
+                e = [tensors[f"{shard}/{i}"] for i in range(len(shapes))]
+                self._check(who, shard, e, self.owed(who, shard, round, given_back))
 
 
 def _includes(commit: Commit, who: str, part: Part) -> bool:

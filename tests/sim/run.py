@@ -1,10 +1,9 @@
 """Replays one seed with a trace, or lives through many:
 
-python -m tests.sim.run --seed N [--storm]
+python -m tests.sim.run --seed N
 python -m tests.sim.run --seeds 0:10000
 
-A run is a *swarm*; with --storm it is a quorum with one peer, under a sky that leaves it no rest. Of --seeds each third is a storm. A
-seed gives the same run in every process that has the same PYTHONHASHSEED; this command sets it to 0.
+A seed gives the same run in every process that has the same PYTHONHASHSEED; this command sets it to 0.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
-from tests.sim.swarm import Swarm
+from tests.sim.swarm import KINDS, Swarm, kind_of
 from tests.sim.world import Violation
 
 Life = tuple[int, Counter[str], str]
@@ -31,7 +30,7 @@ def live(seed: int) -> Life:
     """Lives through one of many seeds."""
     gc.disable()  # the collector would cost a tenth, and a run is short
     logging.disable()
-    swarm = Swarm(seed, storm=is_storm(seed))
+    swarm = Swarm(seed)
     try:
         swarm.run()
     except Violation as violation:
@@ -39,11 +38,6 @@ def live(seed: int) -> Life:
     finally:
         gc.enable()
     return seed, swarm.world.stats, ""
-
-
-def is_storm(seed: int) -> bool:
-    """Whether one of many seeds is a storm over the quorum."""
-    return seed % 3 == 2
 
 
 def lives(seeds: Iterable[int]) -> Iterator[Life]:
@@ -66,8 +60,7 @@ def main() -> int:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--seed", type=int)
     which.add_argument("--seeds", help="FIRST:LAST, LAST not included")
-    parser.add_argument("--storm", action="store_true", help="with --seed: a quorum alone, in a storm")
-    parser.add_argument("--storms", action="store_true", help="with --seeds: only those that are storms")
+    parser.add_argument("--only", choices=sorted(set(KINDS)), help="with --seeds: runs of this kind")
     parser.add_argument("--first", action="store_true", help="with --seeds: stop at the first broken promise")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
@@ -76,9 +69,9 @@ def main() -> int:
         )
     if arguments.seeds:
         first, last = map(int, arguments.seeds.split(":"))
-        seeds = [s for s in range(first, last) if is_storm(s) or not arguments.storms]
+        seeds = [s for s in range(first, last) if arguments.only in (None, kind_of(s))]
         return campaign(seeds, arguments.first)
-    swarm = Swarm(arguments.seed, verbose=True, storm=arguments.storm)
+    swarm = Swarm(arguments.seed, verbose=True)
     try:
         swarm.run()
     except Violation as violation:
@@ -95,7 +88,7 @@ def campaign(seeds: Sequence[int], only_first: bool) -> int:
         stats += found
         if text:
             broken += 1
-            print(f"seed {seed}{' --storm' if is_storm(seed) else ''}: {text}", flush=True)
+            print(f"seed {seed}: {text}", flush=True)
             if only_first:
                 return 1
         if number % 500 == 0:

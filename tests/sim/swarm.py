@@ -26,8 +26,16 @@ from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
 from tests.sim.world import NODE_POINTS, POINTS, Crashed, Process, Violation, Weather, World
 
-PEERS = (3, 4, 4, 4, 6, 8)
-QUORUMS = ((1, 1), (1, 1), (1, 1), (3, 3), (3, 4), (5, 5))
+KINDS = ("crowd", "swarm", "storm", "swarm", "swarm", "storm")
+"""By the seed: a swarm; a crowd of weak peers, whose two chains break often; a storm over the quorum, with one peer."""
+PEERS = {"swarm": (3, 4, 4, 4, 6, 8), "crowd": (7,), "storm": (1,)}
+FULL = {"swarm": (0, 1, 2, 2, 3), "crowd": (0,), "storm": (1,)}
+"""How many of them can train the whole model."""
+QUORUMS = {
+    "swarm": ((1, 1), (1, 1), (1, 1), (3, 3), (3, 4), (5, 5)),
+    "crowd": ((1, 1),),
+    "storm": ((3, 3), (3, 4), (5, 5)),
+}
 """Sizes of the quorum, and operators' nodes."""
 LATEST = 40.0
 """By then everybody has started."""
@@ -36,10 +44,12 @@ LATEST = 40.0
 class Swarm:
     """Everything that one seed decides; `run` raises Violation if a promise is broken."""
 
-    def __init__(self, seed: int, verbose: bool = False, storm: bool = False) -> None:
+    def __init__(self, seed: int, verbose: bool = False) -> None:
         rng = random.Random(seed)
-        size, count = (rng.choice(((3, 3), (3, 4), (5, 5))), 1) if storm else (rng.choice(QUORUMS), rng.choice(PEERS))
-        operators = tiny.OPERATORS[: size[1]]
+        kind = kind_of(seed)
+        quorum, nodes = rng.choice(QUORUMS[kind])
+        count = rng.choice(PEERS[kind])
+        operators = tiny.OPERATORS[:nodes]
         names = tuple(o.peer_id for o in operators)
         self.manifest = tiny.manifest(
             seed=seed,
@@ -47,13 +57,13 @@ class Swarm:
             rounds=rng.randint(3, 5),
             start_peers=rng.randint(1, count),
             operators=names,
-            quorum=size[0],
+            quorum=quorum,
             checkpoint_rounds=rng.choice((1, 2, 4)),
             outer=OuterSpec(
                 topk=1024, values="fp32", indices="fixed", beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))
             ),
         )
-        self.world = world = World(seed, weather(rng, seed, storm), rng, verbose)
+        self.world = world = World(seed, weather(rng, seed), rng, verbose)
         self.ledger = Ledger(self.manifest, world.stats)
         world.tells = lambda who, raw: self._guarded(self.ledger.told, who, raw)
         world.dies = self._check_disk
@@ -66,10 +76,10 @@ class Swarm:
         addresses = tuple(f"/memory/p2p/{name}" for name in names)
         self.nodes = [Process(world, o, lambda p: self._node(p, addresses), "nodes") for o in operators]
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
-        full = 1 if storm else rng.choice((0, 1, 2, 2, 3))
+        full = rng.choice(FULL[kind])
         self.peers = []
         for i in range(count):
-            memory = whole if i < full else rng.choice((third, third, third, whole - 1))
+            memory = whole if i < full else third if kind == "crowd" else rng.choice((third, third, third, whole - 1))
             config = JoinConfig(
                 folder=Path("/"), memory_bytes=memory, up_bps=rng.choice((10**6, 10**7)), down_bps=10**7
             )
@@ -262,11 +272,19 @@ class HeardDisk(SimDisk):
         self._heard(path, data)
 
 
-def weather(rng: random.Random, seed: int, storm: bool) -> Weather:
-    """Of a run; a storm is over the quorum alone, and breaks links all the time. Every operation gets its share of the deaths."""
-    points = NODE_POINTS if storm else POINTS
-    drawn = Weather.draw(rng, points[seed % len(points)])
-    if not storm:
+def kind_of(seed: int) -> str:
+    """What kind of run a seed is; see KINDS."""
+    return KINDS[seed % len(KINDS)]
+
+
+def weather(rng: random.Random, seed: int) -> Weather:
+    """Of a run. Every operation gets its share of the deaths; a storm's are those of nodes, and it breaks links all the time."""
+    kind = kind_of(seed)
+    points = NODE_POINTS if kind == "storm" else POINTS
+    drawn = Weather.draw(rng, points[seed // len(KINDS) % len(points)])
+    if kind == "crowd":
+        return dataclasses.replace(drawn, chain_failure=0.5)
+    if kind == "swarm":
         return drawn
     return dataclasses.replace(
         drawn,

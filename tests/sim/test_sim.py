@@ -1,6 +1,6 @@
 """Lives of a swarm, each decided by its seed. A seed that fails is replayed with a trace by
 
-python -m tests.sim.run --seed N [--storm]
+python -m tests.sim.run --seed N
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.sim import bugs
-from tests.sim.run import Life, is_storm, lives
+from tests.sim.run import Life, lives
 from tests.sim.world import POINTS
 
 SEEDS = 96
-BUG_SEEDS, STORM_SEEDS = 120, 900
+BUG_SEEDS, RARE_SEEDS = 120, 900
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,7 @@ def lived() -> list[Life]:
 
 
 def test_every_promise_is_kept(lived: list[Life]) -> None:
-    broken = [
-        f"seed {s}: {text}; replay: python -m tests.sim.run --seed {s}{' --storm' if is_storm(s) else ''}"
-        for s, _, text in lived
-        if text
-    ]
+    broken = [f"seed {s}: {text}; replay: python -m tests.sim.run --seed {s}" for s, _, text in lived if text]
     assert broken == []
 
 
@@ -72,6 +68,8 @@ def test_a_planted_bug_is_found_by_the_promise_that_it_breaks(name: str, tmp_pat
     bug = bugs.BUGS[name]
     bugs.copy_tree(tmp_path)
     bugs.plant(bug, tmp_path)
-    seeds = f"0:{STORM_SEEDS if bug.storms else BUG_SEEDS}"
-    text = bugs.simulate(tmp_path, seeds, *(["--storms"] if bug.storms else []))
+    if bug.only:
+        text = bugs.simulate(tmp_path, f"0:{RARE_SEEDS}", "--only", bug.only)
+    else:
+        text = bugs.simulate(tmp_path, f"0:{BUG_SEEDS}")
     assert bugs.broken(text) in bug.promises, text

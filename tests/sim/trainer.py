@@ -78,13 +78,16 @@ class Meetings:
         if self._world.chance(self._world.weather.chain_failure, rng):
             self._world.stats["chains that failed"] += len(members) > 1
             at, victim = seconds * rng.random(), rng.choice(members)
-            kind = rng.randrange(3)
+            kind = rng.randrange(4)
             if kind == 0:  # it cannot go on, and says so
                 self._tell(key, victim, at, Outcome(rng.randint(0, 2), error="out of memory"))
                 self._lose(key, victim, at)
             elif kind == 1:  # it falls silent, and does not know it
                 self._lose(key, victim, at)
                 self._tell(key, victim, at + PATIENCE, Outcome(0, lost=self._other(members, victim)))
+            elif kind == 2:  # its machine dies after the last step, before it offers anything
+                self._finish(key, seconds)
+                self._world.loop.call_later(seconds, self._kill, victim)
             else:  # two neighbours hear each other no more, the others hear of it from either
                 place = rng.randrange(max(1, len(members) - 1))
                 for i, member in enumerate(members):
@@ -92,9 +95,17 @@ class Meetings:
                     self._tell(key, member, at + rng.uniform(0.1, 3.0), Outcome(0, lost=lost))
                 self._torn.add(key)
             return
-        steps = rng.randint(1, self._steps)
-        for member in members:
-            self._tell(key, member, seconds + rng.uniform(0.0, 1.0), Outcome(steps))
+        self._finish(key, seconds)
+
+    def _finish(self, key: Key, seconds: float) -> None:
+        steps = self._rng.randint(1, self._steps)
+        for member in key[3]:
+            self._tell(key, member, seconds + self._rng.uniform(0.0, 1.0), Outcome(steps))
+
+    def _kill(self, peer: str) -> None:
+        process = self._world.processes[peer]
+        if process.alive and not self._world.calm:
+            process.die("the end of its training")
 
     def _lose(self, key: Key, victim: str, after: float) -> None:
         self._torn.add(key)
