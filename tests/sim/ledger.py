@@ -124,11 +124,10 @@ class Ledger:
         """Once a majority has accepted a commit, it is the round's: nobody asks for votes for another one in a higher ballot."""
         assert isinstance(accept, Accept)
         for (round, ballot, digest), nodes in self._accepted.items():
-            if round == accept.round and ballot < accept.ballot and 2 * len(nodes) > self.manifest.quorum:
-                if digest != accept.commit.digest:
-                    raise Violation(
-                        "P2", f"{who[-8:]} asks for another commit of round {round} than a majority accepted"
-                    )
+            chosen = round == accept.round and ballot < accept.ballot and 2 * len(nodes) > self.manifest.quorum
+            if chosen and digest != accept.commit.digest:
+                text = f"{who[-8:]} asks for another commit of round {round} than a majority accepted"
+                raise Violation("P2", text)
 
     def _entry(self, who: str, shard: str, round: int) -> Entry:
         return self.entries.setdefault((who, shard), {}).setdefault(round, Entry())
