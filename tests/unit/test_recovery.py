@@ -15,7 +15,7 @@ import pytest
 from bootstrap import node as bootstrap_node
 from peer.log import replay
 from peer.net.base import Handler, Stream
-from peer.net.blobs import Blob, BlobServer
+from peer.net.blobs import Blob, BlobServer, fetching
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import KEPT
@@ -268,7 +268,9 @@ def test_a_stage_fetches_its_own_shards_only(tmp_path: Path, monkeypatch: pytest
     run(work())
 
 
-def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(tmp_path: Path) -> None:
+def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def work() -> None:
         run = manifest(rounds=100, checkpoint_rounds=10, outer=OuterSpec(topk=512, indices="fixed"))
         async with Swarm(tmp_path, run) as swarm:
@@ -276,6 +278,7 @@ def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(tmp_path: Path) 
             bad, *_ = [swarm.start(name) for name in ("bad", "b", "c")]
             await to(swarm, rounds, 11)
             await BlobServer(bad.storage.blobs, others=bad.storage.find).serve(Lying(bad))  # type: ignore[arg-type]
+            monkeypatch.setattr(fetching, "PARALLEL_BYTES", 1)  # shards are small here
             newcomer = swarm.start("newcomer")
             await planned(swarm, rounds, newcomer)
             await is_right(swarm, newcomer)
