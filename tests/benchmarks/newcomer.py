@@ -7,7 +7,7 @@ log and the payloads by a bootstrap node. Nothing is trained: the state and the 
 went through the codec; those of the rounds before are only named, since nobody needs them. FOLDER (default: a temporary one) keeps
 what was prepared. Exits with 1 if a bound is not kept.
 
-Every case is a process of its own that joins with the daemon that users run (only its engine does nothing), until its first
+Every case is a process of its own that joins with the daemon that users run (only its inner loop does nothing), until its first
 inner step could begin.
 """
 
@@ -31,20 +31,20 @@ from typing import Any
 
 import numpy as np
 
-from bootstrap import service
 from bootstrap.archive import Archive
+from bootstrap.node import BootstrapNode
+from bootstrap.service import serve_bootstrap
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
-from peer.net.base import Transport
-from peer.net.blobs import Blob
+from peer.net.base import Handler, Stream, Transport
 from peer.net.uplink import Uplink
-from peer.node import peer as daemon
+from peer.node.peer import Factories, Peer
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device
-from protocol.codec import sparse
+from protocol.codec import blob_hash, sparse
 from protocol.codec.sparse import Codec
 from protocol.identity import Identity
 from protocol.run import init, layout
@@ -55,7 +55,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
-from tests.volunteers import TOKENIZER, InnerLoop
+from tests.volunteers import TOKENIZER, Noise
 
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)
 REPLICAS, ROUNDS, CHECKPOINT, STOPPED = 8, 120, 100, 115
@@ -148,10 +148,39 @@ def prepare(folder: Path) -> None:
 # --- who is there
 
 
+class WrongStream:
+    """Sends every range with a wrong bit."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, *parts: bytes | memoryview, **options: Any) -> None:
+        frame = b"".join(parts)
+        if len(frame) > blob_hash.RANGE // 2:
+            frame = bytes([frame[0] ^ 1]) + frame[1:]
+        await self._stream.send(frame, **options)
+
+
+class LyingTransport:
+    """A transport whose streams are wrong."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    async def serve(self, name: str, handler: Handler) -> None:
+        await self._transport.serve(name, lambda stream: handler(WrongStream(stream)))  # type: ignore[arg-type]
+
+
 class Holder:
     """A peer that serves the checkpoint of round 100, and says so."""
 
-    def __init__(self, folder: Path, transport: Transport, limit: int | None) -> None:
+    def __init__(self, folder: Path, transport: Any, limit: int | None) -> None:
         self.transport = transport
         self.storage = Storage(folder)
 
@@ -161,19 +190,9 @@ class Holder:
         async def reach(peer: str) -> None: ...
 
         self.exchange = Exchange(
-            manifest(), transport, self.storage.blobs, Emitter("holder", lambda event: None), reach=reach, peers=nobody,
-            find=self.storage.find, states=self.storage.states, uplink=Uplink(limit),
+            manifest(), transport, self.storage, Emitter("holder", lambda event: None), reach=reach, peers=nobody,
+            uplink=Uplink(limit),
         )  # fmt: skip
-
-    def cheat(self) -> None:
-        """Serves every range with a wrong bit."""
-        honest = self.exchange._server._read
-
-        def read(name: str, blob: Blob, leaves: bytes, index: int) -> bytes:
-            data = honest(name, blob, leaves, index)
-            return bytes([data[0] ^ 1]) + data[1:]
-
-        self.exchange._server._read = read  # type: ignore[method-assign]
 
     async def announce(self, who: Identity) -> None:
         run = manifest().run_id
@@ -193,9 +212,9 @@ async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> As
     key.write_bytes(tiny.OPERATOR.libp2p_bytes())
     archive = Archive(folder / "bootstrap", run)
     boot = await p2p.start(key, host="127.0.0.1", validate=directory.valid_record(manifest().run_id))
-    node = asyncio.create_task(
-        service.serve_bootstrap(run, tiny.OPERATOR, boot, archive, Emitter("bootstrap", lambda event: None))
-    )
+    emit = Emitter("bootstrap", lambda event: None)
+    serving = BootstrapNode(run, tiny.OPERATOR, boot, archive, emit)
+    node = asyncio.create_task(serve_bootstrap(serving, boot, emit))
     holders = []
     try:
         for index in range(HOLDERS):
@@ -209,9 +228,7 @@ async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> As
                 bootstrap=boot.addresses,
                 validate=directory.valid_record(manifest().run_id),
             )
-            holders.append(Holder(path, transport, limit))
-            if index < cheats:
-                holders[-1].cheat()
+            holders.append(Holder(path, LyingTransport(transport) if index < cheats else transport, limit))
             await holders[-1].exchange.serve()
             await holders[-1].announce(own)
         yield boot.addresses[0], [boot, *(h.transport for h in holders)]
@@ -230,26 +247,24 @@ async def network(folder: Path, limit: int | None = None, cheats: int = 0) -> As
 
 
 async def join(name: str, folder: Path, address: str) -> None:
-    """In a process of its own: `potluck join` with an engine that does nothing; ends when the state is there."""
+    """In a process of its own: `potluck join` with an inner loop that does nothing; ends when the state is there."""
     run, ready = manifest(), asyncio.Event()
     warnings: list[str] = []
     began = time.monotonic()
 
-    class Idle(InnerLoop):
-        async def train(self, *args: Any) -> Any:
-            ready.set()
-            await asyncio.Event().wait()
+    async def no_text(*_: object) -> None: ...
+
+    async def idle(who: str, round: int) -> None:
+        ready.set()
+        await asyncio.Event().wait()
+
+    def inner_loop(run: Manifest, who: str, *_: object) -> Noise:
+        return Noise(idle, run, who)
 
     def hear(event: Event) -> None:
         if event.kind == "warning":
             warnings.append(event.fields["text"])
 
-    daemon.InnerLoop = Idle  # type: ignore[misc,assignment]
-    daemon.data.prepare = lambda *_: None  # type: ignore[attr-defined,assignment,return-value]
-    daemon.data.load_tokenizer = lambda *_: None  # type: ignore[attr-defined,assignment]
-    rounds: list[Any] = []
-    made = daemon.Rounds
-    daemon.Rounds = lambda *a, **k: rounds.append(made(*a, **k)) or rounds[-1]  # type: ignore[misc,assignment]
     path = folder / name
     path.mkdir(exist_ok=True)
     (path / "identity.key").write_bytes(identity(name).libp2p_bytes())
@@ -262,12 +277,15 @@ async def join(name: str, folder: Path, address: str) -> None:
     )
     config = JoinConfig(folder=path, device="cpu", memory_bytes=1 << 40, up_bps=10**9, down_bps=10**9)
     emit = Emitter(name, hear)
-    work = asyncio.create_task(daemon.join(run, identity(name), transport, storage, config, [address], emit))
+    made = Factories(corpus=no_text, inner_loop=inner_loop)
+    peer = Peer(run, identity(name), transport, storage, config, [address], emit, made)
+    work = asyncio.create_task(peer.run())
     done = asyncio.create_task(ready.wait())
     await asyncio.wait({work, done}, return_when=asyncio.FIRST_COMPLETED)
     if work.done():
         work.result()
-    outer = rounds[0].outer
+    assert peer.rounds is not None
+    outer = peer.rounds.outer
     digests = {shard: outer.digest(shard) for shard in layout.shard_names(MODEL)}
     result = {
         "received": transport.traffic.received[endpoints.BLOB],
