@@ -14,14 +14,8 @@ from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
 
 TOKENIZER = "sotu-4k.json"
-
-
 MODEL = ModelSpec(vocab_size=4096, d_model=128, n_layers=4, n_heads=4, d_ff=352, context=128)
-
-
 ROUNDS = 30
-
-
 INNER_STEPS = 10
 
 

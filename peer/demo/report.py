@@ -18,8 +18,6 @@ from protocol.run.manifest import Manifest
 from protocol.wire.schema import plain
 
 VALID_WINDOWS = 48
-
-
 PROMPT = "The people of the United States"
 
 

@@ -19,8 +19,6 @@ from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
 
 TTL_SECONDS = 60.0
-
-
 PUBLISH_SECONDS = 5.0
 
 

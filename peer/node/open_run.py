@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     pass
 
 KEY = "identity.key"
-
-
 ASSETS = Path(__file__).parent.parent / "assets"
 
 

@@ -25,8 +25,6 @@ from protocol.wire.encoding import Message
 from protocol.wire.session import ChainReconfig, Finished, Heartbeat, Hello, LogRequest, Offered
 
 RETRY_SECONDS = (0.5, 10.0)
-
-
 OUTBOX = 256
 
 

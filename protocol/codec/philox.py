@@ -16,11 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 _LANE_MEAN = 2 * 65_535  # of the sum of four stripes
-
-
 _LANE_STD = math.sqrt(4 * (65_536**2 - 1) / 12)
-
-
 BLOCK = 1 << 20
 """Numbers that are made at a time."""
 

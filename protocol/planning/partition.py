@@ -29,8 +29,6 @@ from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 GAIN = 0.8
-
-
 HORIZON_ROUNDS = 10
 """When a chain's blocks move; see the module's docstring."""
 

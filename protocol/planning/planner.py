@@ -30,8 +30,6 @@ from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 MAX_CHAIN = 16
-
-
 ANY_ORDER = 4
 """Chains of so many members are tried in every order."""
 

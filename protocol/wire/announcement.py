@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 VERSION = 1
-
-
 MAX_SPEED = 10**18
 """Operations a second: more than any one machine."""
 

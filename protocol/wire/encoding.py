@@ -29,8 +29,6 @@ from protocol.wire.session import (
 )
 
 MAX_VOTES = 16
-
-
 T = TypeVar("T")
 
 
