@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from peer.chain.frames import ChainBroken
+from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
 from peer.net.base import Stream, Transport
 from peer.net.striped_stream import STRIPES, StripedStream
@@ -79,7 +79,7 @@ class Pipes:
     async def neighbours(
         self, plan: Plan, replica: int, generation: int, position: int
     ) -> tuple[Stream | None, Stream | None]:
-        """Streams to the stages before and after `position`, None where there is none. Raises ChainBroken."""
+        """Streams to the stages before and after `position`, None where there is none. Raises NeighbourLost."""
         self.forget(plan.round, generation)
         stages, complete = plan.replicas[replica].stages, asyncio.Event()
         tasks: dict[str, asyncio.Task[Stream]] = {}
@@ -120,7 +120,7 @@ class Pipes:
                         self._lost(peer)  # it may have come back elsewhere
                         await asyncio.sleep(0.5)
         except TimeoutError:
-            raise ChainBroken(peer, f"did not answer for {self._patience.dial:g} s") from None
+            raise NeighbourLost(peer, f"did not answer for {self._patience.dial:g} s") from None
 
     async def _open(self, peer: str, chain: dict[str, int]) -> Stream:
         """A pipe of all stripes. Raises RemoteError."""
@@ -148,7 +148,7 @@ class Pipes:
             async with asyncio.timeout(seconds):
                 return await self._expect(key)
         except TimeoutError:
-            raise ChainBroken(key[3], f"did not dial for {seconds:g} s") from None
+            raise NeighbourLost(key[3], f"did not dial for {seconds:g} s") from None
 
     def _expect(self, key: Key) -> asyncio.Future[Stream]:
         if key not in self._incoming:

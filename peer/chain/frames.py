@@ -28,7 +28,7 @@ _HEAD = struct.Struct(">BBIIIIIIId")
 HEAD_BYTES = _HEAD.size
 
 
-class ChainBroken(RemoteError):
+class NeighbourLost(RemoteError):
     """A member left, fell silent or sent what cannot be; `peer` is the member to blame, `reason` what it did."""
 
     def __init__(self, peer: str, reason: str) -> None:
@@ -36,7 +36,7 @@ class ChainBroken(RemoteError):
         self.reason = reason
 
 
-class Refused(ChainBroken):
+class Refused(NeighbourLost):
     """A member sent a frame that is not the one which may come now, or has impossible content."""
 
 
@@ -78,17 +78,17 @@ class Frame(NamedTuple):
 
 
 def parse(remote: str, frame: memoryview) -> tuple[Head, memoryview]:
-    """The header and the body of a frame of `remote`. Raises ChainBroken where there are none, or the frame is a goodbye."""
+    """The header and the body of a frame of `remote`. Raises NeighbourLost where there are none, or the frame is a goodbye."""
     if len(frame) < HEAD_BYTES:
-        raise ChainBroken(remote, f"sent a frame of {len(frame)} bytes")
+        raise NeighbourLost(remote, f"sent a frame of {len(frame)} bytes")
     head, body = Head.unpack(frame), frame[HEAD_BYTES:]
     if head.kind == ABORT:
         name = bytes(body[:NAME_BYTES]).decode("ascii", "replace")
         if name and name.isalnum():
-            raise ChainBroken(name, f"left the chain, says {remote}")
-        raise ChainBroken(remote, "left the chain")
+            raise NeighbourLost(name, f"left the chain, says {remote}")
+        raise NeighbourLost(remote, "left the chain")
     if not math.isfinite(head.stamp):
-        raise ChainBroken(remote, "sent an impossible time")
+        raise NeighbourLost(remote, "sent an impossible time")
     return head, body
 
 

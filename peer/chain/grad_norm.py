@@ -102,7 +102,7 @@ def most_bytes(shards: int) -> int:
 
 async def from_behind(near: Neighbours, step: int, shards: int) -> Norms | None:
     """What the stages behind this one, which hold this number of shards, tell of an inner step. None: this is the last stage.
-    Raises ChainBroken."""
+    Raises NeighbourLost."""
     if near.following is None:
         return None
     frame = await near.receive(near.following, Head(NORM, step=step, width=shards), None)
@@ -114,7 +114,7 @@ async def from_behind(near: Neighbours, step: int, shards: int) -> Norms | None:
 
 async def settle(near: Neighbours, step: int, norms: Norms, steps: int) -> Total:
     """Tells `norms`, of this stage and all behind it, to the previous stage, and gives the TOTAL that all stages have, as the one after
-    which `steps` steps of the round are done. The first stage makes it. Raises ChainBroken."""
+    which `steps` steps of the round are done. The first stage makes it. Raises NeighbourLost."""
     if near.previous is None:
         stop, norm, loss = norms.stop, math.sqrt(sum(norms.sums)), norms.loss
     else:
@@ -131,7 +131,7 @@ async def settle(near: Neighbours, step: int, norms: Norms, steps: int) -> Total
 
 
 async def resume(near: Neighbours, ours: Total, steps: int) -> Total:
-    """The most that any stage of a repaired chain has done in a round of `steps`. Raises ChainBroken."""
+    """The most that any stage of a repaired chain has done in a round of `steps`. Raises NeighbourLost."""
     head, best = Head(RESUME), ours
     if near.following is not None:
         best = max(best, await _resume_from(near, near.following, steps), key=lambda total: total.steps)
@@ -154,7 +154,7 @@ async def _resume_from(near: Neighbours, link: Link, steps: int) -> Total:
 
 
 async def finish(near: Neighbours) -> None:
-    """After the last step: waits until all behind have done it. Raises ChainBroken."""
+    """After the last step: waits until all behind have done it. Raises NeighbourLost."""
     if near.following is not None:
         await near.receive(near.following, Head(DONE), 0)
     if near.previous is not None:

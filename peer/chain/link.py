@@ -29,9 +29,9 @@ from peer.chain.frames import (
     HEAD_BYTES,
     NAME_BYTES,
     PING,
-    ChainBroken,
     Frame,
     Head,
+    NeighbourLost,
     Refused,
     compare,
     parse,
@@ -83,7 +83,7 @@ class Link:
     ) -> None:
         self.stream, self.sent_bytes, self.timeout = stream, 0, timeout
         self.most_waiting = 0
-        self.failed: ChainBroken | None = None
+        self.failed: NeighbourLost | None = None
         self.clock = LinkClock(most_trip=liveness.longest_s)
         self._liveness = liveness
         self._sending = False
@@ -102,7 +102,7 @@ class Link:
         for task in (self._reading, self._writing, *self._living):
             task.cancel()
 
-    def _fail(self, error: ChainBroken) -> None:
+    def _fail(self, error: NeighbourLost) -> None:
         self.failed = self.failed or error
         self._arrived.set()
 
@@ -128,7 +128,7 @@ class Link:
                 self._sending = False
             except RemoteError as error:
                 await asyncio.wait({self._reading}, timeout=GOODBYE_S)  # a goodbye may name somebody else
-                self._fail(ChainBroken(self.stream.remote, str(error)))
+                self._fail(NeighbourLost(self.stream.remote, str(error)))
                 return
             self._out.task_done()
 
@@ -154,7 +154,7 @@ class Link:
         return not self._in.empty() or self.failed is not None
 
     def take(self, expected: Head, body_bytes: int | None) -> Frame:
-        """The one frame that may come now. `body_bytes`: its length, None for any. Raises ChainBroken."""
+        """The one frame that may come now. `body_bytes`: its length, None for any. Raises NeighbourLost."""
         if self._in.empty():
             assert self.failed is not None
             raise self.failed
@@ -178,10 +178,10 @@ class Link:
                 await self._in.put(Frame(head, body, value))
                 self.most_waiting = max(self.most_waiting, self._in.qsize())
                 self._arrived.set()
-        except ChainBroken as error:
+        except NeighbourLost as error:
             self._fail(error)
         except RemoteError as error:
-            self._fail(ChainBroken(self.stream.remote, str(error)))
+            self._fail(NeighbourLost(self.stream.remote, str(error)))
 
     def _measure(self, head: Head, now: float) -> None:
         """Takes a small frame that came at `now`; a PING is answered."""
@@ -211,16 +211,16 @@ class Link:
             before = now
             usual = max(patience.silent_s + TRIPS * self.clock.trip, GAPS * max(gaps))
             if silence > min(usual, patience.longest_s):
-                self._fail(ChainBroken(self.stream.remote, f"gave no sign of life for {silence:.1f} s"))
+                self._fail(NeighbourLost(self.stream.remote, f"gave no sign of life for {silence:.1f} s"))
                 return
 
     def silent(self) -> NoReturn:
-        """Nothing came in time: raises ChainBroken in this neighbour's name."""
+        """Nothing came in time: raises NeighbourLost in this neighbour's name."""
         self.blame(f"nothing came for {self.timeout:g} s")
 
     def blame(self, reason: str) -> NoReturn:
-        """Raises ChainBroken in this neighbour's name."""
-        raise ChainBroken(self.stream.remote, reason)
+        """Raises NeighbourLost in this neighbour's name."""
+        raise NeighbourLost(self.stream.remote, reason)
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises Refused in this neighbour's name."""

@@ -86,7 +86,7 @@ class Neighbours:
                 raise link.failed
 
     async def wait(self, owing: Link | None) -> None:
-        """Waits for anything to come. If nothing does, raises ChainBroken in the name of the neighbour who owes it."""
+        """Waits for anything to come. If nothing does, raises NeighbourLost in the name of the neighbour who owes it."""
         assert owing is not None
         self.check()
         try:
@@ -96,7 +96,7 @@ class Neighbours:
             owing.silent()
 
     async def receive(self, link: Link, expected: Head, body_bytes: int | None) -> Frame:
-        """The one frame of `link` that may come now. `body_bytes`: its length, None for any. Raises ChainBroken, also where the other
+        """The one frame of `link` that may come now. `body_bytes`: its length, None for any. Raises NeighbourLost, also where the other
         link broke."""
         try:
             async with asyncio.timeout(link.timeout):
@@ -111,7 +111,7 @@ class Neighbours:
     # --- tensors
 
     async def take(self, link: Link, kind: int, step: int, micro: int) -> Tensor:
-        """A micro-batch's tensor from a neighbour, checked. Raises ChainBroken."""
+        """A micro-batch's tensor from a neighbour, checked. Raises NeighbourLost."""
         running = self.running(link, kind)
         try:
             frame = await self.receive(link, self._head(kind, step, micro), self._sizes[kind])

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from peer.chain import grad_norm, quantize
 from peer.chain.activation_stats import Running, Statistics
-from peer.chain.frames import ABORT, BACKWARD, FORWARD, NAME_BYTES, ChainBroken, Head
+from peer.chain.frames import ABORT, BACKWARD, FORWARD, NAME_BYTES, Head, NeighbourLost
 from peer.chain.grad_norm import Norms
 from peer.chain.link import GOODBYE_S, LIVENESS, Link, Liveness
 from peer.chain.neighbours import Crossing, Neighbours
@@ -50,7 +50,7 @@ from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import LinkCost, StageCost
 from protocol.run import layout
 
-__all__ = ["ChainBroken", "StageSetup", "StopSign", "run_steps"]
+__all__ = ["NeighbourLost", "StageSetup", "StopSign", "run_steps"]
 
 _ANY_DEPTH = 2**32 - 1
 
@@ -281,7 +281,7 @@ async def run_steps(
 
     `resume`: the chain was repaired. All its stages begin where `progress`, kept from the round's chain before, and that of the
     others let them. Returns the steps of this call: fewer if `stop` was set on any stage. Streams stay open on success; on a failure
-    the neighbours are told, and then and on cancellation they are closed. `progress` is right even then. Raises ChainBroken (names
+    the neighbours are told, and then and on cancellation they are closed. `progress` is right even then. Raises NeighbourLost (names
     the member) or LocalError.
     """
     trainer = setup.trainer
@@ -320,7 +320,7 @@ async def run_steps(
                 await link.stop()
     except BaseExceptionGroup as failures:
         error = _worst(failures)
-        await _leave(streams, error.peer if isinstance(error, ChainBroken) else "")
+        await _leave(streams, error.peer if isinstance(error, NeighbourLost) else "")
         raise error from None
     except asyncio.CancelledError:
         for stream in streams:
@@ -344,7 +344,7 @@ def _worst(failures: BaseExceptionGroup[BaseException]) -> BaseException:
             todo.extend(item.exceptions)
         else:
             leaves.append(item)
-    return min(leaves, key=lambda error: isinstance(error, ChainBroken))
+    return min(leaves, key=lambda error: isinstance(error, NeighbourLost))
 
 
 async def _leave(streams: Sequence[Stream], blamed: str) -> None:

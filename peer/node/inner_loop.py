@@ -151,7 +151,7 @@ class StageInnerLoop:
             assert self._trainer is not None
             while not order.steps:
                 chain = self._chain(order, position, stage_progress, stop, Either(), on_step)
-                newer = await self._unless_mended(chain, order.generation, stop, chain_orders)
+                newer = await self._unless_reconfigured(chain, order.generation, stop, chain_orders)
                 if newer is None:
                     break
                 order = newer
@@ -199,7 +199,7 @@ class StageInnerLoop:
         if slow is not None:
             tell(stages[slow].peer)
 
-    async def _unless_mended(
+    async def _unless_reconfigured(
         self, work: Coroutine[None, None, None], generation: int, stop: asyncio.Event, chain_orders: ChainOrders
     ) -> TrainOrder | None:
         """Trains in one chain to the end; or the order to go on in another, which comes when it failed, here or elsewhere. Raises
@@ -212,7 +212,7 @@ class StageInnerLoop:
                 try:
                     chain.result()
                     return None
-                except pipeline.ChainBroken as error:
+                except pipeline.NeighbourLost as error:
                     chain_orders.failed(generation, error.peer, error.reason)
                     await asyncio.wait({newer, over}, return_when=asyncio.FIRST_COMPLETED)
                     if not newer.done():

@@ -133,14 +133,14 @@ SLOWER, RELATIVE, WASTED_SECONDS, KNOWN = 4.0, 2.0, 2.0, 4
 hardly changed in comparison (RELATIVE), and that costs the step so much."""
 
 
-def slow_stage(paces: Sequence[Sequence[float]], micro_batches: int) -> int | None:
-    """Which stage has become slow, if one has; `paces`: of each step of a chain the stages' seconds of computing per micro-batch."""
-    if len(paces) < KNOWN + 2:
+def slow_stage(seconds: Sequence[Sequence[float]], micro_batches: int) -> int | None:
+    """Which stage has become slow, if one has; `seconds`: of each step of a chain the stages' seconds of computing per micro-batch."""
+    if len(seconds) < KNOWN + 2:
         return None
-    usual = [statistics.median(times) for times in zip(*paces[:-2], strict=True)]
-    factors = [min(a, b) / max(u, 1e-9) for a, b, u in zip(*paces[-2:], usual, strict=True)]
+    usual = [statistics.median(times) for times in zip(*seconds[:-2], strict=True)]
+    factors = [min(a, b) / max(u, 1e-9) for a, b, u in zip(*seconds[-2:], usual, strict=True)]
     slowest = max(range(len(factors)), key=factors.__getitem__)
     others = [f for i, f in enumerate(factors) if i != slowest]
-    wasted = (min(paces[-2][slowest], paces[-1][slowest]) - usual[slowest]) * micro_batches
+    wasted = (min(seconds[-2][slowest], seconds[-1][slowest]) - usual[slowest]) * micro_batches
     slow = factors[slowest] >= SLOWER and factors[slowest] >= RELATIVE * max(others, default=0.0)
     return slowest if slow and wasted >= WASTED_SECONDS else None

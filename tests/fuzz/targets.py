@@ -531,7 +531,7 @@ TARGETS = [
     Target("sealed.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
     Target("encoding.decode_any", from_node, (MessageError,), [*ENCODED, *RECORDS, b"\0" + COMMIT], change_sealed, 3),
     Target("sparse.decode", payload, (PayloadError,), _payloads(), change_bytes, 12),
-    Target("pipeline frames", pipe, (chain_frames.ChainBroken, quantize.BadTensor), PIPE, change_bytes, 8),
+    Target("pipeline frames", pipe, (chain_frames.NeighbourLost, quantize.BadTensor), PIPE, change_bytes, 8),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
     Target("log requests", call_request, (MessageError,), [encoding.encode(LogRequest(after=3))], change_msgpack, 4),

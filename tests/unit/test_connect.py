@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from peer.chain.connect import MAX_PIPES, PATIENCE, Patience, Pipes
-from peer.chain.frames import BEAT, ChainBroken, Head
+from peer.chain.frames import BEAT, Head, NeighbourLost
 from peer.chain.link import Liveness
 from peer.net.base import Closed
 from peer.net.memory import MemoryNetwork
@@ -136,10 +136,10 @@ def test_an_older_chain_is_refused_and_its_handlers_end() -> None:
 def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> None:
         await network.peers["c"].aclose()
-        with pytest.raises(ChainBroken) as caught:
+        with pytest.raises(NeighbourLost) as caught:
             await made["b"].neighbours(PLAN, 0, 1, 1)
         assert (caught.value.peer, caught.value.reason) == ("c", "did not answer for 0.1 s")
-        with pytest.raises(ChainBroken) as caught:
+        with pytest.raises(NeighbourLost) as caught:
             await made["b"].neighbours(Plan(round=4, slot=0, replicas=(two,)), 0, 2, 1)
         assert (caught.value.peer, caught.value.reason) == ("a", "did not dial for 0.2 s")
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from peer.chain.connect import Pipes
-from peer.chain.frames import FORWARD, ChainBroken, Head
+from peer.chain.frames import FORWARD, Head, NeighbourLost
 from peer.net.base import Timeout, Transport
 from peer.net.striped_stream import STRIPES
 from peer.net.uplink import Uplink
@@ -70,7 +70,7 @@ def _stage(folder: Path, bootstrap: str, up: Connection) -> None:
                 await steps_of(
                     make_chain((3,), 0, WIDE)[1], make_worker(), timeout=SOON, windows=windows, previous=previous
                 )
-            except ChainBroken as error:
+            except NeighbourLost as error:
                 up.send(error.peer)
 
         pipes = await _pipes(peer)

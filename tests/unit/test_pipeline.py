@@ -15,7 +15,7 @@ import pytest
 
 from peer.chain import frames
 from peer.chain.activation_stats import Statistics
-from peer.chain.pipeline import ChainBroken
+from peer.chain.pipeline import NeighbourLost
 from peer.chain.timing import StepReport
 from peer.training.trainer import StageTrainer
 from protocol.codec.subspace import basis
@@ -124,7 +124,7 @@ def test_a_killed_member_is_named_by_all_others(victim: int) -> None:
         await wired.peers[victim].aclose()
 
     outcomes = _outcomes((2, 3, 4), kill)
-    assert all(isinstance(error, ChainBroken) for error in outcomes)
+    assert all(isinstance(error, NeighbourLost) for error in outcomes)
     assert {error.peer for i, error in enumerate(outcomes) if i != victim} == {f"P{victim}"}
 
 
@@ -146,10 +146,10 @@ def test_a_failing_member_tells_its_neighbours_and_can_start_again() -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run_chain(chain, steps=3, windows=broken))
-    ours, theirs = sorted(caught.value.exceptions, key=lambda error: isinstance(error, ChainBroken))
+    ours, theirs = sorted(caught.value.exceptions, key=lambda error: isinstance(error, NeighbourLost))
     assert isinstance(ours, LocalError)
     assert "token windows" in str(ours)
-    if isinstance(theirs, ChainBroken):
+    if isinstance(theirs, NeighbourLost):
         assert theirs.peer == "P0"
     assert [trainer.steps for trainer in chain] == [1, 1]
     asyncio.run(run_chain(chain, steps=1, first_step=2))
@@ -175,10 +175,10 @@ def _hears(
     timeout: float = DEADLINE_S,
     after: int = 0,
     statistics: Statistics | None = None,
-) -> ChainBroken:
+) -> NeighbourLost:
     """What the first or the last of two stages makes of these frames, which the other sends after it heard so many."""
 
-    async def main() -> ChainBroken:
+    async def main() -> NeighbourLost:
         async with asyncio.timeout(DEADLINE_S), Wired(2) as wired, asyncio.TaskGroup() as group:
             other = wired.following[0] if stage else wired.previous[1]
 
@@ -190,7 +190,7 @@ def _hears(
                     await other.send(frame)
 
             group.create_task(talk())
-            with pytest.raises(ChainBroken) as caught:
+            with pytest.raises(NeighbourLost) as caught:
                 await steps_of(
                     make_chain((3,), 8)[stage],
                     worker(stage),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peer.chain.frames import BACKWARD, DONE, FORWARD, NORM, RESUME, TOTAL, ChainBroken, Head
+from peer.chain.frames import BACKWARD, DONE, FORWARD, NORM, RESUME, TOTAL, Head, NeighbourLost
 from peer.chain.grad_norm import Total
 from peer.chain.link import Liveness
 from peer.chain.progress import StageProgress
@@ -117,7 +117,7 @@ def test_the_chain_goes_on_from_its_last_complete_step(victim: int, moment: str,
     chain = make_chain(CUTS, K)
     standings, said = asyncio.run(_break(chain, victim, moment, kill))
     stay = said[:victim] if moment == "done" else said  # those behind have said that they are done, and left
-    assert [error.peer for error in stay if isinstance(error, ChainBroken)] == [f"P{victim}"] * len(stay)
+    assert [error.peer for error in stay if isinstance(error, NeighbourLost)] == [f"P{victim}"] * len(stay)
     assert not any(isinstance(error, Exception) for error in said[len(stay) :])
     chain[victim], standings[victim] = _fresh(victim), StageProgress()
     asyncio.run(_repaired(chain, standings))
@@ -181,7 +181,7 @@ def test_nobody_goes_on_behind_what_is_done() -> None:
             return (await asyncio.gather(task, return_exceptions=True))[0]
 
     error = asyncio.run(lie())
-    assert isinstance(error, ChainBroken)
+    assert isinstance(error, NeighbourLost)
     assert "goes on after 0 steps, 2 are done" in error.reason
 
 
