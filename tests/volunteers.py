@@ -21,7 +21,7 @@ from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.disk import LocalDisk, Piece
 from peer.net.memory import MemoryNetwork, MemoryTransport
-from peer.node.orders import ChainOrders, Result
+from peer.node.orders import ChainOrders, InnerLoop, Result
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.identity import Identity
@@ -140,6 +140,8 @@ class Swarm:
         self._happened = asyncio.Event()
         self.hold: Hold = self._at_once
         """Is awaited with a peer and a round before the round's work of that peer is done."""
+        self.inner_loop: Callable[..., InnerLoop] = self._noise
+        """What a peer is given to train with."""
         self.disk = QuickDisk()
 
     async def _at_once(self, peer: str, round: int) -> None: ...
@@ -183,7 +185,7 @@ class Swarm:
             **config,
         )
         emit = Emitter(identity.peer_id, self._hear(events))
-        made = Factories(corpus=self._no_text, inner_loop=self._inner_loop)
+        made = Factories(corpus=self._no_text, inner_loop=self.inner_loop)
         peer = Peer(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())
@@ -192,7 +194,7 @@ class Swarm:
 
     async def _no_text(self, *_: object) -> None: ...
 
-    def _inner_loop(self, manifest: Manifest, peer: str, *_: object) -> Noise:
+    def _noise(self, manifest: Manifest, peer: str, *_: object) -> Noise:
         return Noise(lambda who, round: self.hold(who, round), manifest, peer)
 
     async def stop(self, name: str) -> None:

@@ -40,6 +40,7 @@ from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
     from peer.log.reader import Source
+    from peer.node.peer import Factories
 
 
 def _sink(json: bool, *, own: bool = False) -> Sink:
@@ -115,8 +116,8 @@ def _config(options: JoinOptions) -> JoinConfig:
     )
 
 
-async def join(options: JoinOptions) -> None:
-    """`potluck join`."""
+async def join(options: JoinOptions, factories: Factories | None = None) -> None:
+    """`potluck join`. `factories`: what the peer makes its parts with (default: the usual)."""
     from peer.node.peer import Peer
     from peer.state.storage import Storage
 
@@ -138,7 +139,7 @@ async def join(options: JoinOptions) -> None:
                     manifest = await manifest_of(run, transport)
                     if run.manifest is None:
                         refuse_local_files(manifest, manifest.operators[0])
-                await Peer(manifest, key, transport, storage, config, run.bootstrap, emit).run()
+                await Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories).run()
                 return
             except TransportLost as error:
                 emit(events.Warning(text=f"{error}; starting it again from the state on disk"))

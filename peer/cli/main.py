@@ -11,13 +11,16 @@ import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from peer.cli import commands
 from peer.demo import recipe, swarm
 from protocol.errors import PotluckError
+
+if TYPE_CHECKING:
+    from peer.node.peer import Factories
 
 DEMO_RANK = "64"
 """Of the demo's recipe: values per token at a chain's boundaries."""
@@ -75,6 +78,7 @@ def bootstrap(
     epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB --up 20Mbps",
 )
 def join(
+    context: typer.Context,
     run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
     dir: Dir = Path("potluck-peer"),
     host: Host = "0.0.0.0",
@@ -114,7 +118,7 @@ def join(
         trace=trace,
         json=json,
     )
-    _run(commands.join(options))
+    _run(commands.join(options, context.obj))
 
 
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
@@ -254,7 +258,8 @@ def _fail(error: BaseException) -> None:
     raise SystemExit(error.exit_code) from None
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the command. `arguments`: what is typed after `potluck` (default: what was)."""
+def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:
+    """Entry point of the command. `arguments`: what is typed after `potluck` (default: what was). `factories`: what
+    `potluck join` makes a peer's parts with (default: the usual)."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    app(arguments, prog_name="potluck")
+    app(arguments, prog_name="potluck", obj=factories)

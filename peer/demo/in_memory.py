@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
@@ -16,11 +16,15 @@ from peer.net import directory
 from peer.node import open_run
 from protocol.run.manifest import Manifest
 
+if TYPE_CHECKING:
+    from peer.node.peer import Factories
+
 
 async def run_in_memory(
-    options: DemoOptions, manifest: Manifest, peers: list[PeerSpec], feed: Sink
+    options: DemoOptions, manifest: Manifest, peers: list[PeerSpec], feed: Sink, factories: Mapping[str, Factories]
 ) -> AsyncGenerator[None, None]:
-    """The swarm as tasks of this process over the in-memory transport; yields after every event."""
+    """The swarm as tasks of this process over the in-memory transport; yields after every event. `factories`: what a peer
+    makes its parts with, by the peer's name, where it is not the usual."""
     from peer.config import JoinConfig
     from peer.net.memory import MemoryNetwork
     from peer.node.peer import Peer
@@ -49,7 +53,8 @@ async def run_in_memory(
         )
         emit = Emitter(peer.identity.peer_id, queue.put_nowait)
         transport = network.transport(peer.identity.peer_id, directory.valid_record(manifest.run_id))
-        member = Peer(manifest, peer.identity, transport, storage, config, node_transport.addresses, emit)
+        made = factories.get(peer.name)
+        member = Peer(manifest, peer.identity, transport, storage, config, node_transport.addresses, emit, made)
         tasks.add(asyncio.create_task(member.run()))
     try:
         while True:

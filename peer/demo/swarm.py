@@ -13,7 +13,9 @@ import contextlib
 import json
 import multiprocessing
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -28,10 +30,19 @@ from protocol.errors import LocalError, UsageError
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 
+if TYPE_CHECKING:
+    from peer.node.peer import Factories
 
-async def run(options: DemoOptions, command: Command, manifest: Manifest | None = None) -> None:
+
+async def run(
+    options: DemoOptions,
+    command: Command,
+    manifest: Manifest | None = None,
+    factories: Mapping[str, Factories] | None = None,
+) -> None:
     """Everything, from an empty folder to the summary. `command`: what the processes of the swarm run, which is `potluck`.
-    `manifest`: the run (default: the demo's recipe). Raises PotluckError."""
+    `manifest`: the run (default: the demo's recipe). `factories`: see run_in_memory, which alone takes them. Raises
+    PotluckError."""
     if manifest is None:
         manifest = make_manifest(options)
     peers = make_peers(manifest, options)
@@ -61,7 +72,7 @@ async def run(options: DemoOptions, command: Command, manifest: Manifest | None 
             screen.feed(event)
 
         swarm = (
-            run_in_memory(options, manifest, peers, feed)
+            run_in_memory(options, manifest, peers, feed, factories or {})
             if options.in_memory
             else run_processes(options, command, peers, feed)
         )

@@ -48,6 +48,9 @@ class StageInnerLoop:
     """Trains what the plan says; remembers the optimizer's state from round to round. `pipes` lead to the neighbours in a chain,
     `announce(field=value)` changes what the peer says of itself, `optimizer` is AdamW's state by parameter name."""
 
+    trainer_class: type[trainer.StageTrainer] = trainer.StageTrainer
+    """What computes the stage."""
+
     def __init__(
         self,
         manifest: Manifest,
@@ -303,7 +306,7 @@ class StageInnerLoop:
                 )
 
             def build() -> trainer.StageTrainer:
-                made = trainer.StageTrainer(
+                made = self.trainer_class(
                     self.manifest.model,
                     self.manifest.train,
                     shards,

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from peer import events
 from peer.cli.main import main
-from peer.demo import recipe, swarm
-from peer.net import directory
-from peer.net.memory import MemoryTransport
-from peer.node.rounds import Rounds
+from peer.demo import swarm
+from peer.events import from_json
+from peer.node.inner_loop import StageInnerLoop
+from peer.node.orders import Result
+from peer.node.peer import Factories
+from peer.state.storage import Shards
 from protocol.codec import boundary_formats
 from protocol.errors import LocalError
-from protocol.wire import sealed
-from protocol.wire.announcement import Announcement, ChainReport
-from protocol.wire.commit import Commit
+from protocol.rounds.member_events import TrainOrder
+from protocol.run.manifest import Manifest
 from tests.e2e import swarms
 
 REQUIRED = [
@@ -48,50 +51,53 @@ def test_processes_over_hivemind_and_tasks_in_memory_end_with_the_same_bits(tmp_
     assert far["state_digest"] == near["state_digest"]
     assert far["val_loss"] == near["val_loss"]
     assert set(far["bytes_sent_per_peer_per_round"]) == {"full-0", "chain-0-0", "chain-0-1", "chain-1-0", "chain-1-1"}
+    manifest = swarms.manifest(swarms.options(tmp_path / "hivemind", **mixed))
+    for chain, rank in enumerate((8, 4)):
+        first, last = (last_step(tmp_path / "hivemind", f"chain-{chain}-{stage}") for stage in range(2))
+        measured(manifest, rank, first, last)
 
 
-def test_a_chain_announces_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    announced: dict[str, list[ChainReport]] = {}
-    store = MemoryTransport.store
+def last_step(out: Path, name: str) -> events.Chain:
+    """What a member of a chain told of its last inner step."""
+    told = (from_json(line) for line in (out / name / "events.jsonl").read_text().splitlines())
+    return [event.body for event in told if event is not None and isinstance(event.body, events.Chain)][-1]
 
-    async def spied(self: MemoryTransport, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
-        message = sealed.unseal(value)[1]
-        if isinstance(message, Announcement) and message.chain is not None:
-            announced.setdefault(message.peer, []).append(message.chain)
-        return await store(self, key, subkey, value, ttl=ttl)
 
-    monkeypatch.setattr(directory, "PUBLISH_SECONDS", 0.01)
-    monkeypatch.setattr(MemoryTransport, "store", spied)
-    chosen = swarms.options(tmp_path / "run", full=0, chains=1, rank=(8,), inner_steps=3)
-    swarms.run(chosen)
-    (first, last) = (announced[p.identity.peer_id][-1] for p in recipe.make_peers(swarms.manifest(chosen), chosen))
-    for report in (first, last):
-        assert 0 < sum(report.times_ms[1:4]) <= report.times_ms[0] + 3
-    manifest = swarms.manifest(chosen)
+def measured(manifest: Manifest, rank: int, first: events.Chain, last: events.Chain) -> None:
+    """The two members of a chain measured times that fit into the step, the bytes of `rank`, and what came to them."""
     tokens, chain = manifest.train.step_tokens, manifest.chains
-    assert first.counts[0] > tokens * boundary_formats.bytes_per_token(chain.forward, 8)
-    assert last.counts[1] > tokens * boundary_formats.bytes_per_token(chain.backward, 8)
-    assert first.activations == last.gradients == ()
-    for rms, largest, refused in (first.gradients, last.activations):
-        assert 0 < rms < largest
-        assert refused == 0
+    for step in (first, last):
+        assert 0 < step.busy_s + step.wait_forward_s + step.wait_backward_s <= step.seconds + 0.003
+    assert first.forward_bytes > tokens * boundary_formats.bytes_per_token(chain.forward, rank)
+    assert last.backward_bytes > tokens * boundary_formats.bytes_per_token(chain.backward, rank)
+    assert first.activations is last.gradients is None
+    for means in (first.gradients, last.activations):
+        assert means is not None
+        assert 0 < means.rms < means.largest
+        assert means.refused == 0
 
 
-def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class WrongBit(StageInnerLoop):
+    """Changes one bit of the state that round 1 is applied to, after it was attested."""
+
+    round = 0
+
+    async def train(self, order: TrainOrder, theta: Shards, *rest: Any) -> Result:
+        self.round, self.theta = order.plan.round, theta
+        return await super().train(order, theta, *rest)
+
+    def release(self) -> None:
+        super().release()
+        if self.round == 1:
+            self.theta["block.2"][0].view(np.uint32)[5] ^= 1
+
+
+def test_one_wrong_bit_is_found_named_and_repaired(tmp_path: Path) -> None:
     chosen = swarms.options(tmp_path / "run")
-    victim = next(p for p in recipe.make_peers(swarms.manifest(chosen), chosen) if p.name == "full-1")
-    honest = Rounds._apply
-
-    async def apply(self: Rounds, commit: Commit, rebuild: tuple[str, ...]) -> None:
-        await honest(self, commit, rebuild)
-        if self.peer == victim.identity.peer_id and commit.round == 1:
-            array = self.outer.theta["block.2"][0].copy()
-            array.view(np.uint32)[5] ^= 1
-            self.outer.theta["block.2"] = [array, *self.outer.theta["block.2"][1:]]
-
-    monkeypatch.setattr(Rounds, "_apply", apply)
+    faulty = {"full-1": Factories(inner_loop=WrongBit)}
+    work = swarm.run(chosen, main, swarms.manifest(chosen), faulty)
     with pytest.raises(LocalError, match=r"same_bits: full-1 had other bits in block\.2 after round 1"):
-        asyncio.run(asyncio.wait_for(swarm.run(chosen, main, swarms.manifest(chosen)), swarms.DEADLINE))
+        asyncio.run(asyncio.wait_for(work, swarms.DEADLINE))
     result = json.loads(swarms.result_file(chosen.out).read_text())
     assert result["same_bits"] is False
     assert result["diverged"] == [{"peer": "full-1", "round": 1, "shard": "block.2"}]

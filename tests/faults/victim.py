@@ -11,26 +11,39 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from peer.cli import main as cli
-from peer.training import trainer
+from peer.node.inner_loop import StageInnerLoop
+from peer.node.peer import Factories
+from peer.training.trainer import StageTrainer
 
 
-def disturbed(folder: Path, phase: str, work: Callable[..., Any]) -> Callable[..., Any]:
-    fate = folder / "fate"
+def disturbed(folder: Path) -> type[StageInnerLoop]:
+    """The inner loop of a peer whose files are in `folder`."""
 
-    def do(self: trainer.StageTrainer, micro: int, *arguments: Any, **options: Any) -> Any:
-        result = work(self, micro, *arguments, **options)
-        if fate.exists():
-            told = json.loads(fate.read_text())
-            if (told["phase"], told["step"], told["micro"]) == (phase, self.steps, micro):
-                strike(folder, told)
-        return result
+    class Trainer(StageTrainer):
+        def forward(self, micro: int, *arguments: Any, **options: Any) -> Any:
+            result = super().forward(micro, *arguments, **options)
+            self.look("forward", micro)
+            return result
 
-    return do
+        def backward(self, micro: int, *arguments: Any, **options: Any) -> Any:
+            result = super().backward(micro, *arguments, **options)
+            self.look("backward", micro)
+            return result
+
+        def look(self, phase: str, micro: int) -> None:
+            if (folder / "fate").exists():
+                told = json.loads((folder / "fate").read_text())
+                if (told["phase"], told["step"], told["micro"]) == (phase, self.steps, micro):
+                    strike(folder, told)
+
+    class InnerLoop(StageInnerLoop):
+        trainer_class = Trainer
+
+    return InnerLoop
 
 
 def strike(folder: Path, told: dict[str, Any]) -> None:
@@ -48,12 +61,8 @@ def strike(folder: Path, told: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    if "--dir" in sys.argv:
-        folder = Path(sys.argv[sys.argv.index("--dir") + 1])
-        made = trainer.StageTrainer
-        made.forward = disturbed(folder, "forward", made.forward)  # type: ignore[method-assign]
-        made.backward = disturbed(folder, "backward", made.backward)  # type: ignore[method-assign]
-    cli.main()
+    folder = Path(sys.argv[sys.argv.index("--dir") + 1])
+    cli.main(factories=Factories(inner_loop=disturbed(folder)))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,81 @@
+"""A peer as a whole: what its parts tell is what it announces."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer import events
+from peer.node.orders import Result
+from protocol.wire import endpoints, sealed
+from protocol.wire.announcement import Announcement
+from tests.volunteers import Noise, Swarm, manifest
+
+DEADLINE = 200.0
+STEP = events.Chain(
+    round=1,
+    step=3,
+    seconds=2.5,
+    busy_s=1.5,
+    wait_forward_s=0.25,
+    wait_backward_s=0.5,
+    forward_link_s=0.06,
+    backward_link_s=0.125,
+    forward_bytes=1000,
+    backward_bytes=2000,
+    depth=4,
+    queued=1,
+    seconds_per_microbatch=0.5,
+    activations=None,
+    gradients=events.BoundaryMeans(rms=0.5, largest=3.0, sampled=2, frames=8, refused=1),
+)
+
+
+class Telling(Noise):
+    """Tells of an inner step in a chain in round 1, and from then on of none."""
+
+    def __init__(self, emit: events.Emit, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.emit = emit
+
+    async def train(self, order: Any, *rest: Any) -> Result:
+        if order.plan.round == 1:
+            self.emit(STEP)
+        return await super().train(order, *rest)
+
+
+@pytest.mark.slow
+def test_a_member_of_a_chain_announces_what_it_measured(tmp_path: Path) -> None:
+    """As long as it is in one: a full replica has nothing to tell."""
+
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(start_peers=1, rounds=100)) as swarm:
+            let = asyncio.Event()
+
+            async def hold(peer: str, round: int) -> None:
+                if round == 1:
+                    await let.wait()
+
+            def announced() -> Announcement | None:
+                key = endpoints.announcements_key(swarm.manifest.run_id)
+                _, record = swarm.network.records.get(key, {}).get(peer.id, (0.0, b""))
+                return sealed.unseal_announcement(record, peer.id, swarm.manifest.run_id)
+
+            def telling(manifest: Any, peer: str, *rest: Any) -> Noise:
+                return Telling(rest[-1], hold, manifest, peer)
+
+            swarm.inner_loop = telling
+            peer = swarm.start("a")
+            await swarm.until(lambda: (said := announced()) is not None and said.chain is not None)
+            said = announced()
+            assert said is not None
+            assert said.chain == events.chain_report(STEP)
+            assert (said.chain.times_ms, said.chain.counts) == ((2500, 1500, 250, 500, 60, 125), (1000, 2000, 4, 1))
+            assert (said.chain.activations, said.chain.gradients) == ((), (0.5, 3.0, 1.0))
+            let.set()
+            await swarm.until(lambda: (said := announced()) is not None and said.chain is None and said.round > 1)
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE))
