@@ -68,7 +68,8 @@ class Exchange:
         self._reach = reach
         self._peers = peers
         self._states = storage.states
-        self._prefetches: set[asyncio.Task[None]] = set()
+        self._prefetches: dict[asyncio.Task[None], Offered] = {}
+        self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
 
     async def serve(self) -> None:
@@ -99,10 +100,13 @@ class Exchange:
         async def work() -> None:
             with contextlib.suppress(PotluckError):  # a full disk, or a lost network, shows again where it matters
                 await self._fetch(part, offered.peer, offered.round)
+            if part.digest in self._useless:
+                self._useless.discard(part.digest)
+                self.store.remove(part.digest)
 
         task = asyncio.create_task(work())
-        self._prefetches.add(task)
-        task.add_done_callback(self._prefetches.discard)
+        self._prefetches[task] = offered
+        task.add_done_callback(self._prefetches.pop)
 
     async def payloads(self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit]) -> dict[str, bytes]:
         """Every payload of these shards that `commit` names, by its digest; what cannot be had is tried again until it is.
@@ -200,7 +204,10 @@ class Exchange:
     def settle(self, commit: Commit, needed: Collection[str]) -> None:
         """After `commit` was applied: `needed` must not be evicted, what it does not name of its round is of no use."""
         self.store.protected = set(needed)
-        self.store.settle(commit.round, {p.digest for c in commit.contributions for s in c.shares for p in s.parts})
+        committed = {p.digest for c in commit.contributions for s in c.shares for p in s.parts}
+        self.store.settle(commit.round, committed)
+        coming = {o.part.digest for o in list(self._prefetches.values()) if o.round <= commit.round}
+        self._useless |= coming - committed
         fits = self.store.make_space(0)
         if not fits and not self._over_limit:
             self._warn(

@@ -120,6 +120,8 @@ class Swarm:
             finally:
                 self.meetings.left(process.name)
             self._check_end(process, peer)
+            if process.lives == 1:
+                self._check_store(process, storage)
             self._ended[process.name].set_result(None)
 
         return live
@@ -246,6 +248,18 @@ class Swarm:
             self.ledger.check_feedback(process.name, outer.feedback)
         except Violation as violation:
             raise self._said(violation) from None
+
+    def _check_store(self, process: Process, storage: Storage) -> None:
+        """Who never died keeps no payload that was not committed, but for those of its own newest offer."""
+        commits = (c for commit in self.ledger.log for c in commit.contributions)
+        committed = {part.digest for c in commits for share in c.shares for part in share.parts}
+        own = {part.digest for part in process.running.rounds.offer.parts} if process.running.rounds.offer else set()
+        states = {digest for round in range(len(self.ledger.log)) for digest in self.ledger.digests(round).values()}
+        useless = set(storage.blobs) - committed - own - states
+        if useless:
+            raise self._said(
+                Violation("P6", f"{process.name[-8:]} keeps {len(useless)} payloads that nobody committed")
+            )
 
     def _said(self, violation: Violation) -> Crashed:
         self.world.broken(violation)
