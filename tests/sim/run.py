@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import multiprocessing
 import os
 import sys
@@ -29,7 +28,6 @@ Life = tuple[int, Counter[str], str]
 def live(seed: int) -> Life:
     """Lives through one of many seeds."""
     gc.disable()  # the collector would cost a tenth, and a run is short
-    logging.disable()
     swarm = Swarm(seed)
     try:
         swarm.run()

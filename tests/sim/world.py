@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.events import Emitter, Event
+from peer.net import base
 from peer.net.clock import Clock
 from peer.net.memory import MemoryTransport
 from protocol.identity import Identity
@@ -101,6 +103,19 @@ class Weather:
             corrupt=rng.choice((0.0, 0.0, 0.0, 0.004)),
             calm_at=rng.uniform(15.0, 80.0),
         )
+
+
+class Failures(logging.Handler):
+    """Hears of handlers of streams that failed: what honest processes send must never make one fail."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            self._world.broken(Violation("P4", f"{record.getMessage()}: {error!r}"))
 
 
 class World:
@@ -194,6 +209,9 @@ class World:
         """Runs `work` and everything that it begins. Raises Violation."""
         loop = self.loop
         loop.set_exception_handler(self._heard)
+        failures = Failures(self)
+        base.log.addHandler(failures)
+        base.log.propagate = False
         asyncio.set_event_loop(loop)
         random.seed(self.seed)
         try:
@@ -207,6 +225,8 @@ class World:
             loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             loop.close()
             asyncio.set_event_loop(None)
+            base.log.removeHandler(failures)
+            base.log.propagate = True
         if self.violation is not None:
             raise self.violation
 
