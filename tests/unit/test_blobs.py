@@ -398,28 +398,37 @@ def test_a_blob_from_one_holder(kind: str, tmp_path: Path, size: int) -> None:
     run(work())
 
 
+class Opening:
+    """A transport that remembers the streams it `opened`."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.opened = transport, list[Stream]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    async def open(self, peer: str, name: str, *, timeout: float) -> Stream:
+        self.opened.append(await self.transport.open(peer, name, timeout=timeout))
+        return self.opened[-1]
+
+
 def test_small_blobs_share_a_stream(kind: str, tmp_path: Path) -> None:
     async def work() -> None:
         async with swarm(kind, tmp_path, 2) as (a, b):
-            opened: list[Stream] = []
-            real = b.transport.open
-
-            async def open(peer: str, name: str, *, timeout: float) -> Stream:
-                opened.append(await real(peer, name, timeout=timeout))
-                return opened[-1]
-
-            b.transport.open = open  # type: ignore[method-assign]
+            through = Opening(b.transport)
+            fetcher, opened = Fetcher(through, b.store), through.opened  # type: ignore[arg-type]
             for seed in range(6):
                 data = noise(blob_hash.WHOLE - seed, seed)
                 name = a.store.put(data)
                 if seed == 4:  # the other end is gone meanwhile
                     await opened[-1].close()
                 with pytest.raises(RemoteError, match="does not have it"):
-                    await b.fetcher.fetch(blob_hash.name_of(data[1:]), 5, [a.id])
-                await b.fetcher.fetch(name, len(data), [a.id])
+                    await fetcher.fetch(blob_hash.name_of(data[1:]), 5, [a.id])
+                await fetcher.fetch(name, len(data), [a.id])
                 assert b.store.get(name) == data
             assert len(opened) == 2
             assert a.server.open_streams == 1
+            await fetcher.aclose()
 
     run(work())
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from peer import events as kinds
 from peer.events import Event
-from peer.net.base import Transport, serve_calls
+from peer.net.base import Stream, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.ui.monitor import BadLog, Monitor
 from peer.ui.run_state import View
@@ -77,8 +77,9 @@ def announcement(who: Identity, **changes: Any) -> Announcement:
 class Node:
     """Serves `log` (records, two a reply) and stores announcements."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
+    def __init__(self, network: MemoryNetwork) -> None:
+        self.network = network
+        self.transport = network.transport(tiny.OPERATOR.peer_id)
         self.log: list[bytes] = []
         self.asked: list[int] = []
 
@@ -101,7 +102,7 @@ def play(story: Callable[[Node, Monitor, list[Event]], Awaitable[None]]) -> list
 
     async def run() -> None:
         network = MemoryNetwork()
-        node = Node(network.transport(tiny.OPERATOR.peer_id))
+        node = Node(network)
         await node.start()
         watcher = network.transport(WATCHER)
         async with asyncio.timeout(30):
@@ -227,12 +228,9 @@ def test_only_changes_are_told() -> None:
         told = len(events)
         await monitor.poll(events.append)
         assert len(events) == told
-        node.transport.get = monitor.transport.get = no_records  # type: ignore[method-assign]
+        node.network.records.clear()
         await monitor.poll(events.append)
         assert [e.kind for e in events[told:]] == ["gone"]
-
-    async def no_records(key: str) -> dict[str, bytes]:
-        return {}
 
     play(story)
 
@@ -291,17 +289,24 @@ def test_a_commit_must_follow_the_one_before_it() -> None:
     play(story)
 
 
+class Astray:
+    """A transport that finds nobody at first: it asks in turn for one of two that are not there."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport, self.tries = transport, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    async def open(self, peer: str, name: str, *, timeout: float) -> Stream:
+        self.tries += 1
+        asked = f"nobody {self.tries % 2}" if self.tries < 7 else peer
+        return await self.transport.open(asked, name, timeout=timeout)
+
+
 def test_a_node_that_is_away_is_a_warning_told_once() -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
-        tries = 0
-        opened = monitor.transport.open
-
-        async def open_later(peer: str, name: str, *, timeout: float) -> Any:
-            nonlocal tries
-            tries += 1
-            return await opened(f"nobody {tries % 2}" if tries < 7 else peer, name, timeout=timeout)
-
-        monitor.transport.open = open_later  # type: ignore[method-assign]
+        monitor.transport = Astray(monitor.transport)  # type: ignore[assignment]
         monitor.poll_seconds = 0.0
         node.log = records(commits())
         await monitor.follow(events.append)
