@@ -192,6 +192,14 @@ class Ledger:
             if peer == who:
                 self._check(who, shard, feedback.get(shard), self.owed(who, shard))
 
+    def check_work(self, who: str, done: dict[int, tuple[str, ...]]) -> None:
+        """Nothing that was learned in a life that did not end too soon is lost; `done`: rounds and their shards."""
+        for round, shards in done.items():
+            for shard in shards:
+                entry = self.entries.get((who, shard), {}).get(round)
+                if entry is None or entry.delta is None:
+                    raise Violation("P3", f"{who[-8:]}: what it learned of {shard} in round {round} is lost")
+
     def owed(self, who: str, shard: str, upto: int | None = None, given_back: bool = False) -> Arrays:
         """e, as it must be: what was learned of a shard, less what was sent of it and is, or may yet be, committed. `upto`: a round whose
         offer is not decided yet; `given_back`: it went back into e."""

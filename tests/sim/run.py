@@ -19,8 +19,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.sim.swarm import KINDS, Swarm, kind_of
-from tests.sim.world import Violation
+from tests.sim.world import POINTS, Violation
 
+SEEDS = 96
+"""So many runs, from seed 0 on, see everything at least once."""
+HAPPENS = (
+    "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power", "deaths of peers",
+    "deaths of nodes", "higher ballots", "stalls", "left out", "leads", "withdrawals", "recovered", "chains reconfigured",
+    "chains finished", "chains ended", "spares' shares",
+)  # fmt: skip
+"""What many runs must have seen a few times."""
 Life = tuple[int, Counter[str], str]
 """A seed, what happened in its run, and the promise that was broken, if one was."""
 
@@ -36,6 +44,11 @@ def live(seed: int) -> Life:
     finally:
         gc.enable()
     return seed, swarm.world.stats, ""
+
+
+def unseen(stats: Counter[str]) -> list[str]:
+    """What did not happen: operations of which none was fatal, and other faults."""
+    return [f"crash {where}" for where in POINTS if not stats[f"crash {where}"]] + [x for x in HAPPENS if stats[x] < 3]
 
 
 def lives(seeds: Iterable[int]) -> Iterator[Life]:
@@ -93,8 +106,11 @@ def campaign(seeds: Sequence[int], only_first: bool) -> int:
             print(f"{number} runs, {time.monotonic() - began:.0f} s", flush=True)
     happened = {k: v for k, v in sorted(stats.items()) if not k.startswith(("at ", "crash "))}
     print(f"{len(seeds)} runs from {seeds[0]} to {seeds[-1]}, {time.monotonic() - began:.0f} s: {happened}")
+    missing = unseen(stats) if len(seeds) >= SEEDS and len({kind_of(seed) for seed in seeds}) > 1 else []
+    if missing:
+        print(f"never happened: {', '.join(missing)}")
     print(f"{broken} broken promises")
-    return 1 if broken else 0
+    return 1 if broken or missing else 0
 
 
 if __name__ == "__main__":

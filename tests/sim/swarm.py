@@ -245,6 +245,8 @@ class Swarm:
                     raise self._said(Violation("P1", f"{process.name[-8:]}: {shard} is not what the log gives"))
                 self._check_told(process.name, shard)
         try:
+            if not self.manifest.outer.overlap:  # else work that was done ahead may have been in vain
+                self.ledger.check_work(process.name, self._trainers[process.name].done)
             self.ledger.check_feedback(process.name, outer.feedback)
         except Violation as violation:
             raise self._said(violation) from None

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.node.orders import ChainOrders, Result
+from protocol.rounds import retention
 from protocol.rounds.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -131,11 +132,14 @@ class DrawnTrainer:
 
     def __init__(self, process: Process, meetings: Meetings, manifest: Manifest, announce: Callable[..., None]) -> None:
         self.deltas: dict[int, dict[str, list[Array]]] = {}
+        self.done: dict[int, tuple[str, ...]] = {}
+        """The shards of the rounds of which steps were done."""
         self._process = process
         self._meetings = meetings
         self._manifest = manifest
         self._announce = announce
         self._round = 0
+        self._shards: tuple[str, ...] = ()
         self._seconds = process.rng.uniform(0.5, 6.0)
 
     async def train(
@@ -147,6 +151,7 @@ class DrawnTrainer:
         stopped = asyncio.ensure_future(stop.wait())
         try:
             while not order.steps:
+                self._shards = retention.trained_shards(self._manifest, order.plan, self._process.name)
                 plan, members = order.plan, order.plan.replicas[order.replica].peers
                 key = (plan.round, order.replica, order.generation, members)
                 meeting = self._meetings.join(key, self._process.name, self._seconds)
@@ -163,6 +168,7 @@ class DrawnTrainer:
                     order = following.result()
                 finally:
                     following.cancel()
+            self._shards = retention.trained_shards(self._manifest, order.plan, self._process.name)
             return self._result(order.steps, None)
         finally:
             stopped.cancel()
@@ -171,6 +177,8 @@ class DrawnTrainer:
 
     def _result(self, steps: int, error: str | None) -> Result:
         error = error if steps or error else "no step was done"
+        if steps:
+            self.done[self._round] = self._shards
         return Result(steps, steps * self._manifest.train.step_tokens, 1.0 if steps else None, error)
 
     def displacement(self, shard: str) -> list[tuple[Array, Array | None]]:
