@@ -38,10 +38,17 @@ class Files:
     durable: dict[Path, File] = field(default_factory=dict)
 
     def lose_power(self, rng: random.Random) -> None:
-        """What was not synced is there or not."""
-        kept = dict(self.durable)
+        """What was not synced is there or not. A folder has its old name or its new one, as a whole."""
+        kept, before = dict(self.durable), {id(file): path for path, file in self.durable.items()}
+        renamed: dict[Path, bool] = {}
         for path, file in self.there.items():
-            if path not in kept and rng.random() < 0.5:
+            if path in kept:
+                continue
+            if id(file) not in before:
+                if rng.random() < 0.5:
+                    kept[path] = file
+            elif renamed.setdefault(path.parent, rng.random() < 0.5):
+                del kept[before[id(file)]]
                 kept[path] = file
         for file in kept.values():
             if file.synced is not None and rng.random() < 0.5:

@@ -297,7 +297,9 @@ def weather(rng: random.Random, seed: int) -> Weather:
     """Of a run. Every operation gets its share of the deaths; a storm's are those of nodes, and it breaks links all the time."""
     kind = kind_of(seed)
     points = NODE_POINTS if kind == "storm" else POINTS
-    drawn = Weather.draw(rng, points[seed // len(KINDS) % len(points)])
+    alike = [i for i, other in enumerate(KINDS) if (other == "storm") == (kind == "storm")]
+    number = seed // len(KINDS) * len(alike) + alike.index(seed % len(KINDS))
+    drawn = Weather.draw(rng, points[number % len(points)])
     if kind == "crowd":
         return dataclasses.replace(drawn, chain_failure=0.5)
     if kind == "swarm":

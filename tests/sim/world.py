@@ -32,7 +32,7 @@ NODE_POINTS = (
 )  # fmt: skip
 PEER_POINTS = (
     "disk: write a payload", "disk: wrote a payload", "disk: write offer", "disk: wrote offer", "disk: write feedback",
-    "disk: wrote feedback", "disk: give up feedback", "disk: write a checkpoint's file", "disk: wrote a checkpoint's file",
+    "disk: wrote feedback", "disk: write a checkpoint's file", "disk: wrote a checkpoint's file",
     "disk: rename to checkpoint", "disk: renamed to checkpoint", "disk: remove", "disk: read",
 )  # fmt: skip
 SHARED_POINTS = (
@@ -41,6 +41,13 @@ SHARED_POINTS = (
 )  # fmt: skip
 POINTS = tuple(dict.fromkeys(NODE_POINTS + PEER_POINTS + SHARED_POINTS))
 """Where a process may die; each has to be seen, and to be deadly, in the runs of tests/sim/test_sim.py."""
+OFTEN = (
+    *(p for p in POINTS if p.startswith("network: ")),
+    "disk: read",
+    "disk: write a payload",
+    "disk: wrote a payload",
+)
+"""Where processes come many times in each life."""
 JUMP_SECONDS = 3600.0
 """How far the time of day jumps."""
 
@@ -90,7 +97,7 @@ class Weather:
             slow=rng.choice((0.02, 0.3, 1.5)),
             crash=bad * rng.choice((0.0, 0.0002, 0.0006)),
             focus=focus,
-            focus_crash=bad * rng.choice((0.02, 0.05, 0.15)),
+            focus_crash=max(bad, 0.3) * rng.choice((0.02, 0.05, 0.15) if focus in OFTEN else (0.3, 0.6, 0.9)),
             power=rng.choice((0.0, 0.5)),
             away=rng.choice((2.0, 8.0, 20.0)),
             kill=bad * rng.choice((0.0, 0.001, 0.004)),
@@ -101,7 +108,7 @@ class Weather:
             fetch_failure=bad * rng.choice((0.0, 0.1, 0.3)),
             chain_failure=0.15,
             corrupt=rng.choice((0.0, 0.0, 0.0, 0.004)),
-            calm_at=rng.uniform(15.0, 80.0),
+            calm_at=rng.uniform(30.0, 90.0),
         )
 
 
