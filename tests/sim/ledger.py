@@ -65,6 +65,7 @@ class Ledger:
     """The newest round in each node's log."""
     votes: dict[str, Promise] = field(default_factory=dict)
     """The vote on each node's disk."""
+    _stored: set[tuple[str, str]] = field(default_factory=set)
     _accepted: dict[tuple[int, int, str], set[str]] = field(default_factory=dict)
     _replay: Outer | None = None
     _digests: list[dict[str, str]] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Ledger:
         """A file is on the disk of `who`."""
         if path.parent.name == "blobs":
             self.payloads.setdefault(path.name, data)
+            self._stored.add((who, path.name))
         elif path.name.startswith("offer-"):
             offer = build(Offer, json.loads(data))
             for part in offer.parts:
@@ -103,7 +105,8 @@ class Ledger:
         if kind == "offer":
             for part in message["parts"]:
                 entry = self.entries.get((who, part["shard"]), {}).get(round)
-                if entry is None or entry.part is None or entry.part.digest != part["digest"]:
+                stored = (who, part["digest"]) in self._stored
+                if not stored or entry is None or entry.part is None or entry.part.digest != part["digest"]:
                     raise Violation("P3", f"{who[-8:]} tells an offer to round {round} that is not on its disk")
         elif kind == "accept":
             self._check_accept(who, encoding.decode(raw, who))
