@@ -165,16 +165,20 @@ class LocalDisk:
             raise disk_error(path.parent, error) from None
 
     def append(self, path: Path, data: bytes) -> None:
-        with open(path, "ab") as file:
-            size = file.tell()
-            try:
+        size = None
+        try:
+            with open(path, "ab") as file:
+                size = file.tell()
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            except OSError as error:
+            if size == 0:  # the name may be new, too
+                self.sync(path.parent)
+        except OSError as error:
+            if size is not None:
                 with contextlib.suppress(OSError):
                     os.truncate(path, size)
-                raise disk_error(path.parent, error) from None
+            raise disk_error(path.parent, error) from None
 
     def write_at(self, path: Path, start: int, data: Piece) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)

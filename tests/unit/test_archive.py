@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -115,3 +116,13 @@ def test_a_reader_sees_what_was_there_when_it_began(tmp_path: Path) -> None:
         writer.flush()
         assert list(reading) == []
     assert read(path.read_bytes()) == records
+
+
+def test_a_log_whose_folder_is_gone_is_told_in_one_line(tmp_path: Path) -> None:
+    archive = open_archive(tmp_path / "node")
+    (first,) = commits(1)
+    shutil.rmtree(tmp_path / "node")
+    with pytest.raises(UsageError, match=r"^directory .*node: No such file or directory; free space or choose another"):
+        archive.append(tiny.record(first))
+    assert archive.records == [], "what is not on disk is not known"
+    archive.close()
