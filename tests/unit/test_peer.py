@@ -52,12 +52,14 @@ def test_a_member_of_a_chain_announces_what_it_measured(tmp_path: Path) -> None:
     """As long as it is in one: a full replica has nothing to tell."""
 
     async def work() -> None:
-        async with Swarm(tmp_path, manifest(start_peers=1, rounds=100)) as swarm:
-            let = asyncio.Event()
+        async with Swarm(tmp_path, manifest(start_peers=1, rounds=4)) as swarm:
+            let, never = asyncio.Event(), asyncio.Event()
 
             async def hold(peer: str, round: int) -> None:
                 if round == 1:
                     await let.wait()
+                if round == 3:  # the run goes on until the announcement has been read
+                    await never.wait()
 
             def announced() -> Announcement | None:
                 key = endpoints.announcements_key(swarm.manifest.run_id)
