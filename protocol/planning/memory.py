@@ -87,6 +87,11 @@ def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int) 
     return _kept(manifest, first, last) + max(flight + _backward(manifest, first, last), step)
 
 
+def resting_bytes(manifest: Manifest, first: int, last: int) -> int:
+    """What a stage needs before any micro-batch is in flight: what stays from step to step, and the gradients within a block."""
+    return _kept(manifest, first, last) + _backward(manifest, first, last)
+
+
 def _kept(manifest: Manifest, first: int, last: int) -> int:
     """What stays from step to step."""
     spec, widths = manifest.model, manifest.chains.rank
@@ -128,7 +133,7 @@ def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> tupl
     The second keeps all activations of one micro-batch, and of each what came in.
     """
     one, frame = activation_bytes(manifest, first, last), frame_bytes(manifest, first, last)
-    free = memory_bytes - _kept(manifest, first, last) - _backward(manifest, first, last)
+    free = memory_bytes - resting_bytes(manifest, first, last)
     plain = max(free // (one + frame), window(manifest))
     return plain, max(plain, (free - one) // max(frame, 1))
 
