@@ -16,6 +16,7 @@ What is counted is protocol/planning/objective.py's. A kept replica is given up 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from protocol.planning import moves, orders, pools
 from protocol.planning.memory import held_shards
 from protocol.planning.objective import Swarm, padded
 from protocol.planning.partition import GAIN, HORIZON_ROUNDS, Candidate, Ranges, split
-from protocol.planning.pools import Arrangement, Group
+from protocol.planning.pools import UNITS, Allowed, Arrangement, Group
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Ints
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -37,8 +38,8 @@ ROWS_A_PEER = 3_000
 """and for each peer; what bounds the time of a plan."""
 NEW_ROWS = 150_000
 """The same where something is kept."""
-SMALL = 8
-"""In a swarm of so many peers every pair of ends is tried for every chain."""
+SHARES = (0.3, 0.3, 0.2, 0.2)
+"""Of them in each turn of the two searches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,11 @@ def arrange(
     everybody = sorted(candidates, key=lambda c: c.peer)
     swarm = Swarm(manifest, everybody)
     number = {c.peer: i for i, c in enumerate(everybody)}
-    old = {tuple(number[p] for p in replica.members): replica for replica in kept}
-    now = _kept(swarm, old)
-    thorough = len(everybody) <= SMALL
+    old = _as_they_are(swarm, {tuple(number[p] for p in replica.members): replica for replica in kept})
+    busy = {i for group in old for i in group}
+    free = {i for i in range(len(everybody)) if i not in busy and swarm.caps[:, i].any()}
+    rates = [replica.rate for replica in old.values()]
+    now = Arrangement(groups=list(old), rates=rates, free=free, kept=set(old), bonus=1 / GAIN)
     _found(swarm, now)
     budget = NEW_ROWS if kept else min(ROWS, ROWS_A_PEER * len(everybody))
     fixed = {group for group in old if not all(swarm.known[i] for i in group)}
@@ -70,30 +73,45 @@ def arrange(
         gone = [old[group] for group in before if group in old]
         return not any(g in fixed for g in before) and (not gone or _pays(manifest, swarm, everybody, gone, after))
 
-    for share in (0.3, 0.3, 0.2, 0.2):
-        moves.improve(swarm, now, rows=int(budget * share / 2), allowed=allowed)
-        pools.improve(swarm, now, rows=int(budget * share / 2), thorough=thorough, allowed=allowed)
+    if now.free or len(now.kept) < len(now.groups):
+        _search(swarm, now, budget, allowed)
     return _result(manifest, swarm, everybody, now, old)
 
 
-def _kept(swarm: Swarm, old: dict[Group, Arranged]) -> Arrangement:
-    """The arrangement of the kept replicas alone."""
-    groups = list(old)
-    rates = _rates_as_they_are(swarm, groups, old) if groups else []
-    free = set(range(len(swarm.up))).difference(*groups)
-    usable = swarm.caps.max(axis=0) > 0
-    return Arrangement(
-        groups=groups, rates=rates, free={i for i in free if usable[i]}, kept=set(groups), bonus=1 / GAIN
-    )
+def _search(swarm: Swarm, now: Arrangement, budget: int, allowed: Allowed) -> None:
+    """Makes the arrangement better: a small swarm's as a whole, a larger one's by pools and moves in turns."""
+    if len(now.free) + sum(map(len, now.groups)) <= UNITS:
+        pools.solve_all(swarm, now, allowed)
+        return
+    for share in SHARES:
+        before = now.total
+        moves.improve(swarm, now, rows=int(budget * share / 2), allowed=allowed)
+        pools.improve(swarm, now, rows=int(budget * share / 2), allowed=allowed)
+        if now.total <= before * (1 + pools.GAIN):
+            break
 
 
-def _rates_as_they_are(swarm: Swarm, groups: Sequence[Group], old: dict[Group, Arranged]) -> list[float]:
-    rows = padded(groups)
+def _as_they_are(swarm: Swarm, old: dict[Group, Arranged]) -> dict[Group, Arranged]:
+    """Replicas with their rates, and with another rank where that pays: nothing has to travel for it."""
+    if not old:
+        return old
+    rows = padded(list(old))
     blocks = np.zeros_like(rows)
-    for row, group in zip(blocks, groups, strict=True):
-        row[: len(group)] = [b - a for a, b in old[group].ranges]
-    rates: list[float] = swarm.rates(rows, blocks)[0].tolist()
-    return rates
+    for row, replica in zip(blocks, old.values(), strict=True):
+        row[: len(replica.ranges)] = [b - a for a, b in replica.ranges]
+    ranks = swarm.shapes.ranks
+    best, rank = swarm.rates(rows, blocks)
+    as_is = np.array([ranks.index(r.rank) if r.rank in ranks else int(n) for r, n in zip(old.values(), rank, strict=True)])
+    same = swarm.rates(rows, blocks, as_is)[0]
+    changes = (best * GAIN >= same) & [len(group) > 1 for group in old]
+    return {
+        group: dataclasses.replace(
+            replica,
+            rank=ranks[int(rank[n])] if changes[n] else replica.rank,
+            rate=float(best[n] if changes[n] else same[n]),
+        )
+        for n, (group, replica) in enumerate(old.items())
+    }
 
 
 def _found(swarm: Swarm, now: Arrangement) -> None:
@@ -181,7 +199,10 @@ def _result(
     ]
     if new:
         rows = padded([group for group, _ in new])
-        rows, _ = orders.polished(swarm, rows, np.array([rate for _, rate in new]), turns=8)
+        rows, rates = orders.polished(swarm, rows, np.array([rate for _, rate in new]), turns=4)
+        sorted_rows = padded([sorted(int(i) for i in row if i >= 0) for row in rows])
+        same = swarm.rated(sorted_rows).rate >= rates * (1 - 1e-9)  # the order of names, where it is as good as any
+        rows = np.where(same[:, None], sorted_rows, rows)
         rated = swarm.rated(rows)
         for n in sorted(range(len(rows)), key=lambda n: (int((rows[n] >= 0).sum() > 1), -rated.rate[n], rows[n][0])):
             members = [int(i) for i in rows[n] if i >= 0]

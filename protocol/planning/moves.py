@@ -21,7 +21,7 @@ FREE_TRIED = 8
 """Free peers that are tried with a replica at a time,"""
 NEIGHBOURS = 4
 """and other replicas."""
-QUIET = 4
+QUIET = 2
 """Passes without any gain before the search ends; each has other neighbours."""
 BATCH = 30_000
 
@@ -74,7 +74,7 @@ def _moves(swarm: Swarm, now: Arrangement, turn: int) -> Iterator[Move]:
             other = now.groups[b]
             if (len(group) > 1 or len(other) > 1) and not (group in now.kept and other in now.kept):
                 yield from _between((a, b), group, other)
-        if len(group) > 2:
+        if len(group) > 2 and group not in now.kept:
             for i, member in enumerate(group):
                 yield Move((a,), ((*group[:i], *group[i + 1 :]),), (), (member,))
 

@@ -206,11 +206,12 @@ class Swarm:
                 )
         return seconds
 
-    def rates(self, rows: Ints, blocks: Ints) -> tuple[Floats, Ints]:
-        """[N] each: tokens per second at the best of the allowed ranks, and which that is."""
+    def rates(self, rows: Ints, blocks: Ints, rank: Ints | None = None) -> tuple[Floats, Ints]:
+        """[N] each: tokens per second at these ranks (default: at the best of the allowed ones), and which they are."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
         all_rates = table.tokens * table.micro_batches / self.step_seconds(rows, blocks)
-        rank = np.argmax(all_rates >= (1 - TOLERANCE) * all_rates.max(axis=0), axis=0)
+        if rank is None:
+            rank = np.argmax(all_rates >= (1 - TOLERANCE) * all_rates.max(axis=0), axis=0)
         offer = np.where(there, table.payload_bits[kind, blocks] / self.up[rows], 0.0).max(axis=1)
         if table.overlap:
             trains = table.round_seconds / np.maximum(offer, table.round_seconds)

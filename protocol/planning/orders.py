@@ -47,12 +47,16 @@ def few(swarm: Swarm, rows: Ints) -> Iterator[Ints]:
         yield between(swarm, rows, last, first)
 
 
-def ends(swarm: Swarm, rows: Ints) -> Iterator[Ints]:
-    """The rows with every pair of members at the ends; where a row has no such pair, it is as it is."""
+def ends(swarm: Swarm, rows: Ints) -> tuple[Ints, Ints]:
+    """The rows with every pair of members at the ends, one row each, and the numbers of the rows that they are."""
     size = (rows >= 0).sum(axis=1)
-    for i, j in itertools.permutations(range(rows.shape[1]), 2):
-        there = size > max(i, j)
-        yield between(swarm, rows, np.where(there, i, 0), np.where(there, j, size - 1))
+    pairs = [
+        (np.flatnonzero(size > max(i, j)), i, j) for i, j in itertools.permutations(range(rows.shape[1]), 2)
+    ]
+    which = np.concatenate([np.flatnonzero(size == 1), *(some for some, _, _ in pairs)])
+    first = np.concatenate([np.zeros((size == 1).sum(), np.int64), *(np.full(len(some), i) for some, i, _ in pairs)])
+    last = np.concatenate([np.zeros((size == 1).sum(), np.int64), *(np.full(len(some), j) for some, _, j in pairs)])
+    return between(swarm, rows[which], first, last), which
 
 
 def between(swarm: Swarm, rows: Ints, first: Ints, last: Ints) -> Ints:
@@ -89,13 +93,16 @@ def best(swarm: Swarm, rows: Ints, thorough: bool) -> tuple[Ints, Rated]:
             better = seconds < least * (1 - 1e-9)
             found[better], least[better] = order[better], seconds[better]
         return found, swarm.rated(found)
-    top = Rated(blocks=np.zeros_like(rows), rate=np.zeros(len(rows)), rank=np.zeros(len(rows), dtype=np.int64))
-    for order in ends(swarm, rows):
-        rated = swarm.rated(order)
-        better = rated.rate > top.rate * (1 + 1e-9)
-        found[better], top.blocks[better] = order[better], rated.blocks[better]
-        top.rate[better], top.rank[better] = rated.rate[better], rated.rank[better]
-    return found, top
+    tried, which = ends(swarm, rows)
+    fits = swarm.fits(tried)
+    tried, which = tried[fits], which[fits]
+    all_rated = swarm.rated(tried)
+    order = np.argsort(-all_rated.rate, kind="stable")
+    top, first_at = np.unique(which[order], return_index=True)
+    blocks, rate, rank = np.zeros_like(rows), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+    at = order[first_at]
+    found[top], blocks[top], rate[top], rank[top] = tried[at], all_rated.blocks[at], all_rated.rate[at], all_rated.rank[at]
+    return found, Rated(blocks=blocks, rate=rate, rank=rank)
 
 
 def polished(swarm: Swarm, rows: Ints, rate: Floats, turns: int) -> tuple[Ints, Floats]:

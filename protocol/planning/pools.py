@@ -71,10 +71,10 @@ Allowed = Callable[[Sequence[Group], Sequence[Group]], bool]
 """Whether groups may be replaced by others."""
 
 
-def improve(swarm: Swarm, now: Arrangement, *, rows: int, thorough: bool, allowed: Allowed | None = None) -> int:
+def improve(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed | None = None) -> int:
     """Changes the arrangement for the better until nothing helps or `rows` rows are rated; the number of rows that were."""
     used, quiet, turn = 0, 0, 0
-    patience = len(CUTS) * KEYS
+    patience = 2 * KEYS
     only_new = bool(now.kept)
     solved: set[tuple[Group, ...]] = set()
     while quiet < patience and used < rows:
@@ -83,11 +83,23 @@ def improve(swarm: Swarm, now: Arrangement, *, rows: int, thorough: bool, allowe
         before = now.total
         for start in range(0, len(pools), max(1, BATCH >> UNITS)):
             batch = pools[start : start + max(1, BATCH >> UNITS)]
-            used += _solve(swarm, now, batch, thorough, allowed)
+            used += _solve(swarm, now, batch, False, allowed)
         tidy(now)
         quiet = quiet + 1 if now.total <= before * (1 + GAIN) else 0
         turn += 1
     return used
+
+
+def solve_all(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) -> None:
+    """Arranges a swarm of at most UNITS peers as well as can be, at once; every pair of ends of every chain is tried."""
+    units: list[Group] = []
+    replicas: dict[int, int] = {}
+    for number, group in enumerate([*now.groups, *((peer,) for peer in sorted(now.free))]):
+        if number < len(now.groups):
+            replicas[number] = ((1 << len(group)) - 1) << len(units)
+        units += [(peer,) for peer in group]
+    _solve(swarm, now, [Pool(units=tuple(units), replicas=replicas)], True, allowed)
+    tidy(now)
 
 
 def tidy(now: Arrangement) -> None:
