@@ -32,11 +32,11 @@ from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Ints
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
-ROWS = 1_500_000
+ROWS = 500_000
 """Replicas that the search rates at most,"""
-ROWS_A_PEER = 3_000
+ROWS_A_PEER = 1_000
 """and for each peer; what bounds the time of a plan."""
-NEW_ROWS = 150_000
+NEW_ROWS = 25_000
 """The same where something is kept."""
 SHARES = (0.3, 0.3, 0.2, 0.2)
 """Of them in each turn of the two searches."""

@@ -8,6 +8,7 @@ long chains that should change places.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from protocol.planning import orders
 from protocol.planning.objective import Swarm, padded
-from protocol.planning.pools import GAIN, Allowed, Arrangement, Group, near, tidy
+from protocol.planning.pools import GAIN, UNITS, Allowed, Arrangement, Group, near, tidy
 
 FREE_TRIED = 8
 """Free peers that are tried with a replica at a time,"""
@@ -41,15 +42,11 @@ def improve(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed | Non
     """Makes moves until none gains or about `rows` rows are rated; the number of rows that were."""
     used, turn, quiet = 0, 0, 0
     while used < rows and quiet < QUIET:
-        gained = False
-        batch: list[Move] = []
-        for move in _moves(swarm, now, turn):
-            batch.append(move)
-            if len(batch) >= BATCH or used + 2 * len(batch) > rows:
-                break
-        if batch:
-            gained = _make(swarm, now, batch, allowed)
-        used += 2 * len(batch) + 1
+        longest = 1 + max(map(len, now.groups), default=0)
+        most = max(1, min(BATCH, (rows - used) // 2) * UNITS // max(UNITS, longest))
+        batch = list(itertools.islice(_moves(swarm, now, turn), most))
+        gained = bool(batch) and _make(swarm, now, batch, allowed)
+        used += 2 * len(batch) * longest // UNITS + 1
         tidy(now)
         quiet = 0 if gained else quiet + 1
         turn += 1

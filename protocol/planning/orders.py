@@ -106,7 +106,7 @@ def best(swarm: Swarm, rows: Ints, thorough: bool) -> tuple[Ints, Rated]:
 
 
 def polished(swarm: Swarm, rows: Ints, rate: Floats, turns: int) -> tuple[Ints, Floats]:
-    """The rows after at most so many turns of the exchange of two members that gains most."""
+    """The rows after at most so many turns of the exchange of two members, neighbours or an end and another, that gains most."""
     rows, rate = rows.copy(), rate.copy()
     todo = np.flatnonzero((rows >= 0).sum(axis=1) > 1)
     for _ in range(turns):
@@ -114,10 +114,11 @@ def polished(swarm: Swarm, rows: Ints, rate: Floats, turns: int) -> tuple[Ints, 
             break
         size = (rows[todo] >= 0).sum(axis=1)
         top, order = rate[todo].copy(), rows[todo].copy()
-        for i, j in itertools.combinations(range(size.max()), 2):
+        for i, j in _exchanges(int(size.max())):
             exchanged = rows[todo]
-            some = np.flatnonzero(size > j)
-            exchanged[some[:, None], [i, j]] = exchanged[some[:, None], [j, i]]
+            some = np.flatnonzero(size > max(i, j))
+            places = np.stack([np.full(len(some), i), np.full(len(some), j) if j >= 0 else size[some] - 1], axis=1)
+            exchanged[some[:, None], places] = exchanged[some[:, None], places[:, ::-1]]
             found = swarm.rated(exchanged[some]).rate
             better = found > top[some] * (1 + 1e-6)
             order[some[better]], top[some[better]] = exchanged[some[better]], found[better]
@@ -125,3 +126,9 @@ def polished(swarm: Swarm, rows: Ints, rate: Floats, turns: int) -> tuple[Ints, 
         rows[todo], rate[todo] = order, top
         todo = todo[gained]
     return rows, rate
+
+
+def _exchanges(longest: int) -> list[tuple[int, int]]:
+    """Pairs of places; -1: the last."""
+    ends = [pair for j in range(1, longest) for pair in ((0, j), (j, -1))]
+    return [*ends, *((j, j + 1) for j in range(1, longest - 1))]

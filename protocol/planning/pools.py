@@ -72,7 +72,7 @@ Allowed = Callable[[Sequence[Group], Sequence[Group]], bool]
 
 
 def improve(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed | None = None) -> int:
-    """Changes the arrangement for the better until nothing helps or `rows` rows are rated; the number of rows that were."""
+    """Changes the arrangement for the better until nothing helps or about `rows` rows of UNITS places are rated; how many were."""
     used, quiet, turn = 0, 0, 0
     patience = 2 * KEYS
     only_new = bool(now.kept)
@@ -190,7 +190,7 @@ def _subsets(count: int) -> tuple[tuple[int, int], ...]:
 
 
 def _solve(swarm: Swarm, now: Arrangement, pools: Sequence[Pool], thorough: bool, allowed: Allowed | None) -> int:
-    """Arranges the pools anew where that is better; how many rows were rated."""
+    """Arranges the pools anew where that is better; how many rows of UNITS places were rated."""
     if not pools:
         return 0
     count = max(len(pool.units) for pool in pools)
@@ -209,7 +209,7 @@ def _solve(swarm: Swarm, now: Arrangement, pools: Sequence[Pool], thorough: bool
         best[better, whole], choice[better, whole] = found[better], part
     for p, pool in enumerate(pools):
         _adopt(now, pool, choice[p], (owner[p], members, rated), allowed)
-    return len(rated)
+    return members.size // UNITS
 
 
 def _rate(swarm: Swarm, pools: Sequence[Pool], count: int, thorough: bool) -> tuple[Floats, Ints, Ints, Floats]:
