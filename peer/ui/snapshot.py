@@ -147,20 +147,20 @@ def snapshot(manifest: Manifest, commits: Sequence[Commit], peers: Mapping[str, 
 
 def _bottlenecks(peers: Mapping[str, Announcement], plan: Plan | None) -> list[SeenBottleneck]:
     out = []
-    for index, replica in enumerate(plan.replicas if plan is not None else ()):
+    for replica in plan.replicas if plan is not None else ():
         reports = [a.chain if (a := peers.get(peer)) is not None else None for peer in replica.peers]
         found = utilization.bottleneck(
             [None if r is None else utilization.activity(events.announced_load(r)) for r in reports]
         )
         if found is not None and replica.is_chain:
             peer, share = replica.peers[found.position], round(found.share, 3)
-            out.append(SeenBottleneck(replica=index, peer=peer, what=found.what, share=share))
+            out.append(SeenBottleneck(replica=replica.number, peer=peer, what=found.what, share=share))
     return out
 
 
 def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:
-    index = plan.replica_of(a.peer) if plan is not None else None
-    spec = plan.replicas[index] if plan is not None and index is not None else None
+    number = plan.replica_of(a.peer) if plan is not None else None
+    spec = plan.replica(number) if plan is not None and number is not None else None
     stage = spec.stage_of(a.peer) if spec is not None else None
     if spec is not None:
         role = "stage" if spec.is_chain else "full"
@@ -184,7 +184,7 @@ def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:
         bytes_received=a.bytes_received,
         chain=events.announced_load(a.chain) if a.chain is not None else None,
         role=role,
-        replica=index,
+        replica=number,
         first=stage.first if stage is not None else None,
         last=stage.last if stage is not None else None,
         rank=spec.rank if spec is not None else None,

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from protocol.codec import boundary_formats
+from protocol.planning.allotment import NEW, allot
 from protocol.planning.memory import needs_by_range
 from protocol.planning.partition import Candidate, Ranges, balanced, split
-from protocol.run import data_order
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
@@ -53,10 +53,17 @@ def boundary_rank(manifest: Manifest, up_bps: int) -> int:
 
 
 def make_plan(
-    manifest: Manifest, candidates: Sequence[Candidate], *, round: int, slot: int, previous: Plan | None
+    manifest: Manifest,
+    candidates: Sequence[Candidate],
+    *,
+    round: int,
+    previous: Plan | None,
+    done: Mapping[int, int] | None = None,
 ) -> Plan | None:
-    """The plan of `round`, whose text starts at `slot`; None where the candidates make not even one replica."""
-    free = {c.peer: c for c in candidates}
+    """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
+    protocol/planning/allotment.py."""
+    there = {c.peer: c for c in candidates}
+    free = dict(there)
     layers = manifest.model.n_layers
     needs = needs_by_range(manifest)
     whole = needs[0, layers]
@@ -73,18 +80,18 @@ def make_plan(
     for c in sorted(free.values(), key=lambda c: (-c.up_bps, c.peer)):
         if c.memory_bytes >= whole:
             whole_model = StageSpec(peer=c.peer, first=0, last=layers)
-            replicas.append(ReplicaSpec(rank=0, stages=(whole_model,)))
+            replicas.append(ReplicaSpec(number=NEW, rank=0, stages=(whole_model,)))
             del free[c.peer]
     weak = sorted(free.values(), key=lambda c: (-c.up_bps, -c.memory_bytes, c.peer))
     for members, ranges in _chains(manifest, weak):
         stages = (StageSpec(peer=c.peer, first=a, last=b) for c, (a, b) in zip(members, ranges, strict=True))
         rank = boundary_rank(manifest, min(c.up_bps for c in members))
-        replicas.append(ReplicaSpec(rank=rank, stages=tuple(stages)))
+        replicas.append(ReplicaSpec(number=NEW, rank=rank, stages=tuple(stages)))
         for c in members:
             del free[c.peer]
     if not replicas:
         return None
-    return Plan(round=round, slot=slot, replicas=tuple(replicas), spares=tuple(sorted(free)))
+    return allot(manifest, round, replicas, sorted(free), there, previous, done)
 
 
 Chain = tuple[Sequence[Candidate], Ranges]
@@ -139,9 +146,3 @@ def _largest_chain(manifest: Manifest, usable: Sequence[Candidate]) -> Chain | N
         if chain is not None:
             return chain
     return None
-
-
-def following(manifest: Manifest, plan: Plan) -> int:
-    """The first slot of the round after `plan`'s."""
-    train = manifest.train
-    return data_order.next_slot(plan.slot, len(plan.replicas), train.inner_steps, train.step_rows)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from protocol.planning import planner
 from protocol.rounds.member import RESEND_SECONDS, ForkError, Member
 from protocol.rounds.member_events import (
     Applied,
@@ -37,7 +36,7 @@ from protocol.rounds.overlap import Ahead
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.commit import Commit, Contribution, Diverged, Part, Share
 from protocol.wire.encoding import Message
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import Attest, LogRequest, Offer, Withdraw
 from tests import tiny
 
@@ -48,8 +47,22 @@ DIGESTS = {"embed": "x"}
 
 
 def plan(round: int, *peers: str) -> Plan:
-    replicas = tuple(ReplicaSpec(rank=0, stages=(StageSpec(peer=p, first=0, last=4),)) for p in peers)
-    return Plan(round=round, slot=0, replicas=replicas)
+    """Everybody is a full replica; the text of a round and replica is where no other's is."""
+
+    def work(round: int, i: int) -> Work:
+        return Work(slot=1000 * round + 100 * i, steps=4, micro_batches=2)
+
+    replicas = (
+        ReplicaSpec(
+            number=i,
+            rank=0,
+            stages=(StageSpec(peer=p, first=0, last=4),),
+            work=work(round, i),
+            following=work(round + 1, i),
+        )
+        for i, p in enumerate(peers)
+    )
+    return Plan(round=round, replicas=tuple(replicas))
 
 
 def offer(round: int) -> Offer:
@@ -248,9 +261,10 @@ def test_run_over_waits_for_the_last_round() -> None:
 AHEAD = dataclasses.replace(M, outer=OuterSpec(overlap=1))
 
 
-def next_plan(round: int) -> Plan:
-    """What `plan(round - 1, ME)` lets expect."""
-    return dataclasses.replace(plan(round, ME), slot=planner.following(M, plan(round - 1, ME)))
+def elsewhere(round: int) -> Plan:
+    """Other text than `plan(round - 1, ME)` promised us."""
+    (replica,) = plan(round, ME).replicas
+    return plan(round, ME).replaced(dataclasses.replace(replica, work=dataclasses.replace(replica.work, slot=7)))
 
 
 def ahead() -> Driver:
@@ -258,7 +272,8 @@ def ahead() -> Driver:
     driver = Driver(manifest=AHEAD)
     driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
     driver.do(Trained(1, 4, TOKENS, 2.0))
-    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), TrainOrder(next_plan(2), 0)]
+    expected = Plan(round=2, replicas=(dataclasses.replace(plan(2, ME).replicas[0], following=None),))
+    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), TrainOrder(expected, 0)]
     assert driver.member.phase is Phase.WAITING
     return driver
 
@@ -270,20 +285,20 @@ def decided(plan: Plan) -> Commit:
 
 def test_ahead_of_the_commit_the_expected_plan_is_trained_and_goes_on_when_it_is_decided() -> None:
     driver = ahead()
-    effects = driver.settle(driver.learn(decided(next_plan(2))))
+    effects = driver.settle(driver.learn(decided(plan(2, ME))))
     assert [type(e) for e in effects] == [Apply, HoldShards, Send]
     assert (driver.member.phase, driver.member.overlap.state) == (Phase.TRAINING, Ahead.NONE)
-    assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [EncodeUpdate(next_plan(2), 0, 4, TOKENS, 1.9)]
+    assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [EncodeUpdate(plan(2, ME), 0, 4, TOKENS, 1.9)]
 
 
 def test_what_is_ready_ahead_is_encoded_only_upon_the_applied_commit() -> None:
     driver = ahead()
     assert driver.do(Trained(2, 4, TOKENS, 1.9)) == []
-    effects = driver.settle(driver.learn(decided(next_plan(2))))
+    effects = driver.settle(driver.learn(decided(plan(2, ME))))
     assert [type(e) for e in effects] == [Apply, HoldShards, EncodeUpdate, Send]
 
 
-@pytest.mark.parametrize("other", [plan(2, ME), dataclasses.replace(next_plan(2), replicas=plan(2, "other").replicas)])
+@pytest.mark.parametrize("other", [elsewhere(2), plan(2, "other")])
 def test_work_that_nobody_planned_is_stopped_and_forgotten(other: Plan) -> None:
     driver = ahead()
     effects = driver.settle(driver.learn(decided(other)))
@@ -295,20 +310,20 @@ def test_work_that_nobody_planned_is_stopped_and_forgotten(other: Plan) -> None:
 def test_ready_work_that_nobody_planned_is_forgotten() -> None:
     driver = ahead()
     driver.do(Trained(2, 4, TOKENS, 1.9))
-    assert TrainOrder(plan(2, ME), 0) in driver.settle(driver.learn(decided(plan(2, ME))))
+    assert TrainOrder(elsewhere(2), 0) in driver.settle(driver.learn(decided(elsewhere(2))))
 
 
 def test_who_failed_ahead_trains_when_the_plan_is_known() -> None:
     driver = ahead()
     assert driver.do(Failed(2, 1, "the chain failed")) == []
-    assert TrainOrder(next_plan(2), 0) in driver.settle(driver.learn(decided(next_plan(2))))
+    assert TrainOrder(plan(2, ME), 0) in driver.settle(driver.learn(decided(plan(2, ME))))
 
 
 def test_nothing_is_begun_ahead_of_a_commit_that_is_known_to_plan_otherwise() -> None:
     driver = Driver(manifest=AHEAD)
     driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
     driver.do(Trained(1, 4, TOKENS, 2.0))
-    commit = decided(plan(2, ME))
+    commit = decided(elsewhere(2))
     driver.learn(commit)
     assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), Apply(commit, ())]
 

@@ -46,7 +46,7 @@ ME, OTHER = Identity(b"m" * 32), Identity(b"o" * 32)
 PART = Part(shard="embed", digest="a" * 64, size=10, norm=1.5)
 CHAIN = ReplicaSpec(rank=4, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4)))
 FULL = ReplicaSpec(rank=0, stages=(StageSpec(peer="a", first=0, last=4),))
-PLAN = Plan(round=3, slot=40, replicas=(FULL, CHAIN), spares=("d",))
+PLAN = Plan(round=3, next_slot=40, replicas=(FULL, CHAIN), spares=("d",))
 COMMIT = Commit(
     run="r",
     round=2,
