@@ -43,7 +43,7 @@ class PeerView:
     here: bool = True
     """Whether it is not gone."""
     role: str = "waiting"
-    """`full`, `stage`, `spare` or `waiting`."""
+    """`full`, `stage`, `joining`, `spare` or `waiting`."""
     replica: int | None = None
     """The number of its replica in the plan, if it has one."""
     first: int = 0
@@ -366,6 +366,8 @@ class View:
             p.role, p.replica = "waiting", None
         for spare in plan.spares:
             self._peer(spare).role = "spare"
+        for peer in (peer for replica in plan.forming for peer in replica.peers):
+            self._peer(peer).role = "joining"
         for replica in plan.replicas:
             for position, stage in enumerate(replica.stages):
                 p = self._peer(stage.peer)

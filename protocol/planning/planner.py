@@ -9,6 +9,9 @@ speed (protocol/planning/speed.py); an unknown speed counts as the median of the
 Where neighbours by uplink make no chain any more, the peers with the most memory are tried.
 Who is left is a spare, and takes the place of a chain's member that is lost (protocol/rounds/chain_repair.py).
 
+A new replica whose members do not hold their shards yet is *forming*: they fetch them while the others train, and it begins in the
+first plan after all of them have attested that state.
+
 Replicas of the previous plan whose members are all still there are kept, so that nobody reloads blocks for nothing. A chain's blocks move
 where that pays (protocol/planning/partition.py).
 
@@ -19,8 +22,9 @@ the chain's slowest uplink. What a stage needs: protocol/planning/memory.py.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from protocol.codec import boundary_formats
 from protocol.planning.allotment import NEW, allot
@@ -59,9 +63,11 @@ def make_plan(
     round: int,
     previous: Plan | None,
     done: Mapping[int, int] | None = None,
+    holds: Callable[[StageSpec], bool] | None = None,
 ) -> Plan | None:
     """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
-    protocol/planning/allotment.py."""
+    protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a new replica
+    one of whose members has not is forming, and nobody waits for it, unless there is no other."""
     there = {c.peer: c for c in candidates}
     free = dict(there)
     layers = manifest.model.n_layers
@@ -75,6 +81,11 @@ def make_plan(
         )
         if fits:
             replicas.append(balanced(manifest, replica, free))
+            for peer in replica.peers:
+                del free[peer]
+    for replica in previous.forming if previous else ():
+        if all(stage.peer in free for stage in replica.stages):
+            replicas.append(replica)
             for peer in replica.peers:
                 del free[peer]
     for c in sorted(free.values(), key=lambda c: (-c.up_bps, c.peer)):
@@ -91,7 +102,9 @@ def make_plan(
             del free[c.peer]
     if not replicas:
         return None
-    return allot(manifest, round, replicas, sorted(free), there, previous, done)
+    begin = [r for r in replicas if r.number != NEW or holds is None or all(map(holds, r.stages))] or replicas
+    plan = allot(manifest, round, begin, sorted(free), there, previous, done)
+    return dataclasses.replace(plan, forming=tuple(r for r in replicas if r not in begin))
 
 
 Chain = tuple[Sequence[Candidate], Ranges]

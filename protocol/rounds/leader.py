@@ -46,6 +46,7 @@ it is; a member that was lost is planned again once it was heard again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
 from protocol.identity import short_peer
@@ -221,10 +222,12 @@ class Leader:
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
-        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
-        right = self.attestations.holds(spare, self.round - 1, wanted)
         there = spare in self.ready and spare not in self._absent
-        return right and there and partition.can_take(self.manifest, self.ready[spare], stage)
+        return (
+            there
+            and self._holds(dataclasses.replace(stage, peer=spare))
+            and partition.can_take(self.manifest, self.ready[spare], stage)
+        )
 
     def _tick(self, absent: frozenset[str], now: float) -> list[Effect]:
         self._absent = absent
@@ -290,9 +293,16 @@ class Leader:
         return [*self.position.stay(Decided, moved)] if moved else []
 
     def _candidates(self) -> list[Candidate]:
-        """Ready peers that attested the state before the open round (round 0: all, there is no state yet)."""
+        """Ready peers that attested the state before the open round (round 0: all, there is no state yet), and those of replicas that
+        are forming."""
         there = [c for p, c in sorted(self.ready.items()) if p not in self.roster.away]
-        return [c for c in there if self.attestations.newest(c.peer) >= self.round - 1]
+        forming = {p for r in (self._last_plan.forming if self._last_plan else ()) for p in r.peers}
+        return [c for c in there if c.peer in forming or self.attestations.newest(c.peer) >= self.round - 1]
+
+    def _holds(self, stage: StageSpec) -> bool:
+        """Whether a peer attested all shards that a stage needs, in the state before the open round."""
+        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
+        return self.attestations.holds(stage.peer, self.round - 1, wanted)
 
     def _advance(self, now: float) -> list[Effect]:
         if self.phase is Phase.CLOSING:
@@ -352,7 +362,14 @@ class Leader:
         plan = None
         if round < manifest.rounds:
             previous, done = self.roster.plan or self._last_plan, {c.replica: c.steps for c in contributions}
-            plan = planner.make_plan(manifest, self._candidates(), round=round + 1, previous=previous, done=done)
+            plan = planner.make_plan(
+                manifest,
+                self._candidates(),
+                round=round + 1,
+                previous=previous,
+                done=done,
+                holds=self._holds if round else None,
+            )
             if plan is None and not contributions:
                 return []
         commit = Commit(

@@ -77,7 +77,7 @@ def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[
         numbers = [replica.number for replica in commit.plan.replicas]
         if len(set(numbers)) < len(numbers) or not all(0 <= n < commit.plan.next_number for n in numbers):
             yield f"plans replicas under the numbers {numbers}"
-        for replica in commit.plan.replicas:
+        for replica in (*commit.plan.replicas, *commit.plan.forming):
             edges = [0, *(stage.last for stage in replica.stages)]
             if [s.first for s in replica.stages] != edges[:-1] or edges[-1] != manifest.model.n_layers:
                 yield f"plans replica {replica.number} with stages that are not the whole model"

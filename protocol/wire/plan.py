@@ -80,6 +80,8 @@ class Plan:
     """The round."""
     replicas: tuple[ReplicaSpec, ...]
     """The replicas, in the order in which a commit adds their work."""
+    forming: tuple[ReplicaSpec, ...] = ()
+    """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them."""
     spares: tuple[str, ...] = ()
     """Peers that wait to take the place of a member of a chain that is lost."""
     next_number: int = 0
@@ -104,11 +106,19 @@ class Plan:
 
     def stage_of(self, peer: str) -> StageSpec | None:
         """What `peer` trains, if anything."""
-        found = next((r for r in self.replicas if peer in r.peers), None)
-        return None if found is None else found.stage_of(peer)
+        return _stage(self.replicas, peer)
+
+    def held_by(self, peer: str) -> StageSpec | None:
+        """The stage whose shards `peer` has to hold: what it trains, or will train."""
+        return _stage((*self.replicas, *self.forming), peer)
 
     def replaced(self, replica: ReplicaSpec) -> Plan:
         """The plan with `replica` in the place of the one that has its number."""
         return dataclasses.replace(
             self, replicas=tuple(replica if r.number == replica.number else r for r in self.replicas)
         )
+
+
+def _stage(replicas: tuple[ReplicaSpec, ...], peer: str) -> StageSpec | None:
+    found = next((r for r in replicas if peer in r.peers), None)
+    return None if found is None else found.stage_of(peer)
