@@ -6,8 +6,8 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
 
     leader     event         next       effects              condition
     GATHERING                DECIDING   Propose              we lead, `start_peers` are ready and make a plan
-    OPEN                     DECIDING   Propose              we lead and no replica is pending, or its deadline has
-                                                             passed
+    OPEN                     DECIDING   Propose              we lead and no replica is pending, or is worth waiting
+                                                             for
     DECIDING   Decided       OPEN                            the next round begins
     DECIDING   Decided       CLOSING                         it was the last round
     DECIDING   Lead          OPEN                            who leads has changed
@@ -27,6 +27,8 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
     any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready
     any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is ready, or somebody
                                                              does not follow
+    OPEN       Tick          OPEN       Send(TimeUp)         the time to train is over, some have offered and others
+                                                             have not
     any        Attest        the same   Report               a peer has other bits than the majority
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain

@@ -10,11 +10,13 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     APPLYING  Applied        WAITING
     WAITING                  HOLDING   HoldShards                        no newer commit is known, the plan is new
     HOLDING   ShardsHeld     WAITING
-    WAITING                  TRAINING  TrainOrder                        the plan names us
-    WAITING                  TRAINING                                    the plan is the one that we train ahead by
+    WAITING                  TRAINING  TrainOrder, EndIn                 the plan names us
+    WAITING                  TRAINING  EndIn                             the plan is the one that we train ahead by
                                                                          already
     WAITING                  ENCODING  EncodeUpdate                      the plan is the one that we trained ahead
                                                                          by
+    TRAINING  TimeUp         TRAINING  EndIn                             the round's time is over, and others have
+                                                                         offered
     TRAINING  Trained        ENCODING  EncodeUpdate
     TRAINING  Failed         ENCODING  Send(Withdraw), KeepInFeedback
     TRAINING                 STOPPING  Stop                              the round's commit is known: we are too
@@ -28,8 +30,8 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     TRAINING  Reconfigured   STOPPING  Stop                              a spare has taken our place
     TRAINING  Reconfigured   STOPPING  Send(ChainReconfig),              the chain's round is over
                                        Send(Withdraw), Stop
-    WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder   we are a spare and take a lost member's
-                                                                         place
+    WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder,  we are a spare and take a lost member's
+                                       EndIn                             place
     WAITING                  DONE      Finish                            the run is over and we attested its final
                                                                          state
     any       Committed      the same  Send(LogRequest)                  commits in between are missing
