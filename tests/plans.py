@@ -57,7 +57,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
         / (0.9 * c.up_bps)
         for c, (a, b) in zip(members, ranges, strict=True)
     )
-    length = manifest.timing.round_deadline / 2
+    length = manifest.timing.training_seconds
     share = min(1.0, length / offer) if manifest.outer.overlap else length / (length + offer)
     there_at_all = math.prod(c.presence for c in members)
     for x, y in itertools.pairwise(members):

@@ -1,38 +1,63 @@
 """The matchmaker: who is a full replica, who joins which chain, who is a spare. A pure function.
 
-Replicas of the previous plan whose members are all still there, and can hold their blocks, are kept, their blocks moved between them where that
-pays (protocol/planning/partition.py). protocol/planning/arrange.py finds the rest: what brings most committed tokens per
-second, and what has to move for it. Who is left is a spare, and takes the place of a chain's member that is lost
-(protocol/rounds/chain_repair.py). What a stage needs: protocol/planning/memory.py.
+Replicas of the previous plan whose members are all still there, and can hold their blocks, are kept, and their blocks move between them
+where that pays (protocol/planning/partition.py). protocol/planning/arrange.py finds the rest: what brings most
+committed tokens per second, and which kept replicas are worth giving up for it. Who is left is a spare, and takes the place of
+a chain's member that is lost (protocol/rounds/chain_repair.py).
+
+A new replica whose members do not hold their shards yet is *forming*: they fetch them while the others train, and it begins in the
+first plan after all of them have attested that state. What a stage needs: protocol/planning/memory.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 
 from protocol.planning import arrange
+from protocol.planning.allotment import NEW, allot
 from protocol.planning.arrange import Arranged
 from protocol.planning.memory import needs_by_range
 from protocol.planning.partition import Candidate, balanced
-from protocol.run import data_order
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 
 def make_plan(
-    manifest: Manifest, candidates: Sequence[Candidate], *, round: int, slot: int, previous: Plan | None
+    manifest: Manifest,
+    candidates: Sequence[Candidate],
+    *,
+    round: int,
+    previous: Plan | None,
+    done: Mapping[int, int] | None = None,
+    holds: Callable[[StageSpec], bool] | None = None,
 ) -> Plan | None:
-    """The plan of `round`, whose text starts at `slot`; None where the candidates make not even one replica."""
+    """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
+    protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a new replica
+    one of whose members has not is forming, and nobody waits for it, unless there is no other."""
     there, needs = {c.peer: c for c in candidates}, needs_by_range(manifest)
     kept = [
         balanced(manifest, replica, there)
         for replica in (previous.replicas if previous else ())
         if all(s.peer in there and there[s.peer].memory_bytes >= needs[s.first, s.last] for s in replica.stages)
     ]
-    replicas, spares = arrange.arrange(manifest, candidates, [_arranged(replica) for replica in kept])
+    busy = {peer for replica in kept for peer in replica.peers}
+    forming = [
+        replica
+        for replica in (previous.forming if previous else ())
+        if all(peer in there and peer not in busy for peer in replica.peers)
+    ]
+    waiting = {peer for replica in forming for peer in replica.peers}
+    others = [c for c in candidates if c.peer not in waiting]
+    arranged, spares = arrange.arrange(manifest, others, [_arranged(replica) for replica in kept])
+    before = {replica.peers: replica for replica in kept}
+    replicas = [_spec(replica, before.get(replica.members)) for replica in arranged]
+    replicas += forming
     if not replicas:
         return None
-    return Plan(round=round, slot=slot, replicas=tuple(_spec(replica) for replica in replicas), spares=spares)
+    begin = [r for r in replicas if r.number != NEW or holds is None or all(map(holds, r.stages))] or replicas
+    plan = allot(manifest, round, begin, spares, there, previous, done)
+    return dataclasses.replace(plan, forming=tuple(r for r in replicas if r not in begin))
 
 
 def _arranged(replica: ReplicaSpec) -> Arranged:
@@ -40,12 +65,11 @@ def _arranged(replica: ReplicaSpec) -> Arranged:
     return Arranged(members=replica.peers, ranges=ranges, rank=replica.rank, rate=0.0)
 
 
-def _spec(replica: Arranged) -> ReplicaSpec:
-    stages = (StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(replica.members, replica.ranges, strict=True))
-    return ReplicaSpec(rank=replica.rank, stages=tuple(stages))
-
-
-def following(manifest: Manifest, plan: Plan) -> int:
-    """The first slot of the round after `plan`'s."""
-    train = manifest.train
-    return data_order.next_slot(plan.slot, len(plan.replicas), train.inner_steps, train.step_rows)
+def _spec(replica: Arranged, before: ReplicaSpec | None) -> ReplicaSpec:
+    """The replica in a plan; `before`: the kept one with the same members."""
+    stages = tuple(
+        StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(replica.members, replica.ranges, strict=True)
+    )
+    if before is not None and before.stages == stages:
+        return dataclasses.replace(before, rank=replica.rank)
+    return ReplicaSpec(number=NEW, rank=replica.rank, stages=stages)

@@ -99,7 +99,7 @@ def shapes(manifest: Manifest) -> Shapes:
         payload_bits=payload,
         ranks=tuple(by_width),
         boundary_bits=np.array(bits, dtype=np.float64),
-        round_seconds=manifest.timing.round_deadline / 2,
+        round_seconds=manifest.timing.training_seconds,
         overlap=manifest.outer.overlap > 0,
     )
 

@@ -276,7 +276,8 @@ def test_a_stage_fetches_its_own_shards_only(tmp_path: Path) -> None:
             await to(swarm, rounds, 11)
             chain = [swarm.start(name, memory=half) for name in ("c", "d")]
             await planned(swarm, rounds, *chain)
-            stages = next(r.stages for r in swarm.archive.commits[12].plan.replicas if len(r.stages) == 2)
+            (forming,) = swarm.archive.commits[12].plan.forming
+            stages = forming.stages
             for stage in stages:
                 peer = next(p for p in chain if p.id == stage.peer)
                 held = memory.held_shards(run, stage.first, stage.last)
