@@ -14,6 +14,8 @@ from protocol.run.manifest import Manifest
 
 MOST_SPARES = 20
 """Of which each is named."""
+LONGEST_NAME = 24
+"""Peer ids are longer."""
 
 
 def plan_lines(
@@ -30,7 +32,7 @@ def plan_lines(
         yield from _replica_lines(manifest, number, replica)
     there = {c.peer: c for c in candidates}
     for peer in spares[:MOST_SPARES]:
-        yield f"  spare  {short_peer(clean(peer))}: {why_spare(manifest, there[peer])}"
+        yield f"  spare  {named(peer)}: {why_spare(manifest, there[peer])}"
     if len(spares) > MOST_SPARES:
         yield f"  and {len(spares) - MOST_SPARES} more spares"
 
@@ -44,7 +46,12 @@ def _replica_lines(manifest: Manifest, number: int, replica: Explained) -> Itera
     )
     for role in replica.roles:
         part = blocks(role.first, role.last) if chain else "the whole model"
-        yield f"      {short_peer(clean(role.peer))}  {part}, {role.seconds:.2g} s a micro-batch: {role.why}"
+        yield f"      {named(role.peer)}  {part}, {role.seconds:.2g} s a micro-batch: {role.why}"
+
+
+def named(peer: str) -> str:
+    """A name as it is in a file of peers, or the end of a peer id."""
+    return clean(peer if len(peer) <= LONGEST_NAME else short_peer(peer))
 
 
 def change_line(before: float, after: float) -> str:

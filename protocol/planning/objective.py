@@ -49,6 +49,10 @@ USUAL_BPS = 20e6
 USUAL_LATENCY = 0.025
 TOLERANCE = 0.01
 """A wider rank is taken where it costs at most this share of the rate: it learns better (docs/results/learning.md)."""
+DEEPER = (2, 4)
+"""How many times as many micro-batches as memory always has room for (`window`) are tried to have room for."""
+USUAL_TRIPS = 3
+"""A chain with so many micro-batches under way for each stage hardly gains from more."""
 _HALVINGS = 10
 Flags = NDArray[np.bool_]
 
@@ -93,6 +97,17 @@ class Swarm:
         whole = np.where(self.memory >= table.needs[WHOLE][-1], table.layers, 0)
         self.caps = np.stack([*caps, whole]).astype(np.int64)
         """[K, n]: the most blocks that a member can hold as a stage of this kind."""
+        self.deeper_caps = [self._caps_at(table.window * times) for times in DEEPER if table.window * times <= table.micro_batches]
+
+    def _caps_at(self, depth: int) -> Ints:
+        """[K, n]: the most blocks with which a member has all activations of so many micro-batches in flight."""
+        table = self.shapes
+        caps = self.caps.copy()
+        for kind in (FIRST, MIDDLE):
+            flight = depth * (table.flight[kind] + table.frame[kind])
+            needs = np.maximum(table.needs[kind], table.resting[kind] + flight)
+            caps[kind] = np.searchsorted(needs[1:], self.memory, side="right")
+        return caps
 
     # --- members to stages
 
@@ -105,20 +120,20 @@ class Swarm:
 
     def fits(self, rows: Ints) -> Flags:
         """[N]: whether the members can hold the model in this order."""
-        return self._fits(rows, self.kinds(rows))
+        return self._fits(rows, self.kinds(rows), self.caps)
 
-    def _fits(self, rows: Ints, kind: Ints) -> Flags:
-        cap = self._at(self.caps, kind, rows)
+    def _fits(self, rows: Ints, kind: Ints, caps: Ints) -> Flags:
+        cap = self._at(caps, kind, rows)
         there = rows >= 0
         enough = np.where(there, cap, 0).sum(axis=1) >= self.shapes.layers
         few = there.sum(axis=1) <= self.shapes.layers
         return enough & few & (np.where(there, cap, 1) >= 1).all(axis=1)
 
-    def share_out(self, rows: Ints) -> Ints:
-        """[N, S]: how many blocks each member gets, for rows that fit: the slowest stage is as quick as can be, and then the
-        slowest members have as few as can be."""
+    def share_out(self, rows: Ints, caps: Ints) -> Ints:
+        """[N, S]: how many blocks each member gets, at most `caps` [K, n], for rows that fit so: the slowest stage is as quick as can be,
+        and then the slowest members have as few as can be."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
-        cap = np.where(there, self._at(self.caps, kind, rows), 0)
+        cap = np.where(there, self._at(caps, kind, rows), 0)
         extra = np.where(there, table.extra_ops[kind], 0.0)
         seconds = np.where(there, 1.0 / self.speed[rows], 0.0)
         speed = np.where(there, self.speed[rows], 0.0)
@@ -236,7 +251,7 @@ class Swarm:
             seconds = np.minimum(seconds, took)
         if self.private.any():
             seconds = seconds / self._reached(rows)
-        found: Floats = np.where(self._fits(rows, kind), seconds, math.inf)
+        found: Floats = np.where(self._fits(rows, kind, self.caps), seconds, math.inf)
         return found
 
     def _reached(self, rows: Ints) -> Floats:
@@ -252,9 +267,30 @@ class Swarm:
         good = np.flatnonzero(self.fits(rows))
         if len(good):
             some = np.asfortranarray(rows[good])
-            blocks[good] = shared = np.asfortranarray(self.share_out(some))
+            blocks[good] = shared = np.asfortranarray(self.share_out(some, self.caps))
             rate[good], rank[good] = self.rates(some, shared)
+            self._deepen(rows, good[self._shallow(some, shared)], (blocks, rate, rank))
         return Rated(blocks=blocks, rate=rate, rank=rank)
+
+    def _shallow(self, rows: Ints, blocks: Ints) -> Flags:
+        """[N]: whether more micro-batches under way might help."""
+        size = (rows >= 0).sum(axis=1)
+        plain, _ = self.depths(rows, blocks)
+        return (size > 1) & (plain < np.minimum(self.shapes.micro_batches, USUAL_TRIPS * size))
+
+    def _deepen(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
+        """Shares the blocks of some rows out so that members can have more micro-batches in flight, where that is better."""
+        blocks, rate, rank = found
+        for caps in self.deeper_caps:
+            which = which[self._fits(rows[which], self.kinds(rows[which]), caps)]
+            if not len(which):
+                return
+            some = np.asfortranarray(rows[which])
+            shared = np.asfortranarray(self.share_out(some, caps))
+            rate_then, rank_then = self.rates(some, shared)
+            better = rate_then > rate[which] * (1 + 1e-9)
+            at = which[better]
+            blocks[at], rate[at], rank[at] = shared[better], rate_then[better], rank_then[better]
 
     @staticmethod
     def _at(table: Ints, kind: Ints, rows: Ints) -> Ints:

@@ -1,7 +1,7 @@
 """In which order the members of a chain stand: who has the embedding, who has the head, and who talks to whom. Pure.
 
 The ends of a chain need more memory than its middle (embedding, head), the head is computed as well, and an end's link carries one
-boundary where others carry two. So what decides are the two ends. `few` tries those that look best, `ends` all pairs. Between
+boundary where others carry two. So what decides are the two ends. `few` tries those that look best, `many` all of them. Between
 them members stand as their places lie on the way from one end to the other, which is short where peers lie in a few regions.
 """
 
@@ -15,6 +15,9 @@ import numpy as np
 
 from protocol.planning.objective import Flags, Rated, Swarm
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, Floats, Ints
+
+ALL = 5
+"""Members of a chain of which all orders are tried, where orders are tried thoroughly."""
 
 
 def few(swarm: Swarm, rows: Ints) -> Iterator[Ints]:
@@ -47,16 +50,25 @@ def few(swarm: Swarm, rows: Ints) -> Iterator[Ints]:
         yield between(swarm, rows, last, first)
 
 
-def ends(swarm: Swarm, rows: Ints) -> tuple[Ints, Ints]:
-    """The rows with every pair of members at the ends, one row each, and the numbers of the rows that they are."""
+def many(swarm: Swarm, rows: Ints) -> tuple[Ints, Ints]:
+    """The rows in all orders, those of more than ALL members with every pair of them at the ends; one row each, and the numbers
+    of the rows that they are."""
     size = (rows >= 0).sum(axis=1)
-    pairs = [
-        (np.flatnonzero(size > max(i, j)), i, j) for i, j in itertools.permutations(range(rows.shape[1]), 2)
-    ]
-    which = np.concatenate([np.flatnonzero(size == 1), *(some for some, _, _ in pairs)])
-    first = np.concatenate([np.zeros((size == 1).sum(), np.int64), *(np.full(len(some), i) for some, i, _ in pairs)])
-    last = np.concatenate([np.zeros((size == 1).sum(), np.int64), *(np.full(len(some), j) for some, _, j in pairs)])
-    return between(swarm, rows[which], first, last), which
+    found: list[Ints] = []
+    which: list[Ints] = []
+    for members in range(1, rows.shape[1] + 1):
+        some = np.flatnonzero(size == members)
+        if members > ALL:
+            for first, last in itertools.permutations(range(members), 2):
+                found.append(between(swarm, rows[some], np.full(len(some), first), np.full(len(some), last)))
+                which.append(some)
+            continue
+        for order in itertools.permutations(range(members)):
+            ordered = rows[some]
+            ordered[:, :members] = ordered[:, order]
+            found.append(ordered)
+            which.append(some)
+    return np.asfortranarray(np.concatenate(found)), np.concatenate(which)
 
 
 def between(swarm: Swarm, rows: Ints, first: Ints, last: Ints) -> Ints:
@@ -81,7 +93,7 @@ def _two(there: Flags, key: Floats, other_key: Floats) -> tuple[Ints, Ints]:
 
 
 def best(swarm: Swarm, rows: Ints, thorough: bool) -> tuple[Ints, Rated]:
-    """The rows in the best of the orders tried, a few, or with `thorough` all pairs of ends, each of them rated in full."""
+    """The rows in the best of the orders tried, a few, or with `thorough` many, each of them rated in full."""
     rows = np.asfortranarray(rows)
     if rows.shape[1] < 2:
         return rows, swarm.rated(rows)
@@ -93,7 +105,7 @@ def best(swarm: Swarm, rows: Ints, thorough: bool) -> tuple[Ints, Rated]:
             better = seconds < least * (1 - 1e-9)
             found[better], least[better] = order[better], seconds[better]
         return found, swarm.rated(found)
-    tried, which = ends(swarm, rows)
+    tried, which = many(swarm, rows)
     fits = swarm.fits(tried)
     tried, which = tried[fits], which[fits]
     all_rated = swarm.rated(tried)
