@@ -87,9 +87,11 @@ def _ways(
 
 
 def _step(micro_batches: int, stages: list[float], wires: list[float], on_the_way: float, depth: float) -> float:
-    """One micro-batch goes all the way, the others follow at the pace of the slowest part, or as places become free."""
-    trip = sum(stages) + on_the_way
-    return trip + (micro_batches - 1) * max(*stages, *wires, trip / depth, 0.0)
+    """One micro-batch goes all the way. The others follow at the pace of the slowest part; those that find no place at first are
+    let in one by one as others come back, which `depth` of them do in the time of one trip."""
+    trip, pace = sum(stages) + on_the_way, max([*stages, *wires])
+    waiting = micro_batches - depth
+    return max(trip + (micro_batches - 1) * pace, trip + (depth - 1) * pace + waiting * trip / depth)
 
 
 def total(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged]) -> float:

@@ -80,7 +80,7 @@ def _limit(swarm: Swarm, names: Sequence[str], rows: Ints, blocks: Ints, rank: i
     link = int(np.argmax(np.maximum(forward, backward)))
     wire = float(max(forward[link], backward[link]))
     pace = max(float(compute[slowest]), wire)
-    if trip / float(plain[0]) > pace:
+    if plain[0] < swarm.shapes.micro_batches and trip / float(plain[0]) > pace:
         return f"memory: only {int(plain[0])} micro-batches fit under way, and one takes {trip:.2g} s there and back"
     fill = (trip - pace) / (trip + (swarm.shapes.micro_batches - 1) * pace)
     waits = f"; {fill:.0%} of a step is the way there and back" if fill >= 0.1 else ""

@@ -4,13 +4,13 @@ Rounds have no barrier: every replica trains for the same time, does as many inn
 it trained. So a swarm's rate is the sum of its replicas' rates, and that of a replica is
 
     rate = M n / step x round / (round + payload / uplink) x presence         M micro-batches of n tokens
-    step = trip + (M - 1) max(tau, trip / D)
+    step = trip + max((M - 1) tau, (M - D) trip / D + (D - 1) tau)
     trip = sum of t + sum of (f + b + 2 l)         one micro-batch through the chain and back
     tau  = largest t, f or b                       what sets the pace
 
 with t the seconds of a stage per micro-batch, forward and backward (its operations over its member's speed), f and b those
 that a boundary carries a frame forward and backward, l the boundary's latency, and D the depth: as many micro-batches are under way
-as the members' memory allows. A stage whose memory holds the inputs alone computes its forward twice (t x 4 / 3); that is
+as the members' memory allows, and each of the others waits until one is through. A stage whose memory holds the inputs alone computes its forward twice (t x 4 / 3); that is
 done where it pays. The step is the closed form of protocol/planning/pipeline_model.py's simulation. A full replica is a
 chain of one stage.
 
@@ -74,8 +74,9 @@ def step(micro_batches: int, compute: Floats, links: tuple[Floats, Floats], dept
     and back, and the slowest boundary's in one direction; `depth` [N]."""
     there_and_back, slowest = links
     trip = compute.sum(axis=1) + there_and_back
-    pace = np.maximum(np.maximum(compute.max(axis=1), slowest), trip / depth)
-    found: Floats = trip + (micro_batches - 1) * pace
+    pace = np.maximum(compute.max(axis=1), slowest)
+    held_up = (micro_batches - depth) * trip / depth + (depth - 1) * pace
+    found: Floats = trip + np.maximum((micro_batches - 1) * pace, held_up)
     return found
 
 
