@@ -53,8 +53,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
     offer = max(
         8
         * sum(
-            sparse.max_payload_size(codec, layout.shapes(model, shard))
-            for shard in memory.stage_shards(manifest, a, b)
+            sparse.max_payload_size(codec, layout.shapes(model, shard)) for shard in memory.stage_shards(manifest, a, b)
         )
         / (0.9 * c.up_bps)
         for c, (a, b) in zip(members, ranges, strict=True)
@@ -135,7 +134,12 @@ def small_manifest(rng: random.Random) -> Manifest:
     """A model of five blocks, with sizes like those of a larger one's blocks, and a run in one of several shapes."""
     width = rng.choice((512, 1024))
     model = ModelSpec(
-        vocab_size=rng.choice((8192, 32768)), d_model=width, n_layers=5, n_heads=8, d_ff=width * 8 // 3 // 64 * 64, context=1024
+        vocab_size=rng.choice((8192, 32768)),
+        d_model=width,
+        n_layers=5,
+        n_heads=8,
+        d_ff=width * 8 // 3 // 64 * 64,
+        context=1024,
     )
     train = TrainSpec(
         inner_steps=50, micro_batches=rng.choice((4, 8, 32)), rows=1, sequence=rng.choice((256, 1024)),
@@ -185,7 +189,9 @@ promises."""
 def manifest_of(model: str) -> Manifest:
     """A run of one of SHAPES, with rounds of ten minutes."""
     spec = SHAPES[model]
-    train = TrainSpec(inner_steps=500, micro_batches=16, rows=1, sequence=1024, lr=1e-3, warmup_steps=0, total_steps=9999)
+    train = TrainSpec(
+        inner_steps=500, micro_batches=16, rows=1, sequence=1024, lr=1e-3, warmup_steps=0, total_steps=9999
+    )
     return tiny.manifest(
         model=spec,
         train=train,
@@ -261,7 +267,10 @@ def climbed(
     """Tokens per second after so many seconds of CPU of a local search: random moves, exchanges, additions and removals of members,
     new orders and cuts, and what is not worse stays."""
     by_name = {c.peer: c for c in candidates}
-    groups = [([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges, r.rank)) for r in start]
+    groups = [
+        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges, r.rank))
+        for r in start
+    ]
     free = [c for c in candidates if not any(c.peer in r.members for r in start)]
     groups.append((free, 0.0))
     end = time.process_time() + seconds

@@ -132,9 +132,7 @@ def monitor(
     _run(commands.monitor(run, json))
 
 
-@app.command(
-    epilog="Example: potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS"
-)
+@app.command(epilog="Example: potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS")
 def plan(
     run: Annotated[
         str | None,

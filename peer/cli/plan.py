@@ -81,7 +81,9 @@ def _from_file(path: Path) -> Known:
     found: list[Candidate] = []
     for i, peer in enumerate(peers):
         if not isinstance(peer, dict) or set(peer) - _FIELDS:
-            raise UsageError(f"peers {path}: peer {i + 1}: knows only {', '.join(sorted(_FIELDS))}; see docs/guides/plan.md")
+            raise UsageError(
+                f"peers {path}: peer {i + 1}: knows only {', '.join(sorted(_FIELDS))}; see docs/guides/plan.md"
+            )
         found += _described(peer, f"p{i + 1}", f"peers {path}: peer {i + 1}")
     _unique(found, f"peers {path}")
     return Known(manifest=read_manifest(path.parent / name), candidates=tuple(found))
@@ -129,7 +131,9 @@ def parse_speed(text: str) -> int:
 def _unique(candidates: Sequence[Candidate], source: str) -> None:
     names = {c.peer for c in candidates}
     if len(names) < len(candidates) or len(names) > MAX_PEERS:
-        raise UsageError(f"{source}: two peers have the same name, or there are over {MAX_PEERS}; give each a name of its own")
+        raise UsageError(
+            f"{source}: two peers have the same name, or there are over {MAX_PEERS}; give each a name of its own"
+        )
 
 
 async def _from_run(text: str) -> Known:
@@ -141,15 +145,22 @@ async def _from_run(text: str) -> Known:
         transport = await start_transport(Path(name), "127.0.0.1", 0, run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            monitor = Monitor(manifest, transport)
-            await monitor.poll(lambda event: None)
+            return await known_by(Monitor(manifest, transport))
         finally:
             await transport.aclose()
+
+
+async def known_by(monitor: Monitor) -> Known:
+    """What the announcements and the log say. Raises RemoteError."""
+    await monitor.poll(lambda event: None)
     found = [
-        Candidate(**{f: getattr(peer, f) for f in Candidate.__slots__ if hasattr(peer, f)}) for peer in monitor.peers.values()
+        Candidate(**{f: getattr(peer, f) for f in Candidate.__slots__ if hasattr(peer, f)})
+        for peer in monitor.peers.values()
     ]
     newest = monitor.commits[-1].plan if monitor.commits else None
-    return Known(manifest=manifest, candidates=tuple(found), replicas=newest.replicas if newest else ())
+    return Known(
+        manifest=monitor.manifest, candidates=tuple(found), replicas=newest.replicas if newest is not None else ()
+    )
 
 
 # --- what becomes of them

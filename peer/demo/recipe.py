@@ -113,7 +113,9 @@ def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
     sizes = [rest] * (options.stages - 1) + [last]
     for chain in range(options.chains):
         # each chain a little slower than the one before, so that the matchmaker does not mix their members
-        up = int(_uplink(manifest, sizes, options.rank[chain % len(options.rank)]) * (1 + 0.01 * (options.chains - chain)))
+        up = int(
+            _uplink(manifest, sizes, options.rank[chain % len(options.rank)]) * (1 + 0.01 * (options.chains - chain))
+        )
         for stage in range(options.stages):
             wanted.append((f"chain-{chain}-{stage}", last if stage == options.stages - 1 else rest, up))
     for spare in range(options.spares):

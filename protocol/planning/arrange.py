@@ -101,7 +101,9 @@ def _as_they_are(swarm: Swarm, old: dict[Group, Arranged]) -> dict[Group, Arrang
         row[: len(replica.ranges)] = [b - a for a, b in replica.ranges]
     ranks = swarm.shapes.ranks
     best, rank = swarm.rates(rows, blocks)
-    as_is = np.array([ranks.index(r.rank) if r.rank in ranks else int(n) for r, n in zip(old.values(), rank, strict=True)])
+    as_is = np.array(
+        [ranks.index(r.rank) if r.rank in ranks else int(n) for r, n in zip(old.values(), rank, strict=True)]
+    )
     same = swarm.rates(rows, blocks, as_is)[0]
     changes = (best * GAIN >= same) & [len(group) > 1 for group in old]
     return {
@@ -163,7 +165,9 @@ def _holds(swarm: Swarm, run: Sequence[int]) -> bool:
     blocks, places = sum(inner), range(len(run))
     return any(
         first[a] and last[b] and blocks + first[a] - inner[a] + last[b] - inner[b] >= swarm.shapes.layers
-        for a, b in itertools.permutations(sorted(places, key=lambda k: -max(first[k] - inner[k], last[k] - inner[k]))[:4], 2)
+        for a, b in itertools.permutations(
+            sorted(places, key=lambda k: -max(first[k] - inner[k], last[k] - inner[k]))[:4], 2
+        )
     )
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.planning.partition import Candidate
-from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints, Shapes, shapes
+from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints, shapes
 from protocol.run.manifest import Manifest
 
 CARRIED = 0.9
@@ -98,7 +98,9 @@ class Swarm:
         whole = np.where(self.memory >= table.needs[WHOLE][-1], table.layers, 0)
         self.caps = np.stack([*caps, whole]).astype(np.int64)
         """[K, n]: the most blocks that a member can hold as a stage of this kind."""
-        self.deeper_caps = [self._caps_at(table.window * times) for times in DEEPER if table.window * times <= table.micro_batches]
+        self.deeper_caps = [
+            self._caps_at(table.window * times) for times in DEEPER if table.window * times <= table.micro_batches
+        ]
 
     def _caps_at(self, depth: int) -> Ints:
         """[K, n]: the most blocks with which a member has all activations of so many micro-batches in flight."""
@@ -217,9 +219,7 @@ class Swarm:
             slowest = np.maximum(forward, backward).max(axis=1, initial=0.0)
             seconds[rank] = step(self.shapes.micro_batches, compute, (trip, slowest), plain)
             if (deep > plain).any():
-                seconds[rank] = np.minimum(
-                    seconds[rank], step(self.shapes.micro_batches, twice, (trip, slowest), deep)
-                )
+                seconds[rank] = np.minimum(seconds[rank], step(self.shapes.micro_batches, twice, (trip, slowest), deep))
         return seconds
 
     def rates(self, rows: Ints, blocks: Ints, rank: Ints | None = None) -> tuple[Floats, Ints]:
@@ -244,7 +244,10 @@ class Swarm:
         pace = (table.layers * table.block_ops + table.extra_ops[WHOLE]) / speed
         latency = 2 * self.latencies(rows).sum(axis=1)
         forward, backward = self.boundaries(rows, kind, table.boundary_bits[0])
-        trip, slowest = forward.sum(axis=1) + backward.sum(axis=1), np.maximum(forward, backward).max(axis=1, initial=0.0)
+        trip, slowest = (
+            forward.sum(axis=1) + backward.sum(axis=1),
+            np.maximum(forward, backward).max(axis=1, initial=0.0),
+        )
         seconds = np.full(len(rows), math.inf)
         for bits in table.boundary_bits:
             part = bits.sum() / table.boundary_bits[0].sum()

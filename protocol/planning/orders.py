@@ -113,7 +113,12 @@ def best(swarm: Swarm, rows: Ints, thorough: bool) -> tuple[Ints, Rated]:
     top, first_at = np.unique(which[order], return_index=True)
     blocks, rate, rank = np.zeros_like(rows), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
     at = order[first_at]
-    found[top], blocks[top], rate[top], rank[top] = tried[at], all_rated.blocks[at], all_rated.rate[at], all_rated.rank[at]
+    found[top], blocks[top], rate[top], rank[top] = (
+        tried[at],
+        all_rated.blocks[at],
+        all_rated.rate[at],
+        all_rated.rank[at],
+    )
     return found, Rated(blocks=blocks, rate=rate, rank=rank)
 
 

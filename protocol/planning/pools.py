@@ -14,6 +14,7 @@ passes bring nothing any more, or after a bounded number of rated rows. Nothing 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -117,7 +118,9 @@ def near(swarm: Swarm, now: Arrangement, turn: int) -> tuple[list[Group], list[i
     uplinks, by an axis of their coordinates, by speed, or in no order."""
     axes = [np.nan_to_num(axis) for axis in swarm.place.T if not np.isnan(axis).all()] or [swarm.down]
     axis = axes[turn // KEYS % len(axes)]
-    key = (swarm.up, axis, _mixed(np.arange(len(axis)), turn), swarm.speed, _mixed(np.arange(len(axis)), -turn))[turn % KEYS]
+    key = (swarm.up, axis, _mixed(np.arange(len(axis)), turn), swarm.speed, _mixed(np.arange(len(axis)), -turn))[
+        turn % KEYS
+    ]
     items = [*now.groups, *((peer,) for peer in sorted(now.free))]
     rows = padded(items)
     there = rows >= 0
@@ -166,7 +169,7 @@ def _cut(group: Group, most: int, turn: int) -> list[Group]:
         return [(peer,) for peer in group]
     if most == 2 or turn % 2:  # runs of about the same length
         edges = [len(group) * i // most for i in range(most + 1)]
-        return [group[a:b] for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        return [group[a:b] for a, b in itertools.pairwise(edges)]
     shift = turn * 3 % len(group)
     alone = [(shift + i * (len(group) // most + 1)) % len(group) for i in range(most - 1)]
     rest = tuple(peer for i, peer in enumerate(group) if i not in alone)

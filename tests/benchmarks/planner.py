@@ -35,12 +35,16 @@ def small(count: int) -> None:
         if (seed + 1) % 100 == 0:
             print(f"{seed + 1} swarms: mean {statistics.mean(shares):.2%}, worst {min(shares):.2%}", flush=True)
     exact = sum(share > 1 - 1e-9 for share in shares)
-    print(f"{count} swarms, {len(shares)} of which can train: mean {statistics.mean(shares):.2%} of the optimum, worst {min(shares):.2%}; {exact} exact")
+    print(
+        f"{count} swarms, {len(shares)} of which can train: mean {statistics.mean(shares):.2%} of the optimum, worst {min(shares):.2%}; {exact} exact"
+    )
 
 
 def swarms(count: int, climb: float, models: list[str]) -> None:
     """Against others' plans."""
-    print("| model | swarms | over random | worst | over greedy | worst | of a local search | worst | CPU seconds a plan |")
+    print(
+        "| model | swarms | over random | worst | over greedy | worst | of a local search | worst | CPU seconds a plan |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for model in models:
         rows = []
@@ -51,7 +55,9 @@ def swarms(count: int, climb: float, models: list[str]) -> None:
             replicas, _ = arrange(manifest, peers)
             took = time.process_time() - began
             ours = plans.total(manifest, peers, replicas)
-            by_chance = [plans.total(manifest, peers, plans.grouped(manifest, rng.sample(peers, len(peers)))) for _ in range(3)]
+            by_chance = [
+                plans.total(manifest, peers, plans.grouped(manifest, rng.sample(peers, len(peers)))) for _ in range(3)
+            ]
             keys = (lambda c: -c.up_bps, lambda c: -c.speed_flops)
             greedy = max(plans.total(manifest, peers, plans.grouped(manifest, sorted(peers, key=key))) for key in keys)
             searched = plans.climbed(manifest, peers, replicas, climb * took, rng) if climb else ours
@@ -73,7 +79,9 @@ def many(count: int, models: list[str]) -> None:
         replicas, spares = arrange(manifest, peers)
         took = time.process_time() - began
         total = sum(r.rate for r in replicas)
-        print(f"{model}: {count} peers: {took:.2f} s, {len(replicas)} replicas, {len(spares)} spares, {total:.0f} tokens per second")
+        print(
+            f"{model}: {count} peers: {took:.2f} s, {len(replicas)} replicas, {len(spares)} spares, {total:.0f} tokens per second"
+        )
         gone = {c.peer for c in peers[7::100]}
         new = [dataclasses.replace(c, peer="new-" + c.peer) for c in plans.volunteers(random.Random(1), len(gone))]
         kept = [r for r in replicas if not gone.intersection(r.members)]

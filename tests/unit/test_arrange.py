@@ -28,7 +28,7 @@ CHAIN_ROWS = Path(__file__).parents[2] / "docs/results/chain.md"
 def test_small_swarms_are_arranged_almost_as_well_as_can_be() -> None:
     """A slice of tests/benchmarks/planner.py --small."""
     shares = []
-    for seed in range(40):
+    for seed in range(30):
         rng = random.Random(seed)
         manifest = plans.small_manifest(rng)
         peers = plans.small_swarm(rng, manifest)[:5]
@@ -60,12 +60,14 @@ def test_a_plan_does_not_depend_on_the_order_of_the_peers() -> None:
     assert arrange(manifest, peers) == arrange(manifest, rng.sample(peers, len(peers)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 30))
 def test_every_arrangement_is_sound(seed: int, count: int) -> None:
     rng = random.Random(seed)
     manifest = plans.small_manifest(rng)
-    peers = [dataclasses.replace(c, peer=f"{i}-{c.peer}") for i in range(count) for c in plans.small_swarm(rng, manifest)][:count]
+    peers = [
+        dataclasses.replace(c, peer=f"{i}-{c.peer}") for i in range(count) for c in plans.small_swarm(rng, manifest)
+    ][:count]
     replicas, spares = arrange(manifest, peers)
     held = {c.peer: c.memory_bytes for c in peers}
     for replica in replicas:
@@ -81,7 +83,9 @@ def test_every_arrangement_is_sound(seed: int, count: int) -> None:
 def test_nonsense_in_announcements_hurts_nobody_else() -> None:
     manifest, peers = plans.manifest_of("0.5B"), plans.volunteers(random.Random(1), 20)
     wild = [
-        Candidate(peer="a", memory_bytes=10**30, up_bps=10**30, down_bps=-5, speed_flops=10**18, coordinates=(1e300, 2.0)),
+        Candidate(
+            peer="a", memory_bytes=10**30, up_bps=10**30, down_bps=-5, speed_flops=10**18, coordinates=(1e300, 2.0)
+        ),
         Candidate(peer="b", memory_bytes=-1, up_bps=-1, coordinates=(float("nan"),) * 50, presence=7.0, reachable="?"),
         Candidate(peer="c", memory_bytes=10**10, up_bps=0, coordinates=(float("inf"), 0.0), presence=-1.0),
     ]
@@ -129,7 +133,11 @@ def test_the_chains_that_were_measured_are_predicted_within_ten_points() -> None
     """docs/results/chain.md: four stages of 400 TFLOP/s of a model of 70 billion parameters, d = 8192; the inner ones have twice the link. The
     planner chooses the depth."""
     grid = CHAIN_ROWS.read_text(encoding="utf-8").split("## The grid: int4")[1].split("\n## ")[0]
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in grid.splitlines() if re.match(r"\| \d+ \| \d+ \|", line)]
+    rows = [
+        [c.strip() for c in line.strip("|").split("|")]
+        for line in grid.splitlines()
+        if re.match(r"\| \d+ \| \d+ \|", line)
+    ]
     assert len(rows) == 66
     worst = 0.0
     for rate, latency, divisor, form, micro_batches, share, tokens in map(_row, rows):
@@ -143,7 +151,9 @@ def _predicted(rate: float, latency: float, divisor: int, form: str, micro_batch
     spec = ModelSpec(vocab_size=16, d_model=width, n_layers=layers, n_heads=64, d_ff=28_672, context=4096)
     manifest = tiny.manifest(
         model=spec,
-        train=TrainSpec(inner_steps=1, micro_batches=micro_batches, rows=1, sequence=tokens, lr=1.0, warmup_steps=0, total_steps=9),
+        train=TrainSpec(
+            inner_steps=1, micro_batches=micro_batches, rows=1, sequence=tokens, lr=1.0, warmup_steps=0, total_steps=9
+        ),
         chains=ChainSpec(rank=(width // divisor if divisor > 1 else 0,), forward=form, backward=form),
         timing=TimingSpec(round_deadline=1e9),
     )
@@ -182,12 +192,12 @@ def _replaced(peers: list[Candidate], changes: dict[str, object]) -> list[Candid
 
 
 def test_who_stays_is_kept_and_the_others_are_arranged_anew() -> None:
-    manifest, peers = plans.manifest_of("0.5B"), plans.volunteers(random.Random(3), 60)
+    manifest, peers = plans.manifest_of("0.5B"), plans.volunteers(random.Random(3), 40)
     replicas, _ = arrange(manifest, peers)
     gone = set(max((r.members for r in replicas), key=len)[:1])
     kept = [r for r in replicas if not gone & set(r.members)]
     there = [c for c in peers if c.peer not in gone]
-    after, spares = arrange(manifest, there, kept)
+    after, _ = arrange(manifest, there, kept)
     same = {r.members for r in kept} & {r.members for r in after}
     assert len(same) >= 0.8 * len(kept), "a few may take in those who were left"
     fresh, _ = arrange(manifest, there)
@@ -214,7 +224,9 @@ def _strong_newcomer(speed: int, up: int = 10**8) -> tuple[list[Arranged], tuple
     manifest = plans.small_manifest(rng)
     whole = memory.stage_memory(manifest, 0, 5)
     weak = [
-        Candidate(peer=p, memory_bytes=int(0.75 * whole), up_bps=up, down_bps=up, speed_flops=10**12, coordinates=(0.0,))
+        Candidate(
+            peer=p, memory_bytes=int(0.75 * whole), up_bps=up, down_bps=up, speed_flops=10**12, coordinates=(0.0,)
+        )
         for p in "ab"
     ]
     before, _ = arrange(manifest, weak)
@@ -254,7 +266,8 @@ def test_the_limit_of_a_chain_is_named() -> None:
     manifest = plans.manifest_of("0.5B")
     half = memory.stage_memory(manifest, 0, 12) * 2 // 3
     peers = [
-        Candidate(peer=p, memory_bytes=half, up_bps=10**9, down_bps=10**9, speed_flops=10**13, coordinates=(0.0,)) for p in "ab"
+        Candidate(peer=p, memory_bytes=half, up_bps=10**9, down_bps=10**9, speed_flops=10**13, coordinates=(0.0,))
+        for p in "ab"
     ]
 
     def told(changed: dict[str, dict[str, object]]) -> str:
@@ -284,7 +297,9 @@ def test_chains_are_as_long_as_it_takes() -> None:
     inner = memory.stage_memory(manifest, 1, 3)
     sizes = [least, least, *[inner] * 15]
     peers = [
-        Candidate(peer=f"p{i:02}", memory_bytes=size, up_bps=10**8, down_bps=10**8, speed_flops=10**13, coordinates=(0.0,))
+        Candidate(
+            peer=f"p{i:02}", memory_bytes=size, up_bps=10**8, down_bps=10**8, speed_flops=10**13, coordinates=(0.0,)
+        )
         for i, size in enumerate(sizes)
     ]
     replicas, _ = arrange(manifest, peers)
