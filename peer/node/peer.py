@@ -28,6 +28,7 @@ from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import data, device
+from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
 from protocol.planning import memory
@@ -169,6 +170,7 @@ class Peer:
             clock=self._factories.clock,
             threads=self._config.threads,
             warm=memory.keeps_warm(self.manifest, self._config.memory_bytes),
+            empty=self._storage.arrays if memory.in_files(self.manifest, self._config.memory_bytes) else in_memory,
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)
 

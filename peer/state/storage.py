@@ -19,7 +19,7 @@ import contextlib
 import fnmatch
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,10 @@ class Storage:
         except FileNotFoundError:
             return None
         return data if hashlib.sha256(data).hexdigest() == digest else None
+
+    def arrays(self, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        """Arrays in files of the folder (peer/net/disk.py). Raises UsageError."""
+        return self._disk.arrays(self.folder, shapes)
 
     # --- error feedback and offers
 

@@ -11,14 +11,17 @@ import dataclasses
 import io
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors.numpy import load
 
 from peer.net.disk import Piece, Tensors
+from protocol.codec import topk
 
 
 @dataclass(slots=True)
@@ -100,6 +103,9 @@ class SimDisk:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         return tensors, header.get("__metadata__", {})
+
+    def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        return topk.in_memory(shapes)
 
     def write(
         self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None

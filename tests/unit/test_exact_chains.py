@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from peer.training.subspace import Boundary, split
+from peer.training.subspace import Boundary
 from peer.training.trainer import COORDINATES
 from protocol.run import layout
 from tests.chains import (
@@ -40,7 +40,7 @@ def _oracle(cuts: tuple[int, ...], k: int, wires: tuple[str, str] = FP32) -> Rec
     boundary = None
     if k:
         u_DK = torch.tensor(BASIS[:, :k].copy())
-        boundary = Boundary(u_DK, split(torch.tensor(theta["embed"][0]), u_DK)[1])
+        boundary = Boundary(u_DK, torch.tensor(theta["embed"][0]))
     project_at(trainer, cuts, boundary, wires)
     asyncio.run(run_chain([trainer]))
     return trainer
@@ -138,8 +138,7 @@ def test_training_equals_the_oracle(cuts: tuple[int, ...], k: int) -> None:
 def test_boundary_gradients_are_those_of_autograd() -> None:
     rng = torch.Generator().manual_seed(0)
     u_DK = torch.linalg.qr(torch.randn(12, 3, generator=rng, dtype=torch.float64))[0]
-    t_perp_VD = split(torch.randn(7, 12, generator=rng, dtype=torch.float64), u_DK)[1]
-    boundary = Boundary(u_DK, t_perp_VD)
+    boundary = Boundary(u_DK, torch.randn(7, 12, generator=rng, dtype=torch.float64))
     ids_BL = torch.randint(0, 7, (2, 5), generator=rng)
     x_BLD = torch.randn(2, 5, 12, generator=rng, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: boundary.project(x, ids_BL), (x_BLD,))
