@@ -19,18 +19,15 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from protocol.errors import LocalError, UsageError
 
-Tensors = dict[str, NDArray[np.float32]]
 Piece = bytes | memoryview
 
 
@@ -54,9 +51,6 @@ class Disk(Protocol):
 
     def open(self, path: Path) -> BinaryIO:
         """The file, for reading. Raises FileNotFoundError."""
-
-    def tensors(self, path: Path) -> tuple[Tensors, Mapping[str, str]]:
-        """The tensors of a safetensors file by name, and its metadata. Raises OSError, SafetensorError."""
 
     def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
         """Arrays in a file of `folder` that has no name: the system keeps in memory what is used of them, and the space is free when
@@ -153,11 +147,6 @@ class LocalDisk:
 
     def open(self, path: Path) -> BinaryIO:
         return open(path, "rb")
-
-    def tensors(self, path: Path) -> tuple[Tensors, Mapping[str, str]]:
-        with safe_open(path, "numpy") as file:
-            metadata = file.metadata() or {}
-        return load_file(path), metadata
 
     def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
         sizes = [-(-4 * math.prod(shape) // mmap.PAGESIZE) * mmap.PAGESIZE for shape in shapes]

@@ -28,7 +28,6 @@ from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import data, device
-from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
 from protocol.planning import memory
@@ -111,6 +110,8 @@ class Peer:
                 f"memory: {offered / 1e6:.0f} MB offered, one block of this model needs {smallest / 1e6:.0f} MB;"
                 " offer more with --memory, or join a run with a smaller model"
             )
+        if memory.in_files(self.manifest, offered):
+            self._storage.use_files()
         corpus = await self._factories.corpus(self.manifest, self._transport, self._storage)
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
         if restored is not None:
@@ -170,7 +171,6 @@ class Peer:
             clock=self._factories.clock,
             threads=self._config.threads,
             warm=memory.keeps_warm(self.manifest, self._config.memory_bytes),
-            empty=self._storage.arrays if memory.in_files(self.manifest, self._config.memory_bytes) else in_memory,
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)
 

@@ -30,7 +30,6 @@ from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
 from peer.state.storage import Checkpoint, Shards, Storage
-from protocol.codec.topk import Empty
 from protocol.errors import LocalError
 from protocol.rounds import member_events, retention
 from protocol.rounds.member import Member
@@ -47,7 +46,7 @@ TICK_SECONDS = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What the loop works with. `tell` sends to the bootstrap nodes; `threads` work at a round boundary; `warm`: whether to hold all
-    shards while there is no stage for us, so that we can take any; `empty` makes the arrays of θ and of the feedback."""
+    shards while there is no stage for us, so that we can take any."""
 
     storage: Storage
     exchange: Exchange
@@ -58,7 +57,6 @@ class Surroundings:
     clock: Clock
     threads: int
     warm: bool
-    empty: Empty
 
 
 class Rounds:
@@ -68,7 +66,7 @@ class Rounds:
         self.manifest = manifest
         self.peer = peer
         codec, beta, eta = manifest.outer.codec, manifest.outer.beta, manifest.outer.eta
-        self.outer = Outer(manifest.model, codec, beta, eta, threads=around.threads, empty=around.empty)
+        self.outer = Outer(manifest.model, codec, beta, eta, threads=around.threads, empty=around.storage.empty)
         self._around = around
         self._storage = around.storage
         self._exchange = around.exchange
@@ -83,10 +81,9 @@ class Rounds:
         self._attesting: asyncio.Task[None] | None = None
         self._checkpointed = -1 if restored is None else restored.round
         if restored is not None:
-            self.outer.theta = {shard: self.outer.place(arrays) for shard, arrays in restored.theta.items()}
+            self.outer.theta = dict(restored.theta)
         found = self._storage.load_feedback()
-        self.outer.feedback = {shard: self.outer.place(arrays) for shard, arrays in found.feedback.items()}
-        offer = found.offer
+        self.outer.feedback, offer = found.feedback, found.offer
         if offer is not None and found.behind:
             for part in offer.parts:
                 self.outer.without_delta(part.shard, self._own(offer, part))

@@ -134,15 +134,6 @@ class Outer:
         """The shard's digest (protocol/run/layout.py)."""
         return layout.shard_digest(self.theta[shard])
 
-    def place(self, arrays: Sequence[Array]) -> list[Array]:
-        """The same values in arrays that `empty` made."""
-        if self.empty is in_memory:
-            return list(arrays)
-        placed = self.empty([array.shape for array in arrays])
-        for here, array in zip(placed, arrays, strict=True):
-            here[:] = array
-        return placed
-
     @contextlib.contextmanager
     def pool(self) -> Iterator[Map]:
         """What runs jobs on `threads` threads."""

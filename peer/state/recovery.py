@@ -134,7 +134,7 @@ class Recovery:
         except RemoteError as error:
             self._emit(events.Warning(text=str(error)))
             return None
-        return None if arrays is None else await asyncio.to_thread(self.outer.place, arrays)
+        return arrays
 
     def _initial(self, shard: str) -> list[NDArray[np.float32]]:
         """The shard of θ(0)."""
