@@ -25,6 +25,7 @@ from protocol.wire.session import (
     LogRequest,
     Offer,
     Offered,
+    TimeUp,
     Withdraw,
 )
 
@@ -42,6 +43,7 @@ Message = (
     | Withdraw
     | ChainFailure
     | ChainReconfig
+    | TimeUp
     | Attest
     | Heartbeat
     | Hello

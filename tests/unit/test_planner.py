@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protocol.planning import memory, partition, planner, speed
+from protocol.planning.allotment import NEW
 from protocol.planning.memory import stage_memory
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import make_plan
@@ -32,7 +33,7 @@ def _candidates(*memory: int, up: int = 10**7) -> list[Candidate]:
 
 
 def _plan(candidates: list[Candidate], previous: Plan | None = None) -> Plan | None:
-    return make_plan(M, candidates, round=1, slot=0, previous=previous)
+    return make_plan(M, candidates, round=1, previous=previous)
 
 
 def _ranges(plan: Plan | None) -> list[list[tuple[str, int, int]]]:
@@ -255,10 +256,55 @@ def test_k_is_the_largest_that_the_uplink_carries_in_half_a_round() -> None:
     assert planner.boundary_rank(manifest, 0) == 2
 
 
-def test_slots_go_on_after_the_plan() -> None:
+def _places(replicas: tuple[ReplicaSpec, ...]) -> list[tuple[int, tuple[str, ...]]]:
+    return [(r.number, r.peers) for r in replicas]
+
+
+def test_a_new_replica_begins_when_all_its_members_hold_their_shards() -> None:
+    full, *weak = _candidates(FULL, *[tiny.third_memory(M)] * 3)
+    first = _plan([full])
+    assert first is not None
+    members = tuple(c.peer for c in weak)
+
+    def after(previous: Plan, *holding: str) -> Plan:
+        plan = make_plan(M, [full, *weak], round=2, previous=previous, holds=lambda stage: stage.peer in holding)
+        assert plan is not None
+        return plan
+
+    second = after(first, *members[:2])
+    assert _places(second.replicas) == [(0, (full.peer,))]
+    (forming,) = second.forming
+    assert (forming.number, set(forming.peers)) == (NEW, set(members))
+    assert (second.spares, second.next_number) == ((), 1), "nobody else may have them meanwhile"
+    assert after(second, *members[:2]).forming == second.forming, "it stays as it is, for they fetch just that"
+    third = after(second, *members)
+    assert _places(third.replicas) == [(0, (full.peer,)), (1, forming.peers)]
+    assert (third.forming, third.replica(1).stages) == ((), forming.stages)
+
+
+def test_what_is_forming_is_given_up_with_a_member() -> None:
+    full, *weak = _candidates(FULL, *[tiny.third_memory(M)] * 3)
+    first = _plan([full])
+    second = make_plan(M, [full, *weak], round=2, previous=first, holds=lambda stage: False)
+    assert second is not None
+    assert len(second.forming) == 1
+    third = make_plan(M, [full, *weak[1:]], round=3, previous=second, holds=lambda stage: False)
+    assert third is not None
+    assert (third.forming, third.spares) == ((), tuple(sorted(c.peer for c in weak[1:])))
+
+
+def test_who_is_kept_need_not_hold_anything_anew() -> None:
     plan = _plan(_candidates(FULL, FULL))
+    again = make_plan(M, _candidates(FULL, FULL), round=2, previous=plan, holds=lambda stage: False)
     assert plan is not None
-    assert planner.following(M, plan) == 2 * M.train.inner_steps * M.train.step_rows
+    assert again is not None
+    assert _places(again.replicas) == _places(plan.replicas)
+
+
+def test_where_nobody_could_train_a_new_replica_begins_with_what_it_has_to_fetch() -> None:
+    plan = make_plan(M, _candidates(FULL, FULL), round=2, previous=None, holds=lambda stage: False)
+    assert plan is not None
+    assert (len(plan.replicas), plan.forming) == (2, ())
 
 
 def test_ten_thousand_announcements_take_seconds() -> None:
@@ -276,11 +322,11 @@ def test_ten_thousand_announcements_take_seconds() -> None:
         for i in range(10_000)
     ]
     began = time.process_time()
-    plan = make_plan(manifest, candidates, round=1, slot=0, previous=None)
+    plan = make_plan(manifest, candidates, round=1, previous=None)
     assert plan is not None
     assert len(plan.replicas) > 3000
     other = [dataclasses.replace(c, speed_flops=(1 + i * 32_452_843 % 50) * 10**12) for i, c in enumerate(candidates)]
-    following = make_plan(manifest, other, round=2, slot=0, previous=plan)
+    following = make_plan(manifest, other, round=2, previous=plan)
     assert time.process_time() - began < 60
     assert len(partition.moves(plan, following)) > 100
 
@@ -321,12 +367,12 @@ def _kept(manifest: Manifest, blocks: tuple[int, ...]) -> Plan:
     """A plan with one chain, of p00, p01, ... with so many blocks each."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i:02}", first=a, last=b) for i, (a, b) in enumerate(edges))
-    return Plan(round=1, slot=0, replicas=(ReplicaSpec(rank=0, stages=stages),))
+    return Plan(round=1, replicas=(ReplicaSpec(rank=0, stages=stages),))
 
 
 def _next(candidates: list[Candidate], previous: Plan, manifest: Manifest = DEEP) -> tuple[int, ...]:
     """How many blocks the members of the one chain have in the plan after `previous`."""
-    plan = make_plan(manifest, candidates, round=2, slot=0, previous=previous)
+    plan = make_plan(manifest, candidates, round=2, previous=previous)
     assert plan is not None
     (replica,) = plan.replicas
     assert replica.peers == previous.replicas[0].peers
@@ -408,8 +454,8 @@ def test_an_unknown_speed_counts_as_the_median_of_the_known_ones() -> None:
 
 def test_a_new_chain_is_split_by_speed_and_the_order_of_announcements_does_not_matter() -> None:
     candidates = _swift(3 * 10**6, 10**6)
-    plan = make_plan(DEEP, candidates, round=1, slot=0, previous=None)
-    assert make_plan(DEEP, candidates[::-1], round=1, slot=0, previous=None) == plan
+    plan = make_plan(DEEP, candidates, round=1, previous=None)
+    assert make_plan(DEEP, candidates[::-1], round=1, previous=None) == plan
     assert plan is not None
     assert [r.blocks for r in plan.replicas] == [(9, 3)]
 
@@ -465,7 +511,7 @@ def test_a_plan_settles_at_once(speeds: list[int], blocks: list[int]) -> None:
     speeds = speeds[: len(cuts) + 1]
     first = _kept(DEEP, tuple(b - a for a, b in itertools.pairwise((0, *cuts, 12))))
     candidates = _swift(*speeds)
-    second = make_plan(DEEP, candidates, round=2, slot=0, previous=first)
+    second = make_plan(DEEP, candidates, round=2, previous=first)
     assert second is not None
     assert _next(candidates, second) == second.replicas[0].blocks
     assert all(stage_memory(DEEP, s.first, s.last) <= ROOM for s in second.replicas[0].stages)
@@ -473,7 +519,7 @@ def test_a_plan_settles_at_once(speeds: list[int], blocks: list[int]) -> None:
 
 def test_the_bottleneck_is_named() -> None:
     before, there = _kept(DEEP, (4, 4, 4)), {c.peer: c for c in _swift(10**6, 5 * 10**5, 10**6)}
-    after = make_plan(DEEP, list(there.values()), round=2, slot=0, previous=before)
+    after = make_plan(DEEP, list(there.values()), round=2, previous=before)
     ((index, old, new),) = partition.moves(before, after)
     assert (index, old.blocks, new.blocks) == (0, (4, 4, 4), (5, 2, 5))
     seconds = partition.stage_seconds(DEEP, old, there)
