@@ -235,11 +235,11 @@ class Storage:
         return sorted(found)
 
 
-def read_theta(checkpoint: Path) -> tuple[int, Shards]:
+def read_theta(checkpoint: Path, empty: Empty = in_memory) -> tuple[int, Shards]:
     """Round and θ of a peer's checkpoint, which is only read. Raises UsageError."""
     try:
         meta = json.loads((checkpoint / "meta.json").read_text())
-        return int(meta["round"]), {shard: _load(LocalDisk(), checkpoint, shard) for shard in meta["digests"]}
+        return int(meta["round"]), {shard: _load(LocalDisk(), checkpoint, shard, empty) for shard in meta["digests"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"checkpoint {checkpoint}: cannot be read ({type(error).__name__}); give a folder checkpoint-… of a peer"

@@ -18,12 +18,23 @@ Shapes: B rows, L positions, V vocabulary, D model width, K subspace width. k = 
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from protocol.codec import subspace
+
 ROWS = 1 << 12
 """Of the embedding that are worked on at a time."""
+
+
+def basis(seed: bytes, d: int, k: int, threads: int) -> np.ndarray:
+    """U [D, K] (protocol/codec/subspace.py), on so many threads."""
+    with ThreadPoolExecutor(threads, "basis") as pool:
+        return subspace.basis(seed, d, k, pool.map)
 
 
 def coordinates(te_VD: Tensor, u_DK: Tensor) -> Tensor:
