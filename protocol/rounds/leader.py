@@ -50,7 +50,7 @@ from collections.abc import Sequence
 from protocol.identity import short_peer
 from protocol.planning import memory, partition, planner
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission
+from protocol.rounds import admission, capacity
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -236,7 +236,7 @@ class Leader:
     # --- what peers say
 
     def _attest(self, peer: str, attest: Attest) -> list[Effect]:
-        if not max(self.round - 2, 0) <= attest.round < self.round:
+        if not max(self.round - 2, 0) <= attest.round < self.round or not admission.is_sound(self.manifest, attest):
             return []
         fresh = self.attestations.add(peer, attest)
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
@@ -335,14 +335,15 @@ class Leader:
             plan = planner.make_plan(manifest, self._candidates(), round=round + 1, slot=slot, previous=previous)
             if plan is None and not contributions:
                 return []
+            plan = plan and capacity.bounded(manifest, plan)
         commit = Commit(
             run=manifest.run_id,
             round=round,
             parent=self.head.digest if self.head else manifest.run_id,
             time=now,
             contributions=contributions,
-            left_out=left_out,
-            diverged=diverged,
+            left_out=capacity.shortened(left_out),
+            diverged=capacity.foremost(diverged, self.roster.plan),
             digests=self.attestations.majority(round - 1),
             plan=plan,
         )

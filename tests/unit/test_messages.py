@@ -14,10 +14,11 @@ from protocol.identity import Identity
 from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Share, is_decided
+from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, Share, is_decided
 from protocol.wire.encoding import (
     Message,
     MessageError,
+    UnreadableRecord,
     decode,
     decode_any,
     decode_record,
@@ -107,10 +108,24 @@ def test_a_record_comes_back_and_a_changed_one_does_not() -> None:
         dataclasses.replace(record, ballot=4),
         dataclasses.replace(record, commit=dataclasses.replace(COMMIT, time=2.0)),
         dataclasses.replace(record, votes={ME.peer_id: record.votes[OTHER.peer_id]}),
-        dataclasses.replace(record, votes={f"{i}": b"" for i in range(17)}),
     ):
         with pytest.raises(MessageError, match="it was dropped"):
             decode_record(encode_record(changed), "p")
+    many = {**framing.unpack_message(raw), "v": {f"{i}": b"" for i in range(17)}}
+    with pytest.raises(MessageError, match="votes: has 17 entries; at most 16; it was dropped"):
+        decode_record(framing.pack_message(many), "p")
+
+
+def test_a_record_that_nobody_could_read_is_not_made() -> None:
+    for commit in (
+        dataclasses.replace(COMMIT, members=("m",) * 70_000),
+        dataclasses.replace(
+            COMMIT, digests={f"{i}": "d" for i in range(65_000)}, members=("m",) * 65_000, time=math.inf
+        ),
+        dataclasses.replace(COMMIT, leader="l" * framing.MAX_MESSAGE),
+    ):
+        with pytest.raises(UnreadableRecord, match=r"nobody could read .*; it was not written, tell the operator"):
+            encode_record(Record(commit=commit, ballot=0, votes={}))
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7))
