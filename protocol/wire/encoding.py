@@ -14,8 +14,10 @@ from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
+from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import (
+    Announced,
     Attest,
     ChainFailure,
     ChainReconfig,
@@ -52,6 +54,10 @@ Message = (
     | LogRequest
     | Finished
     | Announcement
+    | Announced
+    | Lookup
+    | RosterRequest
+    | Roster
     | Prepare
     | Promise
     | Accept

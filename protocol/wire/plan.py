@@ -58,6 +58,11 @@ class Plan:
     spares: tuple[str, ...] = ()
     """Peers that wait to take the place of a member of a chain that is lost."""
 
+    @property
+    def count(self) -> int:
+        """How many peers it names."""
+        return sum(len(replica.stages) for replica in self.replicas) + len(self.spares)
+
     def replica_of(self, peer: str) -> int | None:
         """The index of the replica that `peer` is a member of."""
         for index, replica in enumerate(self.replicas):

@@ -93,6 +93,13 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """The sender's newest announcement, sealed (protocol/wire/sealed.py), so that others believe it too."""
+
+    sealed: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogRequest:
     """Please send the commits after round `after`."""
 
