@@ -71,20 +71,19 @@ class RosterReader:
         raise last
 
     async def _read(self, node: str) -> None:
-        if node != self._node:
-            self._node, self._position = node, -1
         for _ in range(_PAGES):
-            reply = await ask(self._transport, node, RosterRequest(position=self._position))
-            if reply.anew:
+            position = self._position if node == self._node else -1
+            reply = await ask(self._transport, node, RosterRequest(position=position))
+            if reply.more and reply.position <= position:
+                raise RemoteError(node, f"roster of {short_peer(node)}: does not end; another is asked")
+            if reply.anew or node != self._node:
                 self.known.clear()
+            self._node, self._position = node, reply.position
             for peer in reply.gone:
                 self.known.pop(peer, None)
             for raw in reply.announcements:
                 found = believed(raw, self._run)
                 if found is not None and (found.peer in self.known or len(self.known) < MOST_PEERS):
                     self.known[found.peer] = found
-            if reply.more and reply.position <= self._position:
-                raise RemoteError(node, f"roster of {short_peer(node)}: does not end; another is asked")
-            self._position = reply.position
             if not reply.more:
                 return
