@@ -267,10 +267,10 @@ class BootstrapNode:
                 case leader_events.Propose(commit):
                     dated = dataclasses.replace(commit, time=self._clock.wall())
                     following.append(paxos_events.Proposed(dated))
-                case leader_events.Send(peers, reconfig, first):
-                    if first:
-                        self._emit(events.chain_reconfigured(reconfig))
-                    self._sessions.post(peers, reconfig)
+                case leader_events.Send(peers, message, first):
+                    if first and isinstance(message, ChainReconfig):
+                        self._emit(events.chain_reconfigured(message))
+                    self._sessions.post(peers, message)
                 case leader_events.Report(round, peer, shard):
                     self._emit(events.Diverged(peer=peer, round=round, shard=shard))
                 case leader_events.Moved(round, replica, before, after, reason):

@@ -16,6 +16,7 @@ import numpy as np
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
+from peer.chain.stop_sign import StopSign
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
 from peer.net import directory
@@ -66,7 +67,13 @@ class Noise:
         self._hold, self.manifest, self.peer, self.round = hold, manifest, peer, 0
 
     async def train(
-        self, order: TrainOrder, theta: Any, stop: asyncio.Event, progress: Any, chain_orders: ChainOrders
+        self,
+        order: TrainOrder,
+        theta: Any,
+        stop: asyncio.Event,
+        end: StopSign,
+        progress: Any,
+        chain_orders: ChainOrders,
     ) -> Result:
         held = asyncio.ensure_future(self._hold(self.peer, order.plan.round))
         stopped = asyncio.create_task(stop.wait())
@@ -75,8 +82,8 @@ class Noise:
         if stop.is_set():
             return Result(0, 0, None, "the round was decided before all steps were done")
         self.round = order.plan.round
-        steps = self.manifest.train.inner_steps
-        return Result(steps, steps * self.manifest.train.step_tokens, 1.0, None)
+        work = order.plan.replica(order.replica).work
+        return Result(work.steps, self.manifest.train.tokens(work.steps, work.micro_batches), 1.0, None)
 
     def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
         return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]

@@ -81,7 +81,7 @@ class Pipes:
     ) -> tuple[Stream | None, Stream | None]:
         """Streams to the stages before and after `position`, None where there is none. Raises NeighbourLost."""
         self.forget(plan.round, generation)
-        stages, complete = plan.replicas[replica].stages, asyncio.Event()
+        stages, complete = plan.replica(replica).stages, asyncio.Event()
         tasks: dict[str, asyncio.Task[Stream]] = {}
         if position:
             key = (plan.round, generation, replica, stages[position - 1].peer)

@@ -26,7 +26,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -40,6 +39,7 @@ from peer.chain.link import GOODBYE_S, LIVENESS, Link, Liveness
 from peer.chain.neighbours import Crossing, Neighbours
 from peer.chain.progress import StageProgress, catch_up
 from peer.chain.scheduler import BackwardFirstScheduler
+from peer.chain.stop_sign import StopSign
 from peer.chain.timing import StageTiming, StepReport, costs
 from peer.chain.trace import Trace
 from peer.chain.worker import OTHER, TimedWorker
@@ -50,15 +50,9 @@ from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import LinkCost, StageCost
 from protocol.run import layout
 
-__all__ = ["NeighbourLost", "StageSetup", "StopSign", "run_steps"]
+__all__ = ["NeighbourLost", "StageSetup", "run_steps"]
 
 _ANY_DEPTH = 2**32 - 1
-
-
-class StopSign(Protocol):
-    """An asyncio.Event or a threading.Event: set to end after the inner step under way."""
-
-    def is_set(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

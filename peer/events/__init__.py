@@ -194,7 +194,7 @@ def ready(announcement: Announcement) -> Ready:
 
 def role(plan: Plan, replica: int, stage: StageSpec) -> Role:
     """The event that tells what the peer of a stage begins to train."""
-    spec = plan.replicas[replica]
+    spec = plan.replica(replica)
     return Role(
         round=plan.round,
         role="stage" if spec.is_chain else "full",
@@ -204,6 +204,7 @@ def role(plan: Plan, replica: int, stage: StageSpec) -> Role:
         rank=spec.rank,
         position=spec.stages.index(stage),
         stages=len(spec.stages),
+        steps=spec.work.steps,
     )
 
 

@@ -41,6 +41,8 @@ class Role:
     """Its stage."""
     stages: int
     """How many stages the replica has."""
+    steps: int = 1
+    """The most inner steps that the replica may do in the round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from peer.chain import pipeline, trace
 from peer.chain.activation_stats import Running, Statistics
 from peer.chain.connect import Pipes
 from peer.chain.progress import StageProgress, catch_up
+from peer.chain.stop_sign import StopSign
 from peer.chain.timing import StepReport
 from peer.config import JoinConfig
 from peer.net.base import Stream
@@ -40,8 +41,6 @@ STUCK_SECONDS = 60.0
 """After so long without the frame that is due a chain's neighbour counts as lost, even if it gives signs of life (peer/chain/link.py)."""
 PACES = 32
 """Inner steps that are compared to find a stage that has become slow."""
-SOFT_DEADLINE = 0.8
-"""Share of the round's deadline after which a replica offers the steps that it has."""
 
 
 class StageInnerLoop:
@@ -113,26 +112,27 @@ class StageInnerLoop:
         order: TrainOrder,
         theta: Shards,
         stop: asyncio.Event,
+        end: StopSign,
         progress: Callable[[int, float | None], None],
         chain_orders: ChainOrders,
     ) -> Result:
         """Inner steps of one round. Errors become the result's `error`: the replica sits out, nobody else notices. A chain that
         loses a member waits for the next order, and goes on."""
         plan, train = order.plan, self.manifest.train
-        spec = plan.replicas[order.replica]
+        spec = plan.replica(order.replica)
         position = spec.peers.index(self.peer)
-        soft = asyncio.Event()
-        timer = asyncio.get_running_loop().call_later(SOFT_DEADLINE * self.manifest.timing.round_deadline, soft.set)
         stage_progress, reports = StageProgress(), list[StepReport]()
-        first_step = (plan.round - 1) * train.inner_steps + 1
+        pace = trainer.Pace((plan.round - 1) * train.inner_steps, spec.work.steps, spec.work.micro_batches)
+        first_step = pace.before + 1
 
         def on_step(report: StepReport) -> None:
             reports.append(report)
-            stages = order.plan.replicas[order.replica].stages
+            stages = order.plan.replica(order.replica).stages
             self._depth = (stages, report.depth)
             self._look(
                 stages,
                 report.stage_seconds_per_microbatch,
+                spec.work.micro_batches,
                 lambda peer: chain_orders.failed(order.generation, peer, SLOW),
             )
             stage = stages[position]
@@ -143,17 +143,13 @@ class StageInnerLoop:
                 self._emit(_chain_event(plan.round, report))
             progress(report.step - first_step + 1, report.loss)
 
-        class Either:
-            def is_set(self) -> bool:
-                return stop.is_set() or soft.is_set()
-
         error = None
         self._training = True
         try:
-            await self._prepare(spec.stages[position], spec.rank, theta)
+            await self._prepare(spec.stages[position], spec.rank, pace, theta)
             assert self._trainer is not None
             while not order.steps:
-                chain = self._chain(order, position, stage_progress, stop, Either(), on_step)
+                chain = self._chain(order, position, stage_progress, stop, end, on_step)
                 newer = await self._unless_reconfigured(chain, order.generation, stop, chain_orders)
                 if newer is None:
                     break
@@ -170,13 +166,12 @@ class StageInnerLoop:
             error = str(failure)
             self._depth = ((), 0)  # a member may hold less than it did
         finally:
-            timer.cancel()
             self._pipes.forget(plan.round + 1)
             # weights are at rest then; what the outer step needs takes the place of activations
             await asyncio.get_running_loop().run_in_executor(self._worker, device.return_memory)
             self._training = False
         steps = stage_progress.total.steps
-        tokens = steps * train.step_tokens
+        tokens = train.tokens(steps, spec.work.micro_batches)
         return Result(
             steps=steps,
             tokens=tokens,
@@ -191,6 +186,7 @@ class StageInnerLoop:
         self,
         stages: tuple[StageSpec, ...],
         stage_seconds_per_microbatch: tuple[float, ...],
+        micro_batches: int,
         tell: Callable[[str], None],
     ) -> None:
         """Tells, as a chain's first stage, of one that has become slow."""
@@ -198,7 +194,7 @@ class StageInnerLoop:
             self._stage_seconds = (stages, deque(maxlen=PACES))
         if stage_seconds_per_microbatch:
             self._stage_seconds[1].append(stage_seconds_per_microbatch)
-        slow = pipeline_model.slow_stage(list(self._stage_seconds[1]), self.manifest.train.micro_batches)
+        slow = pipeline_model.slow_stage(list(self._stage_seconds[1]), micro_batches)
         if slow is not None:
             tell(stages[slow].peer)
 
@@ -232,17 +228,17 @@ class StageInnerLoop:
         position: int,
         stage_progress: StageProgress,
         stop: asyncio.Event,
-        end: pipeline.StopSign,
+        end: StopSign,
         on_step: Callable[[StepReport], None],
     ) -> None:
         """The inner steps that are left, with the members that `order` names. Raises PotluckError."""
         plan, train = order.plan, self.manifest.train
-        spec = plan.replicas[order.replica]
-        stage = spec.stages[position]
+        spec = plan.replica(order.replica)
+        stage, work = spec.stages[position], spec.work
         first_step = (plan.round - 1) * train.inner_steps + 1
 
         def windows(step: int) -> NDArray[np.int64]:
-            at = data_order.slots(plan.slot, order.replica, step - first_step, train.inner_steps, train.step_rows)
+            at = data_order.slots(work.slot, step - first_step, work.micro_batches * train.rows)
             numbers = data_order.windows(self.manifest.seed_bytes, self._corpus.n_windows, at)
             return self._corpus.train_windows(numbers)
 
@@ -269,7 +265,7 @@ class StageInnerLoop:
             await pipeline.run_steps(
                 setup,
                 first_step=first_step,
-                steps=train.inner_steps,
+                steps=work.steps,
                 previous=previous,
                 following=following,
                 progress=stage_progress,
@@ -291,8 +287,8 @@ class StageInnerLoop:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _prepare(self, stage: StageSpec, rank: int, theta: Shards) -> None:
-        """A trainer for this stage with the optimizer state that is still of use, at θ(r-1)."""
+    async def _prepare(self, stage: StageSpec, rank: int, pace: trainer.Pace, theta: Shards) -> None:
+        """A trainer for this stage with the optimizer state that is still of use, at θ(r-1), for a round at this pace."""
         shards = memory.stage_shards(self.manifest, stage.first, stage.last)
         if (shards, rank) != self._shape:
             self._state = {**self._state, **self.optimizer()}
@@ -321,7 +317,7 @@ class StageInnerLoop:
             self._shape = (shards, rank)
             self._state = {}
         assert self._trainer is not None
-        await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.begin_round, theta)
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.begin_round, theta, pace)
 
     async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:
         """`work`, which is given up when the round is over. Raises LocalError then."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from peer.chain.stop_sign import StopSign
 from peer.state.storage import Shards
 from protocol.rounds.member_events import TrainOrder
 
@@ -44,10 +45,11 @@ class InnerLoop(Protocol):
         order: TrainOrder,
         theta: Shards,
         stop: asyncio.Event,
+        end: StopSign,
         progress: Callable[[int, float | None], None],
         chain_orders: ChainOrders,
     ) -> Result:
-        """Inner steps of one round; ends early, with an error, when `stop` is set."""
+        """Inner steps of one round. Ends after the step under way when `end` is set, and early, with an error, when `stop` is."""
         ...
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:

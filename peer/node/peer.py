@@ -39,7 +39,7 @@ from protocol.wire import endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import Announced, ChainReconfig, Finished, Offered
+from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TimeUp
 
 Optimizer = dict[str, NDArray[np.generic]]
 
@@ -168,6 +168,7 @@ class Peer:
             traffic=self._transport.traffic,
             clock=self._factories.clock,
             threads=self._config.threads,
+            up_bps=self._config.up_bps,
             warm=memory.keeps_warm(self.manifest, self._config.memory_bytes),
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)
@@ -181,6 +182,8 @@ class Peer:
                     rounds.put(member_events.Committed(message))
                 case Offered():
                     rounds.prefetch(message)
+                case TimeUp():
+                    rounds.put(member_events.TimeUp(message.round))
                 case ChainReconfig():
                     rounds.put(member_events.Reconfigured(message))
                 case Finished():

@@ -45,7 +45,8 @@ TICK_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the loop works with. `tell` sends to the bootstrap nodes; `threads` work at a round boundary; `warm`: whether to hold all
+    """What the loop works with. `tell` sends to the bootstrap nodes; `threads` work at a round boundary; `up_bps`: bits a second
+    that payloads leave with; `warm`: whether to hold all
     shards while there is no stage for us, so that we can take any."""
 
     storage: Storage
@@ -56,6 +57,7 @@ class Surroundings:
     traffic: Traffic
     clock: Clock
     threads: int
+    up_bps: int
     warm: bool
 
 
@@ -91,7 +93,7 @@ class Rounds:
         self.offer = offer
         """The newest durable one: after a restart it may have to be given back."""
         self._storage.blobs.protected = set(self._storage.blobs)  # until the log says what is needed
-        self.member = Member(manifest, peer, self._checkpointed, offer, found.round)
+        self.member = Member(manifest, peer, self._checkpointed, offer, found.round, around.up_bps)
         self._training = Training(manifest, peer, around.inner_loop, self._emit, self.put, self._clock)
         self._feedback = FeedbackWriter(self._storage, self.outer.feedback, self._clock)
         log = self.member.commits
@@ -141,6 +143,8 @@ class Rounds:
                 self._training.resume(effect)
             case member_events.TrainOrder():
                 self._begin_training(effect)
+            case member_events.EndIn(round, seconds):
+                self._training.end_in(round, seconds)
             case member_events.Stop():
                 self._training.stop()
             case member_events.EncodeUpdate(plan=plan):

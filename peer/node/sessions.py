@@ -22,7 +22,16 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import Announced, ChainReconfig, Finished, Heartbeat, Hello, LogRequest, Offered
+from protocol.wire.session import (
+    Announced,
+    ChainReconfig,
+    Finished,
+    Heartbeat,
+    Hello,
+    LogRequest,
+    Offered,
+    TimeUp,
+)
 
 RETRY_SECONDS = (0.5, 10.0)
 OUTBOX = 256
@@ -117,7 +126,7 @@ class Sessions:
                 message = encoding.decode_any(bytes(raw), node)
                 if isinstance(message, Heartbeat):
                     self._watch(node, message)
-                elif isinstance(message, Record | Finished | Offered | ChainReconfig):
+                elif isinstance(message, Record | Finished | Offered | ChainReconfig | TimeUp):
                     if isinstance(message, Record) and message.commit.plan is not None:
                         self.directory.crowd = message.commit.plan.count
                     await on_message(message)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Callable
 
 from peer import events
@@ -30,6 +31,28 @@ from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan
 
 NOTHING = Result(0, 0, None, None)
+
+
+class RoundEnd:
+    """When a round's training ends: a sign that a trainer looks at towards the end of each inner step."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._at = math.inf
+        self._step_began = clock.steady()
+
+    def set_in(self, seconds: float) -> None:
+        """It is over in so many seconds, unless that was said of an earlier moment."""
+        self._at = min(self._at, self._clock.steady() + seconds)
+
+    def step_begins(self) -> None:
+        """An inner step begins now."""
+        self._step_began = self._clock.steady()
+
+    def is_set(self) -> bool:
+        """Whether one more step like this one would end further from the moment than this one does."""
+        now = self._clock.steady()
+        return now + (now - self._step_began) / 2 >= self._at
 
 
 class Training:
@@ -54,15 +77,21 @@ class Training:
         self._clock = clock
         self._orders: asyncio.Queue[TrainOrder] = asyncio.Queue()
         self._stop = asyncio.Event()
+        self._end = RoundEnd(clock)
         self._task: asyncio.Task[None] | None = None
         self._results: dict[int, Result] = {}
 
     def begin(self, order: TrainOrder, theta: Shards, ahead: bool) -> None:
         """Trains from `theta`. `ahead`: it is the state before the round whose commit is waited for (see the module's docstring)."""
-        stage = order.plan.replicas[order.replica].stage_of(self.peer)
+        stage = order.plan.replica(order.replica).stage_of(self.peer)
         self._emit(events.role(order.plan, order.replica, stage))
-        self.plan, self._orders, self._stop = order.plan, asyncio.Queue(), asyncio.Event()
-        self._task = asyncio.create_task(self._train(order, self._orders, theta, ahead, self._stop))
+        self.plan, self._orders, self._stop, self._end = (
+            order.plan,
+            asyncio.Queue(),
+            asyncio.Event(),
+            RoundEnd(self._clock),
+        )
+        self._task = asyncio.create_task(self._train(order, self._orders, theta, ahead, self._stop, self._end))
 
     def resume(self, order: TrainOrder) -> None:
         """The training goes on with the members that `order` names."""
@@ -72,16 +101,22 @@ class Training:
                 round=order.plan.round,
                 replica=order.replica,
                 generation=order.generation,
-                peers=order.plan.replicas[order.replica].peers,
+                peers=order.plan.replica(order.replica).peers,
                 steps=order.steps,
             )
         )
         self.plan = order.plan
         self._orders.put_nowait(order)
 
+    def end_in(self, round: int, seconds: float) -> None:
+        """Ends the training of `round` with the step that ends next to that moment; what is done then is its work."""
+        if self.plan is not None and self.plan.round == round:
+            self._end.set_in(seconds)
+
     def stop(self) -> None:
-        """Ends the training at the next step."""
+        """Ends the training at the next step: it is of no use any more."""
         self._stop.set()
+        self._end.set_in(0.0)
 
     async def end(self) -> None:
         """Stops, and waits for the end."""
@@ -100,16 +135,24 @@ class Training:
         return found
 
     async def _train(
-        self, order: TrainOrder, orders: asyncio.Queue[TrainOrder], theta: Shards, ahead: bool, stop: asyncio.Event
+        self,
+        order: TrainOrder,
+        orders: asyncio.Queue[TrainOrder],
+        theta: Shards,
+        ahead: bool,
+        stop: asyncio.Event,
+        end: RoundEnd,
     ) -> None:
         began = last = self._clock.steady()
-        plan, step_tokens = order.plan, self.manifest.train.step_tokens
+        plan = order.plan
+        step_tokens = self.manifest.train.tokens(1, plan.replica(order.replica).work.micro_batches)
 
         def progress(step: int, loss: float | None) -> None:
             nonlocal last
             now = self._clock.steady()
             self._emit(events.Step(round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last))
             last = now
+            end.step_begins()
 
         def failed(generation: int, peer: str, reason: str) -> None:
             self._emit(events.ChainFailed(round=plan.round, generation=generation, peer=peer, reason=reason))
@@ -117,7 +160,7 @@ class Training:
 
         if ahead:
             theta = await asyncio.to_thread(self._ahead, plan, theta)
-        result = await self._inner_loop.train(order, theta, stop, progress, ChainOrders(failed, orders))
+        result = await self._inner_loop.train(order, theta, stop, end, progress, ChainOrders(failed, orders))
         self._results[plan.round] = dataclasses.replace(result, seconds=self._clock.steady() - began)
         if result.error is None:
             self._put(member_events.Trained(plan.round, result.steps, result.tokens, result.loss))

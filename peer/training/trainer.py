@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -39,12 +39,29 @@ def make_worker(threads: int = 1) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "tensor", initializer=torch.set_num_threads, initargs=(threads,))
 
 
-def learning_rate(train: TrainSpec, step: int) -> float:
-    """Rate of inner step `step`, counted from 1 over the whole run."""
+def learning_rate(train: TrainSpec, step: float) -> float:
+    """Rate at the place `step` of the schedule: inner steps from 1 over the whole run, `inner_steps` of them a round."""
     if step <= train.warmup_steps:
         return train.lr * step / train.warmup_steps
     progress = min(1.0, (step - train.warmup_steps) / (train.total_steps - train.warmup_steps))
     return train.lr * (0.1 + 0.45 * (1.0 + math.cos(math.pi * progress)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a replica goes through a round: at most `steps` inner steps of `micro_batches` each, after `before` steps of the schedule.
+
+    They are spread over the `inner_steps` that every round has in the schedule of the learning rate: it follows the run, not the
+    replica's own count.
+    """
+
+    before: int
+    steps: int
+    micro_batches: int
+
+    def place(self, train: TrainSpec, step: int) -> float:
+        """The place in the schedule of inner step `step`; the round's first one is `before` + 1."""
+        return self.before + (step - self.before) * train.inner_steps / self.steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +127,7 @@ class StageTrainer:
         )
         self._moments: dict[str, _Moments] = {}
         self.steps = 0
+        self.pace = Pace(0, train.inner_steps, train.micro_batches)
         self._theta: Theta | None = None
         self._kept: dict[int, _Kept | _Deferred] = {}
 
@@ -118,12 +136,15 @@ class StageTrainer:
         """W: values per token and direction at this chain's boundaries."""
         return self.rank or self.spec.d_model
 
-    def begin_round(self, theta: Theta) -> None:
-        """Starts from `theta`: the held shards, and `embed` too when `rank` > 0. The optimizer's state stays.
+    def begin_round(self, theta: Theta, pace: Pace | None = None) -> None:
+        """Starts from `theta`: the held shards, and `embed` too when `rank` > 0. The optimizer's state stays. `pace` stays as it
+        was where None is given.
 
         The arrays are read again by `delta`: they must not change before that.
         """
         self.stage.load(theta)
+        self.pace = pace or self.pace
+        self.train = replace(self.train, micro_batches=self.pace.micro_batches)
         self._theta = theta
         self.steps = 0
         self.reset()
@@ -215,8 +236,9 @@ class StageTrainer:
 
     @torch.no_grad()
     def step(self, step: int, total_norm: float) -> None:
-        """Clips by the replica's gradient norm and lets AdamW take inner step `step` (from 1, over the run)."""
+        """Clips by the replica's gradient norm and lets AdamW take inner step `step`; the round's first one is `pace.before` + 1."""
         scale = min(1.0, self.train.clip / (total_norm + 1e-6))
+        rate = learning_rate(self.train, self.pace.place(self.train, step))
         for name, parameter in self.stage.named_parameters():
             if parameter.grad is None:
                 continue
@@ -237,7 +259,7 @@ class StageTrainer:
                 amsgrad=False,
                 beta1=self.train.beta1,
                 beta2=self.train.beta2,
-                lr=learning_rate(self.train, step),
+                lr=rate,
                 weight_decay=self.train.weight_decay,
                 eps=1e-8,
                 maximize=False,

@@ -127,7 +127,7 @@ def _plan_lines(plan: Plan, before: Plan | None) -> list[str]:
     lengths = f" of {', '.join(str(len(r.stages)) for r in chains)}" if chains else ""
     lines = [
         f"  {'plan':<13} {len(plan.replicas) - len(chains)} full, {count(chains, 'chain')}{lengths},"
-        f" {count(plan.spares, 'spare')}"
+        f" {count(plan.spares, 'spare')}" + (f", {len(plan.forming)} forming" if plan.forming else "")
     ]
     for replica, old, new in partition.moves(before, plan):
         shapes = " become ".join(" > ".join(map(str, chain.blocks)) for chain in (old, new))
@@ -136,7 +136,8 @@ def _plan_lines(plan: Plan, before: Plan | None) -> list[str]:
 
 
 def _who(plan: Plan) -> tuple[object, ...]:
-    return plan.replicas, plan.spares
+    places = [(r.number, r.rank, r.stages) for r in (*plan.replicas, *plan.forming)]
+    return places, len(plan.forming), plan.spares
 
 
 def _name(replica: LoggedContribution | LoggedLeftOut) -> str:

@@ -125,9 +125,9 @@ def _left_out(left: PlannedOut, plan: Plan | None) -> LoggedLeftOut:
     return LoggedLeftOut(replica=left.replica, reason=left.reason, kind=kind, rank=rank, peers=peers)
 
 
-def _planned(plan: Plan | None, index: int) -> tuple[str, int | None, tuple[str, ...]]:
+def _planned(plan: Plan | None, number: int) -> tuple[str, int | None, tuple[str, ...]]:
     """(kind, rank, members) of a replica."""
-    if plan is None or not 0 <= index < len(plan.replicas):
+    spec = plan.find(number) if plan is not None else None
+    if spec is None:
         return "unplanned", None, ()
-    spec = plan.replicas[index]
     return "chain" if spec.is_chain else "full", spec.rank, spec.peers

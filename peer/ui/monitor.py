@@ -172,7 +172,5 @@ def _roles(plan: Plan | None) -> list[tuple[str, events.Role]]:
     if plan is None:
         return []
     return [
-        (stage.peer, events.role(plan, index, stage))
-        for index, replica in enumerate(plan.replicas)
-        for stage in replica.stages
+        (stage.peer, events.role(plan, replica.number, stage)) for replica in plan.replicas for stage in replica.stages
     ]

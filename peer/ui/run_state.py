@@ -43,7 +43,7 @@ class PeerView:
     here: bool = True
     """Whether it is not gone."""
     role: str = "waiting"
-    """`full`, `stage`, `spare` or `waiting`."""
+    """`full`, `stage`, `joining`, `spare` or `waiting`."""
     replica: int | None = None
     """The number of its replica in the plan, if it has one."""
     first: int = 0
@@ -62,6 +62,8 @@ class PeerView:
     """Its round."""
     step: int = 0
     """Its newest inner step in that round."""
+    steps: int = 1
+    """The most inner steps that its replica may do in a round."""
     loss: float | None = None
     """Nats per token of that step."""
     sent_bytes: int | None = None
@@ -168,8 +170,10 @@ class View:
         """0..1 of the run, inner steps of the open round included."""
         if self.finished:
             return 1.0
-        steps = [p.step for p in self.peers.values() if p.here and p.round == self.round and p.replica is not None]
-        part = min(1.0, sum(steps) / len(steps) / self.manifest.train.inner_steps) if steps else 0.0
+        steps = [
+            p.step / p.steps for p in self.peers.values() if p.here and p.round == self.round and p.replica is not None
+        ]
+        part = min(1.0, sum(steps) / len(steps)) if steps else 0.0
         return min(1.0, (self.rounds_done + part) / self.manifest.rounds)
 
     @property
@@ -183,7 +187,7 @@ class View:
 
     @property
     def curve(self) -> list[tuple[float, float]]:
-        """(rounds done, mean loss in nats per token) of every inner step, in order."""
+        """(rounds done, mean loss in nats per token) of the inner steps at each place of a round, in order."""
         inner = self.manifest.train.inner_steps
         return [(r - 1 + s / inner, total / n) for (r, s), (total, n) in sorted(self._steps.items())]
 
@@ -197,19 +201,24 @@ class View:
     def chains(self) -> list[ChainView]:
         """The planned chains, as far as they are known, in plan order."""
         out = []
-        for index, replica in enumerate(self.replicas):
+        for replica in self.replicas:
             members = tuple(self.peers.get(peer) or PeerView(peer, self.name(peer)) for peer in replica.peers)
             found = bottleneck([p.activity for p in members])
             if found is not None:
-                out.append(ChainView(self.replica_name(index), members, found))
+                out.append(ChainView(self.replica_name(replica.number), members, found))
         return out
 
     def listed(self) -> list[PeerView]:
         """The peers, replicas first in plan order, then spares and others, then those who are gone."""
-        many = len(self.replicas)
+        places = {replica.number: place for place, replica in enumerate(self.replicas)}
         return sorted(
             self.peers.values(),
-            key=lambda p: (not p.here, many if p.replica is None else p.replica, p.position, p.name),
+            key=lambda p: (
+                not p.here,
+                len(places) if p.replica is None else places.get(p.replica, len(places)),
+                p.position,
+                p.name,
+            ),
         )
 
     def place(self, p: PeerView, short: bool = False) -> str:
@@ -219,14 +228,13 @@ class View:
         word = "" if short else "stage "
         return f"{self.replica_name(p.replica)} · {word}{p.position + 1}/{p.stages} · {blocks(p.first, p.last)}"
 
-    def replica_name(self, index: int) -> str:
-        """A replica for a reader: its peer's name, or `chain N`."""
-        if index >= len(self.replicas):
-            return f"replica {index}"
-        replica = self.replicas[index]
-        if not replica.is_chain:
-            return self.name(replica.peers[0])
-        return f"chain {sum(r.is_chain for r in self.replicas[:index])}"
+    def replica_name(self, number: int) -> str:
+        """A replica for a reader: its peer's name, or `chain N`, counted in plan order."""
+        for place, replica in enumerate(self.replicas):
+            if replica.number == number:
+                chains = sum(r.is_chain for r in self.replicas[:place])
+                return f"chain {chains}" if replica.is_chain else self.name(replica.peers[0])
+        return f"replica {number}"
 
     # --- what comes in
 
@@ -289,15 +297,16 @@ class View:
         p = self._peer(peer)
         p.role, p.round, p.step, p.phase = clean(role.role, 10), role.round, 0, "training"
         p.replica, p.first, p.last, p.rank = role.replica, role.first, role.last, role.rank
-        p.position, p.stages = role.position, role.stages
+        p.position, p.stages, p.steps = role.position, role.stages, max(role.steps, 1)
 
     def _steps_on(self, peer: str, round: int, step: int, loss: float | None) -> None:
         p = self._peer(peer)
         p.round, p.step, p.phase = round, step, "training"
         if loss is not None:
             p.loss = loss
-            total, n = self._steps.get((round, step), (0.0, 0))
-            self._steps[round, step] = (total + loss, n + 1)
+            place = round, max(1, step * self.manifest.train.inner_steps // p.steps)
+            total, n = self._steps.get(place, (0.0, 0))
+            self._steps[place] = (total + loss, n + 1)
             if len(self._steps) > _MOST_POINTS:
                 for key in sorted(self._steps)[::2]:
                     del self._steps[key]
@@ -357,12 +366,14 @@ class View:
             p.role, p.replica = "waiting", None
         for spare in plan.spares:
             self._peer(spare).role = "spare"
-        for index, replica in enumerate(plan.replicas):
+        for peer in (peer for replica in plan.forming for peer in replica.peers):
+            self._peer(peer).role = "joining"
+        for replica in plan.replicas:
             for position, stage in enumerate(replica.stages):
                 p = self._peer(stage.peer)
                 p.role = "stage" if replica.is_chain else "full"
-                p.replica, p.rank, p.position, p.stages = index, replica.rank, position, len(replica.stages)
-                p.first, p.last = stage.first, stage.last
+                p.replica, p.rank, p.position, p.stages = replica.number, replica.rank, position, len(replica.stages)
+                p.first, p.last, p.steps = stage.first, stage.last, replica.work.steps
 
     def _attested(self, attest: events.Attest) -> None:
         self._attests.setdefault(attest.round, {})[attest.peer] = attest.digests

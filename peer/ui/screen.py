@@ -222,7 +222,7 @@ def _peers(view: View, width: int, rows: int) -> Table:
         if busy:
             cells.append(_share(p, marks.get(p.peer, "")))
         cells += [
-            f"{p.step}/{view.manifest.train.inner_steps}" if trains else "-",
+            f"{p.step}/{p.steps}" if trains else "-",
             f"{p.loss:.3f}" if trains and p.loss is not None else "-",
             size(p.sent_bytes) if p.sent_bytes is not None else "-",
         ]

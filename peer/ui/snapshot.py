@@ -54,7 +54,7 @@ class SeenPeer:
     chain: AnnouncedLoad | None
     """Its newest inner step in a chain; null outside of one."""
     role: str
-    """In the newest plan: `full`, `stage`, `spare`, or `waiting` where the plan does not name it."""
+    """In the newest plan: `full`, `stage`, `joining` while it fetches what it will train, `spare`, or `waiting` where it is not named."""
     replica: int | None
     """The replica's number in that plan."""
     first: int | None
@@ -147,25 +147,29 @@ def snapshot(manifest: Manifest, commits: Sequence[Commit], peers: Mapping[str, 
 
 def _bottlenecks(peers: Mapping[str, Announcement], plan: Plan | None) -> list[SeenBottleneck]:
     out = []
-    for index, replica in enumerate(plan.replicas if plan is not None else ()):
+    for replica in plan.replicas if plan is not None else ():
         reports = [a.chain if (a := peers.get(peer)) is not None else None for peer in replica.peers]
         found = utilization.bottleneck(
             [None if r is None else utilization.activity(events.announced_load(r)) for r in reports]
         )
         if found is not None and replica.is_chain:
             peer, share = replica.peers[found.position], round(found.share, 3)
-            out.append(SeenBottleneck(replica=index, peer=peer, what=found.what, share=share))
+            out.append(SeenBottleneck(replica=replica.number, peer=peer, what=found.what, share=share))
     return out
 
 
+def _waits(plan: Plan | None, peer: str) -> str:
+    """What a peer without a stage in the plan is there for."""
+    if plan is not None and peer in plan.spares:
+        return "spare"
+    return "joining" if plan is not None and plan.held_by(peer) is not None else "waiting"
+
+
 def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:
-    index = plan.replica_of(a.peer) if plan is not None else None
-    spec = plan.replicas[index] if plan is not None and index is not None else None
+    number = plan.replica_of(a.peer) if plan is not None else None
+    spec = plan.replica(number) if plan is not None and number is not None else None
     stage = spec.stage_of(a.peer) if spec is not None else None
-    if spec is not None:
-        role = "stage" if spec.is_chain else "full"
-    else:
-        role = "spare" if plan is not None and a.peer in plan.spares else "waiting"
+    trains = None if spec is None else "stage" if spec.is_chain else "full"
     return SeenPeer(
         peer=a.peer,
         version=a.version,
@@ -183,8 +187,8 @@ def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:
         bytes_sent=a.bytes_sent,
         bytes_received=a.bytes_received,
         chain=events.announced_load(a.chain) if a.chain is not None else None,
-        role=role,
-        replica=index,
+        role=trains or _waits(plan, a.peer),
+        replica=number,
         first=stage.first if stage is not None else None,
         last=stage.last if stage is not None else None,
         rank=spec.rank if spec is not None else None,

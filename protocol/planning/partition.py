@@ -140,11 +140,11 @@ def _moved_bytes(manifest: Manifest, before: ReplicaSpec, after: ReplicaSpec) ->
 
 
 def moves(before: Plan | None, after: Plan | None) -> list[tuple[int, ReplicaSpec, ReplicaSpec]]:
-    """The chains whose blocks moved between their members from one plan to the next: index there, before, after."""
+    """The chains whose blocks moved between their members from one plan to the next: number, before, after."""
     old = {replica.peers: replica for replica in before.replicas} if before else {}
     return [
-        (index, old[replica.peers], replica)
-        for index, replica in enumerate(after.replicas if after else ())
+        (replica.number, old[replica.peers], replica)
+        for replica in (after.replicas if after else ())
         if replica.peers in old and old[replica.peers].stages != replica.stages
     ]
 

@@ -9,6 +9,9 @@ speed (protocol/planning/speed.py); an unknown speed counts as the median of the
 Where neighbours by uplink make no chain any more, the peers with the most memory are tried.
 Who is left is a spare, and takes the place of a chain's member that is lost (protocol/rounds/chain_repair.py).
 
+A new replica whose members do not hold their shards yet is *forming*: they fetch them while the others train, and it begins in the
+first plan after all of them have attested that state.
+
 Replicas of the previous plan whose members are all still there are kept, so that nobody reloads blocks for nothing. A chain's blocks move
 where that pays (protocol/planning/partition.py).
 
@@ -19,13 +22,14 @@ the chain's slowest uplink. What a stage needs: protocol/planning/memory.py.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from protocol.codec import boundary_formats
+from protocol.planning.allotment import NEW, allot
 from protocol.planning.memory import needs_by_range
 from protocol.planning.partition import Candidate, Ranges, balanced, split
-from protocol.run import data_order
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
@@ -53,10 +57,19 @@ def boundary_rank(manifest: Manifest, up_bps: int) -> int:
 
 
 def make_plan(
-    manifest: Manifest, candidates: Sequence[Candidate], *, round: int, slot: int, previous: Plan | None
+    manifest: Manifest,
+    candidates: Sequence[Candidate],
+    *,
+    round: int,
+    previous: Plan | None,
+    done: Mapping[int, int] | None = None,
+    holds: Callable[[StageSpec], bool] | None = None,
 ) -> Plan | None:
-    """The plan of `round`, whose text starts at `slot`; None where the candidates make not even one replica."""
-    free = {c.peer: c for c in candidates}
+    """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
+    protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a new replica
+    one of whose members has not is forming, and nobody waits for it, unless there is no other."""
+    there = {c.peer: c for c in candidates}
+    free = dict(there)
     layers = manifest.model.n_layers
     needs = needs_by_range(manifest)
     whole = needs[0, layers]
@@ -70,21 +83,28 @@ def make_plan(
             replicas.append(balanced(manifest, replica, free))
             for peer in replica.peers:
                 del free[peer]
+    for replica in previous.forming if previous else ():
+        if all(stage.peer in free for stage in replica.stages):
+            replicas.append(replica)
+            for peer in replica.peers:
+                del free[peer]
     for c in sorted(free.values(), key=lambda c: (-c.up_bps, c.peer)):
         if c.memory_bytes >= whole:
             whole_model = StageSpec(peer=c.peer, first=0, last=layers)
-            replicas.append(ReplicaSpec(rank=0, stages=(whole_model,)))
+            replicas.append(ReplicaSpec(number=NEW, rank=0, stages=(whole_model,)))
             del free[c.peer]
     weak = sorted(free.values(), key=lambda c: (-c.up_bps, -c.memory_bytes, c.peer))
     for members, ranges in _chains(manifest, weak):
         stages = (StageSpec(peer=c.peer, first=a, last=b) for c, (a, b) in zip(members, ranges, strict=True))
         rank = boundary_rank(manifest, min(c.up_bps for c in members))
-        replicas.append(ReplicaSpec(rank=rank, stages=tuple(stages)))
+        replicas.append(ReplicaSpec(number=NEW, rank=rank, stages=tuple(stages)))
         for c in members:
             del free[c.peer]
     if not replicas:
         return None
-    return Plan(round=round, slot=slot, replicas=tuple(replicas), spares=tuple(sorted(free)))
+    begin = [r for r in replicas if r.number != NEW or holds is None or all(map(holds, r.stages))] or replicas
+    plan = allot(manifest, round, begin, sorted(free), there, previous, done)
+    return dataclasses.replace(plan, forming=tuple(r for r in replicas if r not in begin))
 
 
 Chain = tuple[Sequence[Candidate], Ranges]
@@ -139,9 +159,3 @@ def _largest_chain(manifest: Manifest, usable: Sequence[Candidate]) -> Chain | N
         if chain is not None:
             return chain
     return None
-
-
-def following(manifest: Manifest, plan: Plan) -> int:
-    """The first slot of the round after `plan`'s."""
-    train = manifest.train
-    return data_order.next_slot(plan.slot, len(plan.replicas), train.inner_steps, train.step_rows)

@@ -40,17 +40,17 @@ def _shards(model: layout.ModelSpec) -> frozenset[str]:
     return frozenset(layout.shard_names(model))
 
 
-def why_refused(manifest: Manifest, spec: ReplicaSpec, replica: int, peer: str, offer: Offer) -> str | None:
-    """Why `offer` is not admitted as `peer`'s share of the `replica`-th replica, which is `spec`; None if it is.
+def why_refused(manifest: Manifest, spec: ReplicaSpec, peer: str, offer: Offer) -> str | None:
+    """Why `offer` is not admitted as `peer`'s share of the replica `spec`; None if it is.
 
     Raises ValueError where `peer` is not a member of `spec`.
     """
     stage, train = spec.stage_of(peer), manifest.train
     wanted = memory.stage_shards(manifest, stage.first, stage.last)
-    if offer.replica != replica or tuple(p.shard for p in offer.parts) != wanted:
+    if offer.replica != spec.number or tuple(p.shard for p in offer.parts) != wanted:
         return "it does not cover the planned shards"
-    if not 1 <= offer.steps <= train.inner_steps or offer.tokens != offer.steps * train.step_tokens:
-        return "steps and tokens do not agree with the manifest"
+    if not 1 <= offer.steps <= spec.work.steps or offer.tokens != train.tokens(offer.steps, spec.work.micro_batches):
+        return "steps and tokens do not agree with the plan"
     for part in offer.parts:
         if not (math.isfinite(part.norm) and part.norm >= 0 and 0 < part.size <= largest_payload(manifest, part.shard)):
             return "a norm or size is not a number in range"

@@ -23,7 +23,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part, Share
-from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.schema import plain
 
 MAX_DIVERGED = 4096
@@ -90,7 +90,7 @@ def budget(manifest: Manifest) -> Cost:
         left_out=(),
         diverged=(),
         digests=dict.fromkeys(names, _DIGEST),
-        plan=Plan(round=_INTEGER, slot=_INTEGER, replicas=()),
+        plan=Plan(round=_INTEGER, replicas=(), next_number=_INTEGER, next_slot=_INTEGER),
         leader=_PEER,
         members=(_PEER,) * len(manifest.operators),
     )
@@ -130,8 +130,9 @@ def _longest_contribution(parts: tuple[int, ...]) -> Cost:
 @functools.lru_cache(maxsize=64)
 def _of_plan(stages: int) -> Cost:
     """What a plan says of a replica of so many stages, at most."""
-    stage = {"peer": _PEER, "first": _INTEGER, "last": _INTEGER}
-    return cost({"rank": _INTEGER, "stages": [stage] * stages})
+    stage = StageSpec(peer=_PEER, first=_INTEGER, last=_INTEGER)
+    work = Work(slot=_INTEGER, steps=_INTEGER, micro_batches=_INTEGER)
+    return cost(ReplicaSpec(number=_INTEGER, rank=_INTEGER, stages=(stage,) * stages, work=work, following=work))
 
 
 def bounded(manifest: Manifest, plan: Plan) -> Plan:
@@ -140,18 +141,19 @@ def bounded(manifest: Manifest, plan: Plan) -> Plan:
     deciding = whole.times(CONTRIBUTIONS)
     planning = whole - deciding
     decided = planned = Cost(0, 0)
-    kept = 0
-    for replica in plan.replicas:
+    kept: list[ReplicaSpec] = []
+    for replica in (*plan.replicas, *plan.forming):
         decided += _of_contribution(manifest, replica)
         planned += _of_plan(len(replica.stages))
         if not (decided.is_within(deciding) and planned.is_within(planning)):
             break
-        kept += 1
-    if kept == len(plan.replicas) and len(plan.spares) <= MAX_SPARES:
+        kept.append(replica)
+    replicas, forming = plan.replicas[: len(kept)], tuple(kept[len(plan.replicas) :])
+    if (replicas, forming) == (plan.replicas, plan.forming) and len(plan.spares) <= MAX_SPARES:
         return plan
-    over = [peer for replica in plan.replicas[kept:] for peer in replica.peers]
+    over = [peer for replica in (*plan.replicas, *plan.forming)[len(kept) :] for peer in replica.peers]
     spares = tuple(sorted([*plan.spares, *over])[:MAX_SPARES])
-    return dataclasses.replace(plan, replicas=plan.replicas[:kept], spares=spares)
+    return dataclasses.replace(plan, replicas=replicas, forming=forming, spares=spares)
 
 
 def foremost(diverged: Sequence[Diverged], plan: Plan | None) -> tuple[Diverged, ...]:

@@ -44,15 +44,11 @@ SLOW = "has become slow"
 
 def reconfigured(plan: Plan, reconfig: ChainReconfig) -> Plan | None:
     """`plan` with the members that `reconfig` names; None where `plan` does not allow them."""
-    if not 0 <= reconfig.replica < len(plan.replicas) or reconfig.round != plan.round:
-        return None
-    spec = plan.replicas[reconfig.replica]
-    if not spec.is_chain or not is_allowed(plan, spec, reconfig.peers):
+    spec = plan.find(reconfig.replica)
+    if spec is None or reconfig.round != plan.round or not spec.is_chain or not is_allowed(plan, spec, reconfig.peers):
         return None
     stages = tuple(dataclasses.replace(s, peer=p) for s, p in zip(spec.stages, reconfig.peers, strict=True))
-    replicas = list(plan.replicas)
-    replicas[reconfig.replica] = dataclasses.replace(spec, stages=stages)
-    return dataclasses.replace(plan, replicas=tuple(replicas))
+    return plan.replaced(dataclasses.replace(spec, stages=stages))
 
 
 def is_allowed(plan: Plan, spec: ReplicaSpec, peers: tuple[str, ...]) -> bool:
@@ -63,7 +59,7 @@ def is_allowed(plan: Plan, spec: ReplicaSpec, peers: tuple[str, ...]) -> bool:
 
 
 class ChainRoster:
-    """The chains of one round, by the index of their replica in the plan.
+    """The chains of one round, by the number of their replica.
 
     `plan` has the members of now; the roster begins with the plan that the log has, None where it has none.
     `reconfigs` has the newest reconfiguration of each chain that had one. `away` are the peers that were lost and not
@@ -89,10 +85,8 @@ class ChainRoster:
 
     def follows(self, peer: str, reconfig: ChainReconfig) -> None:
         """`peer` says that it follows `reconfig`. It may be news to this node; only a known member can bring news."""
-        if self._logged is None or not 0 <= reconfig.replica < len(self._logged.replicas):
-            return
-        members = reconfig.peers or self._logged.replicas[reconfig.replica].peers
-        if peer not in members:
+        logged = self._logged.find(reconfig.replica) if self._logged is not None else None
+        if logged is None or peer not in (reconfig.peers or logged.peers):
             return
         if reconfig.generation > self.generation(reconfig.replica) and peer in self.audience(reconfig.replica):
             self._adopt(reconfig)
@@ -109,9 +103,7 @@ class ChainRoster:
             found = reconfigured(self._logged, reconfig)
             if found is None:
                 return
-            replicas = list(self.plan.replicas)
-            replicas[reconfig.replica] = found.replicas[reconfig.replica]
-            self.plan = dataclasses.replace(self.plan, replicas=tuple(replicas))
+            self.plan = self.plan.replaced(found.replica(reconfig.replica))
         self.reconfigs[reconfig.replica] = reconfig
         self._followers = {who for who in self._followers if who[0] != reconfig.replica}
 
@@ -128,7 +120,7 @@ class ChainRoster:
         `suits` says whether a spare is ready for a stage. `steps` > 0: that many inner steps are done by all.
         """
         assert self.plan is not None
-        spec = self.plan.replicas[replica]
+        spec = self.plan.replica(replica)
         stage = spec.stage_of(lost)
         spare = next((s for s in self.plan.spares if self._is_free(s) and suits(s, stage)), None)
         if spare is None:
@@ -145,7 +137,7 @@ class ChainRoster:
         assert self.plan is not None
         if may_return and (replica, lost) not in self._retried:
             self._retried.add((replica, lost))
-            return self.renew(replica, self.plan.replicas[replica].peers, reason, steps)
+            return self.renew(replica, self.plan.replica(replica).peers, reason, steps)
         self.away.add(lost)
         return self.renew(replica, (), f"{reason}; no spare is ready", 0)
 
@@ -172,7 +164,7 @@ class ChainRoster:
         return [
             (peer, reconfig)
             for replica, reconfig in self.reconfigs.items()
-            for peer in reconfig.peers or self._logged.replicas[replica].peers
+            for peer in reconfig.peers or self._logged.replica(replica).peers
             if (replica, reconfig.generation, peer) not in self._followers
         ]
 
@@ -180,5 +172,5 @@ class ChainRoster:
         """Everybody whom a reconfiguration of this chain concerns: its members by the log and those of now."""
         assert self._logged is not None
         assert self.plan is not None
-        members = (*self._logged.replicas[replica].peers, *self.plan.replicas[replica].peers)
+        members = (*self._logged.replica(replica).peers, *self.plan.replica(replica).peers)
         return tuple(dict.fromkeys(members))

@@ -6,8 +6,8 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
 
     leader     event         next       effects              condition
     GATHERING                DECIDING   Propose              we lead, `start_peers` are ready and make a plan
-    OPEN                     DECIDING   Propose              we lead and no replica is pending, or its deadline has
-                                                             passed
+    OPEN                     DECIDING   Propose              we lead and no replica is pending, or is worth waiting
+                                                             for
     DECIDING   Decided       OPEN                            the next round begins
     DECIDING   Decided       CLOSING                         it was the last round
     DECIDING   Lead          OPEN                            who leads has changed
@@ -27,13 +27,16 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
     any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready
     any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is ready, or somebody
                                                              does not follow
+    OPEN       Tick          OPEN       Send(TimeUp)         the time to train is over, some have offered and others
+                                                             have not
     any        Attest        the same   Report               a peer has other bits than the majority
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage,
 and every payload is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when
-its chain ended its round. Else it is *pending*. Its members are those of the newest reconfiguration
+its chain ended its round. Else it is *pending*. When the time to train is over, those that are pending are told so. They
+are waited for as long as that is worth it (protocol/rounds/grace.py), and never longer than the round's deadline. Its members are those of the newest reconfiguration
 (protocol/rounds/chain_repair.py).
 
 A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
@@ -45,12 +48,13 @@ it is; a member that was lost is planned again once it was heard again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 
 from protocol.identity import short_peer
 from protocol.planning import memory, partition, planner
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, capacity
+from protocol.rounds import admission, capacity, grace
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -76,8 +80,8 @@ from protocol.rounds.offers import Offers
 from protocol.rounds.table import Position
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
-from protocol.wire.plan import Plan, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
 
 class Leader:
@@ -97,6 +101,8 @@ class Leader:
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
+        self._complete: dict[int, float] = {}
+        self._late: list[ReplicaSpec] = []
         self._leads = False
         self._began = now
 
@@ -143,7 +149,7 @@ class Leader:
             case Decided(commit):
                 return self._begin(commit, now)
             case Tick(absent):
-                return self._tick(absent)
+                return self._tick(absent, now)
         return []
 
     def _received(self, event: Received) -> list[Effect]:
@@ -180,9 +186,9 @@ class Leader:
         roster, replica = self.roster, failure.replica
         if not self._leads or failure.round != self.round or roster.plan is None:
             return []
-        if not 0 <= replica < len(roster.plan.replicas) or failure.generation > roster.generation(replica):
+        spec = roster.plan.find(replica)
+        if spec is None or failure.generation > roster.generation(replica):
             return []
-        spec = roster.plan.replicas[replica]
         known = roster.reconfigs.get(replica)
         if known is not None and (failure.generation < known.generation or not known.peers or peer not in spec.peers):
             return self.position.stay(ChainFailure, [Send((peer,), known, False)])
@@ -202,10 +208,10 @@ class Leader:
         replica, roster = self._replica_of(peer), self.roster
         if replica is None or roster.plan is None or not self._leads or self.phase is Phase.DECIDING:
             return None
-        spec = roster.plan.replicas[replica]
+        spec = roster.plan.replica(replica)
         if roster.ended(replica) or not spec.is_chain:
             return None
-        steps = self.offers.steps(replica, spec)
+        steps = self.offers.steps(spec)
         text = f"peer {short_peer(peer)}: {reason}"
         if self.offers.of(replica, peer) is not None:
             return roster.renew(replica, spec.peers, text, steps) if must_go_on else None
@@ -218,12 +224,14 @@ class Leader:
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
-        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
-        right = self.attestations.holds(spare, self.round - 1, wanted)
         there = spare in self.ready and spare not in self._absent
-        return right and there and partition.can_take(self.manifest, self.ready[spare], stage)
+        return (
+            there
+            and self._holds(dataclasses.replace(stage, peer=spare))
+            and partition.can_take(self.manifest, self.ready[spare], stage)
+        )
 
-    def _tick(self, absent: frozenset[str]) -> list[Effect]:
+    def _tick(self, absent: frozenset[str], now: float) -> list[Effect]:
         self._absent = absent
         effects: list[Effect] = []
         if self._leads and self.roster.reconfigs:
@@ -231,6 +239,10 @@ class Leader:
                 effects += self.position.stay(Tick, [Send((peer,), reconfig, False)])
         for peer in sorted(absent):
             effects += self._reconfigure(Tick, self._lost(peer, "its session ended"))
+        if self.phase is Phase.OPEN and self._leads and now - self._began >= self.manifest.timing.training_seconds:
+            late = tuple(p for r in self._late for p in r.peers if self.offers.of(r.number, p) is None)
+            if late and self._complete:
+                effects += self.position.stay(Tick, [Send(late, TimeUp(round=self.round), False)])
         return effects
 
     # --- what peers say
@@ -243,11 +255,12 @@ class Leader:
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
         replica, plan = self._replica_of(peer), self.roster.plan
-        if plan is not None and 0 <= offer.replica < len(plan.replicas) and peer in plan.replicas[offer.replica].peers:
+        named = plan.find(offer.replica) if plan is not None else None
+        if named is not None and peer in named.peers:
             replica = offer.replica  # a spare may have been named twice, by two leaders
         if replica is None or offer.round != self.round or plan is None:
             return []
-        reason = admission.why_refused(self.manifest, plan.replicas[replica], replica, peer, offer)
+        reason = admission.why_refused(self.manifest, plan.replica(replica), peer, offer)
         if reason:
             self.offers.fail(peer, f"offer refused: {reason}")
             return []
@@ -269,6 +282,7 @@ class Leader:
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
         self.offers.begin()
+        self._complete, self._late = {}, []
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
         self._began = now
@@ -281,9 +295,16 @@ class Leader:
         return [*self.position.stay(Decided, moved)] if moved else []
 
     def _candidates(self) -> list[Candidate]:
-        """Ready peers that attested the state before the open round (round 0: all, there is no state yet)."""
+        """Ready peers that attested the state before the open round (round 0: all, there is no state yet), and those of replicas that
+        are forming."""
         there = [c for p, c in sorted(self.ready.items()) if p not in self.roster.away]
-        return [c for c in there if self.attestations.newest(c.peer) >= self.round - 1]
+        forming = {p for r in (self._last_plan.forming if self._last_plan else ()) for p in r.peers}
+        return [c for c in there if c.peer in forming or self.attestations.newest(c.peer) >= self.round - 1]
+
+    def _holds(self, stage: StageSpec) -> bool:
+        """Whether a peer attested all shards that a stage needs, in the state before the open round."""
+        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
+        return self.attestations.holds(stage.peer, self.round - 1, wanted)
 
     def _advance(self, now: float) -> list[Effect]:
         if self.phase is Phase.CLOSING:
@@ -298,26 +319,39 @@ class Leader:
     def _decide(self, now: float) -> list[Effect]:
         """Proposes the open round's commit if nobody is to be waited for."""
         timing, waited = self.manifest.timing, now - self._began
-        replicas = self.roster.plan.replicas if self.roster.plan else ()
         diverged = self.attestations.diverged(self.round - 1, ties=True)
-        wrong, based = {d.peer for d in diverged}, self.attestations.of(self.round - 1)
-        complete: list[Contribution] = []
-        left_out: list[LeftOut] = []
-        for index, replica in enumerate(replicas):
-            reason = self.roster.ended(index) or self.offers.failure(replica, wrong)
-            if reason is None and waited >= timing.gone_after:
-                reason = self.offers.gone(replica, self.ready)
-            if reason is None and self.offers.is_complete(index, replica, based):
-                complete.append(self.offers.contribution(index, replica))
-            elif reason is None and waited < timing.round_deadline:
+        complete, left_out, self._late = self._judged({d.peer for d in diverged}, waited)
+        if self._late:
+            offered = [(self._complete[c.replica], c.tokens) for c in complete]
+            if waited < timing.round_deadline and not grace.is_over(self.manifest, offered, self._late, waited):
                 return []
-            else:
-                left_out.append(LeftOut(replica=index, reason=reason or "no offer before the deadline"))
+            left_out += [LeftOut(replica=r.number, reason=f"no offer after {waited:.0f} s") for r in self._late]
         complete, outliers = admission.without_outliers(complete)
         left_out += outliers
         if not complete and waited < timing.gone_after:
             return []
         return self._propose(now, tuple(complete), tuple(sorted(left_out, key=lambda x: x.replica)), tuple(diverged))
+
+    def _judged(
+        self, wrong: Collection[str], waited: float
+    ) -> tuple[list[Contribution], list[LeftOut], list[ReplicaSpec]]:
+        """The replicas whose work is complete, those that failed, and those that are pending. `wrong`: peers that diverged."""
+        based = self.attestations.of(self.round - 1)
+        complete: list[Contribution] = []
+        left_out: list[LeftOut] = []
+        pending: list[ReplicaSpec] = []
+        for replica in self.roster.plan.replicas if self.roster.plan else ():
+            reason = self.roster.ended(replica.number) or self.offers.failure(replica, wrong)
+            if reason is None and waited >= self.manifest.timing.gone_after:
+                reason = self.offers.gone(replica, self.ready)
+            if reason is not None:
+                left_out.append(LeftOut(replica=replica.number, reason=reason))
+            elif self.offers.is_complete(replica, based):
+                complete.append(self.offers.contribution(replica))
+                self._complete.setdefault(replica.number, waited)
+            else:
+                pending.append(replica)
+        return complete, left_out, pending
 
     def _propose(
         self,
@@ -329,10 +363,15 @@ class Leader:
         manifest, round = self.manifest, self.round
         plan = None
         if round < manifest.rounds:
-            present = self.plan or self._last_plan
-            slot = planner.following(manifest, present) if present else 0
-            previous = self.roster.plan or self._last_plan
-            plan = planner.make_plan(manifest, self._candidates(), round=round + 1, slot=slot, previous=previous)
+            previous, done = self.roster.plan or self._last_plan, {c.replica: c.steps for c in contributions}
+            plan = planner.make_plan(
+                manifest,
+                self._candidates(),
+                round=round + 1,
+                previous=previous,
+                done=done,
+                holds=self._holds if round else None,
+            )
             if plan is None and not contributions:
                 return []
             plan = plan and capacity.bounded(manifest, plan)

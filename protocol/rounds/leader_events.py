@@ -9,7 +9,7 @@ from protocol.planning.partition import Candidate
 from protocol.rounds.table import Table, Transition
 from protocol.wire.commit import Commit, Part
 from protocol.wire.plan import ReplicaSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
 
 class Phase(Enum):
@@ -103,7 +103,7 @@ class Send:
     """Effect: send this to those of `peers` that have a session. `first`: it is no repetition."""
 
     peers: tuple[str, ...]
-    message: ChainReconfig
+    message: ChainReconfig | TimeUp
     first: bool
 
 
@@ -141,7 +141,7 @@ Effect = Fetch | Propose | Send | Report | Moved | Done
 _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.GATHERING, None, Phase.DECIDING, (Propose,), "we lead, `start_peers` are ready and make a plan"),
     Transition(
-        Phase.OPEN, None, Phase.DECIDING, (Propose,), "we lead and no replica is pending, or its deadline has passed"
+        Phase.OPEN, None, Phase.DECIDING, (Propose,), "we lead and no replica is pending, or is worth waiting for"
     ),
     Transition(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
     Transition(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
@@ -160,6 +160,9 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready"),
     Transition(
         None, Tick, None, (ChainReconfig,), "a member is absent and a spare is ready, or somebody does not follow"
+    ),
+    Transition(
+        Phase.OPEN, Tick, Phase.OPEN, (TimeUp,), "the time to train is over, some have offered and others have not"
     ),
     Transition(None, Attest, None, (Report,), "a peer has other bits than the majority"),
     Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),

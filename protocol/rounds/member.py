@@ -10,11 +10,13 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     APPLYING  Applied        WAITING
     WAITING                  HOLDING   HoldShards                        no newer commit is known, the plan is new
     HOLDING   ShardsHeld     WAITING
-    WAITING                  TRAINING  TrainOrder                        the plan names us
-    WAITING                  TRAINING                                    the plan is the one that we train ahead by
+    WAITING                  TRAINING  TrainOrder, EndIn                 the plan names us
+    WAITING                  TRAINING  EndIn                             the plan is the one that we train ahead by
                                                                          already
     WAITING                  ENCODING  EncodeUpdate                      the plan is the one that we trained ahead
                                                                          by
+    TRAINING  TimeUp         TRAINING  EndIn                             the round's time is over, and others have
+                                                                         offered
     TRAINING  Trained        ENCODING  EncodeUpdate
     TRAINING  Failed         ENCODING  Send(Withdraw), KeepInFeedback
     TRAINING                 STOPPING  Stop                              the round's commit is known: we are too
@@ -28,8 +30,8 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     TRAINING  Reconfigured   STOPPING  Stop                              a spare has taken our place
     TRAINING  Reconfigured   STOPPING  Send(ChainReconfig),              the chain's round is over
                                        Send(Withdraw), Stop
-    WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder   we are a spare and take a lost member's
-                                                                         place
+    WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder,  we are a spare and take a lost member's
+                                       EndIn                             place
     WAITING                  DONE      Finish                            the run is over and we attested its final
                                                                          state
     any       Committed      the same  Send(LogRequest)                  commits in between are missing
@@ -69,6 +71,7 @@ from protocol.rounds.member_events import (
     Digested,
     Effect,
     EncodeUpdate,
+    EndIn,
     Event,
     Failed,
     Finish,
@@ -82,6 +85,7 @@ from protocol.rounds.member_events import (
     ShardsHeld,
     Stop,
     Tick,
+    TimeUp,
     Trained,
     TrainOrder,
     UpdateEncoded,
@@ -95,6 +99,8 @@ from protocol.wire.plan import Plan
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
 
 RESEND_SECONDS = 5.0
+COPIES = 2
+"""A payload leaves its sender so many times (docs/protocol.md, Blobs)."""
 
 
 class ForkError(Exception):
@@ -106,11 +112,17 @@ class Member:
 
     `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless the durable
     feedback says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained
-    again, even where the state is older.
+    again, even where the state is older. `up_bps`: bits a second that offers leave with, 0 where that is unknown.
     """
 
     def __init__(
-        self, manifest: Manifest, peer: str, applied: int = -1, offer: Offer | None = None, feedback_round: int = 0
+        self,
+        manifest: Manifest,
+        peer: str,
+        applied: int = -1,
+        offer: Offer | None = None,
+        feedback_round: int = 0,
+        up_bps: int = 0,
     ) -> None:
         self.manifest = manifest
         self.peer = peer
@@ -128,6 +140,8 @@ class Member:
         self._order: TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
+        self._up_bps = up_bps
+        self._began = self._trained_at = self._lead = 0.0
 
     @property
     def phase(self) -> Phase:
@@ -147,22 +161,26 @@ class Member:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine; `now` is in seconds on any steady clock. Raises ForkError."""
-        return self._react(event, now) + self._advance()
+        return self._react(event, now) + self._advance(now)
 
     def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Connected():
                 return self._resend(now)
             case Committed(record):
-                return self._learn(record)
+                return self._learn(record, now)
             case Trained() | Failed():
+                self._trained_at = now
                 return self._finished(event)
+            case TimeUp(round):
+                if self.phase is Phase.TRAINING and self._order is not None and self._order.plan.round == round:
+                    return self.position.stay(TimeUp, [EndIn(round, 0.0)])
             case ChainFailed():
                 return self._chain_failed(event)
             case Reconfigured(reconfig):
-                return self._reconfigured(reconfig)
+                return self._reconfigured(reconfig, now)
             case UpdateEncoded(_, offer):
-                return self._encoded(offer)
+                return self._encoded(offer, now)
             case Applied(round):
                 self.applied = round
                 return self.position.step(Applied, Phase.WAITING)
@@ -182,7 +200,7 @@ class Member:
                     return self.position.stay(Tick, [Send(self._chain_failure)])
         return []
 
-    def _learn(self, record: Record) -> list[Effect]:
+    def _learn(self, record: Record, now: float) -> list[Effect]:
         """Only what a majority of the members voted for counts; the members are those that the commit before names."""
         commit = record.commit
         if commit.round > self.head + 1:
@@ -198,6 +216,7 @@ class Member:
             if reason is not None:
                 raise ForkError(f"the commit of round {commit.round} {reason}")
             self.commits[commit.round] = commit
+            self._began = now
         return []
 
     # --- training and its end
@@ -218,13 +237,14 @@ class Member:
         self._withdraw = Withdraw(round=event.round, reason=event.reason)
         return self.position.step(Failed, Phase.ENCODING, [Send(self._withdraw), KeepInFeedback(event.round)])
 
-    def _encoded(self, offer: Offer | None) -> list[Effect]:
+    def _encoded(self, offer: Offer | None, now: float) -> list[Effect]:
         if offer is None:
             return self.position.step(UpdateEncoded, Phase.WAITING)
+        self._lead = now - self._trained_at + upload_seconds(offer, self._up_bps)
         self._pending = offer
         effects: list[Effect] = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
         assert self._order is not None
-        return effects + self.overlap.begin(offer, self.plan, self._order.plan, self.commits.get(offer.round))
+        return effects + self.overlap.begin(offer, self._order.plan, self.commits.get(offer.round))
 
     # --- a chain that lost a member
 
@@ -245,7 +265,7 @@ class Member:
             return [*self.overlap.chain_failed(failure)]
         return self.position.stay(ChainFailed, [Send(failure)])
 
-    def _reconfigured(self, reconfig: ChainReconfig) -> list[Effect]:
+    def _reconfigured(self, reconfig: ChainReconfig, now: float) -> list[Effect]:
         plan, named = self.plan, self.peer in reconfig.peers
         if plan is None or reconfig.round != plan.round or reconfig.round in self.commits:
             return []
@@ -264,7 +284,7 @@ class Member:
         assert new is not None
         self._reconfig, self._attempted = reconfig, reconfig.round
         self._order = TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps)
-        return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order])
+        return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order, self._end(now)])
 
     def _follow(self, reconfig: ChainReconfig) -> list[Effect]:
         self._reconfig = reconfig
@@ -293,7 +313,13 @@ class Member:
         out += [Send(m) for m in told if m is not None and m.round == self.applied + 1]
         return out
 
-    def _advance(self) -> list[Effect]:
+    def _end(self, now: float) -> EndIn:
+        """When the training of the round after the newest commit ends: early enough for our offer to be there in time."""
+        seconds = self.manifest.timing.training_seconds
+        left = self._began + seconds - min(self._lead, seconds / 2) - now
+        return EndIn(self.head + 1, max(0.0, left))
+
+    def _advance(self, now: float) -> list[Effect]:
         following = self.commits.get(self.applied + 1)
         if self.phase is Phase.TRAINING and following is not None:
             return self.position.step(None, Phase.STOPPING, [Stop(following.round)])
@@ -313,14 +339,14 @@ class Member:
         commit = self.commits.get(self.applied)
         if commit is not None and self._held_round < self.applied:
             return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
-        return effects + (self._begin() if self.applied < self.manifest.rounds else self._end())
+        return effects + (self._begin(now) if self.applied < self.manifest.rounds else self._leave())
 
-    def _begin(self) -> list[Effect]:
+    def _begin(self, now: float) -> list[Effect]:
         """At the head of the log, with the right shards: trains, or waits."""
         plan, ahead = self.plan, self.overlap.order
         if ahead is not None and ahead.plan.round <= self.applied + 1:
             if plan is not None and is_same_work(ahead, plan):
-                return self._begin_with(self.overlap.take(), TrainOrder(plan, ahead.replica))
+                return self._begin_with(self.overlap.take(), TrainOrder(plan, ahead.replica), now)
             stop = self.overlap.drop()
             if self.overlap.state is not Ahead.NONE:
                 return [*stop]
@@ -328,18 +354,24 @@ class Member:
         if plan is None or replica is None or self._attempted >= plan.round:
             return []
         self._order, self._attempted = TrainOrder(plan, replica), plan.round
-        return self.position.step(None, Phase.TRAINING, [self._order])
+        return self.position.step(None, Phase.TRAINING, [self._order, self._end(now)])
 
-    def _begin_with(self, result: Trained | None, order: TrainOrder) -> list[Effect]:
+    def _begin_with(self, result: Trained | None, order: TrainOrder, now: float) -> list[Effect]:
         """What was trained ahead is the work of `order`: it is done, or goes on as if it had begun now."""
         self._order, self._attempted = order, order.plan.round
         if result is None:
-            return self.position.step(None, Phase.TRAINING)
+            return self.position.step(None, Phase.TRAINING, [self._end(now)])
+        self._trained_at = now
         return self.position.step(None, Phase.ENCODING, [_encode(order, result)])
 
-    def _end(self) -> list[Effect]:
+    def _leave(self) -> list[Effect]:
         attested = self._attest is not None and self._attest.round == self.applied
         return self.position.step(None, Phase.DONE, [Finish()]) if self._run_over and attested else []
+
+
+def upload_seconds(offer: Offer, up_bps: int) -> float:
+    """Seconds until an archive has the offer's payloads: an uplink of `up_bps` bits a second sends each COPIES times."""
+    return COPIES * 8 * sum(part.size for part in offer.parts) / up_bps if up_bps else 0.0
 
 
 def _encode(order: TrainOrder, result: Trained) -> EncodeUpdate:

@@ -45,12 +45,19 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Event: all inner steps of `round` are done. `loss`: nats per token, None where this stage does not know it."""
+    """Event: all inner steps of `round` are done, or its time is over. `loss`: nats per token, None where this stage does not know it."""
 
     round: int
     steps: int
     tokens: int
     loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUp:
+    """Event: the leading node asks for what is done of `round`."""
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +177,17 @@ class KeepInFeedback:
 
 
 @dataclass(frozen=True, slots=True)
+class EndIn:
+    """Effect: end the training of `round` when so many seconds have passed, with the inner step that ends next to that moment.
+
+    At least one step is done. It has no answer of its own: Trained comes then.
+    """
+
+    round: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreFeedback:
     """Effect: put what `offer` would have sent back into the error feedback, e += sent. It has no answer."""
 
@@ -216,6 +234,7 @@ Event = (
     | Failed
     | ChainFailed
     | Reconfigured
+    | TimeUp
     | UpdateEncoded
     | Applied
     | ShardsHeld
@@ -223,7 +242,9 @@ Event = (
     | RunOver
     | Tick
 )
-Effect = TrainOrder | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback | Apply | HoldShards | Send | Finish
+Effect = (
+    TrainOrder | EndIn | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback | Apply | HoldShards | Send | Finish
+)
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -238,9 +259,10 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.APPLYING, Applied, Phase.WAITING),
     Transition(Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit is known, the plan is new"),
     Transition(Phase.HOLDING, ShardsHeld, Phase.WAITING),
-    Transition(Phase.WAITING, None, Phase.TRAINING, (TrainOrder,), "the plan names us"),
-    Transition(Phase.WAITING, None, Phase.TRAINING, (), "the plan is the one that we train ahead by already"),
+    Transition(Phase.WAITING, None, Phase.TRAINING, (TrainOrder, EndIn), "the plan names us"),
+    Transition(Phase.WAITING, None, Phase.TRAINING, (EndIn,), "the plan is the one that we train ahead by already"),
     Transition(Phase.WAITING, None, Phase.ENCODING, (EncodeUpdate,), "the plan is the one that we trained ahead by"),
+    Transition(Phase.TRAINING, TimeUp, Phase.TRAINING, (EndIn,), "the round's time is over, and others have offered"),
     Transition(Phase.TRAINING, Trained, Phase.ENCODING, (EncodeUpdate,)),
     Transition(Phase.TRAINING, Failed, Phase.ENCODING, (Withdraw, KeepInFeedback)),
     Transition(Phase.TRAINING, None, Phase.STOPPING, (Stop,), "the round's commit is known: we are too late"),
@@ -264,7 +286,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
         Phase.WAITING,
         Reconfigured,
         Phase.TRAINING,
-        (ChainReconfig, TrainOrder),
+        (ChainReconfig, TrainOrder, EndIn),
         "we are a spare and take a lost member's place",
     ),
     Transition(Phase.WAITING, None, Phase.DONE, (Finish,), "the run is over and we attested its final state"),

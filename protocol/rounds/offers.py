@@ -37,14 +37,14 @@ class Offers:
     def has_failed(self, peer: str) -> bool:
         return peer in self._failures
 
-    def of(self, index: int, peer: str) -> Offer | None:
-        """What `peer` offered as a member of replica `index`."""
+    def of(self, number: int, peer: str) -> Offer | None:
+        """What `peer` offered as a member of the replica with this number."""
         offer = self._offers.get(peer)
-        return offer if offer is not None and offer.replica == index else None
+        return offer if offer is not None and offer.replica == number else None
 
-    def steps(self, index: int, replica: ReplicaSpec) -> int:
+    def steps(self, replica: ReplicaSpec) -> int:
         """The most inner steps that a member of the replica has offered, 0 where none has."""
-        offers = [self.of(index, peer) for peer in replica.peers]
+        offers = [self.of(replica.number, peer) for peer in replica.peers]
         return max((offer.steps for offer in offers if offer is not None), default=0)
 
     def failure(self, replica: ReplicaSpec, diverged: Collection[str]) -> str | None:
@@ -64,22 +64,22 @@ class Offers:
                 return f"peer {short_peer(peer)}: gone"
         return None
 
-    def is_complete(self, index: int, replica: ReplicaSpec, based: Collection[str]) -> bool:
+    def is_complete(self, replica: ReplicaSpec, based: Collection[str]) -> bool:
         """Whether every member has offered, all of it is held, and every member is among `based`.
 
         `based` are the peers that attested the state before the round.
         """
         return all(
-            (offer := self.of(index, peer)) is not None and peer in based and self._is_held(offer)
+            (offer := self.of(replica.number, peer)) is not None and peer in based and self._is_held(offer)
             for peer in replica.peers
         )
 
-    def contribution(self, index: int, replica: ReplicaSpec) -> Contribution:
+    def contribution(self, replica: ReplicaSpec) -> Contribution:
         """What a commit says of a complete replica: the steps of its slowest member, the loss of its last stage."""
         offers = [self._offers[peer] for peer in replica.peers]
         losses = [offer.loss for offer in offers if offer.loss is not None]
         return Contribution(
-            replica=index,
+            replica=replica.number,
             tokens=min(offer.tokens for offer in offers),
             steps=min(offer.steps for offer in offers),
             loss=losses[-1] if losses else None,

@@ -1,9 +1,9 @@
 """Training ahead: a small machine beside the volunteer's (protocol/rounds/member.py), used with `overlap = 1`.
 
 A round is decided and applied for some seconds in which a volunteer's processors would rest. With overlap they do
-not: as soon as its offer of round r has left, the volunteer trains round r + 1 after a plan that it *expects*, round
-r's plan once more. When the real plan is known and gives it the same work, what was done ahead is the round's work.
-Else it is dropped.
+not: as soon as its offer of round r has left, the volunteer trains what round r's plan promised its replica for round
+r + 1 (protocol/planning/allotment.py). When the real plan is known and its replica is as it was, what was done ahead is
+the round's work, whoever else came or went. Else it is dropped.
 
     overlap  event          next     effects             condition
     NONE     UpdateEncoded  RUNNING  TrainOrder          our offer is durable, the run goes on
@@ -20,10 +20,10 @@ Else it is dropped.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 
-from protocol.planning import planner
 from protocol.rounds.member_events import ChainFailed, Failed, Send, Stop, Trained, TrainOrder, UpdateEncoded
 from protocol.rounds.table import Position, Table, Transition
 from protocol.run.manifest import Manifest
@@ -91,16 +91,19 @@ class Overlap:
         """The order that is being carried out, as far as it is still wanted."""
         return self.order if self.state is Ahead.RUNNING else None
 
-    def begin(self, offer: Offer, plan: Plan | None, trained: Plan, decided: Commit | None) -> list[TrainOrder]:
+    def begin(self, offer: Offer, trained: Plan, decided: Commit | None) -> list[TrainOrder]:
         """After `offer` is durable: begins with the round after it, unless that is known to be planned otherwise.
 
-        `plan` is the one that the log has for the offer's round, and `trained` the one that was trained in the end,
-        with what was reconfigured. `decided` is the commit of the offer's round, where it is known already.
+        `trained` is the plan that was trained in the end, with what was reconfigured. `decided` is the commit of the
+        offer's round, where it is known already.
         """
-        if not self.manifest.outer.overlap or plan is None or not offer.round < self.manifest.rounds:
+        if not self.manifest.outer.overlap or not offer.round < self.manifest.rounds:
             return []
-        slot = planner.following(self.manifest, plan)
-        order = TrainOrder(Plan(round=offer.round + 1, slot=slot, replicas=trained.replicas), offer.replica)
+        replica = trained.replica(offer.replica)
+        if replica.following is None:
+            return []
+        expected = dataclasses.replace(replica, work=replica.following, following=None)
+        order = TrainOrder(Plan(round=offer.round + 1, replicas=(expected,)), offer.replica)
         if decided is not None and not is_same_work(order, decided.plan):
             return []
         self.order = order
@@ -140,10 +143,11 @@ class Overlap:
 
 def is_same_work(order: TrainOrder, plan: Plan | None) -> bool:
     """Whether `plan` gives the replica of `order` just the work that `order` gives it."""
-    expected, replica = order.plan, order.replica
+    expected, found = order.plan.replica(order.replica), plan.find(order.replica) if plan is not None else None
     return (
         plan is not None
-        and (plan.round, plan.slot) == (expected.round, expected.slot)
-        and len(plan.replicas) > replica
-        and plan.replicas[replica] == expected.replicas[replica]
+        and found is not None
+        and plan.round == order.plan.round
+        and expected.is_like(found)
+        and expected.work == found.work
     )

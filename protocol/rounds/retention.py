@@ -39,7 +39,7 @@ def held_shards(manifest: Manifest, plan: Plan | None, peer: str, warm: bool) ->
     can take any stage. Nobody who has nothing to do has to hold anything."""
     if plan is None:
         return ()
-    stage = plan.stage_of(peer)
+    stage = plan.held_by(peer)
     if stage is not None:
         return memory.held_shards(manifest, stage.first, stage.last)
     return layout.shard_names(manifest.model) if warm and peer in plan.spares else ()

@@ -16,7 +16,7 @@ from protocol.rounds import chain_repair
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Record, is_decided
-from protocol.wire.plan import Plan
+from protocol.wire.plan import Plan, ReplicaSpec
 
 
 class BadCommit(PotluckError):
@@ -59,35 +59,40 @@ def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[
     """Everything in `commit` that no honest leader writes. `plan`: the one of its round, None where that has none."""
     if commit.round > manifest.rounds:
         yield f"the run has {manifest.rounds} rounds only"
-    replicas = plan.replicas if plan is not None else ()
-    decided = [c.replica for c in commit.contributions] + [x.replica for x in commit.left_out]
-    if sorted(decided) != list(range(len(replicas))):
-        yield f"decides about replicas {sorted(decided)}, the plan has {len(replicas)}"
+    planned = sorted(r.number for r in plan.replicas) if plan is not None else []
+    decided = sorted([c.replica for c in commit.contributions] + [x.replica for x in commit.left_out])
+    if decided != planned:
+        yield f"decides about replicas {decided}, the plan has {planned}"
     wrong = {d.peer for d in commit.diverged}
     for contribution in commit.contributions:
-        if plan is not None and 0 <= contribution.replica < len(replicas):
-            yield from _contribution(manifest, plan, contribution, wrong)
+        spec = plan.find(contribution.replica) if plan is not None else None
+        if plan is not None and spec is not None:
+            yield from _contribution(manifest, plan, spec, contribution, wrong)
     took_part = [share.peer for c in commit.contributions for share in c.shares]
     if len(set(took_part)) < len(took_part):
         yield "counts a peer twice"
     if commit.plan is not None:
         if commit.plan.round != commit.round + 1:
             yield f"plans round {commit.plan.round}, not the next one"
-        for index, replica in enumerate(commit.plan.replicas):
+        numbers = [replica.number for replica in commit.plan.replicas]
+        if len(set(numbers)) < len(numbers) or not all(0 <= n < commit.plan.next_number for n in numbers):
+            yield f"plans replicas under the numbers {numbers}"
+        for replica in (*commit.plan.replicas, *commit.plan.forming):
             edges = [0, *(stage.last for stage in replica.stages)]
             if [s.first for s in replica.stages] != edges[:-1] or edges[-1] != manifest.model.n_layers:
-                yield f"plans replica {index} with stages that are not the whole model"
+                yield f"plans replica {replica.number} with stages that are not the whole model"
 
 
-def _contribution(manifest: Manifest, plan: Plan, contribution: Contribution, wrong: set[str]) -> Iterator[str]:
-    name, train, spec = f"replica {contribution.replica}", manifest.train, plan.replicas[contribution.replica]
+def _contribution(
+    manifest: Manifest, plan: Plan, spec: ReplicaSpec, contribution: Contribution, wrong: set[str]
+) -> Iterator[str]:
+    name, work = f"replica {contribution.replica}", spec.work
     peers = tuple(share.peer for share in contribution.shares)
     if peers != spec.peers and (not spec.is_chain or not chain_repair.is_allowed(plan, spec, peers)):
         yield f"{name} has other peers than its plan and its spares"
         return
-    if (
-        not 1 <= contribution.steps <= train.inner_steps
-        or contribution.tokens != contribution.steps * train.step_tokens
+    if not 1 <= contribution.steps <= work.steps or contribution.tokens != manifest.train.tokens(
+        contribution.steps, work.micro_batches
     ):
         yield f"{name}: its weight is wrong ({contribution.steps} steps cannot have {contribution.tokens} tokens)"
     for stage, share in zip(spec.stages, contribution.shares, strict=True):

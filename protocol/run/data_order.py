@@ -1,12 +1,13 @@
 """Which window of the training text each inner step reads: deterministic in (run, round, replica, step).
 
 The text is cut into `n_windows` windows. A run walks through a pseudo-random permutation of them, epoch after epoch; a
-*slot* is a position on that walk. A plan names the first slot of its round, and replica m takes the slots
+*slot* is a position on that walk. A plan gives each replica a range of slots (protocol/planning/allotment.py), and an
+inner step takes
 
-    plan.slot + (m H + step) rows + row,      0 <= step < H, 0 <= row < rows,
+    slot + step rows + row,      0 <= step < steps, 0 <= row < rows,
 
-so no two replicas, steps or rounds share a slot, whatever the number of replicas per round. The permutation is a
-four-round Feistel network on the next even number of bits, cycle-walked into range (Black and Rogaway, 2002): O(1) memory.
+so no two replicas, steps or rounds share a slot, however many replicas there are and whatever their paces. What a
+replica has no time for is skipped. The permutation is a four-round Feistel network on the next even number of bits, cycle-walked into range (Black and Rogaway, 2002): O(1) memory.
 """
 
 from __future__ import annotations
@@ -19,15 +20,10 @@ from numpy.typing import NDArray
 _ROUNDS = 4
 
 
-def slots(first: int, replica: int, step: int, inner_steps: int, rows: int) -> range:
-    """The slots of one inner step (`step` counts from 0)."""
-    start = first + (replica * inner_steps + step) * rows
+def slots(first: int, step: int, rows: int) -> range:
+    """The slots of one inner step (`step` counts from 0) of a replica whose first slot is `first`."""
+    start = first + step * rows
     return range(start, start + rows)
-
-
-def next_slot(first: int, replicas: int, inner_steps: int, rows: int) -> int:
-    """The first slot of the round after one with `replicas` replicas."""
-    return first + replicas * inner_steps * rows
 
 
 def windows(seed: bytes, n_windows: int, at: range) -> NDArray[np.int64]:

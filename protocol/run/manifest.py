@@ -21,6 +21,8 @@ from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.wire.schema import SchemaError, build, plain
 
+LONGEST = 0.8
+"""Share of a round's deadline that replicas may train for: the rest is for their offers."""
 FORMAT = 1
 MAX_BYTES = 64 * 1024
 
@@ -62,7 +64,9 @@ class DataSpec:
 class TrainSpec:
     """The inner optimizer: AdamW over all parameters, global-norm clip, linear warm-up, cosine to a tenth.
 
-    One inner step has `micro_batches` x `rows` sequences of `sequence` tokens. Steps are counted over the whole run.
+    A replica does at most `inner_steps` inner steps a round. One inner step has `micro_batches` x `rows` sequences of
+    `sequence` tokens; slow replicas may have fewer micro-batches. The learning rate follows the run's rounds: each counts as
+    `inner_steps`, however many a replica does.
     """
 
     inner_steps: int
@@ -90,13 +94,17 @@ class TrainSpec:
 
     @property
     def step_rows(self) -> int:
-        """Sequences in one inner step of one replica."""
+        """Sequences in one whole inner step of one replica."""
         return self.micro_batches * self.rows
 
     @property
     def step_tokens(self) -> int:
-        """Tokens in one inner step of one replica."""
+        """Tokens in one whole inner step of one replica."""
         return self.step_rows * self.sequence
+
+    def tokens(self, steps: int, micro_batches: int) -> int:
+        """Tokens in so many inner steps of so many micro-batches."""
+        return steps * micro_batches * self.rows * self.sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,15 +152,24 @@ class ChainSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimingSpec:
-    """Seconds. A round commits when all planned replicas have offered, or `round_deadline` after it began."""
+    """Seconds. In every round each replica trains for `round_seconds`, at its own pace, and does at most `train.inner_steps`
+    inner steps; 0: for LONGEST of the deadline. A round is decided `round_deadline` after it began at the latest."""
 
     round_deadline: float = 600.0
+    round_seconds: float = 0.0
     heartbeat: float = 2.0
     gone_after: float = 15.0
 
     def __post_init__(self) -> None:
         if not 0 < self.heartbeat < self.gone_after < self.round_deadline:
             raise ValueError("0 < heartbeat < gone_after < round_deadline must hold")
+        if not 0 <= self.round_seconds <= LONGEST * self.round_deadline:
+            raise ValueError(f"round_seconds must be in 0..{LONGEST:g} round_deadline")
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds from the beginning of a round to the moment at which replicas offer what they have done."""
+        return self.round_seconds or LONGEST * self.round_deadline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

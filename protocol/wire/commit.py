@@ -55,7 +55,7 @@ class LeftOut:
     """A planned replica whose work is not in the commit, and why."""
 
     replica: int
-    """Its number in the round's plan."""
+    """Its number."""
     reason: str
     """Why, for a reader."""
 

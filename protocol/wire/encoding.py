@@ -27,6 +27,7 @@ from protocol.wire.session import (
     LogRequest,
     Offer,
     Offered,
+    TimeUp,
     Withdraw,
 )
 
@@ -48,6 +49,7 @@ Message = (
     | Withdraw
     | ChainFailure
     | ChainReconfig
+    | TimeUp
     | Attest
     | Heartbeat
     | Hello

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 
@@ -18,13 +19,35 @@ class StageSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The text and the inner steps that a replica is given for one round (protocol/planning/allotment.py)."""
+
+    slot: int = 0
+    """The first slot of text of its first inner step (protocol/run/data_order.py)."""
+    steps: int = 1
+    """The most inner steps that it may do: more than it is expected to have time for."""
+    micro_batches: int = 1
+    """Micro-batches of each inner step."""
+
+    def __post_init__(self) -> None:
+        if self.slot < 0 or min(self.steps, self.micro_batches) < 1:
+            raise ValueError("slot must be at least 0, steps and micro_batches at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
     """One replica: a full peer (one stage) or a chain."""
 
+    number: int = 0
+    """Its name as long as it is planned, from plan to plan: no other replica of the run ever has it."""
     rank: int
     """Values per token that cross a chain's boundaries; 0: all of them."""
     stages: tuple[StageSpec, ...]
     """Its stages, the one with block 0 first."""
+    work: Work = Work()
+    """What it is given for the plan's round."""
+    following: Work | None = None
+    """What it is given for the round after, which it may train ahead; None where nobody trains ahead."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -40,6 +63,10 @@ class ReplicaSpec:
         """How many blocks each stage has."""
         return tuple(stage.last - stage.first for stage in self.stages)
 
+    def is_like(self, other: ReplicaSpec) -> bool:
+        """Whether the other one has the same members, blocks and rank, whatever it is given to do."""
+        return (self.stages, self.rank) == (other.stages, other.rank)
+
     def stage_of(self, peer: str) -> StageSpec:
         """The stage of a member. Raises ValueError for anybody else."""
         return self.stages[self.peers.index(peer)]
@@ -51,26 +78,52 @@ class Plan:
 
     round: int
     """The round."""
-    slot: int
-    """The first window of training text of the round (protocol/run/data_order.py)."""
     replicas: tuple[ReplicaSpec, ...]
-    """The replicas; their numbers are their places here."""
+    """The replicas, in the order in which a commit adds their work."""
+    forming: tuple[ReplicaSpec, ...] = ()
+    """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them."""
     spares: tuple[str, ...] = ()
     """Peers that wait to take the place of a member of a chain that is lost."""
+    next_number: int = 0
+    """The number of the next new replica."""
+    next_slot: int = 0
+    """The first slot of text that nobody was given yet."""
+
+    def replica(self, number: int) -> ReplicaSpec:
+        """The replica with this number. Raises KeyError where there is none."""
+        found = self.find(number)
+        if found is None:
+            raise KeyError(number)
+        return found
+
+    def find(self, number: int) -> ReplicaSpec | None:
+        """The replica with this number, None where there is none."""
+        return next((r for r in self.replicas if r.number == number), None)
 
     @property
     def count(self) -> int:
         """How many peers it names."""
-        return sum(len(replica.stages) for replica in self.replicas) + len(self.spares)
+        return sum(len(replica.stages) for replica in (*self.replicas, *self.forming)) + len(self.spares)
 
     def replica_of(self, peer: str) -> int | None:
-        """The index of the replica that `peer` is a member of."""
-        for index, replica in enumerate(self.replicas):
-            if peer in replica.peers:
-                return index
-        return None
+        """The number of the replica that `peer` is a member of."""
+        return next((r.number for r in self.replicas if peer in r.peers), None)
 
     def stage_of(self, peer: str) -> StageSpec | None:
         """What `peer` trains, if anything."""
-        replica = self.replica_of(peer)
-        return None if replica is None else self.replicas[replica].stage_of(peer)
+        return _stage(self.replicas, peer)
+
+    def held_by(self, peer: str) -> StageSpec | None:
+        """The stage whose shards `peer` has to hold: what it trains, or will train."""
+        return _stage((*self.replicas, *self.forming), peer)
+
+    def replaced(self, replica: ReplicaSpec) -> Plan:
+        """The plan with `replica` in the place of the one that has its number."""
+        return dataclasses.replace(
+            self, replicas=tuple(replica if r.number == replica.number else r for r in self.replicas)
+        )
+
+
+def _stage(replicas: tuple[ReplicaSpec, ...], peer: str) -> StageSpec | None:
+    found = next((r for r in replicas if peer in r.peers), None)
+    return None if found is None else found.stage_of(peer)

@@ -67,6 +67,13 @@ class ChainReconfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TimeUp:
+    """The time to train `round` is over and others have offered: the receiver offers what it has done."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attest:
     """The digests of the sender's shards after `round` was applied."""
 

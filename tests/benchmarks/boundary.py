@@ -71,7 +71,7 @@ def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
     for r in range(rounds):
         trainer.begin_round(outer.theta)
         for step in range(train.inner_steps):
-            at = data_order.slots(r * train.inner_steps * train.step_rows, 0, step, train.inner_steps, train.step_rows)
+            at = data_order.slots(r * train.inner_steps * train.step_rows, step, train.step_rows)
             ids = torch.tensor(corpus.train_windows(data_order.windows(key, corpus.n_windows, at)))
             for micro, part in enumerate(ids.reshape(train.micro_batches, train.rows, -1)):
                 trainer.forward(micro, part)

@@ -196,7 +196,7 @@ async def joined(
     chain = ReplicaSpec(
         rank=0, stages=tuple(StageSpec(peer=p["peer"], first=i, last=i + 1) for i, p in enumerate(peers))
     )
-    previous, following = await ours.neighbours(Plan(round=1, slot=0, replicas=(chain,)), 0, 0, stage)
+    previous, following = await ours.neighbours(Plan(round=1, replicas=(chain,)), 0, 0, stage)
     say(ready=True)
     yield previous, following
     ours.forget(2)

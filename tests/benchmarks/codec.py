@@ -69,20 +69,20 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
         for m, (outer, trainer) in enumerate(zip(outers, trainers, strict=True)):
             trainer.begin_round(outer.theta)
             for step in range(train.inner_steps):
-                at = data_order.slots(slot, m, step, train.inner_steps, train.step_rows)
+                at = data_order.slots(slot, step, train.step_rows)
                 windows = corpus.train_windows(data_order.windows(manifest.seed_bytes, corpus.n_windows, at))
                 for micro, ids in enumerate(torch.tensor(windows.astype(np.int64)).chunk(train.micro_batches)):
                     trainer.forward(micro, ids)
                     trainer.backward(micro)
                 norm = sum(square for _, square in trainer.grad_sumsq()) ** 0.5
                 trainer.step(r * train.inner_steps + step + 1, norm)
+            slot += train.inner_steps * train.step_rows
             payloads.append({})
             for shard in shards:
                 outer.accumulate(shard, trainer.displacement(shard))
                 if m == 0:
                     yield [e.copy() for e in outer.feedback[shard]]
                 payloads[-1][shard], _ = outer.encode(shard)
-        slot = data_order.next_slot(slot, len(outers), train.inner_steps, train.step_rows)
         for outer in outers:
             for shard in shards:
                 outer.apply(shard, [(1 / len(outers), p[shard]) for p in payloads])

@@ -38,7 +38,9 @@ def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int)
     def windows(r: int, replica: int, step: int) -> np.ndarray:
         of_round = commits[r].plan
         assert of_round is not None
-        at = data_order.slots(of_round.slot, replica, step, train.inner_steps, train.step_rows)
+        work = of_round.replicas[replica].work
+        assert (work.steps, work.micro_batches) == (train.inner_steps, train.micro_batches)
+        at = data_order.slots(work.slot, step, train.step_rows)
         return corpus.train_windows(data_order.windows(manifest.seed_bytes, corpus.n_windows, at))
 
     config = {

@@ -67,7 +67,7 @@ class Swarm:
         self.ledger = Ledger(self.manifest, world.stats)
         world.tells = lambda who, raw: self._guarded(self.ledger.told, who, raw)
         world.dies = self._check_disk
-        self.meetings = Meetings(world, self.manifest.train.inner_steps)
+        self.meetings = Meetings(world)
         self.reports: set[tuple[int, str, str]] = set()
         self._excused: dict[str, set[str]] = {}
         self._trainers: dict[str, DrawnTrainer] = {}

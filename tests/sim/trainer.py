@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from peer.chain.stop_sign import StopSign
 from peer.node.orders import ChainOrders, Result
 from protocol.rounds import retention
 from protocol.rounds.member_events import TrainOrder
@@ -44,15 +45,15 @@ class Outcome:
 class Meetings:
     """The chains of a run: who of their members is there."""
 
-    def __init__(self, world: World, inner_steps: int) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._steps = inner_steps
         self._rng = random.Random(f"chains {world.seed}")
         self._present: dict[Key, dict[str, asyncio.Future[Outcome]]] = {}
         self._torn: set[Key] = set()
 
-    def join(self, key: Key, peer: str, seconds: float) -> asyncio.Future[Outcome]:
-        """`peer` is ready to train; once all are, they do, for so many seconds or as long as the slowest takes."""
+    def join(self, key: Key, peer: str, seconds: float, most: int) -> asyncio.Future[Outcome]:
+        """`peer` is ready to train; once all are, they do, for so many seconds or as long as the slowest takes, and do `most` inner
+        steps or fewer."""
         loop, members = self._world.loop, key[3]
         future: asyncio.Future[Outcome] = loop.create_future()
         together = self._present.setdefault(key, {})
@@ -60,7 +61,7 @@ class Meetings:
         if key in self._torn:
             self._tell(key, peer, self._rng.uniform(0.1, 3.0), Outcome(0, lost=self._other(members, peer)))
         elif set(together) == set(members):
-            self._train(key, seconds)
+            self._train(key, seconds, most)
         elif len(members) > 1:
             self._tell(key, peer, PATIENCE, Outcome(0, lost=self._other(members, peer)))
         return future
@@ -74,7 +75,7 @@ class Meetings:
     def _other(self, members: tuple[str, ...], peer: str) -> str:
         return self._rng.choice([m for m in members if m != peer] or [peer])
 
-    def _train(self, key: Key, seconds: float) -> None:
+    def _train(self, key: Key, seconds: float, most: int) -> None:
         rng, members = self._rng, key[3]
         if self._world.chance(self._world.weather.chain_failure, rng):
             self._world.stats["chains that failed"] += len(members) > 1
@@ -87,7 +88,7 @@ class Meetings:
                 self._lose(key, victim, at)
                 self._tell(key, victim, at + PATIENCE, Outcome(0, lost=self._other(members, victim)))
             elif kind == 2:  # its machine dies after the last step, before it offers anything
-                self._finish(key, seconds)
+                self._finish(key, seconds, most)
                 self._world.loop.call_later(seconds, self._kill, victim)
             else:  # two neighbours hear each other no more, the others hear of it from either
                 place = rng.randrange(max(1, len(members) - 1))
@@ -96,10 +97,10 @@ class Meetings:
                     self._tell(key, member, at + rng.uniform(0.1, 3.0), Outcome(0, lost=lost))
                 self._torn.add(key)
             return
-        self._finish(key, seconds)
+        self._finish(key, seconds, most)
 
-    def _finish(self, key: Key, seconds: float) -> None:
-        steps = self._rng.randint(1, self._steps)
+    def _finish(self, key: Key, seconds: float, most: int) -> None:
+        steps = self._rng.randint(1, most)
         for member in key[3]:
             self._tell(key, member, seconds + self._rng.uniform(0.0, 1.0), Outcome(steps))
 
@@ -139,22 +140,30 @@ class DrawnTrainer:
         self._manifest = manifest
         self._announce = announce
         self._round = 0
+        self._micro_batches = 1
         self._shards: tuple[str, ...] = ()
         self._seconds = process.rng.uniform(0.5, 6.0)
 
     async def train(
-        self, order: TrainOrder, theta: Any, stop: asyncio.Event, progress: Any, chain_orders: ChainOrders
+        self,
+        order: TrainOrder,
+        theta: Any,
+        stop: asyncio.Event,
+        end: StopSign,
+        progress: Any,
+        chain_orders: ChainOrders,
     ) -> Result:
         """Inner steps of one round."""
         rng = self._process.rng
         self._round = order.plan.round
+        self._micro_batches = order.plan.replica(order.replica).work.micro_batches
         stopped = asyncio.ensure_future(stop.wait())
         try:
             while not order.steps:
                 self._shards = retention.trained_shards(self._manifest, order.plan, self._process.name)
-                plan, members = order.plan, order.plan.replicas[order.replica].peers
-                key = (plan.round, order.replica, order.generation, members)
-                meeting = self._meetings.join(key, self._process.name, self._seconds)
+                plan, spec = order.plan, order.plan.replica(order.replica)
+                key = (plan.round, order.replica, order.generation, spec.peers)
+                meeting = self._meetings.join(key, self._process.name, self._seconds, spec.work.steps)
                 following = asyncio.ensure_future(chain_orders.orders.get())
                 try:
                     await asyncio.wait({meeting, following, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +188,8 @@ class DrawnTrainer:
         error = error if steps or error else "no step was done"
         if steps:
             self.done[self._round] = self._shards
-        return Result(steps, steps * self._manifest.train.step_tokens, 1.0 if steps else None, error)
+        tokens = self._manifest.train.tokens(steps, self._micro_batches)
+        return Result(steps, tokens, 1.0 if steps else None, error)
 
     def displacement(self, shard: str) -> list[tuple[Array, Array | None]]:
         """θ(r-1) - θ local of the round that was trained last: whole numbers."""

@@ -11,20 +11,23 @@ import pytest
 from protocol.planning import memory
 from protocol.rounds import admission
 from protocol.wire.commit import Contribution, Part, Share
-from protocol.wire.plan import ReplicaSpec, StageSpec
+from protocol.wire.plan import ReplicaSpec, StageSpec, Work
 from protocol.wire.session import Offer
 from tests import tiny
 
 M = tiny.manifest()
 TOKENS = M.train.step_tokens
-CHAIN = ReplicaSpec(rank=4, stages=(StageSpec(peer="a", first=0, last=1), StageSpec(peer="b", first=1, last=4)))
+WORK = Work(slot=0, steps=3, micro_batches=M.train.micro_batches)
+CHAIN = ReplicaSpec(
+    number=2, rank=4, stages=(StageSpec(peer="a", first=0, last=1), StageSpec(peer="b", first=1, last=4)), work=WORK
+)
 SHARDS = memory.stage_shards(M, 1, 4)
 PARTS = tuple(Part(shard=s, digest=s, size=8, norm=1.0) for s in SHARDS)
 OFFER = Offer(round=1, replica=2, parts=PARTS, tokens=2 * TOKENS, steps=2, loss=None)
 
 
 def why(**changes: Any) -> str | None:
-    return admission.why_refused(M, CHAIN, 2, "b", dataclasses.replace(OFFER, **changes))
+    return admission.why_refused(M, CHAIN, "b", dataclasses.replace(OFFER, **changes))
 
 
 def parts(**changes: Any) -> tuple[Part, ...]:
@@ -34,7 +37,7 @@ def parts(**changes: Any) -> tuple[Part, ...]:
 
 def test_an_offer_of_the_planned_shards_within_bounds_is_admitted() -> None:
     assert why() is None
-    assert why(steps=M.train.inner_steps, tokens=M.train.inner_steps * TOKENS) is None
+    assert why(steps=WORK.steps, tokens=WORK.steps * TOKENS) is None
     assert why(parts=parts(norm=0.0, size=admission.largest_payload(M, SHARDS[-1]))) is None
 
 
@@ -44,22 +47,29 @@ def test_it_is_of_the_planned_replica_and_shards(changes: dict[str, Any]) -> Non
 
 
 def test_a_neighbour_cannot_offer_our_stage() -> None:
-    assert admission.why_refused(M, CHAIN, 2, "a", OFFER) == "it does not cover the planned shards"
+    assert admission.why_refused(M, CHAIN, "a", OFFER) == "it does not cover the planned shards"
     with pytest.raises(ValueError, match="tuple"):
-        admission.why_refused(M, CHAIN, 2, "stranger", OFFER)
+        admission.why_refused(M, CHAIN, "stranger", OFFER)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"steps": 0, "tokens": 0},
-        {"steps": M.train.inner_steps + 1, "tokens": (M.train.inner_steps + 1) * TOKENS},
+        {"steps": WORK.steps + 1, "tokens": (WORK.steps + 1) * TOKENS},
         {"tokens": 2 * TOKENS + 1},
         {"steps": 1},
     ],
 )
 def test_its_tokens_are_those_of_its_steps(changes: dict[str, Any]) -> None:
-    assert why(**changes) == "steps and tokens do not agree with the manifest"
+    assert why(**changes) == "steps and tokens do not agree with the plan"
+
+
+def test_the_tokens_of_a_step_are_those_of_the_micro_batches_that_it_was_given() -> None:
+    less = dataclasses.replace(CHAIN, work=dataclasses.replace(WORK, micro_batches=1))
+    half = dataclasses.replace(OFFER, tokens=OFFER.tokens // 2)
+    assert admission.why_refused(M, less, "b", half) is None
+    assert admission.why_refused(M, less, "b", OFFER) == "steps and tokens do not agree with the plan"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.ballot import Accept, Promise
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part, Record, Share
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
 
 MOST = 20_000
@@ -46,16 +46,17 @@ def plan_of(m: Manifest, chains: list[int], replicas: int) -> Plan:
         size = min(chains[index % len(chains)], layers)
         edges = [layers * i // size for i in range(size + 1)]
         stages = (StageSpec(peer=peer(used + i), first=edges[i], last=edges[i + 1]) for i in range(size))
-        found.append(ReplicaSpec(rank=512, stages=tuple(stages)))
+        work = Work(slot=2**50, steps=2**31, micro_batches=2**31)
+        found.append(ReplicaSpec(number=2**40 + index, rank=512, stages=tuple(stages), work=work, following=work))
         used += size
     spares = tuple(peer(used + i) for i in range(5000))
-    return Plan(round=10**6, slot=10**12, replicas=tuple(found), spares=spares)
+    return Plan(round=10**6, replicas=tuple(found), spares=spares, next_number=2**50, next_slot=2**60)
 
 
 def longest(m: Manifest, plan: Plan, following: Plan, left_out: int, reason: str, diverged: int) -> Commit:
     """What a leader proposes where everything is as long as it may be: the first replicas are left out for `reason`."""
     contributions = []
-    for index, replica in list(enumerate(plan.replicas))[left_out:]:
+    for replica in plan.replicas[left_out:]:
         shares = []
         for stage in replica.stages:
             parts = tuple(
@@ -63,7 +64,7 @@ def longest(m: Manifest, plan: Plan, following: Plan, left_out: int, reason: str
                 for s in memory.stage_shards(m, stage.first, stage.last)
             )
             shares.append(Share(peer=stage.peer, parts=parts))
-        found = Contribution(replica=index, tokens=2**50, steps=2**31, loss=10 / 3, shares=tuple(shares))
+        found = Contribution(replica=replica.number, tokens=2**50, steps=2**31, loss=10 / 3, shares=tuple(shares))
         contributions.append(found)
     shards = layout.shard_names(m.model)
     wrong = [Diverged(peer=peer(i), shard=shards[-2]) for i in range(diverged)]
@@ -73,7 +74,7 @@ def longest(m: Manifest, plan: Plan, following: Plan, left_out: int, reason: str
         parent="f" * 64,
         time=1e9 + 0.1,
         contributions=tuple(contributions),
-        left_out=capacity.shortened([LeftOut(replica=i, reason=reason) for i in range(left_out)]),
+        left_out=capacity.shortened([LeftOut(replica=r.number, reason=reason) for r in plan.replicas[:left_out]]),
         diverged=capacity.foremost(wrong, plan),
         digests=dict.fromkeys(shards, "f" * 64),
         plan=following,
@@ -92,7 +93,7 @@ def assert_readable(m: Manifest, commit: Commit) -> None:
         assert encoding.decode(encoding.encode(message), "p") == message
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     layers=st.integers(1, 400),
     chains=st.lists(st.integers(1, 16), min_size=1, max_size=3),

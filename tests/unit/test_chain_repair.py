@@ -14,6 +14,7 @@ from protocol.rounds.member_events import (
     Applied,
     ChainFailed,
     EncodeUpdate,
+    EndIn,
     Failed,
     KeepInFeedback,
     Phase,
@@ -28,8 +29,8 @@ from protocol.rounds.member_events import (
 from protocol.rounds.member_events import Send as Says
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Withdraw
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
+from protocol.wire.session import ChainFailure, ChainReconfig, Withdraw
 from tests import tiny
 from tests.unit import test_leader as leading
 from tests.unit.test_member import Driver as MemberDriver
@@ -48,12 +49,7 @@ class Driver(leading.Driver):
         memory = {**leading.CHAIN, **{s: SPARES[s] for s in spares}}
         super().__init__(memory, tiny.manifest(rounds=3, start_peers=len(memory), **changes))
         self.decide(self.ready(*memory))
-        self.attest(*(p for p in memory if p not in silent), digests=dict.fromkeys(SHARDS, "same"))
-
-    def attest(self, *peers: str, round: int | None = None, digest: str = "same", **options: Any) -> list[Any]:
-        at = self.leader.round - 1 if round is None else round
-        digests = options.get("digests", {"embed": digest})
-        return self.do(*(Received(p, Attest(round=at, digests=digests)) for p in peers))
+        self.attest(*(p for p in memory if p not in silent), shards=SHARDS)
 
     def failure(self, peer: str, lost: str, generation: int = 0, **changes: Any) -> list[Any]:
         said = ChainFailure(
@@ -73,7 +69,7 @@ class Driver(leading.Driver):
         )
         assert plan is not None
         for peer in peers:
-            stage = plan.replicas[0].stage_of(peer)
+            stage = plan.replica(0).stage_of(peer)
             shards = memory.stage_shards(self.manifest, stage.first, stage.last)
             parts = tuple(leading.part(peer, s, 1.0) for s in shards)
             made = dataclasses.replace(
@@ -161,9 +157,9 @@ def test_a_spare_must_be_there_hold_the_state_and_have_the_memory(unready: str) 
         case "gone":
             driver.do(Gone("f"))
         case "wrong":
-            driver.attest("f", digests=dict.fromkeys(SHARDS, "other"))
+            driver.attest("f", digest="other", shards=SHARDS)
         case "partly":
-            driver.attest("f", digests={s: "same" for s in SHARDS if s != "block.1"})
+            driver.attest("f", shards=[s for s in SHARDS if s != "block.1"])
         case "small":
             candidate = driver.leader.ready["f"]
             driver.do(Ready(dataclasses.replace(candidate, memory_bytes=candidate.memory_bytes // 10)))
@@ -171,7 +167,7 @@ def test_a_spare_must_be_there_hold_the_state_and_have_the_memory(unready: str) 
     assert (first.generation, first.peers) == (1, CHAIN), "the same members, once: it may be back"
     second = reconfig(driver.failure("c", "d", generation=1))
     assert second.peers == ()
-    driver.attest("d", digests=dict.fromkeys(SHARDS, "same"))
+    driver.attest("d", shards=SHARDS)
     commit = driver.decide(driver.at(leading.GONE))
     assert leading.left_out(commit) == [(0, "peer d: gave no sign of life; no spare is ready")]
 
@@ -194,9 +190,9 @@ def test_who_is_absent_is_replaced_without_a_report_as_soon_as_a_spare_is_ready(
     driver.follow(found)
     assert driver.do(absent) == []
     late = Driver("f")
-    late.attest("f", digests={"embed": "same"})
+    late.attest("f", shards=("embed",))
     assert late.do(absent) == [], "it is waited upon while no spare holds the state"
-    late.attest("f", digests=dict.fromkeys(SHARDS, "same"))
+    late.attest("f", shards=SHARDS)
     assert reconfig(late.do(absent)).peers == ("f", "d", "e")
 
 
@@ -306,7 +302,7 @@ def test_a_log_may_name_spares_of_its_plan_only() -> None:
 def chain_plan(round: int, *peers: str, spares: tuple[str, ...] = ("s",)) -> Plan:
     edges = ((0, 1), (1, 2), (2, 4))
     stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(peers, edges, strict=True))
-    return Plan(round=round, slot=0, replicas=(ReplicaSpec(rank=4, stages=stages),), spares=spares)
+    return Plan(round=round, replicas=(ReplicaSpec(rank=4, stages=stages),), spares=spares)
 
 
 PLAN = chain_plan(1, "a", "me", "z")
@@ -363,6 +359,7 @@ def test_a_spare_trains_and_only_once_a_round() -> None:
     assert driver.do(Reconfigured(found)) == [
         Says(found),
         TrainOrder(chain_plan(1, "a", "me", "z", spares=("me",)), 0, 2, 3),
+        EndIn(1, M.timing.training_seconds),
     ]
     assert driver.do(Reconfigured(reconfigs(3, "a", "b", "z"))) == [Stop(1)]
     assert driver.do(Failed(1, 3, "stopped"), UpdateEncoded(1, None)) == [KeepInFeedback(1)]
@@ -388,11 +385,14 @@ def test_a_spare_that_is_not_ready_waits_to_be_told_again() -> None:
 
 def test_what_was_begun_ahead_keeps_the_reconfigured_chain() -> None:
     ahead = dataclasses.replace(M, outer=OuterSpec(overlap=1))
-    driver = member(manifest=ahead)
+    promised = Work(slot=8, steps=4, micro_batches=2)
+    plan = PLAN.replaced(dataclasses.replace(PLAN.replica(0), following=promised))
+    driver = member(plan, ahead)
     driver.do(Reconfigured(reconfigs(1, "a", "me", "s")), Trained(1, 4, 4, 2.0))
     effects = driver.do(UpdateEncoded(1, dataclasses.replace(offer(1), parts=())))
     assert isinstance(effects[-1], TrainOrder)
-    assert effects[-1].plan.replicas == chain_plan(1, "a", "me", "s").replicas
+    (expected,) = chain_plan(1, "a", "me", "s").replicas
+    assert effects[-1].plan.replicas == (dataclasses.replace(expected, work=promised),)
     assert driver.do(ChainFailed(2, 0, "s", "gone")) == [
         Says(ChainFailure(round=2, replica=0, generation=0, peer="s", reason="gone"))
     ]

@@ -21,7 +21,6 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 NAMES = ("a", "b", "c")
 PLAN = Plan(
     round=4,
-    slot=0,
     replicas=(ReplicaSpec(rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(NAMES))),),
 )
 
@@ -140,7 +139,7 @@ def test_who_cannot_be_reached_is_named_and_nothing_stays_open() -> None:
             await made["b"].neighbours(PLAN, 0, 1, 1)
         assert (caught.value.peer, caught.value.reason) == ("c", "did not answer for 0.1 s")
         with pytest.raises(NeighbourLost) as caught:
-            await made["b"].neighbours(Plan(round=4, slot=0, replicas=(two,)), 0, 2, 1)
+            await made["b"].neighbours(Plan(round=4, replicas=(two,)), 0, 2, 1)
         assert (caught.value.peer, caught.value.reason) == ("a", "did not dial for 0.2 s")
 
     two = ReplicaSpec(rank=4, stages=PLAN.replicas[0].stages[:2])

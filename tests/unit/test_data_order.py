@@ -12,19 +12,10 @@ from protocol.run import data_order
 small = st.integers(1, 5)
 
 
-@given(counts=st.lists(small, min_size=1, max_size=4), inner_steps=small, rows=small, first=st.integers(0, 100))
-def test_slots_of_all_replicas_steps_and_rounds_are_disjoint_and_leave_no_gap(
-    counts: list[int], inner_steps: int, rows: int, first: int
-) -> None:
-    """`counts`: how many replicas each round has."""
-    seen: list[int] = []
-    slot = first
-    for replicas in counts:
-        for replica in range(replicas):
-            for step in range(inner_steps):
-                seen += data_order.slots(slot, replica, step, inner_steps, rows)
-        slot = data_order.next_slot(slot, replicas, inner_steps, rows)
-    assert seen == list(range(first, slot))
+@given(steps=small, rows=small, first=st.integers(0, 100))
+def test_the_slots_of_a_replicas_steps_are_disjoint_and_leave_no_gap(steps: int, rows: int, first: int) -> None:
+    seen = [slot for step in range(steps) for slot in data_order.slots(first, step, rows)]
+    assert seen == list(range(first, first + steps * rows))
 
 
 @given(n=st.integers(1, 3000), seed=st.binary(max_size=8), epoch=st.integers(0, 10**6))

@@ -199,7 +199,7 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
     first, second, last = commits()
     wrong = (Diverged(peer=BOB.peer_id, shard="embed"),)
     assert second.plan is not None
-    spare = dataclasses.replace(second, plan=dataclasses.replace(second.plan, slot=4, spares=(PEERS[5],)))
+    spare = dataclasses.replace(second, plan=dataclasses.replace(second.plan, next_slot=4, spares=(PEERS[5],)))
     said: dict[str, Announcement] = {
         CAROL.peer_id: announcement(
             CAROL, addresses=("/ip4/1.2.3.4",), down_bps=8, speed_flops=9, phase="training", round=2, step=3, loss=1.5,
@@ -215,7 +215,7 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
 def test_every_field_of_the_logs_json_has_a_source() -> None:
     _, second, last = commits()
     assert second.plan is not None
-    plan = dataclasses.replace(second.plan, slot=4, spares=(PEERS[5],))
+    plan = dataclasses.replace(second.plan, next_slot=4, spares=(PEERS[5],))
     wrong, digests = (Diverged(peer=BOB.peer_id, shard="embed"),), {"embed": "0" * 64}
     made = dataclasses.replace(last.contributions[0], replica=1)
     commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from protocol.planning import memory, planner
+from protocol.planning import memory
 from protocol.planning.partition import Candidate
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import (
@@ -24,17 +25,20 @@ from protocol.rounds.leader_events import (
     Ready,
     Received,
     Report,
+    Send,
     Tick,
 )
-from protocol.run.manifest import Manifest
+from protocol.run import layout
+from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire.commit import Commit, Part
-from protocol.wire.session import Attest, Offer, Withdraw
+from protocol.wire.session import Attest, Offer, TimeUp, Withdraw
 from tests import tiny
 
 M = tiny.manifest(rounds=3)
 FULL, THIRD = tiny.full_memory(M), tiny.third_memory(M)
 GONE, DEADLINE = M.timing.gone_after, M.timing.round_deadline
 FULLS = {"a": FULL, "b": FULL}
+SHARDS = layout.shard_names(M.model)
 CHAIN = {"c": THIRD, "d": THIRD, "e": THIRD}
 
 
@@ -63,33 +67,34 @@ class Driver:
     def ready(self, *peers: str) -> list[Effect]:
         return self.do(*(Ready(Candidate(peer=p, memory_bytes=self.memory[p], up_bps=10**7)) for p in peers))
 
-    def attest(self, *peers: str, round: int | None = None, digest: str = "same") -> list[Effect]:
+    def attest(
+        self, *peers: str, round: int | None = None, digest: str = "same", shards: Sequence[str] = ("embed",)
+    ) -> list[Effect]:
         at = self.leader.round - 1 if round is None else round
-        return self.do(*(Received(p, Attest(round=at, digests={"embed": digest})) for p in peers))
+        return self.do(*(Received(p, Attest(round=at, digests=dict.fromkeys(shards, digest))) for p in peers))
 
-    def offer(self, peer: str, *, norm: float = 1.0, size: int = 8, **changes: Any) -> Offer:
+    def offer(self, peer: str, *, norm: float = 1.0, size: int = 8, steps: int = 4, **changes: Any) -> Offer:
         plan = self.leader.plan
         assert plan is not None
         replica = plan.replica_of(peer)
         assert replica is not None
-        stage = plan.replicas[replica].stage_of(peer)
+        stage = plan.replica(replica).stage_of(peer)
         shards = memory.stage_shards(self.manifest, stage.first, stage.last)
-        steps, train = 4, self.manifest.train
         offer = Offer(
             round=plan.round,
             replica=replica,
             parts=tuple(part(peer, s, norm, size) for s in shards),
-            tokens=steps * train.step_tokens,
+            tokens=steps * self.manifest.train.step_tokens,
             steps=steps,
             loss=2.0,
         )
         return dataclasses.replace(offer, **changes)
 
-    def offered(self, *peers: str, norm: float = 1.0) -> list[Effect]:
+    def offered(self, *peers: str, norm: float = 1.0, steps: int = 4) -> list[Effect]:
         """Peers offer, and their payloads arrive."""
         effects: list[Effect] = []
         for peer in peers:
-            for effect in self.do(Received(peer, self.offer(peer, norm=norm))):
+            for effect in self.do(Received(peer, self.offer(peer, norm=norm, steps=steps))):
                 effects += self.do(Held(effect.part.digest)) if isinstance(effect, Fetch) else [effect]
         return effects
 
@@ -128,7 +133,11 @@ def test_the_first_plan_is_proposed_when_enough_peers_are_ready() -> None:
     commit = effect.commit
     assert (commit.round, commit.parent, commit.contributions) == (0, M.run_id, ())
     assert commit.plan is not None
-    assert (commit.plan.round, commit.plan.slot) == (1, 0)
+    assert [(r.number, r.work.slot) for r in commit.plan.replicas] == [
+        (0, 0),
+        (1, M.train.inner_steps * M.train.step_rows),
+    ]
+    assert commit.plan.round == 1
     assert [r.peers for r in commit.plan.replicas] == [("a",), ("b",)]
 
 
@@ -168,14 +177,18 @@ def test_the_commit_comes_when_all_are_complete_in_the_order_of_the_plan() -> No
     assert commit.digests == {"embed": "same"}
     assert commit.parent == driver.commits[0].digest
     assert commit.plan is not None
-    assert commit.plan.slot == 3 * M.train.inner_steps * M.train.step_rows
+    before = driver.commits[0].plan
+    assert before is not None
+    assert [r.work.slot for r in commit.plan.replicas] == [
+        before.next_slot + i * M.train.inner_steps * M.train.step_rows for i in range(3)
+    ]
     assert left_out(commit) == []
 
 
 def test_a_chain_counts_the_steps_of_its_slowest_stage() -> None:
     driver = opened(CHAIN)
     driver.offered("c", "d")
-    short = driver.offer("e", steps=2, tokens=2 * M.train.step_tokens)
+    short = driver.offer("e", steps=2)
     driver.do(Received("e", short), *(Held(p.digest) for p in short.parts[:-1]))
     contribution = driver.decide(driver.do(Held(short.parts[-1].digest))).contributions[0]
     assert (contribution.steps, contribution.tokens) == (2, 2 * M.train.step_tokens)
@@ -194,9 +207,9 @@ def test_a_replica_is_not_complete_before_its_base_is_attested() -> None:
     [
         ({"replica": 1}, "it does not cover the planned shards"),
         ({"parts": ()}, "it does not cover the planned shards"),
-        ({"steps": 0, "tokens": 0}, "steps and tokens do not agree with the manifest"),
-        ({"steps": 5, "tokens": 5 * M.train.step_tokens}, "steps and tokens do not agree with the manifest"),
-        ({"tokens": 10**9}, "steps and tokens do not agree with the manifest"),
+        ({"steps": 0, "tokens": 0}, "steps and tokens do not agree with the plan"),
+        ({"steps": 5, "tokens": 5 * M.train.step_tokens}, "steps and tokens do not agree with the plan"),
+        ({"tokens": 10**9}, "steps and tokens do not agree with the plan"),
         ({"norm": -1.0}, "a norm or size is not a number in range"),
         ({"norm": float("inf")}, "a norm or size is not a number in range"),
         ({"norm": float("nan")}, "a norm or size is not a number in range"),
@@ -241,10 +254,91 @@ def test_two_contributions_have_no_median() -> None:
 def test_at_the_deadline_the_complete_ones_are_committed() -> None:
     driver = opened(FULLS)
     driver.offered("a")
-    assert driver.at(DEADLINE - 0.1) == []
+    assert driver.at(DEADLINE - 0.1) == [Send(("b",), TimeUp(round=1), False)]
     commit = driver.decide(driver.at(DEADLINE))
     assert replicas(commit) == [0]
-    assert left_out(commit) == [(1, "no offer before the deadline")]
+    assert left_out(commit) == [(1, "no offer after 60 s")]
+
+
+# --- open: the time to train is over
+
+
+QUICK = TimingSpec(round_deadline=60.0, round_seconds=20.0, heartbeat=3.0, gone_after=12.0)
+MORE_STEPS = dataclasses.replace(M.train, inner_steps=100)
+
+
+def asked(*peers: str) -> list[Effect]:
+    """They are told that the time of round 1 is over."""
+    return [Send(peers, TimeUp(round=1), False)]
+
+
+def test_those_who_are_late_are_told_so_as_long_as_they_are_waited_upon() -> None:
+    driver = opened({**FULLS, "c": FULL}, timing=QUICK)
+    driver.offered("a")
+    assert driver.at(19.9) == []
+    assert driver.at(20.0) == asked("b", "c")
+    assert driver.at(21.0) == asked("b", "c")
+    assert driver.offered("b") == []
+    assert driver.at(22.0) == asked("c")
+    assert replicas(driver.decide(driver.offered("c"))) == [0, 1, 2]
+
+
+def test_of_a_chain_those_are_told_who_have_not_offered() -> None:
+    driver = opened({**FULLS, **CHAIN}, timing=QUICK)
+    driver.offered("a", "b", "d")
+    assert driver.at(20.0) == asked("c", "e")
+
+
+def test_nobody_is_told_before_somebodys_work_is_complete() -> None:
+    driver = opened(FULLS, timing=QUICK)
+    assert driver.at(20.0) == []
+    offer = driver.offer("a")
+    driver.do(Received("a", offer), *(Held(p.digest) for p in offer.parts[:-1]))
+    assert driver.at(21.0) == []
+    driver.do(Held(offer.parts[-1].digest))
+    assert driver.at(22.0) == asked("b")
+
+
+def test_a_node_that_does_not_lead_tells_nobody() -> None:
+    driver = opened(FULLS, timing=QUICK)
+    driver.do(Lead(False))
+    driver.offered("a")
+    assert driver.at(30.0) == []
+
+
+@pytest.mark.parametrize(("complete", "seconds"), [("a", 36), ("ab", 28), ("abcd", 24)])
+def test_the_round_is_decided_when_the_late_one_is_not_worth_more_waiting(complete: str, seconds: int) -> None:
+    """It was given four steps, so three and a fifth are expected of it; the others have done four in 20 s."""
+    driver = opened({**dict.fromkeys(complete, FULL), "late": FULL}, timing=QUICK)
+    driver.offered(*complete)
+    assert driver.at(seconds - 0.1) == asked("late")
+    commit = driver.decide(driver.at(seconds + 0.1))
+    assert left_out(commit) == [(len(complete), f"no offer after {seconds} s")]
+    assert replicas(commit) == list(range(len(complete)))
+
+
+def test_whose_work_becomes_complete_meanwhile_is_idle_only_then() -> None:
+    driver = opened({**FULLS, "late": FULL}, timing=QUICK)
+    driver.offered("a")
+    driver.at(26.0)
+    driver.offered("b")
+    assert driver.at(30.9) == asked("late")
+    assert left_out(driver.decide(driver.at(31.1))) == [(2, "no offer after 31 s")]
+
+
+def test_the_next_plan_gives_what_the_committed_steps_let_expect() -> None:
+    driver = opened({**FULLS, "c": FULL}, train=MORE_STEPS)
+    driver.offered("a", steps=40)
+    driver.offered("b", steps=100)
+    commit = driver.decide(driver.do(Received("c", Withdraw(round=1, reason="?"))))
+    assert commit.plan is not None
+    assert [(r.number, r.work.steps) for r in commit.plan.replicas] == [(0, 51), (1, 100), (2, 100)]
+    driver.attest("a", "b", "c")
+    driver.offered("a", steps=51)
+    driver.offered("b", steps=20)
+    commit = driver.decide(driver.do(Received("c", Withdraw(round=2, reason="?"))))
+    assert commit.plan is not None
+    assert [(r.number, r.work.steps) for r in commit.plan.replicas] == [(0, 100), (1, 26), (2, 100)]
 
 
 def test_a_withdrawal_is_not_waited_upon() -> None:
@@ -320,7 +414,10 @@ def test_when_all_left_after_offering_the_work_is_committed_and_a_plan_follows_l
     assert driver.attest("a") == []
     second = driver.decide(driver.at(driver.now + GONE))
     assert second.plan is not None
-    assert second.plan.slot == planner.following(M, driver.commits[0].plan)  # type: ignore[arg-type]
+    before = driver.commits[0].plan
+    assert before is not None
+    (replica,) = second.plan.replicas
+    assert replica.work.slot == before.next_slot
 
 
 def test_only_peers_that_attested_the_newest_state_are_planned() -> None:
@@ -329,19 +426,62 @@ def test_only_peers_that_attested_the_newest_state_are_planned() -> None:
     driver.attest("a", "b")
     driver.offered("a", "b")
     commit = driver.decide(driver.at(DEADLINE))
-    assert left_out(commit) == [(2, "no offer before the deadline")]
+    assert left_out(commit) == [(2, "no offer after 60 s")]
     assert commit.plan is not None
     assert [r.peers for r in commit.plan.replicas] == [("a",), ("b",)]
 
 
-def test_a_newcomer_joins_the_plan_after_its_first_attestation() -> None:
+def test_a_newcomer_joins_the_plan_when_it_has_attested_all_that_it_will_train() -> None:
     driver = opened({**FULLS})
     driver.memory["c"] = FULL
     driver.ready("c")
-    driver.attest("c")
-    commit = driver.decide(driver.offered("a", "b"))
-    assert commit.plan is not None
-    assert [r.peers for r in commit.plan.replicas] == [("a",), ("b",), ("c",)]
+    driver.attest("c", shards=())
+    plan = driver.decide(driver.offered("a", "b")).plan
+    assert plan is not None
+    assert ([r.peers for r in plan.replicas], [r.peers for r in plan.forming]) == ([("a",), ("b",)], [("c",)])
+    driver.attest("a", "b")
+    driver.attest("c", shards=SHARDS[:-1])
+    plan = driver.decide(driver.offered("a", "b")).plan
+    assert plan is not None
+    assert ([r.peers for r in plan.replicas], [r.peers for r in plan.forming]) == ([("a",), ("b",)], [("c",)])
+
+
+def test_nobody_waits_for_a_newcomer_that_fetches_its_shards() -> None:
+    driver = opened({**FULLS})
+    driver.memory["c"] = FULL
+    driver.ready("c")
+    driver.attest("c", shards=())
+    driver.decide(driver.offered("a", "b"))
+    driver.attest("a", "b")
+    driver.attest("c", shards=SHARDS)
+    plan = driver.decide(driver.offered("a", "b")).plan
+    assert plan is not None
+    assert [(r.number, r.peers) for r in plan.replicas] == [(0, ("a",)), (1, ("b",)), (2, ("c",))]
+    assert plan.forming == ()
+
+
+def test_a_newcomer_that_is_gone_forms_nothing() -> None:
+    driver = opened({**FULLS})
+    driver.memory["c"] = FULL
+    driver.ready("c")
+    driver.attest("c", shards=())
+    driver.decide(driver.offered("a", "b"))
+    driver.do(Gone("c"))
+    driver.attest("a", "b")
+    plan = driver.decide(driver.offered("a", "b")).plan
+    assert plan is not None
+    assert plan.forming == ()
+
+
+def test_where_nobody_holds_what_a_plan_needs_it_is_begun_nevertheless() -> None:
+    driver = opened({**FULLS})
+    driver.memory["c"] = FULL
+    driver.ready("c")
+    driver.attest("c", shards=())
+    driver.do(Gone("a"), Gone("b"))
+    plan = driver.decide(driver.at(GONE)).plan
+    assert plan is not None
+    assert ([r.peers for r in plan.replicas], plan.forming) == ([("c",)], ())
 
 
 # --- a leader that restarts

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.planning import planner
-from protocol.rounds.member import RESEND_SECONDS, ForkError, Member
+from protocol.rounds.member import COPIES, RESEND_SECONDS, ForkError, Member
 from protocol.rounds.member_events import (
     Applied,
     Apply,
@@ -17,6 +16,7 @@ from protocol.rounds.member_events import (
     Digested,
     Effect,
     EncodeUpdate,
+    EndIn,
     Event,
     Failed,
     Finish,
@@ -29,6 +29,7 @@ from protocol.rounds.member_events import (
     ShardsHeld,
     Stop,
     Tick,
+    TimeUp,
     Trained,
     TrainOrder,
     UpdateEncoded,
@@ -37,7 +38,7 @@ from protocol.rounds.overlap import Ahead
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.commit import Commit, Contribution, Diverged, Part, Share
 from protocol.wire.encoding import Message
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import Attest, LogRequest, Offer, Withdraw
 from tests import tiny
 
@@ -45,11 +46,26 @@ ME = "me"
 M = tiny.manifest(rounds=3)
 TOKENS = 4 * M.train.step_tokens
 DIGESTS = {"embed": "x"}
+SECONDS = M.timing.training_seconds
 
 
 def plan(round: int, *peers: str) -> Plan:
-    replicas = tuple(ReplicaSpec(rank=0, stages=(StageSpec(peer=p, first=0, last=4),)) for p in peers)
-    return Plan(round=round, slot=0, replicas=replicas)
+    """Everybody is a full replica; the text of a round and replica is where no other's is."""
+
+    def work(round: int, i: int) -> Work:
+        return Work(slot=1000 * round + 100 * i, steps=4, micro_batches=2)
+
+    replicas = (
+        ReplicaSpec(
+            number=i,
+            rank=0,
+            stages=(StageSpec(peer=p, first=0, last=4),),
+            work=work(round, i),
+            following=work(round + 1, i),
+        )
+        for i, p in enumerate(peers)
+    )
+    return Plan(round=round, replicas=tuple(replicas))
 
 
 def offer(round: int) -> Offer:
@@ -88,9 +104,14 @@ class Driver:
     """A member whose effects are collected; `settle` answers Apply and HoldShards as a good machine does, the digests last."""
 
     def __init__(
-        self, applied: int = -1, offer: Offer | None = None, manifest: Manifest = M, feedback_round: int = 0
+        self,
+        applied: int = -1,
+        offer: Offer | None = None,
+        manifest: Manifest = M,
+        feedback_round: int = 0,
+        up_bps: int = 0,
     ) -> None:
-        self.member = Member(manifest, ME, applied, offer, feedback_round)
+        self.member = Member(manifest, ME, applied, offer, feedback_round, up_bps)
         self.now = 0.0
 
     def do(self, *events: Event) -> list[Effect]:
@@ -141,7 +162,7 @@ def test_the_first_commit_is_applied_held_and_trained_from_while_it_is_compared(
     assert driver.member.phase is Phase.APPLYING
     assert driver.do(Applied(0)) == [HoldShards(first)]
     assert driver.member.phase is Phase.HOLDING
-    assert driver.do(ShardsHeld(0)) == [TrainOrder(plan(1, ME), 0)]
+    assert driver.do(ShardsHeld(0)) == [TrainOrder(plan(1, ME), 0), EndIn(1, SECONDS)]
     assert driver.member.phase is Phase.TRAINING
     assert driver.do(Digested(0, DIGESTS)) == [Send(Attest(round=0, digests=DIGESTS))]
     assert driver.member.phase is Phase.TRAINING
@@ -203,7 +224,7 @@ def test_a_committed_offer_is_not_restored() -> None:
     driver = waiting_with_offer()
     commit = log(1, mine=(1,))[1]
     effects = driver.settle(driver.learn(commit))
-    assert [type(e) for e in effects] == [Apply, HoldShards, TrainOrder, Send]
+    assert [type(e) for e in effects] == [Apply, HoldShards, TrainOrder, EndIn, Send]
 
 
 def test_an_offer_with_other_parts_is_not_the_committed_one() -> None:
@@ -216,7 +237,7 @@ def test_an_offer_with_other_parts_is_not_the_committed_one() -> None:
 def test_the_feedback_is_restored_before_anything_is_added() -> None:
     driver = waiting_with_offer()
     effects = driver.settle(driver.learn(log(1)[1]))
-    assert [type(e) for e in effects] == [Apply, RestoreFeedback, HoldShards, TrainOrder, Send]
+    assert [type(e) for e in effects] == [Apply, RestoreFeedback, HoldShards, TrainOrder, EndIn, Send]
 
 
 def test_a_diverged_shard_is_rebuilt() -> None:
@@ -248,9 +269,10 @@ def test_run_over_waits_for_the_last_round() -> None:
 AHEAD = dataclasses.replace(M, outer=OuterSpec(overlap=1))
 
 
-def next_plan(round: int) -> Plan:
-    """What `plan(round - 1, ME)` lets expect."""
-    return dataclasses.replace(plan(round, ME), slot=planner.following(M, plan(round - 1, ME)))
+def elsewhere(round: int) -> Plan:
+    """Other text than `plan(round - 1, ME)` promised us."""
+    (replica,) = plan(round, ME).replicas
+    return plan(round, ME).replaced(dataclasses.replace(replica, work=dataclasses.replace(replica.work, slot=7)))
 
 
 def ahead() -> Driver:
@@ -258,7 +280,8 @@ def ahead() -> Driver:
     driver = Driver(manifest=AHEAD)
     driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
     driver.do(Trained(1, 4, TOKENS, 2.0))
-    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), TrainOrder(next_plan(2), 0)]
+    expected = Plan(round=2, replicas=(dataclasses.replace(plan(2, ME).replicas[0], following=None),))
+    assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), TrainOrder(expected, 0)]
     assert driver.member.phase is Phase.WAITING
     return driver
 
@@ -270,45 +293,45 @@ def decided(plan: Plan) -> Commit:
 
 def test_ahead_of_the_commit_the_expected_plan_is_trained_and_goes_on_when_it_is_decided() -> None:
     driver = ahead()
-    effects = driver.settle(driver.learn(decided(next_plan(2))))
-    assert [type(e) for e in effects] == [Apply, HoldShards, Send]
+    effects = driver.settle(driver.learn(decided(plan(2, ME))))
+    assert [type(e) for e in effects] == [Apply, HoldShards, EndIn, Send]
     assert (driver.member.phase, driver.member.overlap.state) == (Phase.TRAINING, Ahead.NONE)
-    assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [EncodeUpdate(next_plan(2), 0, 4, TOKENS, 1.9)]
+    assert driver.do(Trained(2, 4, TOKENS, 1.9)) == [EncodeUpdate(plan(2, ME), 0, 4, TOKENS, 1.9)]
 
 
 def test_what_is_ready_ahead_is_encoded_only_upon_the_applied_commit() -> None:
     driver = ahead()
     assert driver.do(Trained(2, 4, TOKENS, 1.9)) == []
-    effects = driver.settle(driver.learn(decided(next_plan(2))))
+    effects = driver.settle(driver.learn(decided(plan(2, ME))))
     assert [type(e) for e in effects] == [Apply, HoldShards, EncodeUpdate, Send]
 
 
-@pytest.mark.parametrize("other", [plan(2, ME), dataclasses.replace(next_plan(2), replicas=plan(2, "other").replicas)])
+@pytest.mark.parametrize("other", [elsewhere(2), plan(2, "other")])
 def test_work_that_nobody_planned_is_stopped_and_forgotten(other: Plan) -> None:
     driver = ahead()
     effects = driver.settle(driver.learn(decided(other)))
     assert [type(e) for e in effects] == [Apply, HoldShards, Stop, Send]
-    planned = [TrainOrder(other, 0)] if other.replica_of(ME) is not None else []
+    planned = [TrainOrder(other, 0), EndIn(2, SECONDS)] if other.replica_of(ME) is not None else []
     assert driver.do(Failed(2, 1, "stopped")) == planned
 
 
 def test_ready_work_that_nobody_planned_is_forgotten() -> None:
     driver = ahead()
     driver.do(Trained(2, 4, TOKENS, 1.9))
-    assert TrainOrder(plan(2, ME), 0) in driver.settle(driver.learn(decided(plan(2, ME))))
+    assert TrainOrder(elsewhere(2), 0) in driver.settle(driver.learn(decided(elsewhere(2))))
 
 
 def test_who_failed_ahead_trains_when_the_plan_is_known() -> None:
     driver = ahead()
     assert driver.do(Failed(2, 1, "the chain failed")) == []
-    assert TrainOrder(next_plan(2), 0) in driver.settle(driver.learn(decided(next_plan(2))))
+    assert TrainOrder(plan(2, ME), 0) in driver.settle(driver.learn(decided(plan(2, ME))))
 
 
 def test_nothing_is_begun_ahead_of_a_commit_that_is_known_to_plan_otherwise() -> None:
     driver = Driver(manifest=AHEAD)
     driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))
     driver.do(Trained(1, 4, TOKENS, 2.0))
-    commit = decided(plan(2, ME))
+    commit = decided(elsewhere(2))
     driver.learn(commit)
     assert driver.do(UpdateEncoded(1, offer(1))) == [Send(offer(1)), Apply(commit, ())]
 
@@ -320,6 +343,92 @@ def test_nothing_is_begun_after_the_last_round_or_after_a_restart() -> None:
     assert driver.do(UpdateEncoded(3, offer(3))) == [Send(offer(3))]
     driver = Driver(applied=0, offer=offer(1), manifest=AHEAD)
     assert [type(e) for e in driver.settle(driver.learn(*log(0, run=AHEAD.run_id)))] == [HoldShards, Send]
+
+
+# --- a round's time
+
+
+def ends_of(effects: list[Effect]) -> list[EndIn]:
+    return [e for e in effects if isinstance(e, EndIn)]
+
+
+def next_end(*, encoding: float, apply: float = 0.0, size: int = 0, up_bps: int = 0, manifest: Manifest = M) -> EndIn:
+    """When round 2 ends for a member whose offer of round 1, of `size` bytes, took `encoding` seconds to encode, and that applied the
+    commit `apply` seconds after it was known."""
+    driver = Driver(up_bps=up_bps, manifest=manifest)
+    driver.settle(driver.learn(*log(0, run=manifest.run_id)))
+    driver.now = 30.0
+    driver.do(Trained(1, 4, TOKENS, 2.0))
+    driver.now += encoding
+    parts = (Part(shard="embed", digest="payload 1", size=size, norm=1.0),)
+    driver.do(UpdateEncoded(1, dataclasses.replace(offer(1), parts=parts)))
+    driver.now = 100.0
+    commit = log(1, run=manifest.run_id)[1]
+    (effect,) = driver.learn(commit)
+    assert effect == Apply(commit, ())
+    driver.now += apply
+    driver.do(Applied(1))
+    (end,) = ends_of(driver.do(ShardsHeld(1)))
+    return end
+
+
+def test_the_first_round_ends_when_its_time_is_over() -> None:
+    driver = Driver()
+    driver.now = 1000.0
+    driver.learn(*log(0))
+    driver.now += 5.0
+    driver.do(Applied(0))
+    assert ends_of(driver.do(ShardsHeld(0))) == [EndIn(1, SECONDS - 5.0)], (
+        "it began with the commit, not with the shards"
+    )
+
+
+def test_the_next_one_ends_early_enough_to_encode_and_send_the_offer() -> None:
+    assert next_end(encoding=0.0) == EndIn(2, SECONDS)
+    assert next_end(encoding=3.0) == EndIn(2, SECONDS - 3.0)
+    assert next_end(encoding=3.0, apply=7.0) == EndIn(2, SECONDS - 3.0 - 7.0)
+    assert next_end(encoding=3.0, size=10**6, up_bps=8 * 10**6) == EndIn(2, SECONDS - 3.0 - COPIES * 1.0)
+    assert next_end(encoding=3.0, size=10**6) == EndIn(2, SECONDS - 3.0), "an uplink that nobody knows"
+
+
+def test_half_of_the_time_is_for_training_whatever_the_offer_costs() -> None:
+    assert next_end(encoding=60.0) == EndIn(2, SECONDS / 2)
+    assert next_end(encoding=0.0, size=10**6, up_bps=1) == EndIn(2, SECONDS / 2)
+
+
+def test_a_round_that_was_applied_too_late_ends_at_once() -> None:
+    assert next_end(encoding=3.0, apply=SECONDS) == EndIn(2, 0.0)
+
+
+def test_a_run_may_say_how_long_its_rounds_are() -> None:
+    quick = dataclasses.replace(M, timing=dataclasses.replace(M.timing, round_seconds=20.0))
+    assert next_end(encoding=3.0, manifest=quick) == EndIn(2, 17.0)
+
+
+def test_what_is_trained_ahead_has_no_end_before_its_round_begins() -> None:
+    driver = ahead()
+    driver.now = 10.0
+    driver.learn(decided(plan(2, ME)))
+    driver.now = 12.0
+    effects = driver.do(Applied(1), ShardsHeld(1))
+    assert ends_of(effects) == [EndIn(2, SECONDS - 2.0)]
+
+
+def test_who_is_asked_for_its_work_ends_at_once() -> None:
+    driver, _ = training(1)
+    assert driver.do(TimeUp(1)) == [EndIn(1, 0.0)]
+    assert driver.member.phase is Phase.TRAINING
+    assert driver.do(TimeUp(1)) == [EndIn(1, 0.0)]
+    assert driver.do(TimeUp(0), TimeUp(2)) == []
+
+
+def test_who_does_not_train_the_round_is_asked_in_vain() -> None:
+    assert Driver().do(TimeUp(1)) == []
+    assert waiting_with_offer().do(TimeUp(1)) == []
+    driver, _ = training(1)
+    driver.do(Trained(1, 4, TOKENS, 2.0))
+    assert driver.do(TimeUp(1)) == []
+    assert ahead().do(TimeUp(1), TimeUp(2)) == []
 
 
 # --- what is lost is sent again
@@ -386,7 +495,7 @@ def test_answers_of_another_round_are_ignored(event: Event) -> None:
 def test_restarted_in_training_it_trains_the_round_again() -> None:
     driver = Driver(applied=0)
     effects = driver.settle(driver.learn(*log(0)))
-    assert [type(e) for e in effects] == [HoldShards, TrainOrder, Send]
+    assert [type(e) for e in effects] == [HoldShards, TrainOrder, EndIn, Send]
 
 
 def test_restarted_with_a_durable_offer_it_tells_it_again_and_does_not_train() -> None:
@@ -413,7 +522,7 @@ def test_wherever_it_restarts_an_offer_is_resolved_once_and_before_training(appl
     kinds = [type(e) for e in effects]
     assert kinds.count(RestoreFeedback) == (0 if committed else 1)
     assert [e.commit.round for e in effects if isinstance(e, Apply)] == list(range(applied + 1, 3))
-    assert [k for k in kinds if k is not Send][-1] is TrainOrder
+    assert [k for k in kinds if k is not Send][-2:] == [TrainOrder, EndIn]
     assert driver.member.applied == 2
 
 
@@ -421,7 +530,7 @@ def test_a_state_newer_than_the_known_log_waits_for_the_log() -> None:
     driver = Driver(applied=2, offer=offer(2))
     assert driver.settle(driver.learn(*log(1))) == []
     effects = driver.settle(driver.learn(log(2)[2]))
-    assert [type(e) for e in effects] == [RestoreFeedback, HoldShards, TrainOrder, Send]
+    assert [type(e) for e in effects] == [RestoreFeedback, HoldShards, TrainOrder, EndIn, Send]
 
 
 def test_restarted_at_the_end_it_attests_again_and_finishes() -> None:

@@ -27,9 +27,11 @@ from protocol.wire.encoding import (
     expect,
 )
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
 from protocol.wire.sealed import seal, unseal, unseal_announcement
 from protocol.wire.session import (
+    Announced,
     Attest,
     ChainFailure,
     ChainReconfig,
@@ -47,7 +49,7 @@ ME, OTHER = Identity(b"m" * 32), Identity(b"o" * 32)
 PART = Part(shard="embed", digest="a" * 64, size=10, norm=1.5)
 CHAIN = ReplicaSpec(rank=4, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4)))
 FULL = ReplicaSpec(rank=0, stages=(StageSpec(peer="a", first=0, last=4),))
-PLAN = Plan(round=3, slot=40, replicas=(FULL, CHAIN), spares=("d",))
+PLAN = Plan(round=3, next_slot=40, replicas=(FULL, CHAIN), spares=("d",))
 COMMIT = Commit(
     run="r",
     round=2,
@@ -76,6 +78,10 @@ SAMPLES: list[Message] = [
     Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
     Offered(round=1, peer="p", part=PART),
+    Announced(sealed=b"s"),
+    Lookup(peers=("p",), sample=3),
+    RosterRequest(position=-1),
+    Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
     Withdraw(round=1, reason="no"),
     Attest(round=1, digests={"embed": "x", "block.0": "y"}),
     Heartbeat(phase="training", round=1, step=2, loss=3.0),

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from peer.chain import quantize
 from peer.training.model import Stage
-from peer.training.trainer import COORDINATES, StageTrainer, learning_rate
+from peer.training.trainer import COORDINATES, Pace, StageTrainer, learning_rate
 from protocol.codec import boundary_formats
 from protocol.errors import LocalError
 from protocol.run import layout
@@ -65,6 +68,61 @@ def test_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
     assert rates[10] == pytest.approx(TRAIN.lr * 0.55)
     assert rates[19:] == pytest.approx([TRAIN.lr / 10] * 10)
     assert rates[1:] == sorted(rates[1:], reverse=True)
+
+
+@given(round=st.integers(0, 10**4), inner_steps=st.integers(1, 500), data=st.data())
+def test_who_does_every_step_is_at_the_place_of_its_step(round: int, inner_steps: int, data: st.DataObject) -> None:
+    train = dataclasses.replace(TRAIN, inner_steps=inner_steps)
+    pace = Pace(round * inner_steps, inner_steps, train.micro_batches)
+    step = pace.before + data.draw(st.integers(1, inner_steps))
+    assert pace.place(train, step) == step
+
+
+@given(steps=st.integers(1, 10), round=st.integers(0, 100))
+def test_who_does_fewer_steps_goes_through_the_same_part_of_the_schedule(steps: int, round: int) -> None:
+    train = dataclasses.replace(TRAIN, inner_steps=10)
+    pace = Pace(10 * round, steps, 2)
+    places = [pace.place(train, pace.before + i) for i in range(1, steps + 1)]
+    assert places[-1] == 10 * (round + 1)
+    assert np.diff([10 * round, *places]) == pytest.approx(10 / steps)
+
+
+def test_the_rate_of_a_step_is_that_of_its_place() -> None:
+    """The second of two steps of a round is where the eighth of eight is."""
+    slow, whole = _whole(), _whole()
+    for trainer, pace, step in ((slow, Pace(16, 2, 4), 18), (whole, Pace(16, 8, 4), 24)):
+        trainer.train = dataclasses.replace(TRAIN, inner_steps=8)
+        trainer.begin_round(random_theta(), pace)
+        trainer.stage.lm_head.weight.grad = torch.ones_like(trainer.stage.lm_head.weight)
+        trainer.step(step, 0.1)
+    np.testing.assert_array_equal(slow.delta("head")[1], whole.delta("head")[1])
+    assert slow.delta("head")[1].any()
+
+
+def test_fewer_micro_batches_are_a_manifests_with_so_many() -> None:
+    other = StageTrainer(SPEC, dataclasses.replace(TRAIN, micro_batches=2), layout.shard_names(SPEC))
+    ours = _whole()
+    assert TRAIN.micro_batches != 2
+    ours.begin_round(random_theta(), Pace(0, TRAIN.inner_steps, 2))
+    other.begin_round(random_theta())
+    for trainer in (ours, other):
+        for micro in range(2):
+            trainer.forward(micro, IDS)
+            trainer.backward(micro)
+    assert ours.grad_sumsq() == other.grad_sumsq()
+    assert all(value for _, value in ours.grad_sumsq())
+    plain = _whole()
+    plain.forward(0, IDS)
+    plain.backward(0)
+    mean = TRAIN.micro_batches**2 * dict(plain.grad_sumsq())["head"]
+    assert dict(ours.grad_sumsq())["head"] == pytest.approx(mean), "two equal ones have the mean of each"
+
+
+def test_a_round_without_a_pace_keeps_the_one_before() -> None:
+    trainer, pace = _whole(), Pace(8, 3, 2)
+    trainer.begin_round(random_theta(), pace)
+    trainer.begin_round(random_theta())
+    assert (trainer.pace, trainer.train.micro_batches) == (pace, 2)
 
 
 @pytest.mark.parametrize("k", [0, 8])

@@ -40,7 +40,7 @@ def plan(number: int) -> Plan:
             StageSpec(peer=CAROL.peer_id, first=2, last=4),
         ),
     )
-    return Plan(round=number, slot=0, replicas=(full, chain))
+    return Plan(round=number, replicas=(full, chain))
 
 
 def commits() -> list[Commit]:

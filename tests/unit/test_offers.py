@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from protocol.rounds.offers import Offers
 from protocol.wire.commit import Part
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import Offer
 
-CHAIN = ReplicaSpec(rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(("a", "b", "c"))))
+CHAIN = ReplicaSpec(
+    number=1, rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(("a", "b", "c")))
+)
 
 
 def offer(peer: str, steps: int = 4, replica: int = 1, loss: float | None = None) -> Offer:
@@ -29,22 +33,22 @@ def test_what_is_not_held_is_to_be_fetched() -> None:
 
 
 def test_a_replica_is_complete_when_all_offered_all_is_held_and_all_attested_the_state_before() -> None:
-    assert offered("a", "b", "c").is_complete(1, CHAIN, based=("a", "b", "c"))
-    assert not offered("a", "b").is_complete(1, CHAIN, based=("a", "b", "c"))
-    assert not offered("a", "b", "c", held=("a", "b")).is_complete(1, CHAIN, based=("a", "b", "c"))
-    assert not offered("a", "b", "c").is_complete(1, CHAIN, based=("a", "b"))
-    assert not offered("a", "b", "c", replica=0).is_complete(1, CHAIN, based=("a", "b", "c")), "of another replica"
+    assert offered("a", "b", "c").is_complete(CHAIN, based=("a", "b", "c"))
+    assert not offered("a", "b").is_complete(CHAIN, based=("a", "b", "c"))
+    assert not offered("a", "b", "c", held=("a", "b")).is_complete(CHAIN, based=("a", "b", "c"))
+    assert not offered("a", "b", "c").is_complete(CHAIN, based=("a", "b"))
+    assert not offered("a", "b", "c", replica=0).is_complete(CHAIN, based=("a", "b", "c")), "of another replica"
 
 
 def test_a_contribution_counts_the_steps_of_the_slowest_and_the_loss_of_the_last() -> None:
     offers = offered("a", "b")
     offers.take("b", offer("b", steps=2))
     offers.take("c", offer("c", loss=1.5))
-    made = offers.contribution(1, CHAIN)
+    made = offers.contribution(CHAIN)
     assert (made.replica, made.steps, made.tokens, made.loss) == (1, 2, 32, 1.5)
     assert [(share.peer, share.parts[0].shard) for share in made.shares] == [(p, f"of {p}") for p in "abc"]
-    assert offers.steps(1, CHAIN) == 4
-    assert offers.steps(0, CHAIN) == Offers(()).steps(1, CHAIN) == 0
+    assert offers.steps(CHAIN) == 4
+    assert offers.steps(dataclasses.replace(CHAIN, number=0)) == Offers(()).steps(CHAIN) == 0
 
 
 def test_a_replica_fails_with_its_first_member_that_failed_or_diverged() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from protocol.planning import planner
+from protocol.planning.allotment import NEW, allot
 from protocol.rounds.member_events import Failed, Send, Stop, Trained, TrainOrder
 from protocol.rounds.overlap import Ahead, Overlap, is_same_work
 from protocol.rounds.table import TableError
@@ -17,12 +17,16 @@ from protocol.wire.session import ChainFailure, Offer
 from tests import tiny
 
 M = tiny.manifest(rounds=3, outer=OuterSpec(overlap=1))
-PLAN = Plan(
-    round=1,
-    slot=0,
-    replicas=tuple(ReplicaSpec(rank=0, stages=(StageSpec(peer=p, first=0, last=4),)) for p in ("a", "me")),
-)
-EXPECTED = dataclasses.replace(PLAN, round=2, slot=planner.following(M, PLAN))
+
+
+def full(peer: str, number: int = NEW) -> ReplicaSpec:
+    return ReplicaSpec(number=number, rank=0, stages=(StageSpec(peer=peer, first=0, last=4),))
+
+
+PLAN = allot(M, 1, [full("a"), full("me")], (), {})
+NEXT = allot(M, 2, PLAN.replicas, (), {}, PLAN)
+MINE = dataclasses.replace(NEXT.replica(1), following=None)
+EXPECTED = Plan(round=2, replicas=(MINE,))
 TRAINED = Trained(2, 4, 32, 2.0)
 
 
@@ -46,7 +50,7 @@ def decided(plan: Plan) -> Commit:
 
 def running() -> Overlap:
     overlap = Overlap(M)
-    assert overlap.begin(offer(), PLAN, PLAN, None) == [TrainOrder(EXPECTED, 1)]
+    assert overlap.begin(offer(), PLAN, None) == [TrainOrder(EXPECTED, 1)]
     assert (overlap.state, overlap.running) == (Ahead.RUNNING, TrainOrder(EXPECTED, 1))
     return overlap
 
@@ -64,28 +68,30 @@ def is_empty(overlap: Overlap) -> bool:
 
 
 def test_a_reconfigured_chain_is_expected_to_stay_as_it_is() -> None:
-    chain = ReplicaSpec(rank=4, stages=(StageSpec(peer="s", first=0, last=2), StageSpec(peer="me", first=2, last=4)))
-    trained = dataclasses.replace(PLAN, replicas=(PLAN.replicas[0], chain))
-    (order,) = Overlap(M).begin(offer(), PLAN, trained, None)
-    assert (order.plan.replicas, order.plan.slot) == (trained.replicas, EXPECTED.slot)
+    stages = (StageSpec(peer="s", first=0, last=2), StageSpec(peer="me", first=2, last=4))
+    chain = dataclasses.replace(PLAN.replica(1), rank=4, stages=stages)
+    trained = PLAN.replaced(chain)
+    (order,) = Overlap(M).begin(offer(), trained, None)
+    assert order.plan.replicas == (dataclasses.replace(chain, work=MINE.work, following=None),)
 
 
-@pytest.mark.parametrize("plan", [PLAN, None])
-def test_nothing_is_begun_without_overlap_after_the_last_round_or_without_a_plan(plan: Plan | None) -> None:
+def test_nothing_is_begun_without_overlap_after_the_last_round_or_without_a_promise() -> None:
     without = Overlap(dataclasses.replace(M, outer=OuterSpec()))
-    assert without.begin(offer(), PLAN, PLAN, None) == []
+    assert without.begin(offer(), PLAN, None) == []
     last = Overlap(M)
-    assert last.begin(offer(M.rounds), plan, PLAN, None) == []
-    assert Overlap(M).begin(offer(), None, PLAN, None) == []
+    assert last.begin(offer(M.rounds), PLAN, None) == []
+    unpromised = PLAN.replaced(dataclasses.replace(PLAN.replica(1), following=None))
+    assert Overlap(M).begin(offer(), unpromised, None) == []
     assert is_empty(without)
     assert is_empty(last)
 
 
 def test_what_is_decided_already_is_not_guessed() -> None:
     other = Overlap(M)
-    assert other.begin(offer(), PLAN, PLAN, decided(dataclasses.replace(EXPECTED, slot=99))) == []
+    elsewhere = dataclasses.replace(MINE, work=dataclasses.replace(MINE.work, slot=99))
+    assert other.begin(offer(), PLAN, decided(NEXT.replaced(elsewhere))) == []
     assert is_empty(other)
-    assert Overlap(M).begin(offer(), PLAN, PLAN, decided(EXPECTED)) == [TrainOrder(EXPECTED, 1)]
+    assert Overlap(M).begin(offer(), PLAN, decided(NEXT)) == [TrainOrder(EXPECTED, 1)]
 
 
 def test_what_runs_or_is_ready_is_taken_as_the_rounds_work() -> None:
@@ -135,13 +141,14 @@ def test_a_chain_that_trains_ahead_may_lose_a_member() -> None:
 @pytest.mark.parametrize(
     ("plan", "same"),
     [
-        (EXPECTED, True),
-        (dataclasses.replace(EXPECTED, replicas=(*EXPECTED.replicas, EXPECTED.replicas[0])), True),
-        (dataclasses.replace(EXPECTED, replicas=(EXPECTED.replicas[1], EXPECTED.replicas[1])), True),
-        (dataclasses.replace(EXPECTED, replicas=EXPECTED.replicas[::-1]), False),
-        (dataclasses.replace(EXPECTED, replicas=EXPECTED.replicas[:1]), False),
-        (dataclasses.replace(EXPECTED, slot=EXPECTED.slot + 1), False),
-        (dataclasses.replace(EXPECTED, round=3), False),
+        (NEXT, True),
+        (dataclasses.replace(NEXT, replicas=(NEXT.replica(1),)), True),
+        (dataclasses.replace(NEXT, replicas=(NEXT.replica(1), full("b", 2))), True),
+        (dataclasses.replace(NEXT, replicas=(NEXT.replica(0),)), False),
+        (NEXT.replaced(full("b", 1)), False),
+        (NEXT.replaced(dataclasses.replace(MINE, rank=4)), False),
+        (NEXT.replaced(dataclasses.replace(MINE, work=PLAN.replica(1).work)), False),
+        (dataclasses.replace(NEXT, round=3), False),
         (None, False),
     ],
 )

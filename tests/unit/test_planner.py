@@ -32,7 +32,7 @@ def _candidates(*memory: int, up: int = 10**7) -> list[Candidate]:
 
 
 def _plan(candidates: list[Candidate], previous: Plan | None = None) -> Plan | None:
-    return make_plan(M, candidates, round=1, slot=0, previous=previous)
+    return make_plan(M, candidates, round=1, previous=previous)
 
 
 def _ranges(plan: Plan | None) -> list[list[tuple[str, int, int]]]:
@@ -242,11 +242,11 @@ def test_ten_thousand_announcements_take_seconds() -> None:
         for i in range(10_000)
     ]
     began = time.process_time()
-    plan = make_plan(manifest, candidates, round=1, slot=0, previous=None)
+    plan = make_plan(manifest, candidates, round=1, previous=None)
     assert plan is not None
     assert len(plan.replicas) > 3000
     other = [dataclasses.replace(c, speed_flops=(1 + i * 32_452_843 % 50) * 10**12) for i, c in enumerate(candidates)]
-    following = make_plan(manifest, other, round=2, slot=0, previous=plan)
+    following = make_plan(manifest, other, round=2, previous=plan)
     assert time.process_time() - began < 60
     assert len(partition.moves(plan, following)) > 100
 
@@ -287,12 +287,12 @@ def _kept(manifest: Manifest, blocks: tuple[int, ...]) -> Plan:
     """A plan with one chain, of p00, p01, ... with so many blocks each."""
     edges = itertools.pairwise(itertools.accumulate(blocks, initial=0))
     stages = tuple(StageSpec(peer=f"p{i:02}", first=a, last=b) for i, (a, b) in enumerate(edges))
-    return Plan(round=1, slot=0, replicas=(ReplicaSpec(rank=0, stages=stages),))
+    return Plan(round=1, replicas=(ReplicaSpec(rank=0, stages=stages),))
 
 
 def _next(candidates: list[Candidate], previous: Plan, manifest: Manifest = DEEP) -> tuple[int, ...]:
     """How many blocks the members of the one chain have in the plan after `previous`."""
-    plan = make_plan(manifest, candidates, round=2, slot=0, previous=previous)
+    plan = make_plan(manifest, candidates, round=2, previous=previous)
     assert plan is not None
     (replica,) = plan.replicas
     assert replica.peers == previous.replicas[0].peers
@@ -374,8 +374,8 @@ def test_an_unknown_speed_counts_as_the_median_of_the_known_ones() -> None:
 
 def test_a_new_chain_is_split_by_speed_and_the_order_of_announcements_does_not_matter() -> None:
     candidates = _swift(3 * 10**6, 10**6)
-    plan = make_plan(DEEP, candidates, round=1, slot=0, previous=None)
-    assert make_plan(DEEP, candidates[::-1], round=1, slot=0, previous=None) == plan
+    plan = make_plan(DEEP, candidates, round=1, previous=None)
+    assert make_plan(DEEP, candidates[::-1], round=1, previous=None) == plan
     assert plan is not None
     assert [r.blocks for r in plan.replicas] == [(9, 3)]
 
@@ -431,7 +431,7 @@ def test_a_plan_settles_at_once(speeds: list[int], blocks: list[int]) -> None:
     speeds = speeds[: len(cuts) + 1]
     first = _kept(DEEP, tuple(b - a for a, b in itertools.pairwise((0, *cuts, 12))))
     candidates = _swift(*speeds)
-    second = make_plan(DEEP, candidates, round=2, slot=0, previous=first)
+    second = make_plan(DEEP, candidates, round=2, previous=first)
     assert second is not None
     assert _next(candidates, second) == second.replicas[0].blocks
     assert all(stage_memory(DEEP, s.first, s.last) <= ROOM for s in second.replicas[0].stages)
@@ -439,7 +439,7 @@ def test_a_plan_settles_at_once(speeds: list[int], blocks: list[int]) -> None:
 
 def test_the_bottleneck_is_named() -> None:
     before, there = _kept(DEEP, (4, 4, 4)), {c.peer: c for c in _swift(10**6, 5 * 10**5, 10**6)}
-    after = make_plan(DEEP, list(there.values()), round=2, slot=0, previous=before)
+    after = make_plan(DEEP, list(there.values()), round=2, previous=before)
     ((index, old, new),) = partition.moves(before, after)
     assert (index, old.blocks, new.blocks) == (0, (4, 4, 4), (5, 2, 5))
     seconds = partition.stage_seconds(DEEP, old, there)

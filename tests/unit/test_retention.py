@@ -20,7 +20,7 @@ LAYERS = RUN.model.n_layers
 CHAIN = ReplicaSpec(
     rank=0, stages=(StageSpec(peer="first", first=0, last=1), StageSpec(peer="last", first=1, last=LAYERS))
 )
-PLAN = Plan(round=1, slot=0, replicas=(CHAIN,), spares=("spare",))
+PLAN = Plan(round=1, replicas=(CHAIN,), spares=("spare",))
 SHARDS = layout.shard_names(RUN.model)
 
 

@@ -156,7 +156,7 @@ def test_a_commit_that_no_honest_leader_writes() -> None:
     assert problems(round=3) == ["the run has 2 rounds only"]
     assert problems(contributions=(made,)) == ["decides about replicas [0], the plan has 0"]
     stage = StageSpec(peer=OTHER, first=0, last=2)
-    plan = Plan(round=2, slot=0, replicas=(ReplicaSpec(rank=0, stages=(stage,)),))
+    plan = Plan(round=2, replicas=(ReplicaSpec(rank=0, stages=(stage,)),))
     assert problems(plan=plan) == [
         "plans round 2, not the next one",
         "plans replica 0 with stages that are not the whole model",
@@ -176,7 +176,7 @@ def test_a_contribution_without_weight_is_no_commit() -> None:
 def test_blocks_that_moved_are_shown() -> None:
     def plan(cut: int) -> Plan:
         stages = (StageSpec(peer="a" * 12, first=0, last=cut), StageSpec(peer="b" * 12, first=cut, last=4))
-        return Plan(round=2, slot=0, replicas=(ReplicaSpec(rank=0, stages=stages),))
+        return Plan(round=2, replicas=(ReplicaSpec(rank=0, stages=stages),))
 
     made = tiny.record(dataclasses.replace(commits(2)[1], plan=plan(3)))
     assert (

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from protocol.planning import memory, planner
+from protocol.planning import memory
+from protocol.planning.allotment import allot
 from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events as leading
 from protocol.rounds import leadership, overlap, paxos_events
@@ -149,20 +150,10 @@ class Life:
     def plan(self, before: Plan | None) -> Plan:
         peers = self.rng.choice(list(SPARES))
         if before is not None and self.rng.random() < 0.6:
-            return Plan(
-                round=before.round + 1,
-                slot=planner.following(self.manifest, before),
-                replicas=before.replicas,
-                spares=before.spares,
-            )
+            return allot(self.manifest, before.round + 1, before.replicas, before.spares, {}, before)
         edges = ((0, 1), (1, 2), (2, 4)) if len(peers) > 1 else ((0, 4),)
         stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(peers, edges, strict=True))
-        return Plan(
-            round=len(self.commits) + 1,
-            slot=self.rng.choice((0, 1)),
-            replicas=(ReplicaSpec(rank=0, stages=stages),),
-            spares=SPARES[peers],
-        )
+        return allot(self.manifest, len(self.commits) + 1, [ReplicaSpec(rank=0, stages=stages)], SPARES[peers], {})
 
     def offer(self, round: int, replica: int) -> Offer:
         parts = (Part(shard="embed", digest=f"payload {round}", size=8, norm=1.0),)
@@ -188,7 +179,7 @@ class Life:
             case 8 | 9:
                 return events.Reconfigured(self.reconfig())
             case 10:
-                return rng.choice((events.Connected(), events.RunOver()))
+                return rng.choice((events.Connected(), events.RunOver(), events.TimeUp(self.member.applied + 1)))
         self.now += rng.choice((1.0, 6.0))
         return events.Tick()
 
@@ -272,7 +263,7 @@ class Twins:
             match effect:
                 case leading.Propose(commit):
                     self.commit = commit
-                case leading.Send(_, message):
+                case leading.Send(_, ChainReconfig() as message):
                     self.sent.append(message)
 
     def live(self, steps: int) -> None:
@@ -298,7 +289,7 @@ class Twins:
             case 4 if (head := self.nodes[0].head) is not None and head.round == M.rounds and rng.random() < 0.1:
                 return leading.Decided(dataclasses.replace(head, round=head.round + 1, parent=head.digest))
             case 5:
-                self.now += rng.choice((1.0, 1.0, 1.0, 70.0))
+                self.now += rng.choice((1.0, 1.0, 1.0, 30.0, 70.0))
                 return leading.Tick(frozenset({peer} if rng.random() < 0.1 else ()))
             case 6 | 7 | 8:
                 digest = "other" if rng.random() < 0.05 else "same"
@@ -316,10 +307,10 @@ class Twins:
             return Withdraw(round=round, reason="?")
         if self.sent and rng.random() < 0.5:
             return rng.choice(self.sent)
-        lost = rng.choice(list(self.memory))
+        lost, plan = rng.choice(list(self.memory)), self.nodes[0].roster.plan
         return ChainFailure(
             round=round,
-            replica=rng.choice((0, 2)),
+            replica=rng.choice([r.number for r in plan.replicas] if plan else [0]),
             generation=rng.randrange(2),
             peer=lost,
             reason=rng.choice(("?", SLOW)),
@@ -331,14 +322,15 @@ class Twins:
         replica = plan.replica_of(peer) if plan else None
         if plan is None or replica is None:
             return leading.Tick()
-        stage = plan.replicas[replica].stage_of(peer)
+        spec = plan.replica(replica)
+        stage = spec.stage_of(peer)
         shards = memory.stage_shards(self.manifest, stage.first, stage.last)
         parts = tuple(
             Part(shard=s, digest=f"{peer}/{s}/{plan.round}", size=8, norm=self.rng.choice((1.0, 99.0))) for s in shards
         )
         if self.rng.random() < 0.7:
             return leading.Held(self.rng.choice(parts).digest)
-        tokens, loss = M.train.step_tokens, self.rng.choice((None, 2.0))
+        tokens, loss = M.train.tokens(1, spec.work.micro_batches), self.rng.choice((None, 2.0))
         offer = Offer(round=plan.round, replica=replica, parts=parts, tokens=tokens, steps=1, loss=loss)
         return self.says(peer, offer)
 

@@ -31,7 +31,6 @@ def stage(peer: str, first: int, last: int) -> StageSpec:
 
 PLAN = Plan(
     round=1,
-    slot=0,
     replicas=(
         ReplicaSpec(rank=0, stages=(stage(PEERS[0], 0, 4),)),
         ReplicaSpec(rank=0, stages=(stage(PEERS[1], 0, 4),)),

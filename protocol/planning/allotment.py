@@ -1,0 +1,102 @@
+"""What each replica of a plan is given to do: a number that stays its own, text, inner steps, and micro-batches of a step.
+
+All replicas train for the same time, `round_seconds`, each at its own pace. So the plan gives a replica as many inner
+steps as it is expected to have time for, and some more. Where even one whole step would take longer than a round, it
+gets fewer micro-batches a step. What is expected, in this order:
+
+    the steps that it did in the last round      seen by everybody, in the commit; a replica that did all that it was
+                                                 given may be faster than thought, and is given FASTER times as many
+    its members' announced speeds                the slowest stage's seconds (protocol/planning/partition.py)
+    nothing                                      it is given the most steps, `inner_steps`
+
+The text of a replica is a range of slots that nobody else is given (protocol/run/data_order.py). With `overlap` a plan
+also names what each replica is given for the round after. The next plan repeats that for every replica that stays as it
+is, whoever else comes or goes: so nothing that was trained ahead is in vain but that of replicas that changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from protocol.planning.partition import Candidate, stage_seconds
+from protocol.run.manifest import Manifest
+from protocol.wire.plan import Plan, ReplicaSpec, Work
+
+HEADROOM = 1.25
+"""A replica is given so many times the steps that it is expected to do: its pace may rise by so much."""
+FASTER = 4
+"""A replica that did all that it was given is expected to be so much faster."""
+NEW = -1
+"""The number of a replica that has none yet."""
+
+
+def allot(
+    manifest: Manifest,
+    round: int,
+    replicas: Sequence[ReplicaSpec],
+    spares: Sequence[str],
+    there: Mapping[str, Candidate],
+    previous: Plan | None = None,
+    done: Mapping[int, int] | None = None,
+) -> Plan:
+    """The plan of `round` with these replicas: the kept ones under the numbers that they have, the others with NEW.
+
+    `previous`: the plan of the round before, with its chains as they were repaired. `done`: the inner steps of that round, by the
+    replica's number, of those whose work was committed. `there`: the peers by their ids.
+    """
+    number, slot = (previous.next_number, previous.next_slot) if previous is not None else (0, 0)
+    planned: list[ReplicaSpec] = []
+    for replica in replicas:
+        if replica.number == NEW:
+            replica = dataclasses.replace(replica, number=number)
+            number += 1
+        planned.append(replica)
+
+    def fresh(steps: int, micro_batches: int) -> Work:
+        nonlocal slot
+        work = Work(slot=slot, steps=steps, micro_batches=micro_batches)
+        slot += steps * micro_batches * manifest.train.rows
+        return work
+
+    shares: list[tuple[int, int]] = []
+    for i, replica in enumerate(planned):
+        before = previous.find(replica.number) if previous is not None else None
+        shares.append(share(manifest, replica, there, before, (done or {}).get(replica.number)))
+        ahead = before.following if before is not None and before.is_like(replica) else None
+        planned[i] = dataclasses.replace(replica, work=ahead or fresh(*shares[i]), following=None)
+    if manifest.outer.overlap and round < manifest.rounds:
+        planned = [dataclasses.replace(r, following=fresh(*s)) for r, s in zip(planned, shares, strict=True)]
+    return Plan(round=round, replicas=tuple(planned), spares=tuple(spares), next_number=number, next_slot=slot)
+
+
+def share(
+    manifest: Manifest,
+    replica: ReplicaSpec,
+    there: Mapping[str, Candidate],
+    before: ReplicaSpec | None,
+    done: int | None,
+) -> tuple[int, int]:
+    """(inner steps, micro-batches of each) that a replica is given. `before`: the same replica in the last plan, and `done` the
+    steps that it did of it, None where nothing of it was committed."""
+    train, most = manifest.train, manifest.train.inner_steps
+    seconds, fits = step_seconds(manifest, replica, there), train.micro_batches
+    if seconds is not None and seconds > manifest.timing.training_seconds:
+        fits = max(1, int(fits * manifest.timing.training_seconds / seconds))
+    if before is not None and before.stages == replica.stages:
+        given, micro = before.work.steps, before.work.micro_batches
+        if done is None:
+            return given, micro
+        expected = (FASTER * done if done >= given else done) * micro / fits
+    elif seconds is not None:
+        expected = manifest.timing.training_seconds / (seconds * fits / train.micro_batches)
+    else:
+        expected = float(most)
+    return min(most, math.ceil(expected * HEADROOM) + 1), fits
+
+
+def step_seconds(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candidate]) -> float | None:
+    """Seconds of a whole inner step at the speed of the slowest stage; None where a speed is unknown."""
+    stages = stage_seconds(manifest, replica, there)
+    return None if stages is None else manifest.train.micro_batches * max(stages)

@@ -1,0 +1,149 @@
+"""When a round's training ends: with the inner step that ends next to the moment that was said."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from peer.chain.stop_sign import StopSign
+from peer.events import Emitter
+from peer.net.clock import Clock
+from peer.node.orders import Result
+from peer.node.training import RoundEnd, Training
+from protocol.rounds.member_events import Event, Trained, TrainOrder
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
+from tests import tiny
+
+WORK = Work(slot=0, steps=100, micro_batches=1)
+SPEC = ReplicaSpec(number=7, rank=0, stages=(StageSpec(peer="me", first=0, last=4),), work=WORK)
+PLAN = Plan(round=3, replicas=(SPEC,))
+
+
+class Watch:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.clock = Clock(steady=lambda: self.now)
+
+
+def steps_until(end: RoundEnd, watch: Watch, seconds: float, most: int = 100) -> int:
+    """How many steps of so many seconds are done."""
+    for step in range(1, most + 1):
+        watch.now += seconds
+        if end.is_set():
+            return step
+        end.step_begins()
+    return most
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"),
+    [(1.0, 24), (2.5, 10), (10.0, 2), (9.0, 3), (12.0, 2), (15.0, 2), (16.0, 1), (17.0, 1), (24.0, 1), (1000.0, 1)],
+)
+def test_the_last_step_is_the_one_that_ends_next_to_the_moment(seconds: float, steps: int) -> None:
+    watch = Watch()
+    end = RoundEnd(watch.clock)
+    end.set_in(24.0)
+    found = steps_until(end, watch, seconds)
+    assert found == steps
+    assert abs(found * seconds - 24.0) <= min(
+        abs((found + other) * seconds - 24.0) for other in (-1, 1) if found + other
+    )
+
+
+def test_without_a_moment_it_does_not_end() -> None:
+    watch = Watch()
+    assert steps_until(RoundEnd(watch.clock), watch, 1e6) == 100
+
+
+def test_the_earliest_moment_counts() -> None:
+    watch = Watch()
+    end = RoundEnd(watch.clock)
+    end.set_in(50.0)
+    end.set_in(10.0)
+    watch.now += 4.0
+    end.set_in(50.0)
+    end.step_begins()
+    assert steps_until(end, watch, 1.0) == 6
+
+
+def test_when_the_time_is_over_already_the_step_under_way_is_the_last() -> None:
+    watch = Watch()
+    end = RoundEnd(watch.clock)
+    end.set_in(0.0)
+    assert end.is_set()
+
+
+class Stepping:
+    """An inner loop that does steps of a second on the test's clock."""
+
+    def __init__(self, watch: Watch, before_step: Callable[[int], None]) -> None:
+        self.watch, self.before_step = watch, before_step
+
+    async def train(
+        self, order: TrainOrder, theta: Any, stop: asyncio.Event, end: StopSign, progress: Any, _: Any
+    ) -> Result:
+        work = order.plan.replica(order.replica).work
+        for step in range(1, work.steps + 1):
+            self.before_step(step)
+            self.watch.now += 1.0
+            over = end.is_set()
+            progress(step, 2.0)
+            if over:
+                break
+        return Result(step, step * 8, 2.0, "too late" if stop.is_set() else None)
+
+    def displacement(self, shard: str) -> Any: ...
+
+    def release(self) -> None: ...
+
+    def optimizer(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def trained(before_step: Callable[[Training, int], None]) -> list[Event]:
+    """What a training tells its machine; `before_step` is called before each step."""
+    told: list[Event] = []
+
+    async def work() -> None:
+        watch = Watch()
+        loop = Stepping(watch, lambda step: before_step(training, step))
+        training = Training(tiny.manifest(), "me", loop, Emitter("me", lambda event: None), told.append, watch.clock)
+        training.begin(TrainOrder(PLAN, 7), {}, ahead=False)
+        while not told:
+            await asyncio.sleep(0)
+
+    asyncio.run(work())
+    return told
+
+
+def test_a_training_ends_in_time_and_what_was_done_is_its_work() -> None:
+    def early(training: Training, step: int) -> None:
+        if step == 1:
+            training.end_in(3, 10.0)
+
+    def asked(training: Training, step: int) -> None:
+        if step == 5:
+            training.end_in(3, 0.0)
+
+    assert trained(early) == [Trained(3, 10, 80, 2.0)]
+    assert trained(asked) == [Trained(3, 5, 40, 2.0)]
+
+
+def test_the_end_of_another_round_is_not_this_ones() -> None:
+    assert trained(lambda training, step: training.end_in(2, 0.0)) == [Trained(3, WORK.steps, 8 * WORK.steps, 2.0)]
+
+
+def test_what_is_of_no_use_any_more_ends_at_the_next_step() -> None:
+    def too_late(training: Training, step: int) -> None:
+        if step == 2:
+            training.stop()
+
+    (failed,) = trained(too_late)
+    assert (failed.round, failed.steps) == (3, 2)  # type: ignore[union-attr]
