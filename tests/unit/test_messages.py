@@ -78,10 +78,6 @@ SAMPLES: list[Message] = [
     Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
     Offered(round=1, peer="p", part=PART),
-    Announced(sealed=b"s"),
-    Lookup(peers=("p",), sample=3),
-    RosterRequest(position=-1),
-    Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
     Withdraw(round=1, reason="no"),
     Attest(round=1, digests={"embed": "x", "block.0": "y"}),
     Heartbeat(phase="training", round=1, step=2, loss=3.0),
@@ -96,6 +92,10 @@ SAMPLES: list[Message] = [
     Reject(round=2, ballot=4, promised=5),
     ChainFailure(round=1, replica=0, generation=2, peer="p", reason="silent"),
     ChainReconfig(round=1, replica=0, generation=3, peers=("a", "b"), steps=0, reason="p is lost"),
+    Announced(sealed=b"s"),
+    Lookup(peers=("p",), sample=3),
+    RosterRequest(position=-1),
+    Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
 ]
 
 
