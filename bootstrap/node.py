@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from bootstrap.archive import Archive
+from bootstrap.news import News
 from bootstrap.payloads import Payloads
 from bootstrap.roster import Allowance, Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
@@ -34,7 +35,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Record
+from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
 from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import (
@@ -85,6 +86,7 @@ class BootstrapNode:
         self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened)
         self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
+        self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self._roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
@@ -119,6 +121,7 @@ class BootstrapNode:
                 group.create_task(self._watch())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
+                group.create_task(self._news.run())
                 for operator in self._links:
                     group.create_task(self._link(operator))
         finally:
@@ -337,10 +340,13 @@ class BootstrapNode:
 
     # --- payloads
 
-    def _held(self, offered: Offered) -> None:
+    def _held(self, round: int, sender: str, part: Part) -> None:
         """A payload is in the archive: the machines hear of it, and everybody may fetch it."""
-        self._events.put_nowait(leader_events.Held(offered.part.digest))
-        self._events.put_nowait(paxos_events.Held(offered.part.digest))
+        self._events.put_nowait(leader_events.Held(part.digest))
+        self._events.put_nowait(paxos_events.Held(part.digest))
+        self._news.add(round, sender, part)
+
+    def _tell_offered(self, offered: Offered) -> None:
         peers = list(self._sessions.open)
         random.shuffle(peers)  # strong uplinks first: who asks first passes the payload on to the others
         peers.sort(key=lambda p: -self._ready[p].up_bps if p in self._ready else 0)

@@ -77,7 +77,7 @@ REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradient
 SAMPLES: list[Message] = [
     Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
-    Offered(round=1, peer="p", part=PART),
+    Offered(round=1, shares=(Share(peer="p", parts=(PART,)),)),
     Withdraw(round=1, reason="no"),
     Attest(round=1, digests={"embed": "x", "block.0": "y"}),
     Heartbeat(phase="training", round=1, step=2, loss=3.0),
