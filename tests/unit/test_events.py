@@ -23,6 +23,7 @@ from peer.ui.run_state import PeerView, View
 from peer.ui.snapshot import Snapshot, snapshot
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part, Share
+from protocol.wire.plan import Plan, Work
 from tests import tiny
 from tests.docs import events as document
 from tests.unit.test_monitor import ALICE, BOB, CAROL, MANIFEST, REPORT, announcement, commits
@@ -195,11 +196,19 @@ def reached(hint: Any) -> set[type]:
     return found
 
 
+def everything(plan: Plan) -> Plan:
+    """A plan in which no field is empty."""
+    first, *others = plan.replicas
+    ahead = dataclasses.replace(first, following=Work(slot=90))
+    forming = dataclasses.replace(others[0], number=-1)
+    return dataclasses.replace(plan, replicas=(ahead, *others), forming=(forming,), next_slot=4, spares=(PEERS[5],))
+
+
 def test_every_field_of_the_monitors_json_has_a_source() -> None:
     first, second, last = commits()
     wrong = (Diverged(peer=BOB.peer_id, shard="embed"),)
     assert second.plan is not None
-    spare = dataclasses.replace(second, plan=dataclasses.replace(second.plan, next_slot=4, spares=(PEERS[5],)))
+    spare = dataclasses.replace(second, plan=everything(second.plan))
     said: dict[str, Announcement] = {
         CAROL.peer_id: announcement(
             CAROL, addresses=("/ip4/1.2.3.4",), down_bps=8, speed_flops=9, phase="training", round=2, step=3, loss=1.5,
@@ -215,7 +224,7 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
 def test_every_field_of_the_logs_json_has_a_source() -> None:
     _, second, last = commits()
     assert second.plan is not None
-    plan = dataclasses.replace(second.plan, next_slot=4, spares=(PEERS[5],))
+    plan = everything(second.plan)
     wrong, digests = (Diverged(peer=BOB.peer_id, shard="embed"),), {"embed": "0" * 64}
     made = dataclasses.replace(last.contributions[0], replica=1)
     commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan)

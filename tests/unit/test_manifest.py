@@ -146,4 +146,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "e21f76ac0c3586233013566a294339298840ed4f66cd6017f928ed33e8c0177c"
+FROZEN = "a62a44e7a55dc1bb615eaad3a3a9b506d7dece8fd91a43954af8aa172528505f"

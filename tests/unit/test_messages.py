@@ -26,7 +26,7 @@ from protocol.wire.encoding import (
     encode_record,
     expect,
 )
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
 from protocol.wire.sealed import seal, unseal, unseal_announcement
@@ -41,15 +41,24 @@ from protocol.wire.session import (
     LogRequest,
     Offer,
     Offered,
+    TimeUp,
     Withdraw,
 )
 from tests import tiny
 
 ME, OTHER = Identity(b"m" * 32), Identity(b"o" * 32)
 PART = Part(shard="embed", digest="a" * 64, size=10, norm=1.5)
-CHAIN = ReplicaSpec(rank=4, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4)))
-FULL = ReplicaSpec(rank=0, stages=(StageSpec(peer="a", first=0, last=4),))
-PLAN = Plan(round=3, next_slot=40, replicas=(FULL, CHAIN), spares=("d",))
+CHAIN = ReplicaSpec(
+    number=1, rank=4, stages=(StageSpec(peer="b", first=0, last=1), StageSpec(peer="c", first=1, last=4))
+)
+FULL = ReplicaSpec(
+    rank=0,
+    stages=(StageSpec(peer="a", first=0, last=4),),
+    work=Work(slot=3, steps=4, micro_batches=2),
+    following=Work(slot=30, steps=5),
+)
+FORMING = ReplicaSpec(number=-1, rank=0, stages=(StageSpec(peer="e", first=0, last=4),))
+PLAN = Plan(round=3, next_number=2, next_slot=40, replicas=(FULL, CHAIN), forming=(FORMING,), spares=("d",))
 COMMIT = Commit(
     run="r",
     round=2,
@@ -96,6 +105,7 @@ SAMPLES: list[Message] = [
     Lookup(peers=("p",), sample=3),
     RosterRequest(position=-1),
     Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
+    TimeUp(round=2),
 ]
 
 
@@ -291,7 +301,32 @@ def test_a_commit_includes_exactly_the_parts_of_an_offer() -> None:
 
 
 def test_a_plan_knows_the_replica_of_a_peer() -> None:
-    assert [PLAN.replica_of(p) for p in "abcdx"] == [0, 1, 1, None, None]
+    plan = dataclasses.replace(PLAN, replicas=(dataclasses.replace(CHAIN, number=7), FULL))
+    assert [plan.replica_of(p) for p in "abcdex"] == [0, 7, 7, None, None, None]
+    assert [plan.replica(n).peers for n in (0, 7)] == [("a",), ("b", "c")]
+    assert plan.find(1) is None
+    with pytest.raises(KeyError):
+        plan.replica(1)
+
+
+def test_a_plan_knows_what_a_peer_trains_and_what_it_holds() -> None:
+    assert PLAN.stage_of("c") == PLAN.held_by("c") == CHAIN.stages[1]
+    assert (PLAN.stage_of("e"), PLAN.held_by("e")) == (None, FORMING.stages[0])
+    assert PLAN.stage_of("d") is PLAN.held_by("d") is None
+
+
+def test_a_replica_is_replaced_under_its_number() -> None:
+    moved = dataclasses.replace(FULL, number=1)
+    assert PLAN.replaced(moved).replicas == (FULL, moved)
+    assert not FULL.is_like(CHAIN)
+    assert FULL.is_like(dataclasses.replace(FULL, number=9, work=Work(), following=None))
+    assert not FULL.is_like(dataclasses.replace(FULL, rank=4))
+
+
+@pytest.mark.parametrize("change", [{"slot": -1}, {"steps": 0}, {"micro_batches": 0}])
+def test_nobody_is_given_nothing_to_do(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="at least"):
+        Work(**change)
 
 
 def test_expect() -> None:

@@ -22,7 +22,7 @@ from protocol.identity import Identity, short_peer
 from protocol.wire import encoding, endpoints, framing, schema, sealed
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import LogRequest
 from tests import tiny
 
@@ -32,15 +32,18 @@ WATCHER = Identity(bytes([9] * 32)).peer_id
 
 
 def plan(number: int) -> Plan:
-    full = ReplicaSpec(rank=0, stages=(StageSpec(peer=ALICE.peer_id, first=0, last=4),))
+    work = Work(slot=16 * number, steps=MANIFEST.train.inner_steps, micro_batches=2)
+    full = ReplicaSpec(rank=0, stages=(StageSpec(peer=ALICE.peer_id, first=0, last=4),), work=work)
     chain = ReplicaSpec(
+        number=1,
         rank=4,
         stages=(
             StageSpec(peer=BOB.peer_id, first=0, last=2),
             StageSpec(peer=CAROL.peer_id, first=2, last=4),
         ),
+        work=work,
     )
-    return Plan(round=number, replicas=(full, chain))
+    return Plan(round=number, replicas=(full, chain), next_number=2)
 
 
 def commits() -> list[Commit]:

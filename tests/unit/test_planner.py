@@ -13,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protocol.planning import memory, partition, planner, speed
+from protocol.planning.allotment import NEW
 from protocol.planning.memory import stage_memory
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import make_plan
@@ -221,10 +222,55 @@ def test_k_is_the_largest_that_the_uplink_carries_in_half_a_round() -> None:
     assert planner.boundary_rank(manifest, 0) == 2
 
 
-def test_slots_go_on_after_the_plan() -> None:
+def _places(replicas: tuple[ReplicaSpec, ...]) -> list[tuple[int, tuple[str, ...]]]:
+    return [(r.number, r.peers) for r in replicas]
+
+
+def test_a_new_replica_begins_when_all_its_members_hold_their_shards() -> None:
+    full, *weak = _candidates(FULL, *[tiny.third_memory(M)] * 3)
+    first = _plan([full])
+    assert first is not None
+    members = tuple(c.peer for c in weak)
+
+    def after(previous: Plan, *holding: str) -> Plan:
+        plan = make_plan(M, [full, *weak], round=2, previous=previous, holds=lambda stage: stage.peer in holding)
+        assert plan is not None
+        return plan
+
+    second = after(first, *members[:2])
+    assert _places(second.replicas) == [(0, (full.peer,))]
+    (forming,) = second.forming
+    assert (forming.number, set(forming.peers)) == (NEW, set(members))
+    assert (second.spares, second.next_number) == ((), 1), "nobody else may have them meanwhile"
+    assert after(second, *members[:2]).forming == second.forming, "it stays as it is, for they fetch just that"
+    third = after(second, *members)
+    assert _places(third.replicas) == [(0, (full.peer,)), (1, forming.peers)]
+    assert (third.forming, third.replica(1).stages) == ((), forming.stages)
+
+
+def test_what_is_forming_is_given_up_with_a_member() -> None:
+    full, *weak = _candidates(FULL, *[tiny.third_memory(M)] * 3)
+    first = _plan([full])
+    second = make_plan(M, [full, *weak], round=2, previous=first, holds=lambda stage: False)
+    assert second is not None
+    assert len(second.forming) == 1
+    third = make_plan(M, [full, *weak[1:]], round=3, previous=second, holds=lambda stage: False)
+    assert third is not None
+    assert (third.forming, third.spares) == ((), tuple(sorted(c.peer for c in weak[1:])))
+
+
+def test_who_is_kept_need_not_hold_anything_anew() -> None:
     plan = _plan(_candidates(FULL, FULL))
+    again = make_plan(M, _candidates(FULL, FULL), round=2, previous=plan, holds=lambda stage: False)
     assert plan is not None
-    assert planner.following(M, plan) == 2 * M.train.inner_steps * M.train.step_rows
+    assert again is not None
+    assert _places(again.replicas) == _places(plan.replicas)
+
+
+def test_where_nobody_could_train_a_new_replica_begins_with_what_it_has_to_fetch() -> None:
+    plan = make_plan(M, _candidates(FULL, FULL), round=2, previous=None, holds=lambda stage: False)
+    assert plan is not None
+    assert (len(plan.replicas), plan.forming) == (2, ())
 
 
 def test_ten_thousand_announcements_take_seconds() -> None:

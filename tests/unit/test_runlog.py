@@ -154,13 +154,21 @@ def test_a_commit_that_no_honest_leader_writes() -> None:
     made = Contribution(replica=0, tokens=64, steps=4, loss=None, shares=())
     assert problems() == []
     assert problems(round=3) == ["the run has 2 rounds only"]
-    assert problems(contributions=(made,)) == ["decides about replicas [0], the plan has 0"]
+    assert problems(contributions=(made,)) == ["decides about replicas [0], the plan has []"]
     stage = StageSpec(peer=OTHER, first=0, last=2)
-    plan = Plan(round=2, replicas=(ReplicaSpec(rank=0, stages=(stage,)),))
+    half, whole = ReplicaSpec(rank=0, stages=(stage,)), StageSpec(peer=OTHER, first=0, last=4)
+    plan = Plan(round=2, replicas=(half,), next_number=1)
     assert problems(plan=plan) == [
         "plans round 2, not the next one",
         "plans replica 0 with stages that are not the whole model",
     ]
+    assert problems(plan=Plan(round=1, replicas=(), forming=(half,))) == [
+        "plans replica 0 with stages that are not the whole model"
+    ]
+    for numbers, following in (((0, 0), 1), ((0, 1), 1), ((-1, 0), 1)):
+        twice = tuple(ReplicaSpec(number=n, rank=0, stages=(whole,)) for n in numbers)
+        wrong = Plan(round=1, replicas=twice, next_number=following)
+        assert problems(plan=wrong) == [f"plans replicas under the numbers {list(numbers)}"]
 
 
 def test_a_contribution_without_weight_is_no_commit() -> None:

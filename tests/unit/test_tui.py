@@ -18,7 +18,7 @@ from peer.ui.screen import Screen, View, render
 from peer.ui.text import clean, duration, size
 from protocol.identity import Identity, short_peer
 from protocol.wire.commit import LeftOut
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
 
 PEERS = [Identity(bytes([i] * 32)).peer_id for i in range(1, 7)]
@@ -29,12 +29,15 @@ def stage(peer: str, first: int, last: int) -> StageSpec:
     return StageSpec(peer=peer, first=first, last=last)
 
 
+WORK = Work(steps=4, micro_batches=2)
 PLAN = Plan(
     round=1,
     replicas=(
-        ReplicaSpec(rank=0, stages=(stage(PEERS[0], 0, 4),)),
-        ReplicaSpec(rank=0, stages=(stage(PEERS[1], 0, 4),)),
-        ReplicaSpec(rank=4, stages=(stage(PEERS[2], 0, 1), stage(PEERS[3], 1, 2), stage(PEERS[4], 2, 4))),
+        ReplicaSpec(number=0, rank=0, stages=(stage(PEERS[0], 0, 4),), work=WORK),
+        ReplicaSpec(number=1, rank=0, stages=(stage(PEERS[1], 0, 4),), work=WORK),
+        ReplicaSpec(
+            number=2, rank=4, stages=(stage(PEERS[2], 0, 1), stage(PEERS[3], 1, 2), stage(PEERS[4], 2, 4)), work=WORK
+        ),
     ),
     spares=(PEERS[5],),
 )
@@ -236,6 +239,38 @@ def test_the_curve_is_the_mean_over_replicas() -> None:
     assert story.view.curve == [(0.25, 2.5)]
 
 
+def test_the_curve_has_a_slow_replicas_steps_where_they_are_in_the_round() -> None:
+    """It does two steps where the others do four."""
+    story = Story()
+    slow = PLAN.replaced(dataclasses.replace(PLAN.replica(1), work=Work(steps=2, micro_batches=2)))
+    story.tell("bootstrap", events.Commit(round=0, contributions=(), left_out=(), diverged=(), plan=slow))
+    story.step(PEERS[0], 1, 1, 8.0)
+    story.step(PEERS[1], 1, 1, 4.0)
+    story.step(PEERS[0], 1, 2, 6.0)
+    assert story.view.curve == [(0.25, 8.0), (0.5, 5.0)]
+    story.step(PEERS[1], 1, 2, 4.0)
+    assert story.view.curve[-1] == (1.0, 4.0)
+    assert "2/4" in text(story.view)
+    assert "2/2" in text(story.view)
+
+
+def test_a_replica_is_known_by_its_number_wherever_it_is_in_the_plan() -> None:
+    story = Story()
+    late = dataclasses.replace(PLAN, replicas=(PLAN.replica(2), dataclasses.replace(PLAN.replica(0), number=9)))
+    story.tell("bootstrap", events.Commit(round=4, contributions=(), left_out=(), diverged=(), plan=late))
+    assert [story.view.replica_name(n) for n in (2, 9, 0)] == ["chain 0", "full-0", "replica 0"]
+    assert [p.peer for p in story.view.listed()][:4] == [*PEERS[2:5], PEERS[0]]
+
+
+def test_who_fetches_what_it_will_train_is_joining() -> None:
+    story = Story()
+    forming = dataclasses.replace(PLAN, replicas=PLAN.replicas[:2], forming=(PLAN.replica(2),))
+    story.tell("bootstrap", events.Commit(round=0, contributions=(), left_out=(), diverged=(), plan=forming))
+    assert {p.peer: p.role for p in story.view.peers.values()} == {
+        **dict.fromkeys(PEERS[:2], "full"), **dict.fromkeys(PEERS[2:5], "joining"), PEERS[5]: "spare"
+    }  # fmt: skip
+
+
 def test_ascii_and_hostile_text() -> None:
     story = Story(None).begin()
     story.round(1, 2.5)
@@ -331,7 +366,7 @@ def test_without_a_terminal_there_is_a_line_a_round_and_what_is_rare() -> None:
     story.tell("bootstrap", chain)
     story.tell(PEERS[2], dataclasses.replace(chain, reason=""))
     story.tell(PEERS[2], events.ChainFailed(round=2, generation=0, peer=PEERS[3], reason="silent"))
-    story.round(2, 2.4, left_out=(LeftOut(replica=1, reason="no offer before the deadline"),))
+    story.round(2, 2.4, left_out=(LeftOut(replica=1, reason="no offer after 60 s"),))
     before, after = (1, 1, 2), (1, 2, 1)
     moved = events.Moved(round=3, replica=2, peers=chain.peers, before=before, after=after, reason="c is slow")
     story.tell("bootstrap", moved)
@@ -345,7 +380,7 @@ def test_without_a_terminal_there_is_a_line_a_round_and_what_is_rare() -> None:
         "✓ round 1: 3 replicas, loss 2.500",
         "! round 2: replica 2 goes on as a > spare > c: b is silent",
         "✓ round 2: 3 replicas, loss 2.400",
-        "! round 2 without replica 1: no offer before the deadline",
+        "! round 2 without replica 1: no offer after 60 s",
         "· replica 2: c is slow",
         "! b is gone",
         "! file x: damaged; remove it",
