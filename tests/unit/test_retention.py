@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from protocol.codec import sparse
@@ -12,7 +10,7 @@ from protocol.rounds import retention
 from protocol.run import layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Offer, Offered
+from protocol.wire.session import Offer
 from tests import tiny
 
 RUN = tiny.manifest(checkpoint_rounds=10)
@@ -110,11 +108,9 @@ def test_a_peer_that_is_behind_asks_now_and_then() -> None:
 
 def test_what_is_fetched_before_it_is_committed() -> None:
     largest = sparse.max_payload_size(RUN.outer.codec, layout.shapes(RUN.model, "embed"))
-    offered = Offered(round=3, peer="first", part=part("embed", "x", largest))
 
     def fetched(applied: int, shards: tuple[str, ...] = SHARDS, size: int = largest) -> bool:
-        changed = dataclasses.replace(offered, part=part("embed", "x", size))
-        return retention.fetches_ahead(RUN, applied, shards, changed)
+        return retention.fetches_ahead(RUN, applied, shards, 3, part("embed", "x", size))
 
     assert [applied for applied in range(5) if fetched(applied)] == [1, 2]
     assert not fetched(2, shards=("head",)), "of a shard that is not held"
