@@ -180,7 +180,7 @@ def test_a_wrong_guess_is_put_right_within_a_few_rounds() -> None:
     for round in range(2, 6):
         plan = allot(M, round, plan.replicas, (), {"a": announced("a", 10.0)}, plan, {0: min(90, given[-1])})
         given.append(plan.replica(0).work.steps)
-    assert given[:2] == [6, 31]
+    assert given[:2] == [7, 36]
     assert given[2:] == [TRAIN.inner_steps] * 3
 
 
