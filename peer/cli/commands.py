@@ -19,7 +19,7 @@ from peer import events
 from peer.config import JoinConfig
 from peer.events import Emitter, Sink, json_sink
 from peer.log import reader
-from peer.net import keyfile
+from peer.net import descriptors, keyfile
 from peer.net.address import parse
 from peer.net.base import TransportLost
 from peer.net.blobs import BlobStore
@@ -51,6 +51,13 @@ def _sink(json: bool, *, own: bool = False) -> Sink:
     return json_sink() if json else printer(Lines(own=own))
 
 
+def _raise_limits(emit: events.Emit) -> None:
+    """Takes all that the system allows to a process that serves many."""
+    too_low = descriptors.raise_limit()
+    if too_low is not None:
+        emit(events.Warning(text=too_low))
+
+
 async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peers: Sequence[str], json: bool) -> None:
     """`potluck bootstrap`."""
     manifest = read_manifest(path)
@@ -73,9 +80,10 @@ async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peer
                 f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; put the JSON file"
                 " beside the manifest and name it under [tokenizer] file"
             )
+        emit = Emitter("bootstrap", _sink(json))
+        _raise_limits(emit)
         transport = await start_transport(folder, host, port, manifest.run_id)
         try:
-            emit = Emitter("bootstrap", _sink(json))
             await serve_bootstrap(BootstrapNode(manifest, key, transport, archive, emit, others), transport, emit)
         finally:
             await transport.aclose()
@@ -135,6 +143,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
             if tokenizer is not None:
                 storage.save_tokenizer(tokenizer)
         emit = Emitter(key.peer_id, _sink(options.json, own=True))
+        _raise_limits(emit)
         manifest: Manifest | None = None
         while True:
             transport = await start_transport(folder, options.host, options.port, run.run_id)

@@ -39,7 +39,7 @@ from protocol.wire import endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import ChainReconfig, Finished, Offered, TimeUp
+from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TimeUp
 
 Optimizer = dict[str, NDArray[np.generic]]
 
@@ -196,7 +196,8 @@ class Peer:
 
         work = asyncio.create_task(rounds.run())
         background = [
-            asyncio.create_task(self._directory.announce()),
+            asyncio.create_task(self._directory.announce(self._announced)),
+            asyncio.create_task(self._directory.publish()),
             asyncio.create_task(self._sessions.run(on_message, on_open)),
         ]
         try:
@@ -212,6 +213,9 @@ class Peer:
             for task in (work, *background):
                 task.cancel()
             await asyncio.gather(work, *background, return_exceptions=True)
+
+    def _announced(self, sealed: bytes) -> None:
+        self._sessions.tell(Announced(sealed=sealed))
 
     def _warn(self, text: str) -> None:
         self._emit(events.Warning(text=text))

@@ -31,7 +31,6 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, framing
 from protocol.wire.commit import Commit, Part
-from protocol.wire.session import Offered
 
 RETRY_SECONDS = 1.0
 ASKED = 64
@@ -68,7 +67,7 @@ class Exchange:
         self._reach = reach
         self._peers = peers
         self._storage = storage
-        self._prefetches: dict[asyncio.Task[None], Offered] = {}
+        self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
         self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
 
@@ -91,21 +90,21 @@ class Exchange:
 
     # --- payloads
 
-    def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch a payload that may be committed soon, if there is space. A failure is for `payloads` to make good."""
-        part = offered.part
+    def prefetch(self, round: int, sender: str, part: Part) -> None:
+        """Begins to fetch a payload of `sender`'s offer to `round` that may be committed soon, if there is space. A failure is for
+        `payloads` to make good."""
         if self.store.has(part.digest) or not self.store.make_space(part.size):
             return
 
         async def work() -> None:
             with contextlib.suppress(PotluckError):  # a full disk, or a lost network, shows again where it matters
-                await self._fetch(part, offered.peer, offered.round)
+                await self._fetch(part, sender, round)
             if part.digest in self._useless:
                 self._useless.discard(part.digest)
                 self.store.remove(part.digest)
 
         task = asyncio.create_task(work())
-        self._prefetches[task] = offered
+        self._prefetches[task] = (round, part.digest)
         task.add_done_callback(self._prefetches.pop)
 
     async def payloads(self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit]) -> dict[str, bytes]:
@@ -119,7 +118,7 @@ class Exchange:
         self.store.protected.update(part.digest for part, _ in items)  # until it is said again what is needed
         for later in range(round + 1, round + 1 + AHEAD):
             for part, sender in named(log[later]) if later in log else ():
-                self.prefetch(Offered(round=later, peer=sender, part=part))
+                self.prefetch(later, sender, part)
         found: dict[str, bytes] = {}
 
         async def one(part: Part, sender: str) -> None:
@@ -215,7 +214,7 @@ class Exchange:
         self.store.protected = set(needed)
         committed = {p.digest for c in commit.contributions for s in c.shares for p in s.parts}
         self.store.settle(commit.round, committed)
-        coming = {o.part.digest for o in list(self._prefetches.values()) if o.round <= commit.round}
+        coming = {digest for round, digest in list(self._prefetches.values()) if round <= commit.round}
         self._useless |= coming - committed
         fits = self.store.make_space(0)
         if not fits and not self._over_limit:

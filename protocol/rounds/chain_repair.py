@@ -63,13 +63,14 @@ class ChainRoster:
 
     `plan` has the members of now; the roster begins with the plan that the log has, None where it has none.
     `reconfigs` has the newest reconfiguration of each chain that had one. `away` are the peers that were lost and not
-    heard since.
+    heard since. `changes`: how many reconfigurations there were.
     """
 
     def __init__(self, plan: Plan | None) -> None:
         self.plan = plan
         self.reconfigs: dict[int, ChainReconfig] = {}
         self.away: set[str] = set()
+        self.changes = 0
         self._logged = plan
         self._retried: set[tuple[int, str]] = set()
         self._followers: set[tuple[int, int, str]] = set()
@@ -105,6 +106,7 @@ class ChainRoster:
                 return
             self.plan = self.plan.replaced(found.replica(reconfig.replica))
         self.reconfigs[reconfig.replica] = reconfig
+        self.changes += 1
         self._followers = {who for who in self._followers if who[0] != reconfig.replica}
 
     def replace(
