@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +23,7 @@ from peer.net import descriptors, keyfile
 from peer.net.address import parse
 from peer.net.base import TransportLost
 from peer.net.blobs import BlobStore
+from peer.net.disk import LocalDisk
 from peer.node.open_run import (
     KEY,
     manifest_of,
@@ -35,7 +37,9 @@ from peer.ui import log_text
 from peer.ui import monitor as watch
 from peer.ui import screen as tui
 from peer.ui.lines import Lines, printer
+from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -231,4 +235,17 @@ async def log_verify(text: str, checkpoint: Path | None) -> None:
         if manifest is None:
             _note(f"log {source.name}: has no rounds yet")
         else:
-            await log_text.verify(manifest, source, checkpoint, _say, _note)
+            await log_text.verify(manifest, source, checkpoint, _say, _note, _room_for(manifest))
+
+
+def _room_for(manifest: Manifest) -> Empty:
+    """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
+    the next state of a shard."""
+    from peer.training import data, device
+
+    shards = [layout.shard_bytes(manifest.model, shard) for shard in layout.shard_names(manifest.model)]
+    if sum(shards) + max(shards) <= device.memory_budget("cpu"):
+        return in_memory
+    disk, folder = LocalDisk(), data.cache_folder()
+    disk.make_folder(folder)
+    return functools.partial(disk.arrays, folder)

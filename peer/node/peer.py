@@ -110,6 +110,8 @@ class Peer:
                 f"memory: {offered / 1e6:.0f} MB offered, one block of this model needs {smallest / 1e6:.0f} MB;"
                 " offer more with --memory, or join a run with a smaller model"
             )
+        if memory.in_files(self.manifest, offered):
+            self._storage.use_files()
         corpus = await self._factories.corpus(self.manifest, self._transport, self._storage)
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
         if restored is not None:

@@ -68,7 +68,7 @@ class Rounds:
         self.manifest = manifest
         self.peer = peer
         codec, beta, eta = manifest.outer.codec, manifest.outer.beta, manifest.outer.eta
-        self.outer = Outer(manifest.model, codec, beta, eta, around.threads)
+        self.outer = Outer(manifest.model, codec, beta, eta, threads=around.threads, empty=around.storage.empty)
         self._around = around
         self._storage = around.storage
         self._exchange = around.exchange

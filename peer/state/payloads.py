@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
@@ -25,6 +24,7 @@ from peer import events
 from peer.net.base import Transport, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
 from peer.net.uplink import Uplink
+from peer.state import tensor_file
 from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
 from protocol.run import layout
@@ -66,7 +66,7 @@ class Exchange:
         )
         self._reach = reach
         self._peers = peers
-        self._states = storage.states
+        self._storage = storage
         self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
         self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
@@ -76,7 +76,7 @@ class Exchange:
         await self._server.serve(self._transport)
 
         async def states(remote: str, request: bytes) -> bytes:
-            return framing.pack_message([[round, list(shards)] for round, shards in self._states().items()])
+            return framing.pack_message([[round, list(shards)] for round, shards in self._storage.states().items()])
 
         await serve_calls(self._transport, endpoints.STATES, states, limit=1024)
 
@@ -180,17 +180,26 @@ class Exchange:
         spec = self.manifest.model
         order = random.sample(holders, len(holders))
         await self._fetcher.fetch(digest, layout.shard_bytes(spec, shard), order, round=NO_ROUND)
-        data = await asyncio.to_thread(self.store.get, digest)
-        if data is None:
+        arrays = self._storage.empty(layout.shapes(spec, shard))
+        if not await asyncio.to_thread(self._read, digest, arrays):
             raise RemoteError(
                 "", f"{shard} of round {round}: its file was removed while it was read; it is tried again"
             )
-        arrays, at = [], 0
-        for shape in layout.shapes(spec, shard):
-            size = math.prod(shape)
-            arrays.append(np.frombuffer(data, dtype="<f4", count=size, offset=at).astype(np.float32).reshape(shape))
-            at += 4 * size
         return arrays
+
+    def _read(self, digest: str, arrays: Sequence[NDArray[np.float32]]) -> bool:
+        """Reads a shard in the store into `arrays`, some of it at a time. False, and it is removed, where it is not that shard."""
+        blob = self.store.find(digest)
+        try:
+            if blob is not None:
+                with blob.disk.open(blob.path) as file:
+                    tensor_file.fill(file, arrays)
+        except (FileNotFoundError, tensor_file.Damaged):
+            blob = None
+        if blob is None or layout.shard_digest(arrays) != digest:
+            self.store.remove(digest)
+            return False
+        return True
 
     def drop_states(self, log: Mapping[int, Commit]) -> None:
         """There is a checkpoint now: fetched shards, and begun ones, are not needed any more."""

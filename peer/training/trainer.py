@@ -279,7 +279,7 @@ class StageTrainer:
 
     def release(self) -> None:
         """Forgets the arrays that `begin_round` got: they may change."""
-        self._theta = None
+        self._theta = self.stage.boundary = None
 
     def optimizer_state(self, copy: bool = True) -> dict[str, np.ndarray]:
         """AdamW's moments as `<parameter>/<moment>`: fp32 arrays. Without `copy` the next step may change them."""

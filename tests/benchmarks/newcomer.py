@@ -124,7 +124,8 @@ def prepare(folder: Path) -> None:
             share = Share(peer=identity(f"replica {replica}").peer_id, parts=tuple(parts))
             contributions.append(Contribution(replica=replica, tokens=64, steps=4, loss=1.0, shares=(share,)))
         stages = [(StageSpec(peer=identity(n).peer_id, first=0, last=MODEL.n_layers),) for n in JOINERS]
-        plan = Plan(round=round + 1, replicas=tuple(ReplicaSpec(rank=0, stages=s) for s in stages))
+        replicas = tuple(ReplicaSpec(number=i, rank=0, stages=s) for i, s in enumerate(stages))
+        plan = Plan(round=round + 1, replicas=replicas, next_number=len(replicas))
         commit = Commit(
             run=run.run_id, round=round, parent=parent, time=0.0, contributions=tuple(contributions), left_out=(),
             diverged=(), digests=digests, plan=plan if round == ROUNDS else None, leader=tiny.OPERATOR.peer_id, members=run.operators,

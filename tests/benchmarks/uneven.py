@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import random
 import tempfile
@@ -113,11 +114,11 @@ def possible(
     marks = {begin, end, *(t for h in machines.history.values() for t, _ in h), *(t for t, _ in plans)}
     times = sorted(t for t in marks if begin <= t <= end)
     tokens = 0.0
-    for left, right in zip(times, times[1:], strict=False):
-        chains = [r for t, replicas in plans if t <= left for r in (replicas,)][-1]
-        members = [[names[stage["peer"]] for stage in replica["stages"]] for replica in chains]
-        planned = {name for replica in members for name in replica}
-        alone = [[name] for name in machines.history if name in FULL and name not in planned]
+    for left, right in itertools.pairwise(times):
+        planned = [replicas for t, replicas in plans if t <= left][-1]
+        members = [[names[stage["peer"]] for stage in replica["stages"]] for replica in planned]
+        busy = {name for replica in members for name in replica}
+        alone = [[name] for name in machines.history if name in FULL and name not in busy]
         for replica in members + alone:
             paces = [machines.pace(name, left) for name in replica]
             if all(paces):
@@ -139,7 +140,7 @@ def measure(places: rounds.Places, chosen: argparse.Namespace) -> dict[str, Any]
             Path(folder) / "run",
             manifest,
             (tiny.OPERATOR,),
-            memory={name: third for name in WEAK},
+            memory=dict.fromkeys(WEAK, third),
             places=places,
             module="tests.faults.paced",
         ) as swarm,

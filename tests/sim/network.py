@@ -53,7 +53,7 @@ class SimPipe(Pipe):
             copies += copies and world.chance(world.weather.duplicate, self._rng)
             world.stats["dropped" if copies == 0 else "doubled" if copies == 2 else "sent"] += 1
         for _ in range(copies):
-            at = self._loop.time() + world.delay(self._rng)
+            at = world.network.sent(*self._link, len(data)) + world.delay(self._rng)
             if not (lossy and world.chance(world.weather.overtake, self._rng)):
                 at = self._at = max(at, self._at)
             self._loop.call_at(at, self._arrive, data)
@@ -82,6 +82,19 @@ class SimNetwork(MemoryNetwork):
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
+        self.rates: dict[str, tuple[float, float]] = {}
+        """Bits a second that a node sends and receives with, of those whose lines are not without limit."""
+        self._free: dict[tuple[str, bool], float] = {}
+
+    def sent(self, sender: str, receiver: str, size: int) -> float:
+        """When so many bytes that are sent now have passed the sender's uplink and then the receiver's downlink."""
+        at = self._world.now
+        for line in ((sender, True), (receiver, False)):
+            if line[0] in self.rates:
+                up, down = self.rates[line[0]]
+                at = max(at, self._free.get(line, 0.0)) + 8 * size / (up if line[1] else down)
+                self._free[line] = at
+        return at
 
     def pipe(self, loop: asyncio.AbstractEventLoop, sender: str, receiver: str, name: str) -> SimPipe:
         return SimPipe(loop, self._world, (sender, receiver), name)

@@ -46,6 +46,12 @@ def test_who_trains_what_and_who_holds_what() -> None:
     assert retention.held_shards(RUN, None, "spare", warm=True) == ()
 
 
+def test_who_will_train_a_stage_holds_it_and_trains_nothing_yet() -> None:
+    forming = dataclasses.replace(PLAN, replicas=(), forming=(CHAIN,))
+    assert retention.held_shards(RUN, forming, "last", warm=False) == memory.held_shards(RUN, 1, LAYERS)
+    assert retention.trained_shards(RUN, forming, "last") == ()
+
+
 def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
     log = {r: commit(r, part("embed", f"e{r}"), part("head", f"h{r}")) for r in range(1, 6)}
     assert retention.payloads_needed(log, 5, 3, ["embed"], None) == {"e4", "e5"}
