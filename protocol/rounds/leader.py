@@ -318,7 +318,8 @@ class Leader:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            ready = len(self._candidates()) >= self.manifest.start_peers
+            enough = self.manifest.start_peers
+            ready = len(self.ready) >= enough and len(self._candidates()) >= enough
             return self._propose(now, (), (), ()) if ready else []
         if self.phase is Phase.OPEN and self._leads:
             return self._decide(now, event)
