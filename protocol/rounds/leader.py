@@ -6,8 +6,8 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
 
     leader     event         next       effects              condition
     GATHERING                DECIDING   Propose              we lead, `start_peers` are ready and make a plan
-    OPEN                     DECIDING   Propose              we lead and no replica is pending, or is worth waiting
-                                                             for
+    OPEN                     DECIDING   Propose              we lead and no replica is pending, or none that is
+                                                             worth waiting for
     DECIDING   Decided       OPEN                            the next round begins
     DECIDING   Decided       CLOSING                         it was the last round
     DECIDING   Lead          OPEN                            who leads has changed
