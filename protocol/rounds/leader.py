@@ -186,7 +186,7 @@ class Leader:
 
     def _replica_of(self, peer: str) -> int | None:
         """The replica that has `peer` as a member now."""
-        return self.roster.plan.replica_of(peer) if self.roster.plan else None
+        return self.roster.replica_of(peer)
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
         roster, replica = self.roster, failure.replica
@@ -261,13 +261,14 @@ class Leader:
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
-        replica, plan = self._replica_of(peer), self.roster.plan
-        named = plan.find(offer.replica) if plan is not None else None
+        replica = self._replica_of(peer)
+        named = self.roster.find(offer.replica)
         if named is not None and peer in named.peers:
             replica = offer.replica  # a spare may have been named twice, by two leaders
-        if replica is None or offer.round != self.round or plan is None:
+        spec = None if replica is None else self.roster.find(replica)
+        if replica is None or offer.round != self.round or spec is None:
             return []
-        reason = admission.why_refused(self.manifest, plan.replica(replica), peer, offer)
+        reason = admission.why_refused(self.manifest, spec, peer, offer)
         if reason:
             self.offers.fail(peer, f"offer refused: {reason}")
             return []
@@ -317,7 +318,8 @@ class Leader:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            ready = len(self._candidates()) >= self.manifest.start_peers
+            enough = self.manifest.start_peers
+            ready = len(self.ready) >= enough and len(self._candidates()) >= enough
             return self._propose(now, (), (), ()) if ready else []
         if self.phase is Phase.OPEN and self._leads:
             return self._decide(now, event)
@@ -331,6 +333,8 @@ class Leader:
         if verdicts.pending and waited < timing.round_deadline:
             if not news and isinstance(event, Received | Held | Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
+            if waited <= timing.training_seconds:
+                return []
             offered = ((self._complete[number], c.tokens) for number, c in verdicts.complete.items())
             if not grace.is_over(self.manifest, offered, verdicts.pending.values(), waited):
                 return []
