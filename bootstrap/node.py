@@ -8,14 +8,15 @@ commit before anybody hears of it. Every operator's node hears every peer, so th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import random
 from collections import deque
 from collections.abc import Sequence
 
 from bootstrap.archive import Archive
+from bootstrap.news import News
 from bootstrap.payloads import Payloads
+from bootstrap.roster import Allowance, Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
 from peer.net.base import Stream, Transport, serve_calls
@@ -34,9 +35,11 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Record
+from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
+from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import (
+    Announced,
     Attest,
     ChainFailure,
     ChainReconfig,
@@ -49,8 +52,9 @@ from protocol.wire.session import (
 )
 
 POLL_SECONDS = 1.0
-DHT_SECONDS = 3.0
 RETRY_SECONDS = 2.0
+HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
+"""Announcements that are looked at, besides the first one of each session."""
 
 
 class BootstrapNode:
@@ -82,6 +86,9 @@ class BootstrapNode:
         self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened)
         self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
+        self._news = News(self._tell_offered, lambda: len(self._sessions.open))
+        self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
+        self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
         self._payloads = Payloads(manifest, transport, archive, self._directory, emit, self._held, self._refused)
         self._finished: Finished | None = None
@@ -98,6 +105,7 @@ class BootstrapNode:
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._transport.serve(endpoints.QUORUM, self._vote_stream)
         await serve_calls(self._transport, endpoints.LOG, self._log)
+        await serve_calls(self._transport, endpoints.ROSTER, self._who_is_there, limit=8192)
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:
             named[endpoints.TOKENIZER_NAME] = self.archive.tokenizer
@@ -111,7 +119,9 @@ class BootstrapNode:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
-                group.create_task(self._directory.announce())
+                group.create_task(self._directory.announce(self._announce_own))
+                group.create_task(self._directory.publish())
+                group.create_task(self._news.run())
                 for operator in self._links:
                     group.create_task(self._link(operator))
         finally:
@@ -160,12 +170,30 @@ class BootstrapNode:
         ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
         return self.archive.after(ask.after)
 
+    async def _who_is_there(self, remote: str, request: bytes) -> bytes:
+        ask = encoding.decode(request, remote)
+        if not isinstance(ask, Lookup | RosterRequest):
+            raise unexpected(remote, "roster", ask)
+        return self.roster.answer(ask)
+
+    def _announce_own(self, sealed: bytes) -> None:
+        self.roster.take(self._transport.peer_id, sealed)
+
     def _opened(self, session: Session) -> None:
         """Says that the run is over, if it is; again with every answer about the log, since a message may find no place."""
         if self._finished is not None:
             session.post(encoding.encode(self._finished))
 
     def _hear(self, peer: str, session: Session, message: Message) -> None:
+        if isinstance(message, Announced):
+            if session.may_announce(self._heard, self._clock.steady()):
+                announcement = self.roster.take(peer, message.sealed)
+                if announcement is not None:
+                    self._directory.learn([announcement])
+                    self._announced(peer, announcement)
+            return
+        if peer not in self._ready and peer in self._directory.known:  # it was gone, in the same session
+            self._announced(peer, self._directory.known[peer])
         match message:
             case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
                 if isinstance(message, Attest):
@@ -185,22 +213,20 @@ class BootstrapNode:
             session.post(raw)
 
     async def _watch(self) -> None:
-        """Turns announcements and silences into events."""
-        read_at = float("-inf")
+        """Turns silences into events."""
         while True:
-            if self._clock.steady() - read_at >= DHT_SECONDS:
-                read_at = self._clock.steady()
-                with contextlib.suppress(RemoteError):
-                    await self._directory.refresh()
-            for peer, announcement in self._directory.known.items():
-                if peer in self._sessions.open:
-                    self._announced(peer, announcement)
             now, heard, timing = self._clock.steady(), self._sessions.heard, self.manifest.timing
             for peer in presence.gone(self._ready, heard, timing, now):
                 del self._ready[peer]
-                self._directory.lost(peer)
+                self.roster.remove(peer)
+                if peer not in self._sessions.open:
+                    self._directory.lost(peer)
                 self._events.put_nowait(leader_events.Gone(peer))
                 self._emit(events.Gone(peer=peer))
+            self._sessions.forget(self._ready)
+            known, there = self._directory.known, (self._ready, self._sessions.open, self._links)
+            for peer in [p for p in known if not any(p in some for some in there)]:
+                self._directory.lost(peer)
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
             self._events.put_nowait(leader_events.Tick(absent))
             self._events.put_nowait(paxos_events.Tick())
@@ -315,10 +341,13 @@ class BootstrapNode:
 
     # --- payloads
 
-    def _held(self, offered: Offered) -> None:
+    def _held(self, round: int, sender: str, part: Part) -> None:
         """A payload is in the archive: the machines hear of it, and everybody may fetch it."""
-        self._events.put_nowait(leader_events.Held(offered.part.digest))
-        self._events.put_nowait(paxos_events.Held(offered.part.digest))
+        self._events.put_nowait(leader_events.Held(part.digest))
+        self._events.put_nowait(paxos_events.Held(part.digest))
+        self._news.add(round, sender, part)
+
+    def _tell_offered(self, offered: Offered) -> None:
         peers = list(self._sessions.open)
         random.shuffle(peers)  # strong uplinks first: who asks first passes the payload on to the others
         peers.sort(key=lambda p: -self._ready[p].up_bps if p in self._ready else 0)

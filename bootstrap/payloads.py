@@ -16,13 +16,13 @@ from protocol.errors import RemoteError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part
-from protocol.wire.session import Offered, Withdraw
+from protocol.wire.session import Withdraw
 
 RETRY_SECONDS = 2.0
 
 
 class Payloads:
-    """`held(offered)` is called when a payload is here that was not, `refused(peer, withdraw)` when one is no payload: that takes its
+    """`held(round, sender, part)` is called when a payload is here that was not, `refused(peer, withdraw)` when one is no payload: that takes its
     sender out of the round."""
 
     def __init__(
@@ -32,7 +32,7 @@ class Payloads:
         archive: Archive,
         directory: Directory,
         emit: events.Emit,
-        held: Callable[[Offered], None],
+        held: Callable[[int, str, Part], None],
         refused: Callable[[str, Withdraw], None],
     ) -> None:
         self._manifest = manifest
@@ -81,7 +81,7 @@ class Payloads:
             asked = dict.fromkeys((*holders, *self._manifest.operators))
             others = [peer for peer in asked if peer != self._transport.peer_id]
             await self.fetcher.fetch(part.digest, part.size, others, round=round, check=check)
-            self._held(Offered(round=round, peer=sender, part=part))
+            self._held(round, sender, part)
         except sparse.PayloadError as error:
             self._refused(sender, Withdraw(round=round, reason=f"payload of {part.shard}: {error}"))
         except RemoteError as error:

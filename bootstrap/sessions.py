@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
+from bootstrap.roster import Allowance
 from peer.net.base import REQUEST_SECONDS, Stream
 from peer.net.clock import Clock
 from protocol.errors import RemoteError
@@ -17,6 +18,8 @@ from protocol.wire.announcement import VERSION
 from protocol.wire.encoding import Message
 from protocol.wire.session import Hello
 
+ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE = 0.5, 4.0
+"""Announcements of one peer that are looked at."""
 OUTBOX = 1024
 """Messages that wait for one peer; to somebody who does not read, later ones are dropped."""
 
@@ -26,6 +29,13 @@ class Session:
     """One peer's open stream; `outbox` is drained by the session's own task."""
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
+    announcements: Allowance = field(default_factory=lambda: Allowance(ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE))
+    has_announced: bool = False
+
+    def may_announce(self, all_of_them: Allowance, now: float) -> bool:
+        """Whether an announcement is to be looked at; the first one is, whatever the allowance of all peers together."""
+        first, self.has_announced = not self.has_announced, True
+        return self.announcements.take(now) and (first or all_of_them.take(now))
 
     def post(self, raw: bytes) -> None:
         """Queues a message. One that finds no place is dropped: what matters is asked for or sent again."""
@@ -81,6 +91,11 @@ class Sessions:
     async def _send(self, stream: Stream, session: Session) -> None:
         while True:
             await stream.send(await session.outbox.get())
+
+    def forget(self, ready: Container[str]) -> None:
+        """Forgets when those were heard who have no session and are not `ready`."""
+        for peer in [p for p in self.heard if p not in self.open and p not in ready]:
+            del self.heard[peer]
 
     def post(self, peers: Iterable[str], message: Message) -> None:
         """To those of `peers` who have a session."""

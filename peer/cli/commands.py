@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -18,10 +19,11 @@ from peer import events
 from peer.config import JoinConfig
 from peer.events import Emitter, Sink, json_sink
 from peer.log import reader
-from peer.net import keyfile
+from peer.net import descriptors, keyfile
 from peer.net.address import parse
 from peer.net.base import TransportLost
 from peer.net.blobs import BlobStore
+from peer.net.disk import LocalDisk
 from peer.node.open_run import (
     KEY,
     manifest_of,
@@ -35,7 +37,9 @@ from peer.ui import log_text
 from peer.ui import monitor as watch
 from peer.ui import screen as tui
 from peer.ui.lines import Lines, printer
+from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -45,6 +49,13 @@ if TYPE_CHECKING:
 
 def _sink(json: bool, *, own: bool = False) -> Sink:
     return json_sink() if json else printer(Lines(own=own))
+
+
+def _raise_limits(emit: events.Emit) -> None:
+    """Takes all that the system allows to a process that serves many."""
+    too_low = descriptors.raise_limit()
+    if too_low is not None:
+        emit(events.Warning(text=too_low))
 
 
 async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peers: Sequence[str], json: bool) -> None:
@@ -69,9 +80,10 @@ async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peer
                 f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; put the JSON file"
                 " beside the manifest and name it under [tokenizer] file"
             )
+        emit = Emitter("bootstrap", _sink(json))
+        _raise_limits(emit)
         transport = await start_transport(folder, host, port, manifest.run_id)
         try:
-            emit = Emitter("bootstrap", _sink(json))
             await serve_bootstrap(BootstrapNode(manifest, key, transport, archive, emit, others), transport, emit)
         finally:
             await transport.aclose()
@@ -131,6 +143,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
             if tokenizer is not None:
                 storage.save_tokenizer(tokenizer)
         emit = Emitter(key.peer_id, _sink(options.json, own=True))
+        _raise_limits(emit)
         manifest: Manifest | None = None
         while True:
             transport = await start_transport(folder, options.host, options.port, run.run_id)
@@ -222,4 +235,17 @@ async def log_verify(text: str, checkpoint: Path | None) -> None:
         if manifest is None:
             _note(f"log {source.name}: has no rounds yet")
         else:
-            await log_text.verify(manifest, source, checkpoint, _say, _note)
+            await log_text.verify(manifest, source, checkpoint, _say, _note, _room_for(manifest))
+
+
+def _room_for(manifest: Manifest) -> Empty:
+    """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
+    the next state of a shard."""
+    from peer.training import data, device
+
+    shards = [layout.shard_bytes(manifest.model, shard) for shard in layout.shard_names(manifest.model)]
+    if sum(shards) + max(shards) <= device.memory_budget("cpu"):
+        return in_memory
+    disk, folder = LocalDisk(), data.cache_folder()
+    disk.make_folder(folder)
+    return functools.partial(disk.arrays, folder)

@@ -19,6 +19,7 @@ from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards, read_theta
 from protocol.codec import blob_hash
 from protocol.codec.sparse import PayloadError
+from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.rounds import validation
@@ -43,10 +44,10 @@ class State:
     digests: dict[str, str]
 
 
-def _initial(manifest: Manifest) -> Shards:
+def _initial(manifest: Manifest, empty: Empty = in_memory) -> Shards:
     """θ(0)."""
     names = layout.shard_names(manifest.model)
-    return {shard: init.initial_shard(manifest.model, manifest.seed_bytes, shard) for shard in names}
+    return {shard: init.initial_shard(manifest.model, manifest.seed_bytes, shard, empty=empty) for shard in names}
 
 
 def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str], bytes | None]) -> Iterator[State]:
@@ -112,16 +113,17 @@ async def verify(
     payload: Payload,
     report: Callable[[Problem], None],
     start: State | None = None,
+    empty: Empty = in_memory,
 ) -> Verification:
     """Checks a whole log, commit by commit, and replays it shard by shard: from θ(0), or from the shards of `start`.
 
     `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
     replayed until one of its payloads is missing or wrong, or its state is not what the peers attested; the others go on.
-    Memory: the model, one commit, one shard's payloads of one round. Raises what `records` raises, except BadCommit.
+    Memory: one commit, one shard's payloads of one round, and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
-    outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
-    outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest)
+    outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
+    outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     plan: Plan | None = None
 
@@ -202,9 +204,9 @@ async def _payloads(
     return wrong, items if len(items) == len(found) else None
 
 
-def start_from(manifest: Manifest, folder: Path) -> State:
+def start_from(manifest: Manifest, folder: Path, empty: Empty = in_memory) -> State:
     """The state in a peer's checkpoint. Raises UsageError where it is not one of the run's model."""
-    round, theta = read_theta(folder)
+    round, theta = read_theta(folder, empty)
     names = layout.shard_names(manifest.model)
     for shard, arrays in theta.items():
         fits = shard in names and tuple(a.shape for a in arrays) == layout.shapes(manifest.model, shard)

@@ -4,7 +4,8 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 - requests go over connections of our own, because its `stream_open` leaks a socket, here and in the daemon, when it fails;
 - the daemon is watched, because calls hang for ever when it dies; its sockets live in a folder of their own, which is swept;
 - its pending calls are kept by `Pending`, because an answer to a call that was just given up ends its reader of all answers;
-- whether a port is free is tried first, because libp2p itself shares it (SO_REUSEPORT) with another daemon of the same user.
+- whether a port is free is tried first, because libp2p itself shares it (SO_REUSEPORT) with another daemon of the same user;
+- the socket that the daemon brings streams to has a longer queue: it resets a stream that finds asyncio's usual 100 places taken.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ T = TypeVar("T")
 
 START_SECONDS = 60.0
 CLOSE_SECONDS = 5.0
+BACKLOG = 4096
+"""Streams that wait until our loop takes them; the system may allow fewer (Linux: net.core.somaxconn, 4096 unless set)."""
 _FOLDER = "potluck-net-"
 _FOLDER_PATH_MAX = 48
 """The path of a Unix socket has at most 103 bytes; its name takes 50 of them."""
@@ -53,7 +56,7 @@ class Pending(dict[Any, asyncio.Future[Any]]):
 
 
 class Net(P2P):  # type: ignore[misc]
-    """P2P with the daemon's flags that `create` hides, and with its sockets in `folder`."""
+    """P2P with the daemon's flags that `create` hides, with its sockets in `folder`, and with a longer queue of streams."""
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> Any:
@@ -62,6 +65,16 @@ class Net(P2P):  # type: ignore[misc]
     @classmethod
     def within(cls, folder: str) -> type[Net]:
         return type("Net", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+
+    def _start_listening(self) -> None:
+        control = self._client.control
+        path = control.listen_maddr.value_for_protocol("unix")
+
+        async def listen() -> None:
+            async with await asyncio.start_unix_server(control._handler, path, backlog=BACKLOG):
+                await asyncio.Future()  # until hivemind cancels it
+
+        self._listen_task = asyncio.create_task(listen())
 
 
 class Daemon:

@@ -1,6 +1,8 @@
-"""Who is where: a node's announcement in the DHT, and everybody else's.
+"""Who is where: a node's own announcement, and how it finds others.
 
-An announcement does not travel through the daemon: `Directory` writes ours and reads the others'.
+An announcement does not travel through the daemon: `Directory` tells ours and reads the others'. A peer tells it to the bootstrap nodes, in
+its sessions, and asks them for the announcement of whomever it needs. In the DHT are the announcements of the bootstrap nodes and of
+about SAMPLE peers only: a way for those who have lost the nodes, whose cost does not grow with the swarm.
 """
 
 from __future__ import annotations
@@ -8,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Sequence
 
+from peer.net import roster
 from peer.net.base import Transport, Validate
 from peer.net.clock import Clock
 from protocol.errors import RemoteError
@@ -17,9 +22,18 @@ from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
+from protocol.wire.roster import MOST_LOOKED_UP
 
-TTL_SECONDS = 60.0
+TTL_SECONDS = 300.0
+"""Of a record in the DHT; it is stored again after a third of it. To store one costs everybody who keeps it a reading of all."""
 PUBLISH_SECONDS = 5.0
+"""Between two announcements of a peer, at least; in a large swarm more, see TOGETHER."""
+TOGETHER = 100.0
+"""Announcements that all peers together make in a second, at most."""
+REPEAT_SECONDS = 60.0
+"""After which an announcement is told again although nothing changed: one may have been dropped."""
+SAMPLE = 64
+"""Peers that are in the DHT, about."""
 
 
 async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
@@ -30,7 +44,8 @@ async def announcements(transport: Transport, run: str) -> dict[str, Announcemen
 
 
 class Directory:
-    """Who is where: our announcement and everybody else's. `bootstrap`: addresses to begin with."""
+    """Who is where: our announcement and everybody else's. `bootstrap`: addresses to begin with. `crowd`: how many peers the run has, as
+    far as we know. `sealed`: our newest announcement as others get it; empty before the first."""
 
     def __init__(
         self,
@@ -44,39 +59,78 @@ class Directory:
         self.manifest = manifest
         self.announcement = announcement
         self.known: dict[str, Announcement] = {}
+        self.crowd = manifest.start_peers
+        self.sealed = b""
         self._identity = identity
         self._transport = transport
         self._bootstrap = tuple(bootstrap)
         self._reached: set[str] = set()
         self._clock = clock or Clock()
+        self._wanted: dict[str, None] = {}
+        self._asking = asyncio.Lock()
+        self._is_operator = identity.peer_id in manifest.operators
+        self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
     def update(self, **fields: object) -> None:
         """Changes what the next announcement says."""
         self.announcement = dataclasses.replace(self.announcement, **fields)  # type: ignore[arg-type]
 
-    async def announce(self) -> None:
-        """Publishes the announcement, and again whenever it changed or a third of its life is over. Never returns."""
-        published: Announcement | None = None
-        published_at = float("-inf")
+    # --- what we say
+
+    @property
+    def pace(self) -> float:
+        """Seconds between two of our announcements, at least."""
+        return max(PUBLISH_SECONDS, self.crowd / TOGETHER)
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether our announcement is in the DHT."""
+        return self._is_operator or self._place * max(self.crowd, SAMPLE) < SAMPLE
+
+    async def announce(self, tell: Callable[[bytes], None]) -> None:
+        """Seals the announcement and has it told whenever it changed, and again now and then. Never returns."""
+        said: Announcement | None = None
+        said_at = float("-inf")
         while True:
-            due = self._clock.steady() - published_at > TTL_SECONDS / 3
-            if self.announcement != published or due:
-                published, published_at = self.announcement, self._clock.steady()
+            quiet = self._clock.steady() - said_at
+            if (self.announcement != said and quiet >= self.pace) or quiet >= max(REPEAT_SECONDS, self.pace):
+                said, said_at = self.announcement, self._clock.steady()
                 serial = int(1000 * self._clock.wall())
-                record = sealed.seal(self._identity, dataclasses.replace(published, serial=serial))
-                with contextlib.suppress(RemoteError):
-                    key = endpoints.announcements_key(self.manifest.run_id)
-                    await self._transport.store(key, self._transport.peer_id, record, ttl=TTL_SECONDS)
+                self.sealed = sealed.seal(self._identity, dataclasses.replace(said, serial=serial))
+                tell(self.sealed)
             await asyncio.sleep(PUBLISH_SECONDS)
 
-    async def peers(self) -> list[str]:
-        """Who is announced. Raises RemoteError."""
-        await self.refresh()
-        return list(self.known)
+    async def publish(self) -> None:
+        """Keeps an announcement in the DHT, if we are one of those whose is; `announce` is begun before. What it says besides addresses
+        gets old there. Never returns. Raises TransportLost."""
+        stored_at = float("-inf")
+        while True:
+            if self.sealed and self.is_sampled and self._clock.steady() - stored_at > TTL_SECONDS / 3:
+                with contextlib.suppress(RemoteError):
+                    key = endpoints.announcements_key(self.manifest.run_id)
+                    if await self._transport.store(key, self._transport.peer_id, self.sealed, ttl=TTL_SECONDS):
+                        stored_at = self._clock.steady()
+            await asyncio.sleep(PUBLISH_SECONDS)
 
-    async def refresh(self) -> None:
-        """Reads the others' announcements. Raises RemoteError."""
-        self.known.update(await announcements(self._transport, self.manifest.run_id))
+    # --- where others are
+
+    async def peers(self) -> list[str]:
+        """Some of those who are announced, by chance. Raises RemoteError."""
+        for node in self._nodes():
+            with contextlib.suppress(RemoteError):
+                found = await roster.look_up(self._transport, self.manifest.run_id, node, sample=MOST_LOOKED_UP)
+                self.learn(found.values())
+                return list(found)
+        found = await announcements(self._transport, self.manifest.run_id)
+        self.learn(found.values())
+        return list(found)
+
+    def learn(self, found: Iterable[Announcement]) -> None:
+        """Remembers announcements; one that is older than what we know changes nothing."""
+        for announcement in found:
+            known = self.known.get(announcement.peer)
+            if known is None or known.serial < announcement.serial:
+                self.known[announcement.peer] = announcement
 
     async def reach(self, peer: str) -> None:
         """Connects to `peer`, once, at the addresses it announced or that we began with. Raises RemoteError."""
@@ -84,13 +138,39 @@ class Directory:
             return
         addresses = [a for a in self._bootstrap if a.endswith(f"/p2p/{peer}")]
         if peer not in self.known and not addresses:
-            await self.refresh()
+            await self._find(peer)
         if peer in self.known:
             addresses += self.known[peer].addresses
         if not addresses:
-            raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement in the DHT; it is tried again")
+            raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
         await self._transport.connect(addresses, timeout=10.0)
         self._reached.add(peer)
+
+    async def _find(self, peer: str) -> None:
+        """Learns the announcement of `peer`, if anybody has it; those who want others meanwhile ask together. Raises RemoteError."""
+        self._wanted[peer] = None
+        async with self._asking:
+            if peer not in self._wanted:
+                return  # whoever asked before us has asked for it too
+            wanted = [peer, *(p for p in self._wanted if p != peer)][:MOST_LOOKED_UP]
+            for name in wanted:
+                del self._wanted[name]
+            nodes = [] if set(wanted) <= set(self.manifest.operators) else self._nodes()
+            for node in nodes:  # one that has come lately has not told every node yet
+                with contextlib.suppress(RemoteError):
+                    missing = [name for name in wanted if name not in self.known]
+                    found = await roster.look_up(self._transport, self.manifest.run_id, node, missing)
+                    self.learn(found[name] for name in missing if name in found)
+                if all(name in self.known for name in wanted):
+                    return
+            found = await announcements(self._transport, self.manifest.run_id)
+            self.learn(found[name] for name in wanted if name in found)
+
+    def _nodes(self) -> list[str]:
+        """The bootstrap nodes, in any order."""
+        others = [node for node in self.manifest.operators if node != self._transport.peer_id]
+        random.shuffle(others)
+        return others
 
     def lost(self, peer: str) -> None:
         """Forgets how `peer` was reached: it may come back elsewhere."""

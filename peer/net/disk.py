@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
+import math
+import mmap
 import os
 import shutil
+import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from protocol.errors import LocalError, UsageError
 
-Tensors = dict[str, NDArray[np.float32]]
 Piece = bytes | memoryview
 
 
@@ -51,8 +52,9 @@ class Disk(Protocol):
     def open(self, path: Path) -> BinaryIO:
         """The file, for reading. Raises FileNotFoundError."""
 
-    def tensors(self, path: Path) -> tuple[Tensors, Mapping[str, str]]:
-        """The tensors of a safetensors file by name, and its metadata. Raises OSError, SafetensorError."""
+    def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        """Arrays in a file of `folder` that has no name: the system keeps in memory what is used of them, and the space is free when
+        the last one is. Values are not set. Raises UsageError."""
 
     def write(
         self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None
@@ -97,6 +99,16 @@ def disk_error(path: Path, error: OSError) -> LocalError:
     )
 
 
+def _reserve(descriptor: int, size: int) -> None:
+    """Makes a file `size` bytes long and takes the space, so that no write to its pages can fail later: that would be a signal."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        zeros = bytes(1 << 20)
+        for start in range(0, size, len(zeros)):
+            os.pwrite(descriptor, zeros[: size - start], start)
+
+
 class LocalDisk:
     """The machine's file systems."""
 
@@ -136,10 +148,21 @@ class LocalDisk:
     def open(self, path: Path) -> BinaryIO:
         return open(path, "rb")
 
-    def tensors(self, path: Path) -> tuple[Tensors, Mapping[str, str]]:
-        with safe_open(path, "numpy") as file:
-            metadata = file.metadata() or {}
-        return load_file(path), metadata
+    def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        sizes = [-(-4 * math.prod(shape) // mmap.PAGESIZE) * mmap.PAGESIZE for shape in shapes]
+        if not shapes:
+            return []
+        try:
+            with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+                _reserve(file.fileno(), sum(sizes))
+                mapped = mmap.mmap(file.fileno(), sum(sizes))
+        except OSError as error:
+            raise disk_error(folder, error) from None
+        ends = itertools.accumulate(sizes)
+        return [
+            np.frombuffer(mapped, np.float32, math.prod(shape), end - size).reshape(shape)
+            for shape, size, end in zip(shapes, sizes, ends, strict=True)
+        ]
 
     def write(
         self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None

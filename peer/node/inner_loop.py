@@ -25,8 +25,7 @@ from peer.config import JoinConfig
 from peer.net.base import Stream
 from peer.node.orders import ChainOrders, Result
 from peer.state.storage import Shards
-from peer.training import data, device, trainer
-from protocol.codec import subspace
+from peer.training import data, device, subspace, trainer
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import memory, pipeline_model
 from protocol.planning.speed import Speedometer
@@ -293,13 +292,9 @@ class StageInnerLoop:
         if (shards, rank) != self._shape:
             self._state = {**self._state, **self.optimizer()}
             self._trainer = None
-            if rank and self._basis is None:
-                self._basis = await asyncio.to_thread(
-                    subspace.basis,
-                    self.manifest.seed_bytes,
-                    self.manifest.model.d_model,
-                    max(self.manifest.chains.rank),
-                )
+            if rank and (self._basis is None or self._basis.shape[1] < rank):
+                seed, d = self.manifest.seed_bytes, self.manifest.model.d_model
+                self._basis = await asyncio.to_thread(subspace.basis, seed, d, rank, self._config.threads)
 
             def build() -> trainer.StageTrainer:
                 made = self.trainer_class(

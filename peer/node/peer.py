@@ -39,7 +39,7 @@ from protocol.wire import endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import ChainReconfig, Finished, Offered, TimeUp
+from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TimeUp
 
 Optimizer = dict[str, NDArray[np.generic]]
 
@@ -110,6 +110,8 @@ class Peer:
                 f"memory: {offered / 1e6:.0f} MB offered, one block of this model needs {smallest / 1e6:.0f} MB;"
                 " offer more with --memory, or join a run with a smaller model"
             )
+        if memory.in_files(self.manifest, offered):
+            self._storage.use_files()
         corpus = await self._factories.corpus(self.manifest, self._transport, self._storage)
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
         if restored is not None:
@@ -194,7 +196,8 @@ class Peer:
 
         work = asyncio.create_task(rounds.run())
         background = [
-            asyncio.create_task(self._directory.announce()),
+            asyncio.create_task(self._directory.announce(self._announced)),
+            asyncio.create_task(self._directory.publish()),
             asyncio.create_task(self._sessions.run(on_message, on_open)),
         ]
         try:
@@ -210,6 +213,9 @@ class Peer:
             for task in (work, *background):
                 task.cancel()
             await asyncio.gather(work, *background, return_exceptions=True)
+
+    def _announced(self, sealed: bytes) -> None:
+        self._sessions.tell(Announced(sealed=sealed))
 
     def _warn(self, text: str) -> None:
         self._emit(events.Warning(text=text))

@@ -68,7 +68,7 @@ class Rounds:
         self.manifest = manifest
         self.peer = peer
         codec, beta, eta = manifest.outer.codec, manifest.outer.beta, manifest.outer.eta
-        self.outer = Outer(manifest.model, codec, beta, eta, around.threads)
+        self.outer = Outer(manifest.model, codec, beta, eta, threads=around.threads, empty=around.storage.empty)
         self._around = around
         self._storage = around.storage
         self._exchange = around.exchange
@@ -104,9 +104,11 @@ class Rounds:
         self._events.put_nowait(event)
 
     def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch what was offered for the round under way, if it is of a shard that we hold."""
-        if retention.fetches_ahead(self.manifest, self.member.applied, self.outer.theta, offered):
-            self._exchange.prefetch(offered)
+        """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold."""
+        for share in offered.shares:
+            for part in share.parts:
+                if retention.fetches_ahead(self.manifest, self.member.applied, self.outer.theta, offered.round, part):
+                    self._exchange.prefetch(offered.round, share.peer, part)
 
     async def run(self) -> None:
         """Until the run is over. Raises ForkError and LocalError."""

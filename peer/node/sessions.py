@@ -2,7 +2,7 @@
 
 A session is one stream to a bootstrap node: Hello, then messages both ways, a Heartbeat at least every `heartbeat` seconds. When it breaks, it is
 opened again with growing pauses, for ever, and the member machine tells again what matters. There is one with every operator's node, so that
-whoever leads next knows what the one before knew.
+whoever leads next knows what the one before knew, and hears from us what we announce.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import ChainReconfig, Finished, Heartbeat, Hello, LogRequest, Offered, TimeUp
+from protocol.wire.session import (
+    Announced,
+    ChainReconfig,
+    Finished,
+    Heartbeat,
+    Hello,
+    LogRequest,
+    Offered,
+    TimeUp,
+)
 
 RETRY_SECONDS = (0.5, 10.0)
 OUTBOX = 256
@@ -73,6 +82,8 @@ class Sessions:
                 try:
                     await stream.send(encoding.encode(Hello(run=self.manifest.run_id, version=VERSION)))
                     self._outboxes[node] = asyncio.Queue(OUTBOX)
+                    if self.directory.sealed:
+                        self._outboxes[node].put_nowait(Announced(sealed=self.directory.sealed))
                     pause, warned = RETRY_SECONDS[0], False
                     await on_open()
                     await self._talk(node, stream, self._outboxes[node], on_message)
@@ -116,6 +127,8 @@ class Sessions:
                 if isinstance(message, Heartbeat):
                     self._watch(node, message)
                 elif isinstance(message, Record | Finished | Offered | ChainReconfig | TimeUp):
+                    if isinstance(message, Record) and message.commit.plan is not None:
+                        self.directory.crowd = message.commit.plan.count
                     await on_message(message)
 
         sender, receiver = asyncio.create_task(send()), asyncio.create_task(receive())

@@ -33,11 +33,16 @@ from protocol.wire.plan import Plan
 NOTHING = Result(0, 0, None, None)
 
 
-class RoundEnd:
-    """When a round's training ends: a sign that a trainer looks at towards the end of each inner step."""
+OVERRUN = 0.03
+"""Share of a round's time by which the last inner step may end too late: less than what everybody is waited for."""
 
-    def __init__(self, clock: Clock) -> None:
+
+class RoundEnd:
+    """When a round of so many `seconds` ends: a sign that a trainer looks at towards the end of each inner step."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
+        self._overrun = OVERRUN * seconds
         self._at = math.inf
         self._step_began = clock.steady()
 
@@ -50,9 +55,9 @@ class RoundEnd:
         self._step_began = self._clock.steady()
 
     def is_set(self) -> bool:
-        """Whether one more step like this one would end further from the moment than this one does."""
+        """Whether the moment has come, or one more step like this one would end too late."""
         now = self._clock.steady()
-        return now + (now - self._step_began) / 2 >= self._at
+        return now >= self._at or now + (now - self._step_began) > self._at + self._overrun
 
 
 class Training:
@@ -77,7 +82,7 @@ class Training:
         self._clock = clock
         self._orders: asyncio.Queue[TrainOrder] = asyncio.Queue()
         self._stop = asyncio.Event()
-        self._end = RoundEnd(clock)
+        self._end = RoundEnd(clock, manifest.timing.training_seconds)
         self._task: asyncio.Task[None] | None = None
         self._results: dict[int, Result] = {}
 
@@ -89,7 +94,7 @@ class Training:
             order.plan,
             asyncio.Queue(),
             asyncio.Event(),
-            RoundEnd(self._clock),
+            RoundEnd(self._clock, self.manifest.timing.training_seconds),
         )
         self._task = asyncio.create_task(self._train(order, self._orders, theta, ahead, self._stop, self._end))
 
@@ -109,7 +114,7 @@ class Training:
         self._orders.put_nowait(order)
 
     def end_in(self, round: int, seconds: float) -> None:
-        """Ends the training of `round` with the step that ends next to that moment; what is done then is its work."""
+        """Ends the training of `round` with the last step that ends before that moment; what is done then is its work."""
         if self.plan is not None and self.plan.round == round:
             self._end.set_in(seconds)
 

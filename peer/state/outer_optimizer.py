@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from protocol.codec import sparse
 from protocol.codec.sparse import Codec, Sparse
-from protocol.codec.topk import Map
+from protocol.codec.topk import Empty, Map, in_memory
 from protocol.errors import LocalError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -41,11 +41,20 @@ class Outer:
     holding.
 
     `apply` replaces the list in `theta`, so that whoever reads the old one sees a whole state (see there). `threads`: how many
-    encode and apply at a time; the bits do not depend on it.
+    encode and apply at a time; the bits do not depend on it. `empty` makes all arrays, in memory or in files that are mapped.
     """
 
-    def __init__(self, spec: ModelSpec, codec: Codec, beta: float, eta: float, threads: int = 1) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        codec: Codec,
+        beta: float,
+        eta: float,
+        threads: int = 1,
+        empty: Empty = in_memory,
+    ) -> None:
         self.threads = threads
+        self.empty = empty
         self.spec = spec
         self.codec = codec
         self.beta = np.float32(beta)
@@ -73,7 +82,7 @@ class Outer:
     def encode(self, shard: str) -> tuple[bytes, float]:
         """The payload to offer, and the L2 norm of what it sends; e loses that. Raises PayloadError if e is not finite."""
         buffers = self._feedback(shard)
-        with self._pool() as run:
+        with self.pool() as run:
             payload = sparse.encode(self.codec, buffers, run)
         sent = self._decode(shard, payload)
         for e, x in zip(buffers, sent, strict=True):
@@ -112,8 +121,12 @@ class Outer:
         held = self.theta[shard]
         if not all(math.isfinite(weight) for weight, _ in contributions):
             raise ValueError(f"{shard}: a contribution's weight is not finite")
-        with self._pool() as run:
-            self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, run, scratch)
+
+        def empty(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+            return self.empty(shapes) if scratch is None else _taken(scratch, shapes, self.empty)
+
+        with self.pool() as run:
+            self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, run, empty)
         if scratch is not None:
             scratch += [array for array in held if array.flags.writeable]
 
@@ -122,7 +135,8 @@ class Outer:
         return layout.shard_digest(self.theta[shard])
 
     @contextlib.contextmanager
-    def _pool(self) -> Iterator[Map]:
+    def pool(self) -> Iterator[Map]:
+        """What runs jobs on `threads` threads."""
         if self.threads == 1:
             yield map
         else:
@@ -134,13 +148,25 @@ class Outer:
 
     def _feedback(self, shard: str) -> list[Array]:
         if shard not in self.feedback:
-            self.feedback[shard] = [np.zeros(s, dtype=np.float32) for s in layout.shapes(self.spec, shard)]
+            self.feedback[shard] = self.empty(layout.shapes(self.spec, shard))
+            for array in self.feedback[shard]:
+                array.fill(0)
         return self.feedback[shard]
 
 
 def difference(displacement: Sequence[tuple[Array, Array | None]]) -> list[Array]:
     """δ of a displacement (see `Outer.accumulate`)."""
     return [a if b is None else a - b for a, b in displacement]
+
+
+def _taken(scratch: list[Array], shapes: Sequence[tuple[int, ...]], empty: Empty) -> list[Array]:
+    """Arrays of these shapes out of `scratch`, and new ones where it has none: fresh pages cost as much as the sums."""
+    found: list[Array | None] = []
+    for shape in shapes:
+        at = next((i for i, array in enumerate(scratch) if array.shape == shape), None)
+        found.append(None if at is None else scratch.pop(at))
+    made = iter(empty([shape for shape, array in zip(shapes, found, strict=True) if array is None]))
+    return [next(made) if array is None else array for array in found]
 
 
 def _norm(sent: Sequence[Sparse]) -> float:

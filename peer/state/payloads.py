@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
@@ -25,13 +24,13 @@ from peer import events
 from peer.net.base import Transport, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
 from peer.net.uplink import Uplink
+from peer.state import tensor_file
 from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, framing
 from protocol.wire.commit import Commit, Part
-from protocol.wire.session import Offered
 
 RETRY_SECONDS = 1.0
 ASKED = 64
@@ -67,8 +66,8 @@ class Exchange:
         )
         self._reach = reach
         self._peers = peers
-        self._states = storage.states
-        self._prefetches: dict[asyncio.Task[None], Offered] = {}
+        self._storage = storage
+        self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
         self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
 
@@ -77,7 +76,7 @@ class Exchange:
         await self._server.serve(self._transport)
 
         async def states(remote: str, request: bytes) -> bytes:
-            return framing.pack_message([[round, list(shards)] for round, shards in self._states().items()])
+            return framing.pack_message([[round, list(shards)] for round, shards in self._storage.states().items()])
 
         await serve_calls(self._transport, endpoints.STATES, states, limit=1024)
 
@@ -91,21 +90,21 @@ class Exchange:
 
     # --- payloads
 
-    def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch a payload that may be committed soon, if there is space. A failure is for `payloads` to make good."""
-        part = offered.part
+    def prefetch(self, round: int, sender: str, part: Part) -> None:
+        """Begins to fetch a payload of `sender`'s offer to `round` that may be committed soon, if there is space. A failure is for
+        `payloads` to make good."""
         if self.store.has(part.digest) or not self.store.make_space(part.size):
             return
 
         async def work() -> None:
             with contextlib.suppress(PotluckError):  # a full disk, or a lost network, shows again where it matters
-                await self._fetch(part, offered.peer, offered.round)
+                await self._fetch(part, sender, round)
             if part.digest in self._useless:
                 self._useless.discard(part.digest)
                 self.store.remove(part.digest)
 
         task = asyncio.create_task(work())
-        self._prefetches[task] = offered
+        self._prefetches[task] = (round, part.digest)
         task.add_done_callback(self._prefetches.pop)
 
     async def payloads(self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit]) -> dict[str, bytes]:
@@ -119,7 +118,7 @@ class Exchange:
         self.store.protected.update(part.digest for part, _ in items)  # until it is said again what is needed
         for later in range(round + 1, round + 1 + AHEAD):
             for part, sender in named(log[later]) if later in log else ():
-                self.prefetch(Offered(round=later, peer=sender, part=part))
+                self.prefetch(later, sender, part)
         found: dict[str, bytes] = {}
 
         async def one(part: Part, sender: str) -> None:
@@ -181,17 +180,26 @@ class Exchange:
         spec = self.manifest.model
         order = random.sample(holders, len(holders))
         await self._fetcher.fetch(digest, layout.shard_bytes(spec, shard), order, round=NO_ROUND)
-        data = await asyncio.to_thread(self.store.get, digest)
-        if data is None:
+        arrays = self._storage.empty(layout.shapes(spec, shard))
+        if not await asyncio.to_thread(self._read, digest, arrays):
             raise RemoteError(
                 "", f"{shard} of round {round}: its file was removed while it was read; it is tried again"
             )
-        arrays, at = [], 0
-        for shape in layout.shapes(spec, shard):
-            size = math.prod(shape)
-            arrays.append(np.frombuffer(data, dtype="<f4", count=size, offset=at).astype(np.float32).reshape(shape))
-            at += 4 * size
         return arrays
+
+    def _read(self, digest: str, arrays: Sequence[NDArray[np.float32]]) -> bool:
+        """Reads a shard in the store into `arrays`, some of it at a time. False, and it is removed, where it is not that shard."""
+        blob = self.store.find(digest)
+        try:
+            if blob is not None:
+                with blob.disk.open(blob.path) as file:
+                    tensor_file.fill(file, arrays)
+        except (FileNotFoundError, tensor_file.Damaged):
+            blob = None
+        if blob is None or layout.shard_digest(arrays) != digest:
+            self.store.remove(digest)
+            return False
+        return True
 
     def drop_states(self, log: Mapping[int, Commit]) -> None:
         """There is a checkpoint now: fetched shards, and begun ones, are not needed any more."""
@@ -206,7 +214,7 @@ class Exchange:
         self.store.protected = set(needed)
         committed = {p.digest for c in commit.contributions for s in c.shares for p in s.parts}
         self.store.settle(commit.round, committed)
-        coming = {o.part.digest for o in list(self._prefetches.values()) if o.round <= commit.round}
+        coming = {digest for round, digest in list(self._prefetches.values()) if round <= commit.round}
         self._useless |= coming - committed
         fits = self.store.make_space(0)
         if not fits and not self._over_limit:

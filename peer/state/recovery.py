@@ -58,8 +58,9 @@ class Recovery:
         """Makes `outer.theta` hold `shards` after `round`, all of them at once. Tries until it has them."""
         if not shards:
             return
+        outer = self.outer
         beside = Outer(
-            self.outer.spec, self.outer.codec, float(self.outer.beta), float(self.outer.eta), self.outer.threads
+            outer.spec, outer.codec, float(outer.beta), float(outer.eta), threads=outer.threads, empty=outer.empty
         )
         bases = await self._take_bases(beside, shards, round)
         for r in range(min(bases.values()) + 1, round + 1):
@@ -124,11 +125,19 @@ class Recovery:
     async def _load(self, shard: str, base: Base) -> list[NDArray[np.float32]] | None:
         """The shard's tensors at `base`, or None where they cannot be had."""
         if base.round == 0:
-            return await asyncio.to_thread(init.initial_shard, self.manifest.model, self.manifest.seed_bytes, shard)
-        if base.holders is None:
-            return await asyncio.to_thread(self._storage.load_shard, base.round, shard, base.digest)
+            return await asyncio.to_thread(self._initial, shard)
         try:
-            return await self._exchange.shard(base.round, shard, base.digest, base.holders)
+            if base.holders is None:
+                arrays = await asyncio.to_thread(self._storage.load_shard, base.round, shard, base.digest)
+            else:
+                arrays = await self._exchange.shard(base.round, shard, base.digest, base.holders)
         except RemoteError as error:
             self._emit(events.Warning(text=str(error)))
             return None
+        return arrays
+
+    def _initial(self, shard: str) -> list[NDArray[np.float32]]:
+        """The shard of θ(0)."""
+        spec, seed = self.manifest.model, self.manifest.seed_bytes
+        with self.outer.pool() as run:
+            return init.initial_shard(spec, seed, shard, empty=self.outer.empty, run=run)

@@ -17,19 +17,21 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 
 from peer.net.blobs import Blob, BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
+from peer.state import tensor_file
 from protocol.codec import blob_hash
+from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
 from protocol.run import layout
 from protocol.wire.schema import SchemaError, build, plain
@@ -71,6 +73,8 @@ class Storage:
             if name.startswith((".checkpoint-", ".feedback-", ".offer-")):
                 self._disk.remove(folder / name)
         self.blobs = BlobStore(folder / "blobs", limit, self._disk)
+        self.empty: Empty = in_memory
+        """Makes the arrays that are read from here, and others of θ and the feedback."""
         self._kept = self._read_index()
 
     def close(self) -> None:
@@ -89,6 +93,10 @@ class Storage:
             return None
         return data if hashlib.sha256(data).hexdigest() == digest else None
 
+    def use_files(self) -> None:
+        """From now on `empty` makes arrays in files of the folder (peer/net/disk.py), and raises UsageError where it is full."""
+        self.empty = functools.partial(self._disk.arrays, self.folder)
+
     # --- error feedback and offers
 
     def save_offer(self, offer: Offer) -> None:
@@ -101,7 +109,7 @@ class Storage:
         """Makes the feedback after packing `round` durable, or that after its offer was given back."""
         path = self.folder / f"feedback-{round:08d}.safetensors"
         before = [old for _, old in self._numbered("feedback-*.safetensors") if old != path]
-        pieces = _safetensors(_flatten(feedback), {"restored_offer": str(restored_offer)})
+        pieces = tensor_file.pieces(_flatten(feedback), {"restored_offer": str(restored_offer)})
         self._disk.write(path, *pieces, over=before[0] if len(before) >= KEPT else None)
 
     def load_feedback(self) -> Feedback:
@@ -114,8 +122,8 @@ class Storage:
         feedback: Shards = {}
         newest, restored_offer = 0, False
         for round, path in reversed(self._numbered("feedback-*.safetensors")):
-            with contextlib.suppress(OSError, ValueError, SafetensorError):
-                tensors, metadata = self._disk.tensors(path)
+            with contextlib.suppress(OSError, tensor_file.Damaged):
+                tensors, metadata = tensor_file.read(self._disk, path, self.empty)
                 feedback, newest = _unflatten(tensors), round
                 restored_offer = metadata.get("restored_offer") == "True"
                 break
@@ -136,8 +144,8 @@ class Storage:
             self._disk.make_folder(temporary)
             for shard, arrays in checkpoint.theta.items():
                 tensors = {f"{i:02}": a for i, a in enumerate(arrays)}
-                self._disk.write(temporary / f"{shard}.safetensors", *_safetensors(tensors))
-            self._disk.write(temporary / "optimizer.safetensors", *_safetensors(checkpoint.optimizer))
+                self._disk.write(temporary / f"{shard}.safetensors", *tensor_file.pieces(tensors))
+            self._disk.write(temporary / "optimizer.safetensors", *tensor_file.pieces(checkpoint.optimizer))
             self._disk.write(temporary / "meta.json", json.dumps(meta).encode())
             self._disk.remove(final)  # there is one only if a shard of it is damaged
             self._disk.rename(temporary, final)
@@ -170,8 +178,8 @@ class Storage:
                 warn(f"directory {path}: no shard of this checkpoint can be read; an older one is taken, or the log")
                 continue
             try:
-                optimizer, _ = self._disk.tensors(path / "optimizer.safetensors")
-            except (OSError, SafetensorError):
+                optimizer, _ = tensor_file.read(self._disk, path / "optimizer.safetensors")
+            except (OSError, tensor_file.Damaged):
                 warn(f"file {path / 'optimizer.safetensors'}: damaged; the optimizer starts afresh")
                 optimizer = {}
             return Checkpoint(round, theta, optimizer)
@@ -180,8 +188,8 @@ class Storage:
     def load_shard(self, round: int, shard: str, digest: str) -> list[NDArray[np.float32]] | None:
         """A shard of a checkpoint, or None where it is not there with this digest."""
         try:
-            arrays = _load(self._disk, self.folder / f"checkpoint-{round:08d}", shard)
-        except (OSError, SafetensorError):
+            arrays = _load(self._disk, self.folder / f"checkpoint-{round:08d}", shard, self.empty)
+        except (OSError, tensor_file.Damaged):
             return None
         return arrays if layout.shard_digest(arrays) == digest else None
 
@@ -198,8 +206,7 @@ class Storage:
         return None
 
     def _blobs_of(self, path: Path, digests: Mapping[str, str]) -> dict[str, tuple[str, Blob]]:
-        """Shard -> digest and place of its bytes. A safetensors file has the length of its header (u64, little-endian), the
-        header, and the tensors in the order of their names, so that the end of the file is a shard's canonical bytes."""
+        """Shard -> digest and place of its bytes: the end of its file (peer/state/tensor_file.py)."""
         found = {}
         for shard, digest in digests.items():
             file = path / f"{shard}.safetensors"
@@ -228,40 +235,21 @@ class Storage:
         return sorted(found)
 
 
-def read_theta(checkpoint: Path) -> tuple[int, Shards]:
+def read_theta(checkpoint: Path, empty: Empty = in_memory) -> tuple[int, Shards]:
     """Round and θ of a peer's checkpoint, which is only read. Raises UsageError."""
     try:
         meta = json.loads((checkpoint / "meta.json").read_text())
-        return int(meta["round"]), {shard: _load(LocalDisk(), checkpoint, shard) for shard in meta["digests"]}
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        return int(meta["round"]), {shard: _load(LocalDisk(), checkpoint, shard, empty) for shard in meta["digests"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"checkpoint {checkpoint}: cannot be read ({type(error).__name__}); give a folder checkpoint-… of a peer"
         ) from None
 
 
-def _load(disk: Disk, checkpoint: Path, shard: str) -> list[NDArray[np.float32]]:
-    """A shard's tensors. Raises OSError, SafetensorError."""
-    tensors, _ = disk.tensors(checkpoint / f"{shard}.safetensors")
-    return [tensors[name] for name in sorted(tensors)]
-
-
-def _safetensors(
-    tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str] | None = None
-) -> Iterator[bytes | memoryview]:
-    """A safetensors file of fp32 tensors in the order of their names, piece by piece: the library's `save` copies them all."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name in sorted(tensors):
-        array, begin = tensors[name], end
-        if array.dtype != np.float32:
-            raise ValueError(f"tensor {name}: {array.dtype}, not float32; this is a bug")
-        end += array.nbytes
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [begin, end]}
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    yield len(raw).to_bytes(8, "little") + raw
-    for name in sorted(tensors):
-        yield np.ascontiguousarray(tensors[name], dtype="<f4").data.cast("B")
+def _load(disk: Disk, checkpoint: Path, shard: str, empty: Empty = in_memory) -> list[NDArray[np.float32]]:
+    """A shard's tensors. Raises OSError, tensor_file.Damaged."""
+    tensors, _ = tensor_file.read(disk, checkpoint / f"{shard}.safetensors", empty)
+    return list(tensors.values())
 
 
 def _flatten(shards: Mapping[str, list[NDArray[np.float32]]]) -> dict[str, NDArray[np.float32]]:

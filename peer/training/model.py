@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peer.training.subspace import Boundary, split
+from peer.training.subspace import Boundary, coordinates
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 
@@ -164,15 +164,15 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def load(self, theta: Theta) -> None:
-        """Takes this stage's shards, and in a compressed chain U's split of `embed`, from `theta`. Raises KeyError."""
+        """Takes this stage's shards from `theta`. In a compressed chain `embed` is not copied, but read until the next time: it must
+        not change. Raises KeyError."""
         held = dict(self.named_parameters())
         if self._u_DK is not None:
-            self.boundary = None  # the next one takes its memory
-            a_VK, t_perp_VD = split(_shared(theta["embed"][0]).to(self._u_DK.device), self._u_DK)
-            self.boundary = Boundary(self._u_DK, t_perp_VD)
+            te_VD = _shared(theta["embed"][0])
+            self.boundary = Boundary(self._u_DK, te_VD)
             if self.has_embed:
-                held["model.embed_tokens.coordinates"].copy_(a_VK)
-                self._a0_VK = a_VK
+                self._a0_VK = coordinates(te_VD, self._u_DK)
+                held["model.embed_tokens.coordinates"].copy_(self._a0_VK)
         for shard in self.shards:
             for (name, _), array in zip(layout.tensors(self.spec, shard), theta[shard], strict=True):
                 if name in held:

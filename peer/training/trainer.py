@@ -52,7 +52,7 @@ class Pace:
     """How a replica goes through a round: at most `steps` inner steps of `micro_batches` each, after `before` steps of the schedule.
 
     They are spread over the `inner_steps` that every round has in the schedule of the learning rate: it follows the run, not the
-    replica's own count.
+    replica's own count. A replica that does not come to all of its steps leaves out the rest of the round's part of the schedule.
     """
 
     before: int
@@ -279,7 +279,7 @@ class StageTrainer:
 
     def release(self) -> None:
         """Forgets the arrays that `begin_round` got: they may change."""
-        self._theta = None
+        self._theta = self.stage.boundary = None
 
     def optimizer_state(self, copy: bool = True) -> dict[str, np.ndarray]:
         """AdamW's moments as `<parameter>/<moment>`: fp32 arrays. Without `copy` the next step may change them."""

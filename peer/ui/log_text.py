@@ -11,6 +11,7 @@ from peer.log import replay
 from peer.log.reader import Source
 from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedRound, logged
 from peer.ui.text import clean, count, mean_loss, readable, size
+from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.planning import partition
@@ -57,15 +58,21 @@ async def _believed(manifest: Manifest, source: Source, note: Callable[[str], No
 
 
 async def verify(
-    manifest: Manifest, source: Source, checkpoint: Path | None, out: Callable[[str], None], note: Callable[[str], None]
+    manifest: Manifest,
+    source: Source,
+    checkpoint: Path | None,
+    out: Callable[[str], None],
+    note: Callable[[str], None],
+    empty: Empty = in_memory,
 ) -> None:
-    """Says all that is wrong with a log, and what it proves. Raises LocalError when something is wrong."""
-    start = replay.start_from(manifest, checkpoint) if checkpoint else None
+    """Says all that is wrong with a log, and what it proves. `empty` makes the arrays of the model's state. Raises LocalError when
+    something is wrong."""
+    start = replay.start_from(manifest, checkpoint, empty) if checkpoint else None
 
     def report(problem: replay.Problem) -> None:
         out(clean(str(problem), 400))
 
-    done = await replay.verify(manifest, source.records(note), source.payload, report, start)
+    done = await replay.verify(manifest, source.records(note), source.payload, report, start, empty)
     head = done.head.round if done.head else -1
     if start is not None and start.round >= head:
         raise UsageError(

@@ -1,8 +1,8 @@
 """Watches a run without taking part: reads the log of commits and the announcements, and tells them as events.
 
 Nobody is believed. Every commit must have the votes of a majority and follow the one before it
-(protocol/rounds/validation.py), and every announcement must be signed by its peer. An announcement reaches the DHT
-every few seconds only, so the steps that it tells are a sample.
+(protocol/rounds/validation.py), and every announcement must be signed by its peer. A peer announces itself every few
+seconds only, so the steps that it tells are a sample.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from peer.events import Event, Sink
 from peer.log import reader
 from peer.net import directory
 from peer.net.base import Transport
+from peer.net.roster import RosterReader
 from peer.ui.snapshot import Snapshot, snapshot
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -45,6 +46,10 @@ class Monitor:
     poll_seconds: float = POLL_SECONDS
     commits: list[Commit] = field(default_factory=list)
     peers: dict[str, Announcement] = field(default_factory=dict)
+    _roster: RosterReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._roster = RosterReader(self.transport, self.manifest.run_id)
 
     async def follow(self, sink: Sink) -> None:
         """Polls and tells until the run is over. What is wrong is a warning, told once until all is well again."""
@@ -107,9 +112,23 @@ class Monitor:
                     where = f"log of {short_peer(node)}: the commit of round {len(self.commits)}"
                     raise BadLog(node, f"{where} {error}; ask another bootstrap node") from None
 
+    async def _everybody(self) -> dict[str, Announcement]:
+        """The newest announcement of everyone whom a bootstrap node knows, and of the other nodes; without one, of those in the DHT.
+        Raises RemoteError where neither answers."""
+        try:
+            await self._roster.refresh(self.manifest.operators)
+        except RemoteError:
+            return await directory.announcements(self.transport, self.manifest.run_id)
+        found = dict(self._roster.known)
+        if not set(self.manifest.operators) <= set(found):
+            with contextlib.suppress(RemoteError):
+                stored = await directory.announcements(self.transport, self.manifest.run_id)
+                found.update({p: a for p, a in stored.items() if p in self.manifest.operators and p not in found})
+        return found
+
     async def _announcements(self, sink: Sink) -> None:
         now = time.time()
-        found = await directory.announcements(self.transport, self.manifest.run_id)
+        found = await self._everybody()
         for peer in sorted(set(self.peers) - set(found)):
             del self.peers[peer]
             sink(Event(now, "bootstrap", events.Gone(peer=peer)))

@@ -21,8 +21,9 @@ RANGE = 32 * 1024
 """Bytes. Small, so that what an interrupted or wrong transfer costs is small: a few ranges for each holder."""
 WHOLE = 4 * RANGE
 """Bytes; up to here a blob comes in one piece."""
-MAX_BLOB = 4 << 30
-"""Bytes; nothing larger is asked for, taken or served. Its leaves are 4 MiB."""
+MAX_BLOB = 8 << 30
+"""Bytes; nothing larger is asked for, taken or served, and no run has a larger shard (protocol/run/layout.py). Its leaves are 8 MiB,
+which fit in a frame."""
 LEAF = 32
 _PERSON = b"potluck/ranges/1"
 

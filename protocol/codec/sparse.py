@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from protocol.codec import rice, topk
 from protocol.codec.rice import Bytes
-from protocol.codec.topk import TILE, Array, Map, Positions, Tiling
+from protocol.codec.topk import TILE, Array, Empty, Map, Positions, Tiling
 from protocol.errors import PotluckError
 
 _HEADER = struct.Struct("<3sBBBH")
@@ -263,16 +263,16 @@ def apply(
     contributions: Sequence[tuple[float, bytes | memoryview]],
     eta: np.float32,
     run: Map = map,
-    scratch: list[Array] | None = None,
+    empty: Empty = topk.in_memory,
 ) -> list[Array]:
-    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. The
-    result takes its memory out of `scratch` where that has an array of the same shape: fresh pages cost as much as the sums.
+    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. `empty`
+    makes them.
 
     Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
     """
     weights = [np.float32(weight) for weight, _ in contributions]
     opened = [_open(codec, [x.shape for x in arrays], payload) for _, payload in contributions]
-    new = [_taken(scratch, x.shape) for x in arrays]
+    new = empty([x.shape for x in arrays])
 
     def job(place: tuple[int, int, Tiling]) -> None:
         number, segment, part = place
@@ -286,11 +286,6 @@ def apply(
     parts = [_segments(topk.tiling(x.shape, codec.topk)) for x in arrays]
     list(run(job, [(number, i, part) for number, cut in enumerate(parts) for i, part in enumerate(cut)]))
     return new
-
-
-def _taken(scratch: list[Array] | None, shape: tuple[int, ...]) -> Array:
-    found = next((i for i, array in enumerate(scratch or ()) if array.shape == shape), None)
-    return np.empty(shape, dtype=np.float32) if scratch is None or found is None else scratch.pop(found)
 
 
 def _descend(

@@ -11,7 +11,7 @@ Shape letters: R rows, C columns, T tiles, N elements of a tile, G groups of a t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
@@ -34,6 +34,15 @@ class Map(Protocol):
     """`map`, or that of a pool of threads: the jobs of one call may run in any order and at the same time."""
 
     def __call__(self, work: Callable[[S], T], items: Iterable[S], /) -> Iterable[T]: ...
+
+
+Empty = Callable[[Sequence[tuple[int, ...]]], list[Array]]
+"""Makes contiguous fp32 arrays of these shapes, whose values are not set."""
+
+
+def in_memory(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """The usual `Empty`."""
+    return [np.empty(shape, dtype=np.float32) for shape in shapes]
 
 
 class NotFinite(ValueError):

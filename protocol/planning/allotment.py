@@ -1,8 +1,8 @@
 """What each replica of a plan is given to do: a number that stays its own, text, inner steps, and micro-batches of a step.
 
 All replicas train for the same time, `round_seconds`, each at its own pace. So the plan gives a replica as many inner
-steps as it is expected to have time for, and some more. Where even one whole step would take longer than a round, it
-gets fewer micro-batches a step. What is expected, in this order:
+steps as it is expected to have time for, and some more. A round ends with the last whole step that fits into it. So
+where fewer than FEWEST whole steps would fit, the replica gets fewer micro-batches a step. What is expected, in this order:
 
     the steps that it did in the last round      seen by everybody, in the commit; a replica that did all that it was
                                                  given may be faster than thought, and is given FASTER times as many
@@ -28,6 +28,8 @@ HEADROOM = 1.25
 """A replica is given so many times the steps that it is expected to do: its pace may rise by so much."""
 FASTER = 4
 """A replica that did all that it was given is expected to be so much faster."""
+FEWEST = 4
+"""Every replica does about so many inner steps, if it has micro-batches for them: the rest of a step is lost time."""
 NEW = -1
 """The number of a replica that has none yet."""
 
@@ -60,9 +62,10 @@ def allot(
         slot += steps * micro_batches * manifest.train.rows
         return work
 
+    known = {r.number: r for r in previous.replicas} if previous is not None else {}
     shares: list[tuple[int, int]] = []
     for i, replica in enumerate(planned):
-        before = previous.find(replica.number) if previous is not None else None
+        before = known.get(replica.number)
         shares.append(share(manifest, replica, there, before, (done or {}).get(replica.number)))
         ahead = before.following if before is not None and before.is_like(replica) else None
         planned[i] = dataclasses.replace(replica, work=ahead or fresh(*shares[i]), following=None)
@@ -82,8 +85,8 @@ def share(
     steps that it did of it, None where nothing of it was committed."""
     train, most = manifest.train, manifest.train.inner_steps
     seconds, fits = step_seconds(manifest, replica, there), train.micro_batches
-    if seconds is not None and seconds > manifest.timing.training_seconds:
-        fits = max(1, int(fits * manifest.timing.training_seconds / seconds))
+    if seconds is not None and FEWEST * seconds > manifest.timing.training_seconds:
+        fits = max(1, int(fits * manifest.timing.training_seconds / (FEWEST * seconds)))
     if before is not None and before.stages == replica.stages:
         given, micro = before.work.steps, before.work.micro_batches
         if done is None:

@@ -67,11 +67,11 @@ def arrange(
     now = Arrangement(groups=list(old), rates=rates, free=free, kept=set(old), bonus=1 / GAIN)
     _found(swarm, now)
     budget = NEW_ROWS if kept else min(ROWS, ROWS_A_PEER * len(everybody))
-    fixed = {group for group in old if not all(swarm.known[i] for i in group)}
 
     def allowed(before: Sequence[Group], after: Sequence[Group]) -> bool:
         gone = [old[group] for group in before if group in old]
-        return not any(g in fixed for g in before) and (not gone or _pays(manifest, swarm, everybody, gone, after))
+        guessed = not all(swarm.known[list(group)].all() for group in (*before, *after))
+        return not gone or (not guessed and _pays(manifest, swarm, everybody, gone, after))
 
     if now.free or len(now.kept) < len(now.groups):
         _search(swarm, now, budget, allowed)

@@ -2,21 +2,29 @@
 
 Memory, in bytes above an idle process (P parameters of the stage, E = V d of the embedding, k the highest allowed rank):
 
-    parameters  24 P        theta, local copy, gradient, two AdamW moments, error feedback: fp32 each
-    first stage 16 E + 20 V k  of a compressed chain, instead of 24 E: theta, T_perp, error feedback, what moved; A, A0, and of A
-                            the gradient and two moments
-    overlap      4 P        where the next round's inner steps begin
-    scratch         4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into
-    reader      (4 + 4) E   a chain's stage without `embed` keeps the global embedding, and T_perp of a compressed chain
-    in flight   4 r L (B (17 d + 4 F) + [head] 4 V) x micro-batches in flight
-    frames      r L (4 k + f) x micro-batches in flight  what came in: a frame with f bytes a token, and its tensor
-    backward    8 r L (17 d + 4 F) + [table] 4 E  the gradients within the block that goes backward, and of a head or embedding
-                            that is trained as a whole, before they are added
-    or, if more  8 T        than the last three: AdamW on the largest tensor (T parameters), when nothing is in flight
+    parameters  16 P       local copy, gradient, two AdamW moments: fp32 each
+    first stage 20 V k     of a compressed chain, instead of 16 E: A, A0, and of A the gradient and two moments
+    overlap      4 P       where the next round's inner steps begin
+    state        8 P + 4 E  theta and error feedback, and the embedding where it is only read; in files: nothing (below)
+    scratch      4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into; in files: nothing
+    in flight    4 r L (B (17 d + 4 F) + [head] 4 V) x micro-batches in flight
+    frames       r L (4 k + f) x micro-batches in flight  what came in: a frame with f bytes a token, and its tensor
+    reader      16 r L d   of a compressed chain: a micro-batch's rows of the embedding, their part in the subspace, and the other part
+    backward     8 r L (17 d + 4 F) + [table] 4 E  the gradients within the block that goes backward, and of a head or embedding
+                           that is trained as a whole, before they are added
+    or, if more  8 T       than the last four, when nothing is in flight: AdamW on the largest tensor (T parameters);
+                 4 E       or what the embedding of a compressed chain moved, in its first stage
     spare        4 M + scratch  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
 with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
 peaks. Of the 17 d, tensors are 10 d: the rest, one V of the head's and half of "backward" is what glibc's heap cannot use again.
+
+*In files.* State and scratch are used at the round boundary only, and of the embedding a micro-batch reads r L rows. A peer whose
+memory is not enough for whatever it may be asked to do with all of it in memory (`in_files`) keeps them in files that are mapped: the
+system holds in memory what is used of them, as far as there is room. The formula promises what that takes, so that more peers
+can take part. Disk: 12 P + 8 E.
+
+A stage of one block may compute activations anew, rather than keep those of all that is under way: less is not possible.
 """
 
 from __future__ import annotations
@@ -44,8 +52,9 @@ def held_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
 
 
 def in_flight(manifest: Manifest, first: int, last: int) -> int:
-    """The activations of how many micro-batches a stage keeps at once: the last one goes backward right after forward."""
-    return 1 if last == manifest.model.n_layers else window(manifest)
+    """The activations of how many micro-batches a stage keeps at once, at the least. One of the last stage, which goes backward right
+    after forward, and one of a single block, whose others are computed anew where memory is short."""
+    return 1 if last == manifest.model.n_layers or last - first == 1 else window(manifest)
 
 
 def window(manifest: Manifest) -> int:
@@ -76,38 +85,66 @@ def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
 
 def stage_memory(manifest: Manifest, first: int, last: int) -> int:
     """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above)."""
-    plain = in_flight(manifest, first, last)
-    return memory_at(manifest, first, last, plain, window(manifest))
+    return memory_at(manifest, first, last, in_flight(manifest, first, last), window(manifest), in_files=True)
 
 
-def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int) -> int:
+def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int, *, in_files: bool) -> int:
     """The same with all activations of `plain` micro-batches and `most` of them in flight."""
     flight = activation_bytes(manifest, first, last) * plain + frame_bytes(manifest, first, last) * most
-    step = 8 * max(_table(manifest, first, last), manifest.model.d_ff * manifest.model.d_model)
-    return _kept(manifest, first, last) + max(flight + _backward(manifest, first, last), step)
+    at_rest = max(8 * _largest(manifest, first, last), _moved(manifest, first, last))
+    return _kept(manifest, first, last, in_files) + max(flight + _backward(manifest, first, last), at_rest)
 
 
-def resting_bytes(manifest: Manifest, first: int, last: int) -> int:
+def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool) -> int:
     """What a stage needs before any micro-batch is in flight: what stays from step to step, and the gradients within a block."""
-    return _kept(manifest, first, last) + _backward(manifest, first, last)
+    return _kept(manifest, first, last, in_files) + _backward(manifest, first, last)
 
 
-def _kept(manifest: Manifest, first: int, last: int) -> int:
+def least_depth(manifest: Manifest, first: int, last: int) -> int:
+    """For how many micro-batches under way every stage has memory, without computing any activations anew."""
+    return window(manifest) if last == manifest.model.n_layers else in_flight(manifest, first, last)
+
+
+@functools.lru_cache(maxsize=8)
+def _all_in_memory(manifest: Manifest) -> int:
+    """Bytes for the most demanding stage there may be, without files."""
+    layers, most = manifest.model.n_layers, window(manifest)
+    stages = [(0, layers)] + [(a, b) for a, b in ((0, layers - 1), (1, layers)) if a < b]
+    return max(memory_at(manifest, a, b, in_flight(manifest, a, b), most, in_files=False) for a, b in stages)
+
+
+def in_files(manifest: Manifest, memory_bytes: int) -> bool:
+    """Whether a peer with this memory keeps state and scratch in files."""
+    return memory_bytes < _all_in_memory(manifest)
+
+
+def _kept(manifest: Manifest, first: int, last: int, in_files: bool) -> int:
     """What stays from step to step."""
     spec, widths = manifest.model, manifest.chains.rank
     params = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last))
     embed = spec.vocab_size * spec.d_model
-    if first > 0:
-        table = 8 * embed if max(widths) else 4 * embed
-    elif last == spec.n_layers:
-        table = 0
-    else:  # it is among the parameters
-        table = max(20 * spec.vocab_size * k - 8 * embed if k else 0 for k in widths)
-    return (24 + 4 * manifest.outer.overlap) * params + table + _scratch(manifest)
+    instead = 0  # of the embedding's parameters
+    if first == 0 and last < spec.n_layers:
+        instead = max(20 * spec.vocab_size * k - 16 * embed if k else 0 for k in widths)
+    state = 0 if in_files else 8 * params + (4 * embed if first else 0) + _scratch(manifest)
+    return (16 + 4 * manifest.outer.overlap) * params + instead + state
 
 
 def _backward(manifest: Manifest, first: int, last: int) -> int:
-    return 2 * _block_bytes(manifest) + 4 * _table(manifest, first, last)
+    train, whole = manifest.train, last - first == manifest.model.n_layers
+    read = 0 if whole or not max(manifest.chains.rank) else 16 * train.rows * train.sequence * manifest.model.d_model
+    return 2 * _block_bytes(manifest) + 4 * _table(manifest, first, last) + read
+
+
+def _largest(manifest: Manifest, first: int, last: int) -> int:
+    return max(_table(manifest, first, last), manifest.model.d_ff * manifest.model.d_model)
+
+
+def _moved(manifest: Manifest, first: int, last: int) -> int:
+    """Bytes of what the embedding of a compressed chain moved, where it is trained."""
+    spec = manifest.model
+    trained = first == 0 and last < spec.n_layers and max(manifest.chains.rank) > 0
+    return 4 * spec.vocab_size * spec.d_model if trained else 0
 
 
 def _table(manifest: Manifest, first: int, last: int) -> int:
@@ -133,8 +170,8 @@ def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> tupl
     The second keeps all activations of one micro-batch, and of each what came in.
     """
     one, frame = activation_bytes(manifest, first, last), frame_bytes(manifest, first, last)
-    free = memory_bytes - resting_bytes(manifest, first, last)
-    plain = max(free // (one + frame), window(manifest))
+    free = memory_bytes - resting_bytes(manifest, first, last, in_files=in_files(manifest, memory_bytes))
+    plain = max(free // (one + frame), least_depth(manifest, first, last))
     return plain, max(plain, (free - one) // max(frame, 1))
 
 

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from protocol.planning.memory import in_files
 from protocol.planning.partition import Candidate
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints, shapes
 from protocol.run.manifest import Manifest
@@ -91,6 +92,7 @@ class Swarm:
         down = np.array([min(max(c.down_bps, 0), 10**13) for c in candidates], dtype=np.float64) * CARRIED
         self.down = np.where(down > 0, down, self.up)
         self.memory = np.array([min(max(c.memory_bytes, 0), 2**62) for c in candidates], dtype=np.float64)
+        self.in_files = np.array([in_files(manifest, int(size)) for size in self.memory], dtype=np.int64)
         self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
         self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)
         self.place = _places(candidates)
@@ -108,8 +110,9 @@ class Swarm:
         caps = self.caps.copy()
         for kind in (FIRST, MIDDLE):
             flight = depth * (table.flight[kind] + table.frame[kind])
-            needs = np.maximum(table.needs[kind], table.resting[kind] + flight)
-            caps[kind] = np.searchsorted(needs[1:], self.memory, side="right")
+            needs = np.maximum(table.needs[kind], table.resting[:, kind] + flight)
+            found = [np.searchsorted(some[1:], self.memory, side="right") for some in needs]
+            caps[kind] = np.where(self.in_files > 0, found[1], found[0])
         return caps
 
     # --- members to stages
@@ -199,8 +202,8 @@ class Swarm:
         protocol/planning/memory.py: depths."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
         one, frame = table.flight[kind, blocks], table.frame[kind]
-        free = self.memory[rows] - table.resting[kind, blocks]
-        plain = np.maximum(np.floor(free / np.maximum(one + frame, 1.0)), table.window)
+        free = self.memory[rows] - table.resting[self.in_files[rows], kind, blocks]
+        plain = np.maximum(np.floor(free / np.maximum(one + frame, 1.0)), table.least[kind, blocks])
         deep = np.maximum(plain, np.floor((free - one) / np.maximum(frame, 1.0)))
         most = np.where(there, deep, math.inf).min(axis=1)
         most = np.minimum(most, table.micro_batches)

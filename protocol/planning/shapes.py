@@ -43,13 +43,15 @@ class Shapes:
     needs: Floats
     """[K, n]: memory, infinite where there is no such stage."""
     resting: Floats
-    """[K, n]: memory with nothing in flight."""
+    """[2, K, n]: memory with nothing in flight, of a peer that keeps all in memory, and of one that keeps its state in files."""
     flight: Floats
     """[K, n]: memory of a micro-batch between its forward and its backward."""
     frame: Floats
     """[K]: memory of what came in for it."""
+    least: Floats
+    """[K, n]: micro-batches for all of whose activations every stage has memory."""
     window: int
-    """Micro-batches that every stage can have in flight."""
+    """Micro-batches that every chain can have under way."""
     payload_bits: Floats
     """[K, n]: what its member offers after a round."""
     ranks: tuple[int, ...]
@@ -69,16 +71,18 @@ def shapes(manifest: Manifest) -> Shapes:
     tokens = train.rows * train.sequence
     embed, block, head = speed.parts(manifest)
     needs = np.full((4, layers + 1), math.inf)
-    resting, flight, payload = (np.zeros((4, layers + 1)) for _ in range(3))
+    least, flight = np.zeros((4, layers + 1)), np.zeros((4, layers + 1))
+    resting = np.zeros((2, 4, layers + 1))
     frame = np.zeros(4)
     for kind in (FIRST, MIDDLE, LAST, WHOLE):
         for n in _sizes(kind, layers):
             first, last = _place(kind, n, layers)
             needs[kind, n] = memory.stage_memory(manifest, first, last)
-            resting[kind, n] = memory.resting_bytes(manifest, first, last)
+            least[kind, n] = memory.least_depth(manifest, first, last)
+            for files in (False, True):
+                resting[int(files), kind, n] = memory.resting_bytes(manifest, first, last, in_files=files)
             flight[kind, n] = memory.activation_bytes(manifest, first, last)
             frame[kind] = memory.frame_bytes(manifest, first, last)
-    payload[:] = _payload_bits(manifest)
     by_width = sorted(manifest.chains.rank, key=lambda rank: -(rank or manifest.model.d_model))
     formats = (manifest.chains.forward, manifest.chains.backward)
     bits = [
@@ -95,8 +99,9 @@ def shapes(manifest: Manifest) -> Shapes:
         resting=resting,
         flight=flight,
         frame=frame,
+        least=least,
         window=memory.window(manifest),
-        payload_bits=payload,
+        payload_bits=_payload_bits(manifest),
         ranks=tuple(by_width),
         boundary_bits=np.array(bits, dtype=np.float64),
         round_seconds=manifest.timing.training_seconds,

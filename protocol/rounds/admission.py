@@ -6,6 +6,7 @@ says.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Sequence
@@ -16,12 +17,27 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Contribution, LeftOut
 from protocol.wire.plan import ReplicaSpec
-from protocol.wire.session import Offer
+from protocol.wire.session import Attest, Offer
 
 NORM_LIMIT = 10.0
 """A contribution whose norm exceeds the round's median this many times is left out."""
 MEDIAN_NEEDS = 3
 """Among fewer contributions than this no median is taken."""
+
+
+MAX_DIGEST = 64
+"""Characters of a shard's digest: what is attested gets into commits."""
+
+
+def is_sound(manifest: Manifest, attest: Attest) -> bool:
+    """Whether what is attested can be compared: digests of shards that the model has."""
+    known = _shards(manifest.model)
+    return all(shard in known and len(digest) <= MAX_DIGEST for shard, digest in attest.digests.items())
+
+
+@functools.lru_cache(maxsize=8)
+def _shards(model: layout.ModelSpec) -> frozenset[str]:
+    return frozenset(layout.shard_names(model))
 
 
 def why_refused(manifest: Manifest, spec: ReplicaSpec, peer: str, offer: Offer) -> str | None:

@@ -40,14 +40,110 @@ def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str]
     ]
 
 
-class Attestations:
-    """What was attested of the last rounds."""
+class _Shard:
+    """What was attested of one shard after one round, counted as it comes: `digests`: who has which; `right`: the digest that most have,
+    None in a tie. The digests are kept by how many have them, so that every change takes the same short time."""
 
     def __init__(self) -> None:
-        self._rounds: dict[int, dict[str, dict[str, str]]] = {}
+        self.digests: dict[str, dict[str, None]] = {}
+        self._by_count: dict[int, dict[str, None]] = {}
+        self._most = 0
+
+    @property
+    def right(self) -> str | None:
+        top = self._by_count.get(self._most, {})
+        return next(iter(top)) if len(top) == 1 else None
+
+    def add(self, peer: str, digest: str) -> None:
+        """`peer`, of whom nothing was known, has this."""
+        have = self.digests.setdefault(digest, {})
+        have[peer] = None
+        self._moved(digest, len(have) - 1, len(have))
+
+    def remove(self, peer: str, digest: str) -> None:
+        """`peer` has this no more."""
+        have = self.digests[digest]
+        del have[peer]
+        self._moved(digest, len(have) + 1, len(have))
+        if not have:
+            del self.digests[digest]
+
+    def _moved(self, digest: str, before: int, after: int) -> None:
+        if before:
+            del self._by_count[before][digest]
+            if not self._by_count[before]:
+                del self._by_count[before]
+        if after:
+            self._by_count.setdefault(after, {})[digest] = None
+        if after > self._most:
+            self._most = after
+        elif before == self._most and before not in self._by_count:
+            self._most = after  # one less: it is this digest's count now
+
+    def wrong(self, ties: bool) -> list[str]:
+        """Who has something else than what is right; with `ties`, everybody where nothing is. As many steps as that are peers."""
+        right = self.right
+        if right is None and not ties:
+            return []
+        return [peer for digest, have in self.digests.items() if digest != right for peer in have]
+
+
+class _Round:
+    """What was attested of one round. `majority`: by shard, without those that have a tie; `split`: the shards of which not all have the
+    same; `reported`: who was told to have diverged."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, dict[str, str]] = {}
+        self.majority: dict[str, str] = {}
+        self.split: dict[str, None] = {}
+        self.reported: set[tuple[str, str]] = set()
+        self._shards: dict[str, _Shard] = {}
+
+    def take(self, peer: str, digests: Mapping[str, str]) -> None:
+        """`peer` has these, whatever it said before."""
+        before = self.known.get(peer, {})
+        for name, digest in before.items():
+            if digests.get(name) != digest:
+                self._shards[name].remove(peer, digest)
+        for name, digest in digests.items():
+            if before.get(name) != digest:
+                self._shards.setdefault(name, _Shard()).add(peer, digest)
+        self.known[peer] = dict(digests)
+        for name in {**before, **digests}:
+            self._judge(name)
+
+    def _judge(self, name: str) -> None:
+        shard = self._shards[name]
+        right = shard.right
+        if right is None:
+            self.majority.pop(name, None)
+        else:
+            self.majority[name] = right
+        if len(shard.digests) > 1:
+            self.split[name] = None
+        else:
+            self.split.pop(name, None)
+
+    def diverged(self, ties: bool) -> list[Diverged]:
+        """Who has other bits than the majority, by peer, each in the order of what it attested."""
+        wrong: dict[str, set[str]] = {}
+        for name in self.split:
+            for peer in self._shards[name].wrong(ties):
+                wrong.setdefault(peer, set()).add(name)
+        return [
+            Diverged(peer=peer, shard=shard)
+            for peer in sorted(wrong)
+            for shard in self.known[peer]
+            if shard in wrong[peer]
+        ]
+
+
+class Attestations:
+    """What was attested of the last rounds. An attestation costs as many steps as it has shards, and as peers have diverged."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[int, _Round] = {}
         self._newest: dict[str, int] = {}
-        self._majorities: dict[int, dict[str, str]] = {}
-        self._reported: set[tuple[int, str, str]] = set()
 
     @property
     def rounds(self) -> tuple[int, ...]:
@@ -56,41 +152,38 @@ class Attestations:
 
     def of(self, round: int) -> Mapping[str, Mapping[str, str]]:
         """{peer: {shard: digest}} after `round`."""
-        return self._rounds.get(round, {})
+        return self._rounds[round].known if round in self._rounds else {}
 
     def newest(self, peer: str) -> int:
-        """The newest round whose state `peer` attested, -1 for none."""
+        """The newest round whose state `peer` attested, -1 for none, or one that was forgotten."""
         return self._newest.get(peer, -1)
 
     def add(self, peer: str, attest: Attest) -> list[Diverged]:
         """Takes what `peer` attested; returns who has diverged, as far as known, and was not named for it before."""
-        round, known = attest.round, self._rounds.setdefault(attest.round, {})
-        if known.get(peer) == attest.digests:
+        round = self._rounds.setdefault(attest.round, _Round())
+        if round.known.get(peer) == attest.digests:
             return []
-        self._newest[peer] = max(self.newest(peer), round)
-        known[peer] = dict(attest.digests)
-        self._majorities.pop(round, None)
-        fresh = [d for d in self.diverged(round) if (round, d.peer, d.shard) not in self._reported]
-        self._reported.update((round, d.peer, d.shard) for d in fresh)
+        self._newest[peer] = max(self.newest(peer), attest.round)
+        round.take(peer, attest.digests)
+        fresh = [d for d in round.diverged(False) if (d.peer, d.shard) not in round.reported]
+        round.reported.update((d.peer, d.shard) for d in fresh)
         return fresh
 
     def forget(self, before: int) -> None:
         """Forgets what was attested of the rounds before `before`."""
         for round in [r for r in self._rounds if r < before]:
             del self._rounds[round]
-            self._majorities.pop(round, None)
+        self._newest = {peer: round for peer, round in self._newest.items() if round >= before}
 
     def majority(self, round: int) -> dict[str, str]:
         """The digest of each shard after `round` that most attesting peers have; shards with a tie are left out."""
-        if round not in self._majorities:
-            self._majorities[round] = majority(self.of(round).values())
-        return self._majorities[round]
+        return dict(self._rounds[round].majority) if round in self._rounds else {}
 
     def diverged(self, round: int, ties: bool = False) -> list[Diverged]:
         """Who has other bits after `round` than the majority; `ties` as above."""
-        return diverged(self.of(round), self.majority(round), ties)
+        return self._rounds[round].diverged(ties) if round in self._rounds else []
 
     def holds(self, peer: str, round: int, shards: Iterable[str]) -> bool:
         """Whether `peer` attested all of `shards` after `round`, and nothing speaks against its bits."""
-        known, right = self.of(round).get(peer, {}), self.majority(round)
+        known, right = self.of(round).get(peer, {}), self._rounds[round].majority if round in self._rounds else {}
         return all(shard in known and known[shard] == right.get(shard, known[shard]) for shard in shards)

@@ -1,6 +1,7 @@
 """How long a round waits for replicas that are late. Pure.
 
-Nobody is late before the round's training time is over. From then on everybody who has offered is idle, and the tokens
+Nobody is late before the round's training time is over, and LEAST of it more: machines and lines are never quite as
+expected, and in a large run the work of one replica alone would be worth no waiting at all. From then on everybody who has offered is idle, and the tokens
 that they could train meanwhile are what the waiting costs. It is worth as many tokens as the late replicas are expected
 to bring. How long they will take is not known. So the round waits until it has cost as much as it can bring: that is
 never more than twice what waiting for the right time would have cost (the ski rental problem: Karlin, Manasse, Rudolph,
@@ -20,6 +21,9 @@ from protocol.planning.allotment import HEADROOM
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import ReplicaSpec
 
+LEAST = 0.05
+"""Share of the training time that everybody is waited for."""
+
 
 def is_over(
     manifest: Manifest, offered: Iterable[tuple[float, int]], late: Iterable[ReplicaSpec], waited: float
@@ -27,6 +31,8 @@ def is_over(
     """Whether a round has waited long enough for the replicas that are `late`. `waited`: seconds since it began; `offered`: when
     each of the others was complete, in those seconds, and its tokens."""
     seconds = manifest.timing.training_seconds
+    if waited < (1 + LEAST) * seconds:
+        return False
     over = seconds * (HEADROOM if manifest.outer.overlap else 1.0)
     cost = sum(tokens / seconds * max(0.0, waited - max(when, over)) for when, tokens in offered)
     works = [replica.work for replica in late]

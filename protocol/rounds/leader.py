@@ -6,8 +6,8 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
 
     leader     event         next       effects              condition
     GATHERING                DECIDING   Propose              we lead, `start_peers` are ready and make a plan
-    OPEN                     DECIDING   Propose              we lead and no replica is pending, or is worth waiting
-                                                             for
+    OPEN                     DECIDING   Propose              we lead and no replica is pending, or none that is
+                                                             worth waiting for
     DECIDING   Decided       OPEN                            the next round begins
     DECIDING   Decided       CLOSING                         it was the last round
     DECIDING   Lead          OPEN                            who leads has changed
@@ -49,12 +49,12 @@ it is; a member that was lost is planned again once it was heard again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 
 from protocol.identity import short_peer
 from protocol.planning import memory, partition, planner
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, grace
+from protocol.rounds import admission, capacity, grace, presence
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -78,6 +78,7 @@ from protocol.rounds.leader_events import (
 )
 from protocol.rounds.offers import Offers
 from protocol.rounds.table import Position
+from protocol.rounds.verdicts import Verdicts
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -102,7 +103,9 @@ class Leader:
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
         self._complete: dict[int, float] = {}
-        self._late: list[ReplicaSpec] = []
+        self._verdicts = Verdicts()
+        self._seen = (False, 0)
+        self._wrong: Set[str] = frozenset()
         self._leads = False
         self._began = now
 
@@ -129,17 +132,19 @@ class Leader:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine; `now` is in seconds on any steady clock."""
-        return self._react(event, now) + self._advance(now)
+        return self._react(event, now) + self._advance(now, event)
 
     def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Ready(candidate):
                 self.ready[candidate.peer] = candidate
+                self._verdicts.touch([candidate.peer])
             case Gone(peer):
                 self.ready.pop(peer, None)
+                self._verdicts.touch([peer])
                 return self._reconfigure(Gone, self._lost(peer, "gone"))
             case Held(digest):
-                self.offers.held.add(digest)
+                self._verdicts.touch(self.offers.hold(digest))
             case Received():
                 return self._received(event)
             case Lead(leads):
@@ -155,6 +160,7 @@ class Leader:
     def _received(self, event: Received) -> list[Effect]:
         peer = event.peer
         self.roster.away.discard(peer)
+        self._verdicts.touch([peer])
         match event.message:
             case Attest() as attest:
                 return self._attest(peer, attest)
@@ -180,7 +186,7 @@ class Leader:
 
     def _replica_of(self, peer: str) -> int | None:
         """The replica that has `peer` as a member now."""
-        return self.roster.plan.replica_of(peer) if self.roster.plan else None
+        return self.roster.replica_of(peer)
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
         roster, replica = self.roster, failure.replica
@@ -224,12 +230,9 @@ class Leader:
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
-        there = spare in self.ready and spare not in self._absent
-        return (
-            there
-            and self._holds(dataclasses.replace(stage, peer=spare))
-            and partition.can_take(self.manifest, self.ready[spare], stage)
-        )
+        if spare not in self.ready or spare in self._absent or not self._holds(dataclasses.replace(stage, peer=spare)):
+            return False
+        return partition.can_take(self.manifest, self.ready[spare], stage)
 
     def _tick(self, absent: frozenset[str], now: float) -> list[Effect]:
         self._absent = absent
@@ -240,7 +243,7 @@ class Leader:
         for peer in sorted(absent):
             effects += self._reconfigure(Tick, self._lost(peer, "its session ended"))
         if self.phase is Phase.OPEN and self._leads and now - self._began >= self.manifest.timing.training_seconds:
-            late = tuple(p for r in self._late for p in r.peers if self.offers.of(r.number, p) is None)
+            late = self.offers.missing(self._verdicts.pending.values())
             if late and self._complete:
                 effects += self.position.stay(Tick, [Send(late, TimeUp(round=self.round), False)])
         return effects
@@ -248,19 +251,20 @@ class Leader:
     # --- what peers say
 
     def _attest(self, peer: str, attest: Attest) -> list[Effect]:
-        if not max(self.round - 2, 0) <= attest.round < self.round:
+        if not max(self.round - 2, 0) <= attest.round < self.round or not admission.is_sound(self.manifest, attest):
             return []
         fresh = self.attestations.add(peer, attest)
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
-        replica, plan = self._replica_of(peer), self.roster.plan
-        named = plan.find(offer.replica) if plan is not None else None
+        replica = self._replica_of(peer)
+        named = self.roster.find(offer.replica)
         if named is not None and peer in named.peers:
             replica = offer.replica  # a spare may have been named twice, by two leaders
-        if replica is None or offer.round != self.round or plan is None:
+        spec = None if replica is None else self.roster.find(replica)
+        if replica is None or offer.round != self.round or spec is None:
             return []
-        reason = admission.why_refused(self.manifest, plan.replica(replica), peer, offer)
+        reason = admission.why_refused(self.manifest, spec, peer, offer)
         if reason:
             self.offers.fail(peer, f"offer refused: {reason}")
             return []
@@ -282,21 +286,20 @@ class Leader:
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
         self.offers.begin()
-        self._complete, self._late = {}, []
+        self._complete, self._verdicts = {}, Verdicts()
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = [
-            Moved(commit.round + 1, replica, old, new, partition.why_moved(self.manifest, old, new, self.ready))
-            for replica, old, new in partition.moves(before, commit.plan)
+            Moved(commit.round + 1, number, old, new, partition.why_moved(self.manifest, old, new, self.ready))
+            for number, old, new in partition.moves(before, commit.plan)
         ]
         return [*self.position.stay(Decided, moved)] if moved else []
 
     def _candidates(self) -> list[Candidate]:
-        """Ready peers that attested the state before the open round (round 0: all, there is no state yet), and those of replicas that
-        are forming."""
+        """Ready peers that attested the state before the open round (if there is one), and those of replicas that are forming."""
         there = [c for p, c in sorted(self.ready.items()) if p not in self.roster.away]
         forming = {p for r in (self._last_plan.forming if self._last_plan else ()) for p in r.peers}
         return [c for c in there if c.peer in forming or self.attestations.newest(c.peer) >= self.round - 1]
@@ -306,52 +309,52 @@ class Leader:
         wanted = memory.held_shards(self.manifest, stage.first, stage.last)
         return self.attestations.holds(stage.peer, self.round - 1, wanted)
 
-    def _advance(self, now: float) -> list[Effect]:
+    def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            ready = len(self._candidates()) >= self.manifest.start_peers
-            return self._propose(now, (), (), ()) if ready else []
+            least = self.manifest.start_peers
+            enough = len(self.ready) >= least and len(self._candidates()) >= least
+            return self._propose(now, (), (), ()) if enough else []
         if self.phase is Phase.OPEN and self._leads:
-            return self._decide(now)
+            return self._decide(now, event)
         return []
 
-    def _decide(self, now: float) -> list[Effect]:
+    def _decide(self, now: float, event: Event) -> list[Effect]:
         """Proposes the open round's commit if nobody is to be waited for."""
         timing, waited = self.manifest.timing, now - self._began
         diverged = self.attestations.diverged(self.round - 1, ties=True)
-        complete, left_out, self._late = self._judged({d.peer for d in diverged}, waited)
-        if self._late:
-            offered = [(self._complete[c.replica], c.tokens) for c in complete]
-            if waited < timing.round_deadline and not grace.is_over(self.manifest, offered, self._late, waited):
+        verdicts, news = self._verdicts, self._judged({d.peer for d in diverged}, waited)
+        if verdicts.pending and waited < timing.round_deadline:
+            if not news and isinstance(event, Received | Held | Ready):
+                return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
+            offered = ((self._complete[number], c.tokens) for number, c in verdicts.complete.items())
+            if not grace.is_over(self.manifest, offered, verdicts.pending.values(), waited):
                 return []
-            left_out += [LeftOut(replica=r.number, reason=f"no offer after {waited:.0f} s") for r in self._late]
-        complete, outliers = admission.without_outliers(complete)
-        left_out += outliers
+        complete, outliers = admission.without_outliers(verdicts.contributions())
+        left_out = sorted([*verdicts.left_out(waited), *outliers], key=lambda x: x.replica)
         if not complete and waited < timing.gone_after:
             return []
-        return self._propose(now, tuple(complete), tuple(sorted(left_out, key=lambda x: x.replica)), tuple(diverged))
+        return self._propose(now, tuple(complete), tuple(left_out), tuple(diverged))
 
-    def _judged(
-        self, wrong: Collection[str], waited: float
-    ) -> tuple[list[Contribution], list[LeftOut], list[ReplicaSpec]]:
-        """The replicas whose work is complete, those that failed, and those that are pending. `wrong`: peers that diverged."""
+    def _judged(self, wrong: Set[str], waited: float) -> bool:
+        """Judges the replicas to which something happened; whether there are any. `wrong`: peers that diverged."""
+        silent = waited >= self.manifest.timing.gone_after
+        again = (silent, self.roster.changes) != self._seen
+        self._verdicts.touch(wrong ^ self._wrong)
+        self._seen, self._wrong = (silent, self.roster.changes), wrong
         based = self.attestations.of(self.round - 1)
-        complete: list[Contribution] = []
-        left_out: list[LeftOut] = []
-        pending: list[ReplicaSpec] = []
-        for replica in self.roster.plan.replicas if self.roster.plan else ():
+
+        def judge(replica: ReplicaSpec) -> Contribution | str | None:
             reason = self.roster.ended(replica.number) or self.offers.failure(replica, wrong)
-            if reason is None and waited >= self.manifest.timing.gone_after:
+            if reason is None and silent:
                 reason = self.offers.gone(replica, self.ready)
-            if reason is not None:
-                left_out.append(LeftOut(replica=replica.number, reason=reason))
-            elif self.offers.is_complete(replica, based):
-                complete.append(self.offers.contribution(replica))
-                self._complete.setdefault(replica.number, waited)
-            else:
-                pending.append(replica)
-        return complete, left_out, pending
+            if reason is not None or not self.offers.is_complete(replica, based):
+                return reason
+            self._complete.setdefault(replica.number, waited)
+            return self.offers.contribution(replica)
+
+        return self._verdicts.renew(self.roster.plan, again, judge)
 
     def _propose(
         self,
@@ -374,14 +377,15 @@ class Leader:
             )
             if plan is None and not contributions:
                 return []
+            plan = plan and capacity.bounded(manifest, plan)
         commit = Commit(
             run=manifest.run_id,
             round=round,
             parent=self.head.digest if self.head else manifest.run_id,
             time=now,
             contributions=contributions,
-            left_out=left_out,
-            diverged=diverged,
+            left_out=capacity.shortened(left_out),
+            diverged=capacity.foremost(diverged, self.roster.plan),
             digests=self.attestations.majority(round - 1),
             plan=plan,
         )
@@ -390,11 +394,7 @@ class Leader:
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
-        timing, waited = self.manifest.timing, now - self._began
         members = {p for r in (self._last_plan.replicas if self._last_plan else ()) for p in r.peers}
-        waiting = members - set(self.attestations.of(self.head.round))
-        if waited >= timing.gone_after:
-            waiting &= set(self.ready)
-        if waiting and waited < timing.round_deadline:
-            return []
-        return self.position.step(None, Phase.OVER, [Done(self.head.round)])
+        late = members - set(self.attestations.of(self.head.round))
+        waits = presence.awaited(late, self.ready, self.manifest.timing, now - self._began)
+        return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])

@@ -141,7 +141,11 @@ Effect = Fetch | Propose | Send | Report | Moved | Done
 _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.GATHERING, None, Phase.DECIDING, (Propose,), "we lead, `start_peers` are ready and make a plan"),
     Transition(
-        Phase.OPEN, None, Phase.DECIDING, (Propose,), "we lead and no replica is pending, or is worth waiting for"
+        Phase.OPEN,
+        None,
+        Phase.DECIDING,
+        (Propose,),
+        "we lead and no replica is pending, or none that is worth waiting for",
     ),
     Transition(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
     Transition(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),

@@ -170,8 +170,7 @@ class Member:
             case Committed(record):
                 return self._learn(record, now)
             case Trained() | Failed():
-                self._trained_at = now
-                return self._finished(event)
+                return self._finished(event, now)
             case TimeUp(round):
                 if self.phase is Phase.TRAINING and self._order is not None and self._order.plan.round == round:
                     return self.position.stay(TimeUp, [EndIn(round, 0.0)])
@@ -221,7 +220,7 @@ class Member:
 
     # --- training and its end
 
-    def _finished(self, event: Trained | Failed) -> list[Effect]:
+    def _finished(self, event: Trained | Failed, now: float) -> list[Effect]:
         """The inner steps of a round have ended, those of the round that is due or those that were done ahead."""
         if self._chain_failure is not None and self._chain_failure.round == event.round:
             self._chain_failure = None
@@ -233,6 +232,7 @@ class Member:
         if self.phase is Phase.STOPPING:
             return self.position.step(type(event), Phase.ENCODING, [KeepInFeedback(event.round)])
         if isinstance(event, Trained):
+            self._trained_at = now
             return self.position.step(Trained, Phase.ENCODING, [_encode(self._order, event)])
         self._withdraw = Withdraw(round=event.round, reason=event.reason)
         return self.position.step(Failed, Phase.ENCODING, [Send(self._withdraw), KeepInFeedback(event.round)])

@@ -178,7 +178,7 @@ class KeepInFeedback:
 
 @dataclass(frozen=True, slots=True)
 class EndIn:
-    """Effect: end the training of `round` when so many seconds have passed, with the inner step that ends next to that moment.
+    """Effect: end the training of `round` when so many seconds have passed, with the last inner step that ends before that moment.
 
     At least one step is done. It has no answer of its own: Trained comes then.
     """

@@ -20,15 +20,32 @@ class Offers:
         self.held = set(held)
         self._offers: dict[str, Offer] = {}
         self._failures: dict[str, str] = {}
+        self._lacking: dict[str, set[str]] = {}
+        self._waiting: dict[str, set[str]] = {}
 
     def begin(self) -> None:
         """The next round begins: nothing is offered yet."""
         self._offers, self._failures = {}, {}
+        self._lacking, self._waiting = {}, {}
 
     def take(self, peer: str, offer: Offer) -> list[Part]:
         """Takes an offer that was admitted; the parts that are not held yet are returned."""
+        for digest in self._lacking.pop(peer, ()):
+            self._waiting[digest].discard(peer)
         self._offers[peer] = offer
-        return [part for part in offer.parts if part.digest not in self.held]
+        lacking = [part for part in offer.parts if part.digest not in self.held]
+        self._lacking[peer] = {part.digest for part in lacking}
+        for digest in self._lacking[peer]:
+            self._waiting.setdefault(digest, set()).add(peer)
+        return lacking
+
+    def hold(self, digest: str) -> set[str]:
+        """A payload is durable now; returns the peers whose offers have it."""
+        self.held.add(digest)
+        peers = self._waiting.pop(digest, set())
+        for peer in peers:
+            self._lacking[peer].discard(digest)
+        return peers
 
     def fail(self, peer: str, reason: str) -> None:
         """`peer` gave up or was refused; the first reason counts."""
@@ -41,6 +58,10 @@ class Offers:
         """What `peer` offered as a member of the replica with this number."""
         offer = self._offers.get(peer)
         return offer if offer is not None and offer.replica == number else None
+
+    def missing(self, replicas: Iterable[ReplicaSpec]) -> tuple[str, ...]:
+        """The members of these replicas that have not offered."""
+        return tuple(p for r in replicas for p in r.peers if self.of(r.number, p) is None)
 
     def steps(self, replica: ReplicaSpec) -> int:
         """The most inner steps that a member of the replica has offered, 0 where none has."""
@@ -60,7 +81,7 @@ class Offers:
         """Which member is not among the `ready` ones and has left no offer of which all is here, in words."""
         for peer in replica.peers:
             offer = self._offers.get(peer)
-            if peer not in ready and (offer is None or not self._is_held(offer)):
+            if peer not in ready and (offer is None or self._lacking[peer]):
                 return f"peer {short_peer(peer)}: gone"
         return None
 
@@ -70,7 +91,7 @@ class Offers:
         `based` are the peers that attested the state before the round.
         """
         return all(
-            (offer := self.of(replica.number, peer)) is not None and peer in based and self._is_held(offer)
+            self.of(replica.number, peer) is not None and peer in based and not self._lacking[peer]
             for peer in replica.peers
         )
 
@@ -85,6 +106,3 @@ class Offers:
             loss=losses[-1] if losses else None,
             shares=tuple(Share(peer=p, parts=o.parts) for p, o in zip(replica.peers, offers, strict=True)),
         )
-
-    def _is_held(self, offer: Offer) -> bool:
-        return all(part.digest in self.held for part in offer.parts)

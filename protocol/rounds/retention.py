@@ -16,9 +16,9 @@ from protocol.planning import memory
 from protocol.rounds import admission
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit
+from protocol.wire.commit import Commit, Part
 from protocol.wire.plan import Plan
-from protocol.wire.session import Offer, Offered
+from protocol.wire.session import Offer
 
 SAVE_SECONDS = 5.0
 """So long the error feedback waits before it is written: the round's end, for which everybody waits, goes first."""
@@ -82,10 +82,9 @@ def look_is_due(replay_is_long: bool, looked_at: float, now: float) -> bool:
     return replay_is_long and now - looked_at >= LOOK_SECONDS
 
 
-def fetches_ahead(manifest: Manifest, applied: int, shards: Collection[str], offered: Offered) -> bool:
-    """Whether a payload that was offered, and is not committed yet, is fetched: it is of a round that comes soon and
+def fetches_ahead(manifest: Manifest, applied: int, shards: Collection[str], round: int, part: Part) -> bool:
+    """Whether a payload that was offered to `round`, and is not committed yet, is fetched: it is of a round that comes soon and
     of a shard that is held, and no larger than a payload of that shard can be."""
-    part = offered.part
-    if not applied < offered.round <= applied + AHEAD or part.shard not in shards:
+    if not applied < round <= applied + AHEAD or part.shard not in shards:
         return False
     return 0 < part.size <= admission.largest_payload(manifest, part.shard)

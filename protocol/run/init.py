@@ -8,21 +8,29 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codec.philox import normal_like
+from protocol.codec.topk import Empty, Map, in_memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 
 INIT_STD = 0.02
 
 
-def initial_shard(spec: ModelSpec, seed: bytes, shard: str) -> list[npt.NDArray[np.float32]]:
+def initial_shard(
+    spec: ModelSpec,
+    seed: bytes,
+    shard: str,
+    *,
+    empty: Empty = in_memory,
+    run: Map = map,
+) -> list[npt.NDArray[np.float32]]:
     """One shard of θ(0): norms 1, matrices of std 0.02; those that end a residual branch 0.02 / sqrt(2
-    layers)."""
-    arrays = []
-    for name, shape in layout.tensors(spec, shard):
+    layers). `empty` makes the arrays; `run` may draw their parts on several threads."""
+    arrays = empty(layout.shapes(spec, shard))
+    for (name, shape), array in zip(layout.tensors(spec, shard), arrays, strict=True):
         if len(shape) == 1:
-            arrays.append(np.ones(shape, dtype=np.float32))
-            continue
-        ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
-        std = INIT_STD / math.sqrt(2 * spec.n_layers) if ends_branch else INIT_STD
-        arrays.append(normal_like(seed, "theta0/" + name, shape, std))
+            array.fill(1)
+        else:
+            ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = INIT_STD / math.sqrt(2 * spec.n_layers) if ends_branch else INIT_STD
+            normal_like(seed, "theta0/" + name, shape, std, out=array, run=run)
     return arrays

@@ -42,6 +42,12 @@ class ModelSpec:
             raise ValueError(f"n_layers must be at most {MAX_LAYERS}")
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise ValueError("d_model / n_heads must be an even whole number (RoPE rotates pairs)")
+        for shard, sizes in (("block.0", "d_model or d_ff"), ("head", "vocab_size or d_model")):
+            if shard_bytes(self, shard) > blob_hash.MAX_BLOB:
+                raise ValueError(
+                    f"{shard} has {shard_bytes(self, shard) / 1e9:.1f} GB, a shard may have {blob_hash.MAX_BLOB / 1e9:.1f} GB;"
+                    f" choose a smaller {sizes}"
+                )
 
 
 def shard_names(spec: ModelSpec) -> tuple[str, ...]:

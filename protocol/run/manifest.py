@@ -19,12 +19,15 @@ from protocol.codec.sparse import Codec
 from protocol.errors import UsageError, shown
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
+from protocol.wire import framing
 from protocol.wire.schema import SchemaError, build, plain
 
 LONGEST = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
 FORMAT = 1
 MAX_BYTES = 64 * 1024
+FRAME_HEAD = 256
+"""Bytes of a frame that a micro-batch's values leave free."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +225,12 @@ class Manifest:
                 if not boundary_formats.fits(name, rank or self.model.d_model):
                     raise ValueError(
                         f"chains.rank = {rank} has no {name}: int4 needs an even number of values per token, tah4 a multiple of 16"
+                    )
+                tokens, width = self.train.rows * self.train.sequence, rank or self.model.d_model
+                if tokens * boundary_formats.bytes_per_token(name, width) > framing.MAX_FRAME - FRAME_HEAD:
+                    raise ValueError(
+                        f"chains.rank = {rank}: a micro-batch of {tokens} tokens in {name} does not fit in a frame of"
+                        f" {framing.MAX_FRAME} bytes; choose smaller train.rows, train.sequence or chains.rank"
                     )
 
     @property

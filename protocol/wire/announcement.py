@@ -1,4 +1,4 @@
-"""What a peer says of itself in the DHT."""
+"""What a peer says of itself: to its bootstrap nodes, and some peers in the DHT."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChainReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a peer says of itself in the DHT. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
+    """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
     member of a chain."""
 

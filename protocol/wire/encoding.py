@@ -8,14 +8,16 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from protocol import identity
-from protocol.errors import RemoteError, shown
+from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
+from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import (
+    Announced,
     Attest,
     ChainFailure,
     ChainReconfig,
@@ -37,6 +39,10 @@ class MessageError(RemoteError):
     """A peer sent what is not a message, or one with a wrong signature."""
 
 
+class UnreadableRecord(LocalError):
+    """A record that would be refused when it is read."""
+
+
 Message = (
     Offer
     | Offered
@@ -50,6 +56,10 @@ Message = (
     | LogRequest
     | Finished
     | Announcement
+    | Announced
+    | Lookup
+    | RosterRequest
+    | Roster
     | Prepare
     | Promise
     | Accept
@@ -91,24 +101,38 @@ def expect(cls: type[T], message: Any, peer: str) -> T:
 
 
 def encode_record(record: Record) -> bytes:
-    """A record as it is stored and sent."""
-    return framing.pack_message({"c": plain(record.commit), "n": record.ballot, "v": record.votes})
+    """A record as it is stored and sent: one that `decode_record` reads. Raises UnreadableRecord for any other, which nobody could
+    get over if it were appended."""
+    try:
+        raw = framing.pack_message({"c": plain(record.commit), "n": record.ballot, "v": record.votes})
+        _record(raw)
+    except (SchemaError, framing.FrameError) as error:
+        raise UnreadableRecord(
+            f"commit of round {record.commit.round}: nobody could read its record ({error}); it was not written, tell the operator"
+        ) from None
+    return raw
+
+
+def _record(raw: bytes | memoryview) -> Record:
+    """The record in `raw`, whose signatures are not checked. Raises SchemaError, FrameError."""
+    data = framing.unpack_message(bytes(raw))
+    if not isinstance(data, dict):
+        raise SchemaError("record", "is not a map")
+    fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v")}
+    record = build(Record, fields, ignore_unknown=True)
+    if len(record.votes) > MAX_VOTES:
+        raise SchemaError("votes", f"has {len(record.votes)} entries; at most {MAX_VOTES}")
+    return record
 
 
 def decode_record(raw: bytes | memoryview, peer: str) -> Record:
     """The record in `raw`, which `peer` sent; every signature in it is right. Whether its voters are a majority of the
     round's members is for whoever knows the commit before. Raises MessageError."""
     try:
-        data = framing.unpack_message(bytes(raw))
-        if not isinstance(data, dict):
-            raise SchemaError("record", "is not a map")
-        fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v")}
-        record = build(Record, fields, ignore_unknown=True)
+        record = _record(raw)
     except (SchemaError, framing.FrameError) as error:
         raise MessageError(peer, f"record from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     commit = record.commit
-    if len(record.votes) > MAX_VOTES:
-        raise MessageError(peer, f"record from {short_peer(peer)}: {len(record.votes)} votes; it was dropped")
     body = vote_body(commit.run, commit.round, record.ballot, commit.digest)
     for voter, signature in record.votes.items():
         if not identity.verify(voter, body, signature):

@@ -20,7 +20,11 @@ STATES = "potluck/states/1"
 PIPE = "potluck/pipe/1"
 """Stream between neighbouring stages of a chain, forward and backward."""
 
+ROSTER = "potluck/roster/1"
+"""Call to a bootstrap node: Lookup or RosterRequest -> Roster of at most ROSTER_REPLY bytes."""
+
 LOG_REPLY = 1024 * 1024
+ROSTER_REPLY = 512 * 1024
 MANIFEST_NAME = "manifest"
 TOKENIZER_NAME = "tokenizer"
 """What a bootstrap node serves by name: the run's manifest, and the file of the run's tokenizer."""
@@ -28,5 +32,6 @@ MAX_TOKENIZER = 64 * 1024 * 1024
 
 
 def announcements_key(run: str) -> str:
-    """The DHT key of a run's announcements; one subkey per peer id, each a sealed Announcement."""
+    """The DHT key of the announcements of a run's bootstrap nodes and of some of its peers; one subkey per peer id, each a sealed
+    Announcement."""
     return f"potluck/1/{run}/peers"

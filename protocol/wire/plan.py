@@ -100,6 +100,11 @@ class Plan:
         """The replica with this number, None where there is none."""
         return next((r for r in self.replicas if r.number == number), None)
 
+    @property
+    def count(self) -> int:
+        """How many peers it names."""
+        return sum(len(replica.stages) for replica in (*self.replicas, *self.forming)) + len(self.spares)
+
     def replica_of(self, peer: str) -> int | None:
         """The number of the replica that `peer` is a member of."""
         return next((r.number for r in self.replicas if peer in r.peers), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.wire.commit import Part
+from protocol.wire.commit import Part, Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +21,10 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A leading node has this payload of `peer`'s offer to `round`, and it is valid: others may fetch it at once."""
+    """A leading node has these payloads of offers to `round`, and they are valid: others may fetch them at once."""
 
     round: int
-    peer: str
-    part: Part
+    shares: tuple[Share, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +96,13 @@ class Hello:
 
     run: str
     version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """The sender's newest announcement, sealed (protocol/wire/sealed.py), so that others believe it too."""
+
+    sealed: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,17 @@
 
     python -m tests.benchmarks.memory                  # the grid (about 20 minutes)
     python -m tests.benchmarks.memory --shape wide --stage last --depth 16
+    python -m tests.benchmarks.memory --memory         # of peers that keep everything in memory; else state is in mapped files
+    python -m tests.benchmarks.memory --shape 7b --stage middle --depth 2     # one block of a 7B model: half an hour, 8 GB of disk
 
-The measured stage is a process of its own with all that a peer keeps: theta, error feedback, AdamW's moments, the memory into which
+The measured stage is a process of its own with all that a peer keeps: theta, error feedback, AdamW's moments, the arrays into which
 the next state is written. It does two rounds of one inner step and an outer step, and talks through `peer/chain/pipeline.py` and sockets
 to neighbours in other processes, which give what a neighbour may: activations for as many micro-batches as are let under way, and
 no gradient before so many went forward. With a daemon the sockets would lead there; its own memory is not counted.
 
-Above an idle process: one that has torch loaded and has done the same with a tiny model. The formula is protocol/planning/planner.py's.
+Above an idle process: one that has torch loaded and has done the same with a tiny model. What counts is anonymous memory (RssAnon in
+/proc/PID/status, read every millisecond from outside): it can go nowhere. Pages of files (RssFile) are told beside it; the system
+drops them when it needs room. The formula is protocol/planning/memory.py's.
 Exits with 1 if a peak is off by more than a tenth.
 """
 
@@ -20,10 +24,13 @@ import dataclasses
 import multiprocessing
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Semaphore
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,20 +38,22 @@ import torch
 
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net.base import Stream, Traffic
+from peer.net.disk import LocalDisk
 from peer.net.stream import FrameStream
 from peer.state.outer_optimizer import Outer
 from peer.training import device
 from peer.training.trainer import StageTrainer, make_worker
 from protocol.codec import sparse, subspace
+from protocol.codec.topk import in_memory
 from protocol.planning import memory
-from protocol.run import layout
+from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TrainSpec
 from tests import tiny
 
 MICRO_BATCHES = 16
 ROUNDS = 2
-TIMEOUT = 300.0
+TIMEOUT = 3000.0
 WITHIN = 0.1
 STAGES = ("first", "middle", "last")
 
@@ -60,15 +69,16 @@ class Shape:
     sequence: int
     k: int
     wire: str = "int4"
+    ff: int = 0
 
     def manifest(self, depth: int = MICRO_BATCHES) -> Manifest:
         """Of a step that keeps so many micro-batches under way for a while."""
         model = ModelSpec(
             vocab_size=self.vocab, d_model=self.d, n_layers=3 * self.blocks, n_heads=self.d // 64,
-            d_ff=self.d * 11 // 4, context=self.sequence,
+            d_ff=self.ff or self.d * 11 // 4, context=self.sequence,
         )  # fmt: skip
         train = TrainSpec(
-            inner_steps=1, micro_batches=min(2 * depth + 2, MICRO_BATCHES), rows=self.rows, sequence=self.sequence, lr=1e-3,
+            inner_steps=1, micro_batches=depth if self.ff else min(2 * depth + 2, MICRO_BATCHES), rows=self.rows, sequence=self.sequence, lr=1e-3,
             warmup_steps=0, total_steps=9,
         )  # fmt: skip
         return tiny.manifest(
@@ -88,6 +98,7 @@ SHAPES = {
     "wide-whole": Shape(vocab=32768, d=512, blocks=2, rows=1, sequence=256, k=0, wire="bf16"),
     "long": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64),
     "large": Shape(vocab=16384, d=768, blocks=2, rows=1, sequence=512, k=96),
+    "7b": Shape(vocab=128_000, d=4096, ff=11_008, blocks=1, rows=1, sequence=1024, k=512),
 }
 FEW = (1, 2, 4, 8, 16)
 
@@ -195,20 +206,19 @@ def peer(
     recompute: bool,
     ready: Semaphore,
     gate: Semaphore | None,
+    folder: Path | None,
 ) -> tuple[int, int]:
-    """All that a peer with these shards keeps and does. Returns most micro-batches under way, and frames that waited."""
+    """All that a peer with these shards keeps and does; state is in files of `folder`, if there is one. Returns most micro-batches under way, and frames that waited."""
     manifest = shape.manifest(depth)
-    spec, rng = manifest.model, np.random.default_rng(0)
+    spec = manifest.model
     k = shape.k if any(ends) else 0
     basis = subspace.basis(b"memory", spec.d_model, k) if k else None
-    outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
+    empty = in_memory if folder is None else partial(LocalDisk().arrays, folder)
+    outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
     held = shards if shards[0] == "embed" else ("embed", *shards)
     for shard in held:
-        outer.theta[shard] = [np.empty(shape, np.float32) for shape in layout.shapes(spec, shard)]
-        for array in outer.theta[shard]:
-            for row in array.reshape(-1, array.shape[-1]):
-                row[:] = rng.standard_normal(row.size, np.float32) * 0.02
-    others = {"embed": sparse.encode(manifest.outer.codec, [np.zeros((spec.vocab_size, spec.d_model), np.float32)])}
+        outer.theta[shard] = init.initial_shard(spec, b"memory", shard, empty=empty)
+    others = {} if "embed" in shards else {"embed": sparse.encode(manifest.outer.codec, outer.theta["embed"])}
     trainer = Gated(spec, manifest.train, shards, rank=k, basis=basis)
     trainer.gate, trainer.depth = gate, depth
     scratch: list[Any] = []
@@ -237,19 +247,46 @@ def peer(
 
 def measured(
     shape: Shape, shards: tuple[str, ...], ends: Ends, depth: int, recompute: bool, ready: Semaphore,
-    gate: Semaphore | None, result: Connection,
+    gate: Semaphore | None, files: bool, result: Connection,
 ) -> None:  # fmt: skip
-    """Sends bytes of the peak above the idle process."""
+    """Sends None when the process is idle, and what `peer` returns when it is done."""
     torch.set_num_threads(1)
-    small = dataclasses.replace(shape, vocab=64, d=64, blocks=1, rows=1, sequence=8, k=0)
-    peer(small, layout.shard_names(small.manifest().model), (None, None), depth, False, ready, None)
-    idle = device.peak_rss()
-    most, queued = peer(shape, shards, ends, depth, recompute, ready, gate)
-    result.send((device.peak_rss() - idle, most, queued))
+    small = dataclasses.replace(shape, vocab=64, d=64, ff=0, blocks=1, rows=1, sequence=8, k=0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) if files else None
+        peer(small, layout.shard_names(small.manifest().model), (None, None), depth, False, ready, None, folder)
+        result.send(None)
+        result.send(peer(shape, shards, ends, depth, recompute, ready, gate, folder))
 
 
-def measure(shape: Shape, stage: str, depth: int, recompute: bool) -> tuple[int, int, int]:
-    """The stage between its neighbours: bytes of its peak, and what `peer` returns."""
+def resident(pid: int) -> tuple[int, int]:
+    """Bytes of anonymous memory, and of pages of files that are mapped."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+    return found["RssAnon"], found["RssFile"]
+
+
+def watch(pid: int, result: Connection) -> tuple[tuple[int, int], Any]:
+    """The most of both until something comes, and what comes."""
+    anonymous = mapped = 0
+    while not result.poll(0.001):
+        now = resident(pid)
+        anonymous, mapped = max(anonymous, now[0]), max(mapped, now[1])
+    return (anonymous, mapped), result.recv()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes at the peak above the idle process, and what `peer` returns."""
+
+    anonymous: int
+    mapped: int
+    under_way: int
+    waited: int
+
+
+def measure(shape: Shape, stage: str, depth: int, recompute: bool, files: bool) -> Measured:
+    """The stage between its neighbours."""
     context = multiprocessing.get_context("spawn")
     model, (first, last) = shape.manifest().model, shape.range(stage)
     names = layout.shard_names(model)
@@ -267,23 +304,26 @@ def measure(shape: Shape, stage: str, depth: int, recompute: bool) -> tuple[int,
             links = (other, None) if side else (None, other)
             args = (shape, theirs, links, depth, ready, gate if side else None)
             processes.append(context.Process(target=neighbour, args=args, daemon=True))
-    args = (shape, shards, tuple(ends), depth, recompute, ready, gate, there)
+    args = (shape, shards, tuple(ends), depth, recompute, ready, gate, files, there)
     processes.append(context.Process(target=measured, args=args, daemon=True))
     try:
         for process in processes:
             process.start()
         for end in (*sockets, there):
             end.close()
-        found: tuple[int, int, int] = here.recv()
+        pid = processes[-1].pid
+        assert pid is not None
+        idle, _ = watch(pid, here)
+        peak, (under_way, waited) = watch(pid, here)
     finally:
         for process in processes:
             process.kill()
             process.join()
-    return found
+    return Measured(peak[0] - idle[0], peak[1] - idle[1], under_way, waited)
 
 
 def grid(chosen: argparse.Namespace) -> Iterator[tuple[str, str, bool, int]]:
-    for name in chosen.shape or SHAPES:
+    for name in chosen.shape or [name for name in SHAPES if not SHAPES[name].ff]:
         for stage in chosen.stage or STAGES:
             for recompute in (False, True) if stage != "last" else (False,):
                 for depth in chosen.depth or (range(1, MICRO_BATCHES + 1) if name == "small" else FEW):
@@ -296,22 +336,25 @@ def main() -> int:
     parser.add_argument("--shape", nargs="*", choices=SHAPES)
     parser.add_argument("--stage", nargs="*", choices=STAGES)
     parser.add_argument("--depth", nargs="*", type=int)
+    parser.add_argument("--memory", action="store_true")
     chosen = parser.parse_args()
     worst = 0.0
     print(
-        "| shape | stage | recomputed | depth | peak | formula | off by | under way | waited |\n|---|---|---|---|---|---|---|---|---|"
+        "| shape | stage | recomputed | depth | peak | formula | off by | pages of files | under way | waited |\n"
+        "|---|---|---|---|---|---|---|---|---|---|"
     )
     for name, stage, recompute, depth in grid(chosen):
         shape = SHAPES[name]
-        peak, most, queued = measure(shape, stage, depth, recompute)
+        found = measure(shape, stage, depth, recompute, not chosen.memory)
         manifest, (first, last) = shape.manifest(), shape.range(stage)
         plain = 1 if recompute or stage == "last" else depth
-        expected = memory.memory_at(manifest, first, last, plain, depth)
-        off = peak / expected - 1
+        expected = memory.memory_at(manifest, first, last, plain, depth, in_files=not chosen.memory)
+        off = found.anonymous / expected - 1
         worst = max(worst, abs(off))
         again = "yes" if recompute else "no"
         print(
-            f"| {name} | {stage} | {again} | {depth} | {peak / 1e6:.1f} MB | {expected / 1e6:.1f} MB | {100 * off:+.1f} % | {most} | {queued} |",
+            f"| {name} | {stage} | {again} | {depth} | {found.anonymous / 1e6:.1f} MB | {expected / 1e6:.1f} MB | {100 * off:+.1f} % |"
+            f" {found.mapped / 1e6:.1f} MB | {found.under_way} | {found.waited} |",
             flush=True,
         )
     return 0 if worst <= WITHIN else 1

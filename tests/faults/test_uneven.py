@@ -1,16 +1,22 @@
-"""A chain of two real processes; the first becomes three times slower, as its machine does when somebody else uses it. The next
-plans move blocks away from it, the chain goes on, and all bits agree."""
+"""Real processes on machines of different speed.
+
+A chain of two, of which the first becomes three times slower, as its machine does when somebody else uses it: the next plans move
+blocks away from it. And full replicas of which one is twelve times slower: nobody waits for it, and what it does counts. All bits
+agree.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from peer.demo import recipe
 from peer.events import Event
 from protocol.run.manifest import TimingSpec
 from tests import tiny
 from tests.e2e import swarms
+from tests.faults import paced
 from tests.faults.processes import Swarm, Thief
 
 PEERS = ("weak-0", "weak-1")
@@ -50,3 +56,36 @@ def test_blocks_move_away_from_a_stage_that_became_slow(tmp_path: Path) -> None:
         for name in list(swarm.running):
             swarm.kill(name)
         swarm.check()
+
+
+def test_a_slow_machine_does_fewer_steps_and_all_of_them_count(tmp_path: Path) -> None:
+    made = recipe.make_manifest(swarms.options(Path("unused"), full=3, rounds=10**6, inner_steps=1000), swarms.MODEL)
+    manifest = dataclasses.replace(
+        made,
+        operators=(tiny.OPERATOR.peer_id,),
+        start_peers=3,
+        train=dataclasses.replace(made.train, micro_batches=2, rows=1, sequence=16),
+        timing=TimingSpec(round_deadline=120.0, round_seconds=6.0, heartbeat=0.5, gone_after=10.0),
+    )
+    names = ("quick-0", "quick-1", "slow")
+    with Swarm(tmp_path / "run", manifest, tiny.OPERATORS[:1], module="tests.faults.paced") as swarm:
+        swarm.start_node("node-0")
+        for name in names:
+            paced.set_pace(swarm.folder / name, 0.6 if name == "slow" else 0.05)
+            swarm.start(name)
+        ids = {swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]: name for name in names}
+
+        def of_all() -> list[dict[str, Any]]:
+            commits = [e.fields for e in swarm.events("node-0") if e.kind == "commit"]
+            return [commit for commit in commits if len(commit["contributions"]) == 3]
+
+        swarm.wait("node-0", lambda e: e.kind == "commit" and len(of_all()) >= 3, "three rounds of all")
+        commits = of_all()
+        for name in list(swarm.running):
+            swarm.kill(name)
+        swarm.check()
+    for commit in commits:
+        steps = {ids[c["peers"][0]]: c["steps"] for c in commit["contributions"]}
+        assert steps["slow"] < min(steps["quick-0"], steps["quick-1"]), steps
+        for c in commit["contributions"]:
+            assert c["tokens"] == manifest.train.tokens(c["steps"], 2)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from safetensors.numpy import load
+import numpy as np
+from numpy.typing import NDArray
 
-from peer.net.disk import Piece, Tensors
+from peer.net.disk import Piece
+from protocol.codec import topk
 
 
 @dataclass(slots=True)
@@ -95,11 +96,8 @@ class SimDisk:
     def open(self, path: Path) -> BinaryIO:
         return io.BytesIO(self._file(path).data)
 
-    def tensors(self, path: Path) -> tuple[Tensors, Mapping[str, str]]:
-        data = self._file(path).data
-        tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        return tensors, header.get("__metadata__", {})
+    def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        return topk.in_memory(shapes)
 
     def write(
         self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None

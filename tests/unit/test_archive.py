@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import shutil
 import struct
@@ -71,6 +72,19 @@ def test_what_was_appended_is_read_again_in_pages(tmp_path: Path) -> None:
     assert framing.unpack_message(again.after(2)) == []
     with pytest.raises(UsageError, match="another bootstrap node uses it"):
         open_archive(tmp_path)
+    again.close()
+
+
+def test_a_commit_that_could_not_be_read_again_is_not_appended(tmp_path: Path) -> None:
+    node = open_archive(tmp_path)
+    first, second, _ = commits(3)
+    node.append(tiny.record(first))
+    with pytest.raises(encoding.UnreadableRecord, match="commit of round 1: nobody could read its record"):
+        node.append(tiny.record(dataclasses.replace(second, members=("m",) * 70_000)))
+    node.close()
+    assert (tmp_path / "log").read_bytes() == written(raws(1))
+    again = open_archive(tmp_path)
+    assert again.commits == [first]
     again.close()
 
 

@@ -43,11 +43,11 @@ def test_small_swarms_are_arranged_almost_as_well_as_can_be() -> None:
     assert min(shares) >= 0.90
 
 
-@pytest.mark.parametrize("model", ["0.5B", "1B"])
+@pytest.mark.parametrize("model", ["1B", "7B"])
 def test_larger_swarms_are_arranged_better_than_by_chance_or_greedily(model: str) -> None:
     """A slice of tests/benchmarks/planner.py --swarms."""
     rng = random.Random(model)
-    manifest, peers = plans.manifest_of(model), plans.volunteers(rng, 60)
+    manifest, peers = plans.manifest_of(model), plans.volunteers(rng, 50)
     ours = plans.total(manifest, peers, arrange(manifest, peers)[0])
     by_chance = plans.total(manifest, peers, plans.grouped(manifest, rng.sample(peers, len(peers))))
     by_uplink = plans.total(manifest, peers, plans.grouped(manifest, sorted(peers, key=lambda c: -c.up_bps)))
@@ -264,7 +264,7 @@ def test_the_figures_of_the_paper() -> None:
 
 def test_the_limit_of_a_chain_is_named() -> None:
     manifest = plans.manifest_of("0.5B")
-    half = memory.stage_memory(manifest, 0, 12) * 2 // 3
+    half = memory.stage_memory(manifest, 0, 12) * 4 // 5
     peers = [
         Candidate(peer=p, memory_bytes=half, up_bps=10**9, down_bps=10**9, speed_flops=10**13, coordinates=(0.0,))
         for p in "ab"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from protocol.rounds.attestations import Attestations, majority
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.rounds.attestations import Attestations, diverged, majority
 from protocol.wire.commit import Diverged
 from protocol.wire.session import Attest
 
@@ -70,3 +73,36 @@ def test_a_peer_holds_what_it_attested_and_no_majority_contradicts() -> None:
     assert not known.holds("c", 1, ("embed",)), "the others have other bits"
     assert not known.holds("b", 0, ("embed",))
     assert attested(a={"embed": "x"}, b={"embed": "y"}).holds("a", 1, ("embed",)), "a tie contradicts nobody"
+
+
+Said = tuple[str, dict[str, str]]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abcdef"),
+            st.dictionaries(st.sampled_from(["embed", "block.0", "head"]), st.sampled_from("xyz"), max_size=3),
+        ),
+        max_size=30,
+    )
+)
+def test_what_is_counted_as_it_comes_is_what_counting_all_of_it_gives(said: list[Said]) -> None:
+    known, told, newest = Attestations(), set[tuple[str, str]](), dict[str, dict[str, str]]()
+    for peer, digests in said:
+        fresh = known.add(peer, Attest(round=1, digests=digests))
+        newest[peer] = digests
+        right = majority(newest.values())
+        assert known.majority(1) == right
+        wrong = diverged(newest, right)
+        assert fresh == [d for d in wrong if (d.peer, d.shard) not in told]
+        told |= {(d.peer, d.shard) for d in fresh}
+        assert known.of(1) == newest
+        assert known.diverged(1) == wrong
+        assert known.diverged(1, ties=True) == diverged(newest, right, ties=True)
+        for who in newest:
+            wanted = ("embed", "head")
+            agrees = {"embed", "head"} <= set(newest[who]) and not {d.shard for d in wrong if d.peer == who} & set(
+                wanted
+            )
+            assert known.holds(who, 1, wanted) == agrees

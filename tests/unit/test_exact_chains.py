@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from peer.training.subspace import Boundary, split
+from peer.training.subspace import Boundary
 from peer.training.trainer import COORDINATES
 from protocol.run import layout
 from tests.chains import (
@@ -40,7 +40,7 @@ def _oracle(cuts: tuple[int, ...], k: int, wires: tuple[str, str] = FP32) -> Rec
     boundary = None
     if k:
         u_DK = torch.tensor(BASIS[:, :k].copy())
-        boundary = Boundary(u_DK, split(torch.tensor(theta["embed"][0]), u_DK)[1])
+        boundary = Boundary(u_DK, torch.tensor(theta["embed"][0]))
     project_at(trainer, cuts, boundary, wires)
     asyncio.run(run_chain([trainer]))
     return trainer
@@ -135,11 +135,30 @@ def test_training_equals_the_oracle(cuts: tuple[int, ...], k: int) -> None:
                 assert relative(a, b) < 1e-2, "AdamW magnifies rounding where gradients nearly vanish"
 
 
+def test_a_reader_has_no_copy_of_the_embedding() -> None:
+    """And gets the rows of T_perp that a micro-batch asks for, as often as it asks."""
+    theta, k = random_theta(), D // 8
+    reader = make_chain((2,), k, theta=theta)[1]
+    boundary = reader.stage.boundary
+    assert boundary is not None
+    assert np.shares_memory(boundary.te_VD.numpy(), theta["embed"][0])
+    assert not any(SPEC.vocab_size in p.shape for n, p in reader.stage.named_parameters() if "embed" in n)
+    u_DK, te_VD = BASIS[:, :k].astype(np.float64), theta["embed"][0].astype(np.float64)
+    t_perp_VD = te_VD - te_VD @ u_DK @ u_DK.T
+    nothing_BLK = torch.zeros(2, 5, k)
+    first_BL, second_BL = torch.randint(0, SPEC.vocab_size, (2, 2, 5), generator=torch.Generator().manual_seed(0))
+    rows = [boundary.expand(nothing_BLK, ids_BL) for ids_BL in (first_BL, second_BL, first_BL)]
+    assert relative(rows[0], torch.tensor(t_perp_VD[first_BL.numpy()])) < 1e-5
+    assert relative(rows[1], torch.tensor(t_perp_VD[second_BL.numpy()])) < 1e-5
+    assert torch.equal(rows[0], rows[2])
+    reader.release()
+    assert reader.stage.boundary is None, "the table may change now"
+
+
 def test_boundary_gradients_are_those_of_autograd() -> None:
     rng = torch.Generator().manual_seed(0)
     u_DK = torch.linalg.qr(torch.randn(12, 3, generator=rng, dtype=torch.float64))[0]
-    t_perp_VD = split(torch.randn(7, 12, generator=rng, dtype=torch.float64), u_DK)[1]
-    boundary = Boundary(u_DK, t_perp_VD)
+    boundary = Boundary(u_DK, torch.randn(7, 12, generator=rng, dtype=torch.float64))
     ids_BL = torch.randint(0, 7, (2, 5), generator=rng)
     x_BLD = torch.randn(2, 5, 12, generator=rng, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: boundary.project(x, ids_BL), (x_BLD,))

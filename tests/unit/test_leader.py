@@ -629,3 +629,11 @@ def test_a_stage_at_half_speed_loses_blocks_in_the_next_plan_and_is_named() -> N
         assert isinstance(moved, Moved)
         assert (moved.round, moved.replica, moved.before.blocks, moved.after.blocks) == (3, 0, (2, 2), (3, 1))
         assert moved.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("digests", [{"block.99": "d"}, {"embed": "d" * 65}, {f"{i}": "" for i in range(999)}])
+def test_what_is_attested_of_something_else_than_shards_gets_into_no_commit(digests: dict[str, str]) -> None:
+    driver = opened(FULLS)
+    driver.do(Received("enemy", Attest(round=0, digests=digests)))
+    assert driver.leader.attestations.majority(0) == {"embed": "same"}
+    assert "enemy" not in driver.leader.attestations.of(0)

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.codec import blob_hash
 from protocol.errors import UsageError
-from protocol.run.manifest import HintSpec, Manifest, from_bytes, from_toml, parameters, to_toml
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import ChainSpec, HintSpec, Manifest, from_bytes, from_toml, parameters, to_toml
 from protocol.wire.schema import plain
 from tests import tiny
 
@@ -111,6 +114,44 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
 )
 def test_a_bad_field_is_refused_by_name(field: str, value: str | None, text: str) -> None:
     assert text in _refusal(_toml(field, value))
+
+
+SEVENTY_B = ModelSpec(vocab_size=152_000, d_model=8192, n_layers=80, n_heads=64, d_ff=28_672, context=4096)
+
+
+def test_a_manifest_of_70b_is_taken() -> None:
+    """Its embedding has 4.98 GB."""
+    train = dataclasses.replace(tiny.manifest().train, sequence=4096)
+    manifest = tiny.manifest(model=SEVENTY_B, train=train, chains=ChainSpec(rank=(1024, 128)))
+    assert from_bytes(manifest.to_bytes(), "b") == manifest
+    assert layout.shard_bytes(SEVENTY_B, "head") > 1 << 32
+    assert max(layout.shard_bytes(SEVENTY_B, shard) for shard in layout.shard_names(SEVENTY_B)) <= blob_hash.MAX_BLOB
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({"vocab_size": 300_000}, "model: head has 9.8 GB, a shard may have 8.6 GB; choose a smaller vocab_size or d_model"),
+        ({"d_ff": 90_112}, "model: block.0 has 9.9 GB, a shard may have 8.6 GB; choose a smaller d_model or d_ff"),
+    ],
+)  # fmt: skip
+def test_a_shard_that_is_no_blob_is_refused(model: dict[str, int], text: str) -> None:
+    data = plain(tiny.manifest(model=SEVENTY_B, train=dataclasses.replace(tiny.manifest().train, sequence=4)))
+    data["model"] |= model
+    with pytest.raises(UsageError) as caught:
+        from_bytes(json.dumps(data).encode(), "run.toml")
+    assert f"manifest run.toml: {text}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_micro_batch_that_is_no_frame_is_refused() -> None:
+    """Whole activations of a 70B model: 4096 tokens of 4098 bytes."""
+    data = plain(tiny.manifest(model=SEVENTY_B, chains=ChainSpec(rank=(1024, 0))))
+    data["train"]["sequence"] = 4096
+    with pytest.raises(
+        UsageError, match=r"chains.rank = 0: a micro-batch of 4096 tokens in int4 does not fit in a frame"
+    ):
+        from_bytes(json.dumps(data).encode(), "run.toml")
 
 
 def test_unknown_fields_are_refused_at_every_level() -> None:

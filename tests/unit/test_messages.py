@@ -14,10 +14,11 @@ from protocol.identity import Identity
 from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Share, is_decided
+from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, Share, is_decided
 from protocol.wire.encoding import (
     Message,
     MessageError,
+    UnreadableRecord,
     decode,
     decode_any,
     decode_record,
@@ -26,9 +27,11 @@ from protocol.wire.encoding import (
     expect,
 )
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
+from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
 from protocol.wire.sealed import seal, unseal, unseal_announcement
 from protocol.wire.session import (
+    Announced,
     Attest,
     ChainFailure,
     ChainReconfig,
@@ -83,7 +86,7 @@ REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradient
 SAMPLES: list[Message] = [
     Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
-    Offered(round=1, peer="p", part=PART),
+    Offered(round=1, shares=(Share(peer="p", parts=(PART,)),)),
     Withdraw(round=1, reason="no"),
     Attest(round=1, digests={"embed": "x", "block.0": "y"}),
     Heartbeat(phase="training", round=1, step=2, loss=3.0),
@@ -98,6 +101,10 @@ SAMPLES: list[Message] = [
     Reject(round=2, ballot=4, promised=5),
     ChainFailure(round=1, replica=0, generation=2, peer="p", reason="silent"),
     ChainReconfig(round=1, replica=0, generation=3, peers=("a", "b"), steps=0, reason="p is lost"),
+    Announced(sealed=b"s"),
+    Lookup(peers=("p",), sample=3),
+    RosterRequest(position=-1),
+    Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
     TimeUp(round=2),
 ]
 
@@ -117,10 +124,24 @@ def test_a_record_comes_back_and_a_changed_one_does_not() -> None:
         dataclasses.replace(record, ballot=4),
         dataclasses.replace(record, commit=dataclasses.replace(COMMIT, time=2.0)),
         dataclasses.replace(record, votes={ME.peer_id: record.votes[OTHER.peer_id]}),
-        dataclasses.replace(record, votes={f"{i}": b"" for i in range(17)}),
     ):
         with pytest.raises(MessageError, match="it was dropped"):
             decode_record(encode_record(changed), "p")
+    many = {**framing.unpack_message(raw), "v": {f"{i}": b"" for i in range(17)}}
+    with pytest.raises(MessageError, match="votes: has 17 entries; at most 16; it was dropped"):
+        decode_record(framing.pack_message(many), "p")
+
+
+def test_a_record_that_nobody_could_read_is_not_made() -> None:
+    for commit in (
+        dataclasses.replace(COMMIT, members=("m",) * 70_000),
+        dataclasses.replace(
+            COMMIT, digests={f"{i}": "d" for i in range(65_000)}, members=("m",) * 65_000, time=math.inf
+        ),
+        dataclasses.replace(COMMIT, leader="l" * framing.MAX_MESSAGE),
+    ):
+        with pytest.raises(UnreadableRecord, match=r"nobody could read .*; it was not written, tell the operator"):
+            encode_record(Record(commit=commit, ballot=0, votes={}))
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -16,7 +17,7 @@ import msgpack
 import psutil
 import pytest
 
-from peer.net import address, base, blobs, daemon, dht, directory, keyfile, p2p
+from peer.net import address, base, blobs, daemon, descriptors, dht, directory, keyfile, p2p
 from peer.net.base import Closed, Ended, Stream, Timeout, Transport, TransportLost, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork
 from protocol.errors import RemoteError, UsageError
@@ -490,6 +491,88 @@ def test_a_killed_peer(tmp_path: Path) -> None:
     os.utime(left[0], (0, 0))
     daemon.sweep(SOCKETS)
     assert not Path(left[0]).exists()
+
+
+def _busy_process(folder: Path, bootstrap: str, up: Any, free: Any) -> None:
+    """Another process: a peer that echoes, but whose loop does nothing from a "hold" on until it is free."""
+
+    async def live() -> None:
+        async def hold(stream: Stream) -> None:
+            await stream.send(b"held")
+            assert free.wait(DEADLINE)
+
+        peer = await start(folder / "busy", bootstrap=[bootstrap])
+        await peer.serve("echo", echo)
+        await peer.serve("hold", hold)
+        up.send(peer.peer_id)
+        await asyncio.Event().wait()
+
+    asyncio.run(live())
+
+
+def test_six_clients_open_64_streams_each_to_a_busy_peer(tmp_path: Path) -> None:
+    """None fails: they wait in the queue between the peer's daemon and its process."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    free = context.Event()
+
+    async def work() -> None:
+        async with swarm("p2p", tmp_path, 6) as clients:
+            process = context.Process(
+                target=_busy_process, args=(tmp_path, clients[0].addresses[0], there, free), daemon=True
+            )
+            process.start()
+            there.close()
+            try:
+                peer = await asyncio.to_thread(here.recv)
+                holding = await clients[0].open(peer, "hold", timeout=SOON)
+                assert await holding.recv(timeout=SOON) == b"held"
+                streams = await asyncio.gather(
+                    *(client.open(peer, "echo", timeout=SOON) for client in clients for _ in range(64))
+                )
+                for number, stream in enumerate(streams):
+                    await stream.send(b"%d" % number)
+                free.set()
+                replies = await asyncio.gather(*(stream.recv(timeout=SOON) for stream in streams))
+                assert replies == [b"%d" % number for number in range(6 * 64)]
+            finally:
+                assert process.pid is not None
+                children = psutil.Process(process.pid).children()
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                await asyncio.to_thread(psutil.wait_procs, children, SOON)
+
+    try:
+        run(work())
+    finally:
+        here.close()
+    for left in SOCKETS.iterdir():  # what a killed process cannot remove
+        os.utime(left, (0, 0))
+    daemon.sweep(SOCKETS)
+
+
+def _limits(up: Any, soft: int, hard: int) -> None:
+    """Another process, begun with these limits: what it says of them, and what they are then."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    up.send((descriptors.raise_limit(enough=400), *resource.getrlimit(resource.RLIMIT_NOFILE)))
+
+
+@pytest.mark.parametrize(("soft", "hard", "enough"), [(128, 512, True), (128, 256, False), (300, 300, False)])
+def test_the_limit_of_open_files_is_raised_and_told_where_it_is_low(soft: int, hard: int, enough: bool) -> None:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=_limits, args=(there, soft, hard))
+    process.start()
+    there.close()
+    with here:
+        text, *limits = here.recv()
+    process.join()
+    assert limits == [hard, hard]
+    if enough:
+        assert text is None
+    else:
+        assert f"{hard} at once" in text
+        assert ";" in text
 
 
 def test_our_daemon_dies(tmp_path: Path) -> None:

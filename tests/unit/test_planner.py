@@ -166,34 +166,68 @@ def test_stages_cover_every_shard_once_and_readers_hold_the_embedding() -> None:
 
 
 def test_memory_of_a_full_replica_by_hand() -> None:
-    params = layout.total_parameters(M.model)
-    block = 17 * 8 + 4 * 16
-    scratch = 4 * (16 * 8 + layout.parameters(M.model, "block.0"))
-    head = 4 * 16 * 8
-    assert 24 * params + scratch + 4 * 1 * 8 * (4 * block + 4 * 16 + 2 * block) + head == FULL
+    params, embed = layout.total_parameters(M.model), 16 * 8
+    block, window = 17 * 8 + 4 * 16, memory.window(M)
+    work = 4 * 1 * 8 * (4 * block + 4 * 16 + 2 * block) + 4 * embed
+    assert 16 * params + work == FULL
+    scratch = 4 * (embed + layout.parameters(M.model, "block.0"))
+    assert memory.memory_at(M, 0, LAYERS, 1, window, in_files=False) == 24 * params + scratch + work
 
 
 def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
     m = tiny.manifest(chains=ChainSpec(rank=(4, 2), forward="bf16", backward="int8"))
-    embed, one = 16 * 8, layout.parameters(M.model, "block.0")
-    scratch, block, frame = 4 * (embed + one), 17 * 8 + 4 * 16, 6 * 4
-    work, head = 4 * 8 * 2 * (block + 2 * block) + 8 * frame * 2, layout.parameters(M.model, "head")
-    assert (
-        stage_memory(m, 0, 2)
-        == 24 * 2 * one + 16 * embed + 20 * 16 * 4 + scratch + 4 * 8 * 2 * (2 * block + block) + 8 * frame * 2
-    )
-    assert stage_memory(m, 1, 3) == 24 * 2 * one + 8 * embed + scratch + work
+    embed, one, most = 16 * 8, layout.parameters(M.model, "block.0"), memory.window(m)
+    block, frame, perp = 17 * 8 + 4 * 16, 6 * 4, 16 * 8 * 8
+    work, head = 4 * 8 * 2 * (block + 2 * block) + 8 * frame * 2 + perp, layout.parameters(M.model, "head")
+    assert stage_memory(m, 0, 2) == 16 * 2 * one + 20 * 16 * 4 + 4 * 8 * 2 * (2 * block + block) + 8 * frame * 2 + perp
+    assert stage_memory(m, 1, 3) == 16 * 2 * one + work
     logits = 4 * 8 * 4 * 16
-    last = (
-        24 * (2 * one + head)
-        + 8 * embed
-        + scratch
-        + 4 * 8 * (2 * block + 2 * block)
-        + logits
-        + 8 * frame * 2
-        + 4 * embed
-    )
-    assert stage_memory(m, 2, 4) == last
+    ends = 4 * 8 * (2 * block + 2 * block) + logits + 8 * frame * 2 + 4 * embed + perp
+    assert stage_memory(m, 2, 4) == 16 * (2 * one + head) + ends
+    scratch = 4 * (embed + one)
+    for first, last, state in ((0, 2, 8 * (2 * one + embed)), (1, 3, 8 * 2 * one + 4 * embed)):
+        held = memory.memory_at(m, first, last, 2, most, in_files=False)
+        assert held == stage_memory(m, first, last) + state + scratch
+    alone = 16 * one + 4 * 8 * (block + 2 * block) + 8 * frame * 2 + perp
+    assert stage_memory(m, 1, 2) == alone, "one block computes again what it has no room for"
+
+
+SEVEN_B = tiny.manifest(
+    model=ModelSpec(vocab_size=128_000, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=1024),
+    train=TrainSpec(inner_steps=50, micro_batches=8, rows=1, sequence=1024, lr=1e-3, warmup_steps=0, total_steps=100),
+    chains=ChainSpec(rank=(512,)),
+)
+
+
+def test_what_of_a_7b_model_fits_into_8_12_and_24_gb() -> None:
+    """A machine's memory less a quarter, as `potluck join` takes it where nothing else is said."""
+    layers, room = SEVEN_B.model.n_layers, {gb: int(0.75 * gb * 1e9) for gb in (8, 12, 24)}
+    fits = {
+        gb: [size for size in (1, 2, 3) if stage_memory(SEVEN_B, 1, 1 + size) <= usable] for gb, usable in room.items()
+    }
+    assert fits == {8: [1], 12: [1], 24: [1, 2, 3]}
+    assert stage_memory(SEVEN_B, 1, 2) < 0.8 * room[8], "with margin"
+    assert room[8] < stage_memory(SEVEN_B, 0, 1) <= room[12], "the first stage"
+    assert room[12] < stage_memory(SEVEN_B, layers - 1, layers) <= room[24], "the last stage"
+    assert not memory.in_files(SEVEN_B, 10**12)
+    assert memory.in_files(SEVEN_B, room[24])
+
+
+def test_reading_the_embedding_takes_little() -> None:
+    model = dataclasses.replace(SEVEN_B.model, vocab_size=16)
+    without = stage_memory(dataclasses.replace(SEVEN_B, model=model, chains=ChainSpec(rank=(0,))), 1, 2)
+    width = SEVEN_B.model.d_model - 512  # whole activations have larger frames
+    frames = memory.window(SEVEN_B) * 1024 * width * 4.5
+    assert stage_memory(SEVEN_B, 1, 2) - (without - frames) < 0.3e9
+
+
+def test_a_chain_of_8_gb_machines_with_larger_ends_carries_a_7b_model() -> None:
+    room = {gb: int(0.75 * gb * 1e9) for gb in (8, 12, 24)}
+    members = [room[12], *[room[8]] * 30, room[24]]
+    ranges = partition.split(SEVEN_B, members)
+    assert ranges is not None
+    assert len(ranges) == 32
+    assert partition.split(SEVEN_B, [room[8]] * 32) is None
 
 
 def test_what_memory_is_left_over_makes_the_chain_deeper() -> None:

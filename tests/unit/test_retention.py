@@ -12,7 +12,7 @@ from protocol.rounds import retention
 from protocol.run import layout
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import Offer, Offered
+from protocol.wire.session import Offer
 from tests import tiny
 
 RUN = tiny.manifest(checkpoint_rounds=10)
@@ -46,6 +46,12 @@ def test_who_trains_what_and_who_holds_what() -> None:
     assert retention.held_shards(RUN, PLAN, "spare", warm=False) == ()
     assert retention.held_shards(RUN, PLAN, "stranger", warm=True) == ()
     assert retention.held_shards(RUN, None, "spare", warm=True) == ()
+
+
+def test_who_will_train_a_stage_holds_it_and_trains_nothing_yet() -> None:
+    forming = dataclasses.replace(PLAN, replicas=(), forming=(CHAIN,))
+    assert retention.held_shards(RUN, forming, "last", warm=False) == memory.held_shards(RUN, 1, LAYERS)
+    assert retention.trained_shards(RUN, forming, "last") == ()
 
 
 def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
@@ -104,11 +110,9 @@ def test_a_peer_that_is_behind_asks_now_and_then() -> None:
 
 def test_what_is_fetched_before_it_is_committed() -> None:
     largest = sparse.max_payload_size(RUN.outer.codec, layout.shapes(RUN.model, "embed"))
-    offered = Offered(round=3, peer="first", part=part("embed", "x", largest))
 
     def fetched(applied: int, shards: tuple[str, ...] = SHARDS, size: int = largest) -> bool:
-        changed = dataclasses.replace(offered, part=part("embed", "x", size))
-        return retention.fetches_ahead(RUN, applied, shards, changed)
+        return retention.fetches_ahead(RUN, applied, shards, 3, part("embed", "x", size))
 
     assert [applied for applied in range(5) if fetched(applied)] == [1, 2]
     assert not fetched(2, shards=("head",)), "of a shard that is not held"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,11 +14,14 @@ import pytest
 from peer.log import reader, replay
 from peer.net.base import serve_calls
 from peer.net.blobs import BlobServer, BlobStore
+from peer.net.disk import LocalDisk
 from peer.net.memory import MemoryNetwork
 from peer.ui import log_text
+from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity
 from protocol.rounds import validation
+from protocol.run import layout
 from protocol.wire import encoding, endpoints, framing, sealed
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -123,6 +127,18 @@ def test_a_node_that_repeats_itself_or_lies_is_not_followed_for_ever(log: list[b
         assert len(found.problems) == 1
 
     ask(story, lambda after: framing.pack_message(log))
+
+
+def test_a_replay_in_files_gives_the_same_digests(tmp_path: Path) -> None:
+    async def story(source: reader.Remote) -> None:
+        found = [
+            await replay.verify(MANIFEST, source.records(print), source.payload, pytest.fail, None, empty)
+            for empty in (in_memory, functools.partial(LocalDisk().arrays, tmp_path))
+        ]
+        assert set(found[0].digests) == set(layout.shard_names(MANIFEST.model))
+        assert found[0].digests == found[1].digests
+
+    ask(story, pages(records(commits(2)), 2))
 
 
 def test_payloads_come_by_digest_and_a_wrong_one_is_refused(tmp_path: Path) -> None:

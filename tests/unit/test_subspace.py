@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
 import numpy as np
@@ -47,9 +48,12 @@ def test_normal_like_is_the_stated_sum_of_lanes() -> None:
         assert Fraction(value) == Fraction(float(np.float32(total) * np.float32(0.5 / math.sqrt(4 * (2**32 - 1) / 12))))
 
 
-def test_normal_like_across_blocks() -> None:
-    whole = philox.normal_like(b"s", "n", (13, 11), 2.0)
-    assert (philox.normal_like(b"s", "n", (13, 11), 2.0, block=10) == whole).all()
+def test_normal_like_in_parts_and_on_threads() -> None:
+    whole = philox.normal_like(b"s", "n", (130, 301), 2.0)
+    out = np.full_like(whole, np.nan)
+    with ThreadPoolExecutor(3) as pool:
+        assert philox.normal_like(b"s", "n", (130, 301), 2.0, out=out, run=pool.map, part=1 << 10) is out
+    assert (out == whole).all()
 
 
 def test_normal_like_looks_normal() -> None:
@@ -92,6 +96,29 @@ def test_the_basis_is_orthonormal_and_nested(d: int, data: st.DataObject) -> Non
 def test_a_wide_basis_is_orthonormal() -> None:
     u = subspace.basis(b"seed", 512, 64).astype(np.float64)
     assert np.abs(u.T @ u - np.eye(64)).max() < 1e-6
+
+
+def test_threads_and_panels_change_no_bit_of_the_basis() -> None:
+    d, k = 48, subspace.PANEL * 2 + 9
+    with ThreadPoolExecutor(3) as pool:
+        u = subspace.basis(b"seed", 4 * d, k, pool.map)
+    assert (u == subspace.basis(b"seed", 4 * d, k)).all()
+    rows_KD = philox.normal_like(b"seed", "subspace", (k, 4 * d), 1.0).astype(np.float64)
+    for _ in range(2):
+        for j, row_D in enumerate(rows_KD):  # Gram-Schmidt, row by row
+            row_D /= np.sqrt(halves(row_D * row_D))
+            for later_D in rows_KD[j + 1 :]:
+                later_D -= halves(later_D * row_D) * row_D
+    assert (u == rows_KD.T.astype(np.float32)).all()
+
+
+def halves(x_D: np.ndarray) -> np.float64:
+    """The sum, the upper half added to the lower one until one is left."""
+    while len(x_D) > 1:
+        half = (len(x_D) + 1) // 2
+        upper = np.append(x_D[half:], [0.0] * (2 * half - len(x_D)))
+        x_D = x_D[:half] + upper
+    return np.float64(x_D[0])
 
 
 @pytest.mark.parametrize("k_max", [-1, 5])

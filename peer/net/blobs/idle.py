@@ -19,28 +19,42 @@ class IdleStreams:
     def __init__(self, kept: int = KEPT) -> None:
         self._kept = kept
         self._since: OrderedDict[Stream, float] = OrderedDict()
+        self._of: dict[str, dict[Stream, None]] = {}
 
     def take(self, peer: str) -> Stream | None:
         """The one to `peer` that was used last."""
-        for stream in reversed(self._since):
-            if stream.remote == peer and self._is_fresh(stream):
-                del self._since[stream]
-                return stream
-        return None
+        stream = next(reversed(self._of.get(peer, {})), None)
+        if stream is None or not self._is_fresh(stream):  # the others have waited longer
+            return None
+        self._drop(stream)
+        return stream
 
     async def keep(self, stream: Stream) -> None:
         """Until it is taken, or has waited too long."""
         self._since[stream] = asyncio.get_running_loop().time()
-        newest_first = list(reversed(self._since))
-        over = [old for i, old in enumerate(newest_first) if i >= self._kept or not self._is_fresh(old)]
-        for old in over:  # before anything is awaited: meanwhile others take and keep
-            del self._since[old]
+        self._of.setdefault(stream.remote, {})[stream] = None
+        over: list[Stream] = []
+        while self._since:  # before anything is awaited: meanwhile others take and keep
+            oldest = next(iter(self._since))
+            if len(self._since) <= self._kept and self._is_fresh(oldest):
+                break
+            self._drop(oldest)
+            over.append(oldest)
         await asyncio.gather(*(old.close() for old in over))
 
     async def aclose(self) -> None:
         """Closes them all."""
         while self._since:
-            await self._since.popitem()[0].close()
+            stream = next(iter(self._since))
+            self._drop(stream)
+            await stream.close()
+
+    def _drop(self, stream: Stream) -> None:
+        del self._since[stream]
+        of_peer = self._of[stream.remote]
+        del of_peer[stream]
+        if not of_peer:
+            del self._of[stream.remote]
 
     def _is_fresh(self, stream: Stream) -> bool:
         return asyncio.get_running_loop().time() - self._since[stream] < KEPT_SECONDS

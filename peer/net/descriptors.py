@@ -1,0 +1,34 @@
+"""How many files and sockets this process may have open at once.
+
+A session takes one of our descriptors and two of the network daemon's, which inherits our limit; so does every stream that is
+served. Many systems begin with a soft limit of 1024 and leave it to the process to raise it to the hard one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+
+ENOUGH = 4096
+"""Of descriptors: the daemon keeps as many connections (peer/net/daemon.py)."""
+_UNLIMITED = (1 << 20, 1 << 16, 10_240)
+"""Tried in turn where the hard limit is none: some systems then refuse what is above limits of their own."""
+
+
+def raise_limit(enough: int = ENOUGH) -> str | None:
+    """Raises the soft limit to the hard one. Returns what to tell the user where it still is below `enough`, else None."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _UNLIMITED if hard == resource.RLIM_INFINITY else (hard,)
+    for limit in wanted:
+        if soft == resource.RLIM_INFINITY or soft >= limit:
+            break
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            break
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= enough:
+        return None
+    return (
+        f"open files: this system allows {soft} at once, a run of many peers takes {enough}; "
+        "raise the hard limit (ulimit -Hn, LimitNOFILE= of a service)"
+    )

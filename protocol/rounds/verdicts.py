@@ -1,0 +1,75 @@
+"""What has become of each replica of the open round: complete, failed or pending. Part of the leader's machine, pure.
+
+A replica is judged again only when something happened to one of its members. So an event costs the leader the same time however
+many replicas there are; what is collected of all of them is collected once, for the commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from protocol.wire.commit import Contribution, LeftOut
+from protocol.wire.plan import Plan, ReplicaSpec
+
+Judge = Callable[[ReplicaSpec], Contribution | str | None]
+"""A replica -> what it contributes, why it has failed, or None while it is pending."""
+
+
+class Verdicts:
+    """By the replicas' numbers: what the `complete` ones contribute, why others have `failed`, and the `pending` ones."""
+
+    def __init__(self) -> None:
+        self.complete: dict[int, Contribution] = {}
+        self.failed: dict[int, str] = {}
+        self.pending: dict[int, ReplicaSpec] = {}
+        self._plan: Plan | None = None
+        self._of: dict[str, list[ReplicaSpec]] = {}
+        self._touched: set[str] = set()
+
+    def touch(self, peers: Iterable[str]) -> None:
+        """Something happened to these peers."""
+        self._touched.update(peers)
+
+    def renew(self, plan: Plan | None, again: bool, judge: Judge) -> bool:
+        """Judges the replicas of `plan`: those to whose members something happened, or all of them where the plan is another one
+        than the last time, or `again`. Whether any verdict is another one now."""
+        todo: Iterable[ReplicaSpec]
+        if again or plan is not self._plan:
+            self._plan, self._of = plan, {}
+            self.complete, self.failed, self.pending = {}, {}, {}
+            todo = plan.replicas if plan is not None else ()
+            for replica in todo:
+                for peer in replica.peers:
+                    self._of.setdefault(peer, []).append(replica)
+        else:
+            todo = [replica for peer in self._touched for replica in self._of.get(peer, ())]
+        self._touched.clear()
+        return sum([self._enter(replica, judge(replica)) for replica in todo]) > 0
+
+    def _enter(self, replica: ReplicaSpec, found: Contribution | str | None) -> bool:
+        """Whether that is news."""
+        number = replica.number
+        before = self.complete.get(number) or self.failed.get(number)
+        if before == found and (before is not None or number in self.pending):
+            return False
+        for verdicts in (self.complete, self.failed, self.pending):
+            verdicts.pop(replica.number, None)
+        if found is None:
+            self.pending[replica.number] = replica
+        elif isinstance(found, str):
+            self.failed[replica.number] = found
+        else:
+            self.complete[replica.number] = found
+        return True
+
+    def contributions(self) -> list[Contribution]:
+        """Those of the complete replicas, in the order of the plan."""
+        replicas = self._plan.replicas if self._plan is not None else ()
+        return [self.complete[r.number] for r in replicas if r.number in self.complete]
+
+    def left_out(self, waited: float) -> list[LeftOut]:
+        """The others, after so many seconds."""
+        late = f"no offer after {waited:.0f} s"
+        return [LeftOut(replica=number, reason=reason) for number, reason in self.failed.items()] + [
+            LeftOut(replica=number, reason=late) for number in self.pending
+        ]

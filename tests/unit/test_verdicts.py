@@ -1,0 +1,82 @@
+"""Verdicts that are renewed where something happened are those of judging everything."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.rounds.verdicts import Verdicts
+from protocol.wire.commit import Contribution, LeftOut
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+
+
+def replica(number: int, *peers: str) -> ReplicaSpec:
+    return ReplicaSpec(
+        number=number, rank=0, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers))
+    )
+
+
+PLAN = Plan(round=1, replicas=(replica(5, "a"), replica(3, "b", "c"), replica(9, "d", "e", "f"), replica(7, "g", "b")))
+OTHER = PLAN.replaced(replica(3, "x", "c"))
+PEERS = "abcdefgx"
+
+
+def contribution(number: int) -> Contribution:
+    return Contribution(replica=number, tokens=1, steps=1, loss=None, shares=())
+
+
+def judged(plan: Plan | None, world: dict[str, str]) -> dict[int, Contribution | str | None]:
+    """All of them; `world`: what each peer has done."""
+    out: dict[int, Contribution | str | None] = {}
+    for r in plan.replicas if plan else ():
+        states = [world.get(p, "") for p in r.peers]
+        done = contribution(r.number) if set(states) == {"offered"} else None
+        out[r.number] = "failed" if "failed" in states else done
+    return out
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(PEERS), st.sampled_from(["", "offered", "failed"]), st.sampled_from([0, 0, 0, 1, 2])),
+        max_size=40,
+    )
+)
+def test_renewed_verdicts_are_those_of_judging_all(steps: list[tuple[str, str, int]]) -> None:
+    verdicts, world, plan = Verdicts(), dict[str, str](), PLAN
+    asked: list[int] = []
+    known: dict[int, Contribution | str | None] | None = None
+    for peer, state, change in steps:
+        world[peer] = state
+        verdicts.touch([peer])
+        before = plan
+        plan = OTHER if change == 1 else plan
+        wanted = judged(plan, world)
+        asked.clear()
+
+        def judge(r: ReplicaSpec, wanted: dict[int, Contribution | str | None] = wanted) -> Contribution | str | None:
+            asked.append(r.number)
+            return wanted[r.number]
+
+        first = not verdicts.complete and not verdicts.failed and not verdicts.pending
+        news = verdicts.renew(plan, change == 2, judge)
+        assert news == (change == 2 or plan is not before or wanted != known)
+        known = wanted
+        if not first and change == 0 and plan is before:
+            assert set(asked) == {r.number for r in plan.replicas if peer in r.peers}, "nobody else is judged again"
+        found = {**verdicts.complete, **verdicts.failed, **dict.fromkeys(verdicts.pending)}
+        assert found == wanted
+        order = [r.number for r in plan.replicas]
+        assert [c.replica for c in verdicts.contributions()] == [n for n in order if n in verdicts.complete]
+        assert {x.replica for x in verdicts.left_out(3.0)} == set(order) - set(verdicts.complete)
+
+
+def test_who_is_late_is_left_out_with_the_time() -> None:
+    verdicts = Verdicts()
+    verdicts.renew(PLAN, False, lambda r: "it failed" if r.number == 5 else None)
+    assert verdicts.left_out(12.4)[:2] == [
+        LeftOut(replica=5, reason="it failed"),
+        LeftOut(replica=3, reason="no offer after 12 s"),
+    ]
+    assert not verdicts.renew(PLAN, False, lambda r: None), "nothing happened"
+    assert verdicts.renew(None, False, lambda r: None) is False
+    assert verdicts.pending == {}
