@@ -87,7 +87,7 @@ class BootstrapNode:
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened)
         self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
-        self._roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
+        self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
         self._payloads = Payloads(manifest, transport, archive, self._directory, emit, self._held, self._refused)
@@ -174,10 +174,10 @@ class BootstrapNode:
         ask = encoding.decode(request, remote)
         if not isinstance(ask, Lookup | RosterRequest):
             raise unexpected(remote, "roster", ask)
-        return self._roster.answer(ask)
+        return self.roster.answer(ask)
 
     def _announce_own(self, sealed: bytes) -> None:
-        self._roster.take(self._transport.peer_id, sealed)
+        self.roster.take(self._transport.peer_id, sealed)
 
     def _opened(self, session: Session) -> None:
         """Says that the run is over, if it is; again with every answer about the log, since a message may find no place."""
@@ -187,7 +187,7 @@ class BootstrapNode:
     def _hear(self, peer: str, session: Session, message: Message) -> None:
         if isinstance(message, Announced):
             if session.may_announce(self._heard, self._clock.steady()):
-                announcement = self._roster.take(peer, message.sealed)
+                announcement = self.roster.take(peer, message.sealed)
                 if announcement is not None:
                     self._directory.learn([announcement])
                     self._announced(peer, announcement)
@@ -218,7 +218,7 @@ class BootstrapNode:
             now, heard, timing = self._clock.steady(), self._sessions.heard, self.manifest.timing
             for peer in presence.gone(self._ready, heard, timing, now):
                 del self._ready[peer]
-                self._roster.remove(peer)
+                self.roster.remove(peer)
                 if peer not in self._sessions.open:
                     self._directory.lost(peer)
                 self._events.put_nowait(leader_events.Gone(peer))

@@ -69,6 +69,11 @@ class Heard:
         self._known.move_to_end(peer)
         return found
 
+    def find(self, peer: str) -> Announcement | None:
+        """The newest announcement of `peer`."""
+        known = self._known.get(peer)
+        return None if known is None else sealed.unseal_announcement(known[2], peer, self._run)
+
     def remove(self, peer: str) -> None:
         """`peer` has gone."""
         if self._known.pop(peer, None) is not None:

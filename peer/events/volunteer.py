@@ -137,7 +137,7 @@ class AnnouncedLoad(StageLoad):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
-    """What a peer's announcement in the DHT says that the one before did not. Only `potluck monitor` tells it."""
+    """What a peer's announcement says that the one before did not. Only `potluck monitor` tells it."""
 
     phase: str
     """What the peer does, in its own word."""

@@ -24,8 +24,8 @@ from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
 from protocol.wire.roster import MOST_LOOKED_UP
 
-TTL_SECONDS = 60.0
-"""Of a record in the DHT; it is stored again after a third of it."""
+TTL_SECONDS = 300.0
+"""Of a record in the DHT; it is stored again after a third of it. To store one costs everybody who keeps it a reading of all."""
 PUBLISH_SECONDS = 5.0
 """Between two announcements of a peer, at least; in a large swarm more, see TOGETHER."""
 TOGETHER = 100.0
@@ -101,16 +101,15 @@ class Directory:
             await asyncio.sleep(PUBLISH_SECONDS)
 
     async def publish(self) -> None:
-        """Keeps the newest announcement in the DHT, if we are one of those whose is; `announce` is begun before. Never returns. Raises
-        TransportLost."""
-        stored, stored_at = b"", float("-inf")
+        """Keeps an announcement in the DHT, if we are one of those whose is; `announce` is begun before. What it says besides addresses
+        gets old there. Never returns. Raises TransportLost."""
+        stored_at = float("-inf")
         while True:
-            due = self._clock.steady() - stored_at > TTL_SECONDS / 3
-            if self.sealed and self.is_sampled and (self.sealed != stored or due):
-                stored, stored_at = self.sealed, self._clock.steady()
+            if self.sealed and self.is_sampled and self._clock.steady() - stored_at > TTL_SECONDS / 3:
                 with contextlib.suppress(RemoteError):
                     key = endpoints.announcements_key(self.manifest.run_id)
-                    await self._transport.store(key, self._transport.peer_id, stored, ttl=TTL_SECONDS)
+                    if await self._transport.store(key, self._transport.peer_id, self.sealed, ttl=TTL_SECONDS):
+                        stored_at = self._clock.steady()
             await asyncio.sleep(PUBLISH_SECONDS)
 
     # --- where others are

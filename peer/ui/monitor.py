@@ -113,21 +113,17 @@ class Monitor:
                     raise BadLog(node, f"{where} {error}; ask another bootstrap node") from None
 
     async def _everybody(self) -> dict[str, Announcement]:
-        """The newest announcement of everyone whom a bootstrap node or the DHT knows. Raises RemoteError where neither answers."""
-        told = False
-        with contextlib.suppress(RemoteError):
-            await self._roster.refresh(self.manifest.operators)
-            told = True
-        found = dict(self._roster.known)
+        """The newest announcement of everyone whom a bootstrap node knows, and of the other nodes; without one, of those in the DHT.
+        Raises RemoteError where neither answers."""
         try:
-            stored = await directory.announcements(self.transport, self.manifest.run_id)
+            await self._roster.refresh(self.manifest.operators)
         except RemoteError:
-            if not told:
-                raise
-            stored = {}
-        for peer, announcement in stored.items():
-            if peer not in found or found[peer].serial < announcement.serial:
-                found[peer] = announcement
+            return await directory.announcements(self.transport, self.manifest.run_id)
+        found = dict(self._roster.known)
+        if not set(self.manifest.operators) <= set(found):
+            with contextlib.suppress(RemoteError):
+                stored = await directory.announcements(self.transport, self.manifest.run_id)
+                found.update({p: a for p, a in stored.items() if p in self.manifest.operators and p not in found})
         return found
 
     async def _announcements(self, sink: Sink) -> None:

@@ -62,9 +62,10 @@ def allot(
         slot += steps * micro_batches * manifest.train.rows
         return work
 
+    known = {r.number: r for r in previous.replicas} if previous is not None else {}
     shares: list[tuple[int, int]] = []
     for i, replica in enumerate(planned):
-        before = previous.find(replica.number) if previous is not None else None
+        before = known.get(replica.number)
         shares.append(share(manifest, replica, there, before, (done or {}).get(replica.number)))
         ahead = before.following if before is not None and before.is_like(replica) else None
         planned[i] = dataclasses.replace(replica, work=ahead or fresh(*shares[i]), following=None)

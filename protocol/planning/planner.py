@@ -103,8 +103,9 @@ def make_plan(
     if not replicas:
         return None
     begin = [r for r in replicas if r.number != NEW or holds is None or all(map(holds, r.stages))] or replicas
+    begun = set(map(id, begin))
     plan = allot(manifest, round, begin, sorted(free), there, previous, done)
-    return dataclasses.replace(plan, forming=tuple(r for r in replicas if r not in begin))
+    return dataclasses.replace(plan, forming=tuple(r for r in replicas if id(r) not in begun))
 
 
 Chain = tuple[Sequence[Candidate], Ranges]

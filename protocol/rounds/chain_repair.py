@@ -71,9 +71,26 @@ class ChainRoster:
         self.reconfigs: dict[int, ChainReconfig] = {}
         self.away: set[str] = set()
         self.changes = 0
+        self._index: tuple[Plan | None, dict[int, ReplicaSpec], dict[str, int]] | None = None
         self._logged = plan
         self._retried: set[tuple[int, str]] = set()
         self._followers: set[tuple[int, int, str]] = set()
+
+    def find(self, replica: int) -> ReplicaSpec | None:
+        """The replica with this number, as it is now."""
+        return self._indexed()[0].get(replica)
+
+    def replica_of(self, peer: str) -> int | None:
+        """The number of the replica that `peer` is a member of now."""
+        return self._indexed()[1].get(peer)
+
+    def _indexed(self) -> tuple[dict[int, ReplicaSpec], dict[str, int]]:
+        """The replicas by number, and the first one of each peer."""
+        if self._index is None or self._index[0] is not self.plan:
+            replicas = self.plan.replicas if self.plan is not None else ()
+            of = {peer: r.number for r in reversed(replicas) for peer in r.peers}
+            self._index = (self.plan, {r.number: r for r in replicas}, of)
+        return self._index[1:]
 
     def ended(self, replica: int) -> str | None:
         """Why this chain's round is over, if it is."""

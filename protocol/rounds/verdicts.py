@@ -32,7 +32,7 @@ class Verdicts:
 
     def renew(self, plan: Plan | None, again: bool, judge: Judge) -> bool:
         """Judges the replicas of `plan`: those to whose members something happened, or all of them where the plan is another one
-        than the last time, or `again`. Whether anything was judged."""
+        than the last time, or `again`. Whether any verdict is another one now."""
         todo: Iterable[ReplicaSpec]
         if again or plan is not self._plan:
             self._plan, self._of = plan, {}
@@ -44,11 +44,14 @@ class Verdicts:
         else:
             todo = [replica for peer in self._touched for replica in self._of.get(peer, ())]
         self._touched.clear()
-        for replica in todo:
-            self._enter(replica, judge(replica))
-        return bool(todo)
+        return sum([self._enter(replica, judge(replica)) for replica in todo]) > 0
 
-    def _enter(self, replica: ReplicaSpec, found: Contribution | str | None) -> None:
+    def _enter(self, replica: ReplicaSpec, found: Contribution | str | None) -> bool:
+        """Whether that is news."""
+        number = replica.number
+        before = self.complete.get(number) or self.failed.get(number)
+        if before == found and (before is not None or number in self.pending):
+            return False
         for verdicts in (self.complete, self.failed, self.pending):
             verdicts.pop(replica.number, None)
         if found is None:
@@ -57,6 +60,7 @@ class Verdicts:
             self.failed[replica.number] = found
         else:
             self.complete[replica.number] = found
+        return True
 
     def contributions(self) -> list[Contribution]:
         """Those of the complete replicas, in the order of the plan."""

@@ -10,7 +10,6 @@ import pytest
 
 from peer import events
 from peer.node.orders import Result
-from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
 from tests.volunteers import Noise, Swarm, manifest
 
@@ -62,9 +61,7 @@ def test_a_member_of_a_chain_announces_what_it_measured(tmp_path: Path) -> None:
                     await never.wait()
 
             def announced() -> Announcement | None:
-                key = endpoints.announcements_key(swarm.manifest.run_id)
-                _, record = swarm.network.records.get(key, {}).get(peer.id, (0.0, b""))
-                return sealed.unseal_announcement(record, peer.id, swarm.manifest.run_id)
+                return swarm.machine.roster.find(peer.id)
 
             def telling(manifest: Any, peer: str, *rest: Any) -> Noise:
                 return Telling(rest[-1], hold, manifest, peer)
