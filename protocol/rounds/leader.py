@@ -54,7 +54,7 @@ from collections.abc import Sequence, Set
 from protocol.identity import short_peer
 from protocol.planning import memory, partition, planner
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, capacity, grace
+from protocol.rounds import admission, capacity, grace, presence
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -230,12 +230,9 @@ class Leader:
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
-        there = spare in self.ready and spare not in self._absent
-        return (
-            there
-            and self._holds(dataclasses.replace(stage, peer=spare))
-            and partition.can_take(self.manifest, self.ready[spare], stage)
-        )
+        if spare not in self.ready or spare in self._absent or not self._holds(dataclasses.replace(stage, peer=spare)):
+            return False
+        return partition.can_take(self.manifest, self.ready[spare], stage)
 
     def _tick(self, absent: frozenset[str], now: float) -> list[Effect]:
         self._absent = absent
@@ -246,8 +243,7 @@ class Leader:
         for peer in sorted(absent):
             effects += self._reconfigure(Tick, self._lost(peer, "its session ended"))
         if self.phase is Phase.OPEN and self._leads and now - self._began >= self.manifest.timing.training_seconds:
-            pending = self._verdicts.pending.values()
-            late = tuple(p for r in pending for p in r.peers if self.offers.of(r.number, p) is None)
+            late = self.offers.missing(self._verdicts.pending.values())
             if late and self._complete:
                 effects += self.position.stay(Tick, [Send(late, TimeUp(round=self.round), False)])
         return effects
@@ -297,14 +293,13 @@ class Leader:
         self.attestations.forget(commit.round - 1)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = [
-            Moved(commit.round + 1, replica, old, new, partition.why_moved(self.manifest, old, new, self.ready))
-            for replica, old, new in partition.moves(before, commit.plan)
+            Moved(commit.round + 1, number, old, new, partition.why_moved(self.manifest, old, new, self.ready))
+            for number, old, new in partition.moves(before, commit.plan)
         ]
         return [*self.position.stay(Decided, moved)] if moved else []
 
     def _candidates(self) -> list[Candidate]:
-        """Ready peers that attested the state before the open round (round 0: all, there is no state yet), and those of replicas that
-        are forming."""
+        """Ready peers that attested the state before the open round (if there is one), and those of replicas that are forming."""
         there = [c for p, c in sorted(self.ready.items()) if p not in self.roster.away]
         forming = {p for r in (self._last_plan.forming if self._last_plan else ()) for p in r.peers}
         return [c for c in there if c.peer in forming or self.attestations.newest(c.peer) >= self.round - 1]
@@ -318,9 +313,9 @@ class Leader:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            enough = self.manifest.start_peers
-            ready = len(self.ready) >= enough and len(self._candidates()) >= enough
-            return self._propose(now, (), (), ()) if ready else []
+            least = self.manifest.start_peers
+            enough = len(self.ready) >= least and len(self._candidates()) >= least
+            return self._propose(now, (), (), ()) if enough else []
         if self.phase is Phase.OPEN and self._leads:
             return self._decide(now, event)
         return []
@@ -333,8 +328,6 @@ class Leader:
         if verdicts.pending and waited < timing.round_deadline:
             if not news and isinstance(event, Received | Held | Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
-            if waited <= timing.training_seconds:
-                return []
             offered = ((self._complete[number], c.tokens) for number, c in verdicts.complete.items())
             if not grace.is_over(self.manifest, offered, verdicts.pending.values(), waited):
                 return []
@@ -401,11 +394,7 @@ class Leader:
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
-        timing, waited = self.manifest.timing, now - self._began
         members = {p for r in (self._last_plan.replicas if self._last_plan else ()) for p in r.peers}
-        waiting = members - set(self.attestations.of(self.head.round))
-        if waited >= timing.gone_after:
-            waiting &= set(self.ready)
-        if waiting and waited < timing.round_deadline:
-            return []
-        return self.position.step(None, Phase.OVER, [Done(self.head.round)])
+        late = members - set(self.attestations.of(self.head.round))
+        waits = presence.awaited(late, self.ready, self.manifest.timing, now - self._began)
+        return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])

@@ -59,6 +59,10 @@ class Offers:
         offer = self._offers.get(peer)
         return offer if offer is not None and offer.replica == number else None
 
+    def missing(self, replicas: Iterable[ReplicaSpec]) -> tuple[str, ...]:
+        """The members of these replicas that have not offered."""
+        return tuple(p for r in replicas for p in r.peers if self.of(r.number, p) is None)
+
     def steps(self, replica: ReplicaSpec) -> int:
         """The most inner steps that a member of the replica has offered, 0 where none has."""
         offers = [self.of(replica.number, peer) for peer in replica.peers]

@@ -26,3 +26,11 @@ def absent(
 def gone(ready: Iterable[str], heard: Mapping[str, float], timing: TimingSpec, now: float) -> list[str]:
     """The `ready` peers that gave no sign of life for a lease."""
     return [p for p in ready if now - heard.get(p, now) > timing.gone_after]
+
+
+def awaited(late: Collection[str], ready: Collection[str], timing: TimingSpec, waited: float) -> bool:
+    """Whether the end of the run waits for the peers that have not attested its final state, `waited` seconds after it was decided:
+    for those that are gone not for long, and for nobody for ever."""
+    if waited >= timing.gone_after:
+        late = set(late) & set(ready)
+    return bool(late) and waited < timing.round_deadline

@@ -4,13 +4,14 @@
     python -m tests.benchmarks.start --layers 2        # the same with fewer blocks
     python -m tests.benchmarks.start --rank 512 --d 8192 --layers 1
 
-Prints seconds, processor seconds (on a machine that others use, half of these is what two idle cores would need), and the most
-memory above the start.
+Prints seconds, processor seconds (on a machine that others use, half of these is what two idle cores would need), how many of these
+the system took, most of them to give fresh memory, and the most memory above the start.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +27,14 @@ SEED = b"potluck/1"
 
 def timed(name: str, count: float, work: Callable[[], None]) -> None:
     """Does `work`, which makes `count` of something, and prints a row."""
-    rss, began, cpu = device.peak_rss(), time.perf_counter(), time.process_time()
+    rss, began, cpu = device.peak_rss(), time.perf_counter(), os.times()
     work()
-    seconds, busy = time.perf_counter() - began, time.process_time() - cpu
-    peak = (device.peak_rss() - rss) / 1e6
-    print(f"| {name} | {seconds:.1f} | {busy:.1f} | {1e9 * busy / count:.2f} | {peak:.0f} MB |", flush=True)
+    seconds, end = time.perf_counter() - began, os.times()
+    system = end.system - cpu.system
+    busy, peak = end.user - cpu.user + system, (device.peak_rss() - rss) / 1e6
+    print(
+        f"| {name} | {seconds:.1f} | {busy:.1f} | {system:.1f} | {1e9 * busy / count:.2f} | {peak:.0f} MB |", flush=True
+    )
 
 
 def main() -> None:
@@ -50,7 +54,9 @@ def main() -> None:
         for shard in layout.shard_names(spec):
             init.initial_shard(spec, SEED, shard, run=run)
 
-    print("| what | seconds | processor seconds | ns each | peak above the start |\n|---|---|---|---|---|")
+    print(
+        "| what | seconds | processor seconds | of them the system's | ns each | peak above the start |\n|---|---|---|---|---|---|"
+    )
     parameters, d, k = layout.total_parameters(spec), chosen.d, chosen.rank
     with ThreadPoolExecutor(chosen.threads) as pool:
         timed(f"θ(0), {parameters / 1e9:.2f} G parameters", parameters, lambda: draw(pool.map))

@@ -23,3 +23,11 @@ def test_gone_is_who_was_silent_for_a_lease() -> None:
     assert presence.gone(PEERS, heard, TIMING, 112.1) == ["a"]
     assert presence.gone(PEERS, heard, TIMING, 117.1) == ["a", "b"]
     assert presence.gone(PEERS, {}, TIMING, 1e9) == [], "a node that has just begun has heard of nobody yet"
+
+
+def test_the_end_waits_for_who_is_there_and_not_long_for_who_is_gone() -> None:
+    assert presence.awaited({"a"}, set(), TIMING, 11.9), "it may be back"
+    assert not presence.awaited({"a"}, {"b"}, TIMING, 12.0)
+    assert presence.awaited({"a"}, {"a"}, TIMING, 59.9), "it still applies the last round"
+    assert not presence.awaited({"a"}, {"a"}, TIMING, 60.0)
+    assert not presence.awaited(set(), {"a"}, TIMING, 0.0)
