@@ -234,7 +234,8 @@ class BootstrapNode:
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
         """A peer with a session says this of itself."""
-        candidate = Candidate(**{name: getattr(announcement, name) for name in Candidate.__slots__})
+        said = {name: getattr(announcement, name) for name in Candidate.__slots__ if hasattr(announcement, name)}
+        candidate = Candidate(**said)
         known = self._ready.get(peer)
         if known == candidate:
             return

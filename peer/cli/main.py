@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peer.cli import commands
+from peer.cli import plan as planning
 from peer.demo import recipe, swarm
 from protocol.errors import PotluckError
 
@@ -129,6 +130,32 @@ def monitor(
     """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing."""
 
     _run(commands.monitor(run, json))
+
+
+@app.command(epilog="Example: potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS")
+def plan(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|FILE]",
+            help="A run, as for monitor; or a TOML file with a list of peers (docs/guides/plan.md).",
+            show_default=False,
+        ),
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CHANGE",
+            help="Peers that come, +N:MEMORY,UP,DOWN,SPEED, or one that leaves, -PEER; may be repeated.",
+        ),
+    ] = None,
+    figures: Annotated[
+        bool, typer.Option("--figures", help="Print Figures 2 and 3 of the main paper from the same cost model.")
+    ] = False,
+) -> None:
+    """Print the plan that the matchmaker would make, its tokens per second, and why it is so. Changes nothing."""
+
+    _run(planning.plan(run, what_if or (), figures, lambda line: print(line, flush=True)))
 
 
 @log.command("show", epilog="Example: potluck log show demo-run/bootstrap")

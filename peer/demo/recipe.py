@@ -9,7 +9,9 @@ from pathlib import Path
 from peer.node import open_run
 from protocol.errors import UsageError
 from protocol.identity import Identity
-from protocol.planning import memory, partition, planner
+from protocol.planning import memory, partition
+from protocol.planning.arrange import arrange
+from protocol.planning.partition import Candidate
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
 
@@ -108,13 +110,16 @@ def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
     wanted = [(f"full-{i}", memory.stage_memory(manifest, 0, layers), 1_000_000_000) for i in range(options.full)]
     last = memory.stage_memory(manifest, layers - 1, layers)
     rest = _least_memory(manifest, options.stages, last) if options.chains else 0
+    sizes = [rest] * (options.stages - 1) + [last]
     for chain in range(options.chains):
         # each chain a little slower than the one before, so that the matchmaker does not mix their members
-        up = int(_uplink(manifest, options.rank[chain % len(options.rank)]) * (1 + 0.01 * (options.chains - chain)))
+        up = int(
+            _uplink(manifest, sizes, options.rank[chain % len(options.rank)]) * (1 + 0.01 * (options.chains - chain))
+        )
         for stage in range(options.stages):
             wanted.append((f"chain-{chain}-{stage}", last if stage == options.stages - 1 else rest, up))
     for spare in range(options.spares):
-        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, options.rank[-1])))
+        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, sizes, options.rank[-1])))
     return [PeerSpec(name, identity_of(options.seed, name), size, up) for name, size, up in wanted]
 
 
@@ -130,11 +135,17 @@ def _least_memory(manifest: Manifest, stages: int, last: int) -> int:
     return high
 
 
-def _uplink(manifest: Manifest, rank: int) -> int:
-    """The least round uplink, in bits per second, at which the matchmaker chooses `rank`."""
+def _uplink(manifest: Manifest, sizes: list[int], rank: int) -> int:
+    """An uplink, in bits per second, at which the matchmaker chooses `rank` for a chain of members with these memories."""
     up = 100  # one chain may be a hundredth slower than another
-    while planner.boundary_rank(manifest, up) != rank:
-        up = max(up + 1, up * 21 // 20)
-        if up > 10**12:
+    while _rank(manifest, sizes, up) != rank or _rank(manifest, sizes, up * 51 // 50) != rank:
+        up = max(up + 1, up * 26 // 25)
+        if up > 10**13:
             raise UsageError(f"--rank {rank}: cannot be told from the other values of --rank; give different ones")
     return up
+
+
+def _rank(manifest: Manifest, sizes: list[int], up: int) -> int:
+    members = [Candidate(peer=str(i), memory_bytes=size, up_bps=up, down_bps=up) for i, size in enumerate(sizes)]
+    replicas, _ = arrange(manifest, members)
+    return replicas[0].rank

@@ -95,6 +95,16 @@ def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int, 
     return _kept(manifest, first, last, in_files) + max(flight + _backward(manifest, first, last), at_rest)
 
 
+def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool) -> int:
+    """What a stage needs before any micro-batch is in flight: what stays from step to step, and the gradients within a block."""
+    return _kept(manifest, first, last, in_files) + _backward(manifest, first, last)
+
+
+def least_depth(manifest: Manifest, first: int, last: int) -> int:
+    """For how many micro-batches under way every stage has memory, without computing any activations anew."""
+    return window(manifest) if last == manifest.model.n_layers else in_flight(manifest, first, last)
+
+
 @functools.lru_cache(maxsize=8)
 def _all_in_memory(manifest: Manifest) -> int:
     """Bytes for the most demanding stage there may be, without files."""
@@ -160,10 +170,8 @@ def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> tupl
     The second keeps all activations of one micro-batch, and of each what came in.
     """
     one, frame = activation_bytes(manifest, first, last), frame_bytes(manifest, first, last)
-    kept = _kept(manifest, first, last, in_files(manifest, memory_bytes))
-    free = memory_bytes - kept - _backward(manifest, first, last)
-    least = window(manifest) if last == manifest.model.n_layers else in_flight(manifest, first, last)
-    plain = max(free // (one + frame), least)
+    free = memory_bytes - resting_bytes(manifest, first, last, in_files=in_files(manifest, memory_bytes))
+    plain = max(free // (one + frame), least_depth(manifest, first, last))
     return plain, max(plain, (free - one) // max(frame, 1))
 
 

@@ -35,13 +35,19 @@ HORIZON_ROUNDS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A peer that is announced, connected and ready; the fields are those of its announcement, 0 where it does not know."""
+    """A peer that is announced, connected and ready. The first fields are those of its announcement, 0 where it does not
+    know. `coordinates`: its place, in milliseconds, so that the one-way latency between two peers is about their distance
+    (Dabek et al., Vivaldi, SIGCOMM 2004); empty: unknown. `presence`: in which share of the recent rounds it was there.
+    `reachable`: `direct`, `private` (behind a router that lets nobody in) or empty: unknown."""
 
     peer: str
     memory_bytes: int
     up_bps: int
     down_bps: int = 0
     speed_flops: int = 0
+    coordinates: tuple[float, ...] = ()
+    presence: float = 1.0
+    reachable: str = ""
 
 
 def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:

@@ -31,15 +31,20 @@ STEADY = 0.05
 @functools.lru_cache(maxsize=8)
 def work(manifest: Manifest) -> dict[tuple[int, int], int]:
     """(first, last) -> operations of one micro-batch, forward and backward, for every range of blocks."""
-    spec, tokens = manifest.model, manifest.train.rows * manifest.train.sequence
-    layers, d = spec.n_layers, spec.d_model
-    block = 6 * (4 * d * d + 3 * d * spec.d_ff) + 12 * manifest.train.sequence * d
-    embed, head = d, 6 * spec.vocab_size * d
+    layers, (embed, block, head) = manifest.model.n_layers, parts(manifest)
     return {
-        (a, b): tokens * ((b - a) * block + (embed if a == 0 else 0) + (head if b == layers else 0))
+        (a, b): (b - a) * block + (embed if a == 0 else 0) + (head if b == layers else 0)
         for a in range(layers)
         for b in range(a + 1, layers + 1)
     }
+
+
+def parts(manifest: Manifest) -> tuple[int, int, int]:
+    """Operations of one micro-batch, forward and backward, in the embedding, in one block and in the head."""
+    spec, tokens = manifest.model, manifest.train.rows * manifest.train.sequence
+    d = spec.d_model
+    block = 6 * (4 * d * d + 3 * d * spec.d_ff) + 12 * manifest.train.sequence * d
+    return tokens * d, tokens * block, tokens * 6 * spec.vocab_size * d
 
 
 class Speedometer:

@@ -338,7 +338,7 @@ class Twins:
 
 def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:
     taken = set()
-    for seed in range(60):
+    for seed in range(200):
         twins = Twins(seed)
         twins.live(400)
         taken |= taken_by(*(node.position for node in twins.nodes))

@@ -1,0 +1,200 @@
+"""What `potluck plan` does: peers from a file or from a run, changed by `--what-if`, and the plan that the matchmaker would make."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peer.node.open_run import manifest_of, parse_run, read_manifest, start_transport
+from peer.ui import plan_text
+from peer.ui.monitor import Monitor
+from peer.ui.text import clean
+from protocol.errors import UsageError, shown
+from protocol.planning.arrange import Arranged, arrange
+from protocol.planning.memory import needs_by_range
+from protocol.planning.partition import Candidate
+from protocol.run.manifest import Manifest
+from protocol.wire.plan import ReplicaSpec
+
+_SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:flops|flop/s)?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_FIELDS = {"name", "memory", "up", "down", "speed", "count", "coordinates", "presence", "reachable"}
+MAX_PEERS = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What a plan is made of."""
+
+    manifest: Manifest
+    candidates: tuple[Candidate, ...]
+    replicas: tuple[ReplicaSpec, ...] = ()
+    """Of the run's newest plan."""
+
+
+async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Callable[[str], None]) -> None:
+    """`potluck plan`. Raises UsageError, RemoteError."""
+    if figures:
+        for line in plan_text.figure_lines():
+            say(line)
+    if text is None:
+        if not figures:
+            raise UsageError("potluck plan: nothing to plan; name a run or a file of peers, or give --figures")
+        return
+    known = _from_file(Path(text)) if _lists_peers(text) else await _from_run(text)
+    kept = _kept(known.manifest, known.candidates, known.replicas)
+    replicas, spares = arrange(known.manifest, known.candidates, kept)
+    candidates = known.candidates
+    if what_if:
+        before = sum(replica.rate for replica in replicas)
+        candidates = _changed(candidates, what_if)
+        there = {c.peer for c in candidates}
+        stay = [replica for replica in replicas if there.issuperset(replica.members)]
+        replicas, spares = arrange(known.manifest, candidates, stay)
+        say(plan_text.change_line(before, sum(replica.rate for replica in replicas)))
+    for line in plan_text.plan_lines(known.manifest, candidates, replicas, spares):
+        say(line)
+
+
+# --- where peers come from
+
+
+def _lists_peers(text: str) -> bool:
+    """Whether this names a file with a list of peers, and not a run."""
+    path = Path(text)
+    return path.is_file() and re.search(rb"^\[\[peers\]\]", path.read_bytes(), re.MULTILINE) is not None
+
+
+def _from_file(path: Path) -> Known:
+    """A TOML file with `manifest`, a path beside it, and tables `[[peers]]`. Raises UsageError."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"peers {path}: not TOML: {shown(error)}; correct that line") from None
+    name, peers = data.get("manifest"), data.get("peers")
+    if not isinstance(name, str) or not isinstance(peers, list):
+        raise UsageError(f'peers {path}: must have manifest = "FILE" and tables [[peers]]; see docs/guides/plan.md')
+    found: list[Candidate] = []
+    for i, peer in enumerate(peers):
+        if not isinstance(peer, dict) or set(peer) - _FIELDS:
+            raise UsageError(
+                f"peers {path}: peer {i + 1}: knows only {', '.join(sorted(_FIELDS))}; see docs/guides/plan.md"
+            )
+        found += _described(peer, f"p{i + 1}", f"peers {path}: peer {i + 1}")
+    _unique(found, f"peers {path}")
+    return Known(manifest=read_manifest(path.parent / name), candidates=tuple(found))
+
+
+def _described(peer: dict[str, Any], name: str, source: str) -> list[Candidate]:
+    """One peer as a person describes it, as often as `count` says. Raises UsageError."""
+    from peer.training.device import parse_rate, parse_size
+
+    if "memory" not in peer:
+        raise UsageError(f'{source}: has no memory; give it as memory = "8GB"')
+    count, presence, place = peer.get("count", 1), peer.get("presence", 1.0), peer.get("coordinates", [])
+    if not isinstance(count, int) or not 1 <= count <= MAX_PEERS:
+        raise UsageError(f"{source}: count must be a whole number in 1..{MAX_PEERS}")
+    if not isinstance(presence, int | float) or not 0 <= presence <= 1:
+        raise UsageError(f"{source}: presence must be in 0..1")
+    if not isinstance(place, list) or not all(isinstance(x, int | float) for x in place):
+        raise UsageError(f"{source}: coordinates must be a list of milliseconds")
+    if peer.get("reachable", "") not in ("", "direct", "private"):
+        raise UsageError(f'{source}: reachable must be "direct" or "private"')
+    name = str(peer.get("name", name))
+    one = Candidate(
+        peer=name,
+        memory_bytes=parse_size(str(peer["memory"])),
+        up_bps=parse_rate(str(peer["up"])) if "up" in peer else 0,
+        down_bps=parse_rate(str(peer["down"])) if "down" in peer else 0,
+        speed_flops=parse_speed(str(peer["speed"])) if "speed" in peer else 0,
+        coordinates=tuple(float(x) for x in place),
+        presence=float(presence),
+        reachable=peer.get("reachable", ""),
+    )
+    names = [name] if count == 1 else [f"{name}-{i + 1}" for i in range(count)]
+    return [Candidate(**{f: getattr(one, f) for f in Candidate.__slots__} | {"peer": n}) for n in names]
+
+
+def parse_speed(text: str) -> int:
+    """Operations a second in a speed such as `5TFLOPS` or `800G`. Raises UsageError."""
+    match = _SPEED.fullmatch(text.strip())
+    speed = int(float(match[1]) * 1000 ** _POWERS[match[2].lower()]) if match else 0
+    if speed < 1:
+        raise UsageError(f'speed "{clean(text)}": not a number of operations a second; write it like 5TFLOPS')
+    return speed
+
+
+def _unique(candidates: Sequence[Candidate], source: str) -> None:
+    names = {c.peer for c in candidates}
+    if len(names) < len(candidates) or len(names) > MAX_PEERS:
+        raise UsageError(
+            f"{source}: two peers have the same name, or there are over {MAX_PEERS}; give each a name of its own"
+        )
+
+
+async def _from_run(text: str) -> Known:
+    """What the run's peers announce, and its newest plan."""
+    import tempfile
+
+    run = parse_run(text)
+    with tempfile.TemporaryDirectory(prefix="potluck-plan-") as name:
+        transport = await start_transport(Path(name), "127.0.0.1", 0, run.run_id)
+        try:
+            manifest = await manifest_of(run, transport)
+            return await known_by(Monitor(manifest, transport))
+        finally:
+            await transport.aclose()
+
+
+async def known_by(monitor: Monitor) -> Known:
+    """What the announcements and the log say. Raises RemoteError."""
+    await monitor.poll(lambda event: None)
+    found = [
+        Candidate(**{f: getattr(peer, f) for f in Candidate.__slots__ if hasattr(peer, f)})
+        for peer in monitor.peers.values()
+    ]
+    newest = monitor.commits[-1].plan if monitor.commits else None
+    return Known(
+        manifest=monitor.manifest, candidates=tuple(found), replicas=newest.replicas if newest is not None else ()
+    )
+
+
+# --- what becomes of them
+
+
+def _kept(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[ReplicaSpec]) -> list[Arranged]:
+    """The replicas of the newest plan whose members are there and hold their blocks."""
+    memory, needs = {c.peer: c.memory_bytes for c in candidates}, needs_by_range(manifest)
+    return [
+        Arranged(members=r.peers, ranges=tuple((s.first, s.last) for s in r.stages), rank=r.rank, rate=0.0)
+        for r in replicas
+        if all(memory.get(s.peer, 0) >= needs[s.first, s.last] for s in r.stages)
+    ]
+
+
+def _changed(candidates: Sequence[Candidate], what_if: Sequence[str]) -> tuple[Candidate, ...]:
+    """The peers after `+N:MEMORY,UP,DOWN,SPEED` and `-PEER`. Raises UsageError."""
+    found = list(candidates)
+    for change in what_if:
+        number, colon, text = change[1:].partition(":")
+        parts = text.split(",")
+        if change.startswith("+") and colon and number.isdecimal() and len(parts) == 4:
+            described: dict[str, Any] = dict(zip(("memory", "up", "down", "speed"), parts, strict=True))
+            described |= {"count": int(number), "name": f"new{len(found) + 1}"}
+            found += _described(described, "", f"--what-if {change}")
+        elif change.startswith("-") and len(change) > 1:
+            gone = [c for c in found if c.peer == change[1:]] or [c for c in found if c.peer.endswith(change[1:])]
+            if len(gone) != 1:
+                many = "no peer has" if not gone else f"{len(gone)} peers have"
+                raise UsageError(f"--what-if {clean(change)}: {many} this name; give a name or the end of a peer id")
+            found.remove(gone[0])
+        else:
+            raise UsageError(
+                f"--what-if {clean(change)}: not understood; write +10:8GB,20Mbps,100Mbps,5TFLOPS to add peers, -PEER to remove one"
+            )
+    _unique(found, "--what-if")
+    return tuple(found)

@@ -1,0 +1,232 @@
+"""Who forms which replica: as many committed tokens per second as can be had, and nobody moves for nothing. A pure function.
+
+1. Replicas of the last plan whose members are all there are kept.
+2. Of the others, whoever can hold the whole model is a full replica; the rest forms chains of neighbours by uplink, each as short as
+   the model's memory allows.
+3. Pools of a few replicas and free peers are arranged anew where that brings more (protocol/planning/pools.py): so strong peers
+   become stages where that gives more in sum, chains grow, shrink, split and exchange members.
+4. Members of chains exchange places where that brings more.
+
+What is counted is protocol/planning/objective.py's. A kept replica is given up only when all of it pays:
+
+    all its members' speeds are known         a guess moves nothing
+    the new rates >= the old ones / GAIN       as for blocks (protocol/planning/partition.py)
+    tokens lost while states travel <= tokens gained in HORIZON_ROUNDS rounds
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.planning import moves, orders, pools
+from protocol.planning.memory import held_shards
+from protocol.planning.objective import Swarm, padded
+from protocol.planning.partition import GAIN, HORIZON_ROUNDS, Candidate, Ranges, split
+from protocol.planning.pools import UNITS, Allowed, Arrangement, Group
+from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Ints
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+
+ROWS = 500_000
+"""Replicas that the search rates at most,"""
+ROWS_A_PEER = 1_000
+"""and for each peer; what bounds the time of a plan."""
+NEW_ROWS = 25_000
+"""The same where something is kept."""
+SHARES = (0.3, 0.3, 0.2, 0.2)
+"""Of them in each turn of the two searches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arranged:
+    """One replica. `rank`: one of the manifest's; `rate`: predicted tokens per second."""
+
+    members: tuple[str, ...]
+    ranges: Ranges
+    rank: int
+    rate: float
+
+
+def arrange(
+    manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[Arranged] = ()
+) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
+    """The replicas, kept ones first in their order, and the spares. `kept`: replicas of the last plan, as they are to be if they stay;
+    all their members are candidates and can hold their blocks."""
+    everybody = sorted(candidates, key=lambda c: c.peer)
+    swarm = Swarm(manifest, everybody)
+    number = {c.peer: i for i, c in enumerate(everybody)}
+    old = _as_they_are(swarm, {tuple(number[p] for p in replica.members): replica for replica in kept})
+    busy = {i for group in old for i in group}
+    free = {i for i in range(len(everybody)) if i not in busy and swarm.caps[:, i].any()}
+    rates = [replica.rate for replica in old.values()]
+    now = Arrangement(groups=list(old), rates=rates, free=free, kept=set(old), bonus=1 / GAIN)
+    _found(swarm, now)
+    budget = NEW_ROWS if kept else min(ROWS, ROWS_A_PEER * len(everybody))
+
+    def allowed(before: Sequence[Group], after: Sequence[Group]) -> bool:
+        gone = [old[group] for group in before if group in old]
+        guessed = not all(swarm.known[list(group)].all() for group in (*before, *after))
+        return not gone or (not guessed and _pays(manifest, swarm, everybody, gone, after))
+
+    if now.free or len(now.kept) < len(now.groups):
+        _search(swarm, now, budget, allowed)
+    return _result(manifest, swarm, everybody, now, old)
+
+
+def _search(swarm: Swarm, now: Arrangement, budget: int, allowed: Allowed) -> None:
+    """Makes the arrangement better: a small swarm's as a whole, a larger one's by pools and moves in turns."""
+    if len(now.free) + sum(map(len, now.groups)) <= UNITS:
+        pools.solve_all(swarm, now, allowed)
+        return
+    for share in SHARES:
+        before = now.total
+        moves.improve(swarm, now, rows=int(budget * share / 2), allowed=allowed)
+        pools.improve(swarm, now, rows=int(budget * share / 2), allowed=allowed)
+        if now.total <= before * (1 + pools.GAIN):
+            break
+
+
+def _as_they_are(swarm: Swarm, old: dict[Group, Arranged]) -> dict[Group, Arranged]:
+    """Replicas with their rates, and with another rank where that pays: nothing has to travel for it."""
+    if not old:
+        return old
+    rows = padded(list(old))
+    blocks = np.zeros_like(rows)
+    for row, replica in zip(blocks, old.values(), strict=True):
+        row[: len(replica.ranges)] = [b - a for a, b in replica.ranges]
+    ranks = swarm.shapes.ranks
+    best, rank = swarm.rates(rows, blocks)
+    as_is = np.array(
+        [ranks.index(r.rank) if r.rank in ranks else int(n) for r, n in zip(old.values(), rank, strict=True)]
+    )
+    same = swarm.rates(rows, blocks, as_is)[0]
+    changes = (best * GAIN >= same) & [len(group) > 1 for group in old]
+    return {
+        group: dataclasses.replace(
+            replica,
+            rank=ranks[int(rank[n])] if changes[n] else replica.rank,
+            rate=float(best[n] if changes[n] else same[n]),
+        )
+        for n, (group, replica) in enumerate(old.items())
+    }
+
+
+def _found(swarm: Swarm, now: Arrangement) -> None:
+    """Founds replicas of the free peers: full ones, and chains of neighbours by what makes the best chains of several measures."""
+    full = [i for i in sorted(now.free) if swarm.caps[WHOLE, i]]
+    weak = np.array(sorted(now.free.difference(full)), dtype=np.int64)
+    best: list[tuple[Group, float]] = []
+    for key in (swarm.speed, swarm.up, swarm.speed * swarm.up):
+        groups = _chains(swarm, weak[np.argsort(-key[weak], kind="stable")].tolist())
+        rows, rated = orders.best(swarm, padded(groups), thorough=False) if groups else (padded([]), None)
+        found = [
+            (tuple(int(i) for i in row if i >= 0), float(rate))
+            for row, rate in zip(rows, rated.rate if rated else (), strict=True)
+        ]
+        best = max(best, found, key=lambda chains: sum(rate for _, rate in chains))
+    alone = swarm.rated(padded([(i,) for i in full])).rate.tolist() if full else []
+    for group, rate in [*(((i,), rate) for i, rate in zip(full, alone, strict=True)), *best]:
+        if rate > 0:
+            now.groups.append(group)
+            now.rates.append(rate)
+            now.free.difference_update(group)
+
+
+def _chains(swarm: Swarm, weak: Sequence[int]) -> list[Group]:
+    """Runs of the weak peers in this order, each as short as their memory allows."""
+    caps, layers = swarm.caps, swarm.shapes.layers
+    chains: list[Group] = []
+    run: list[int] = []
+    blocks, first, last = 0, [-layers], [-layers]
+    for i in weak:
+        inner = int(caps[MIDDLE, i])
+        run.append(i)
+        blocks += inner
+        first.append(int(caps[FIRST, i]) - inner)
+        last.append(int(caps[LAST, i]) - inner)
+        if len(run) > 1 and blocks + max(first) + max(last) >= layers and _holds(swarm, run):
+            chains.append(tuple(run))
+            run, blocks, first, last = [], 0, [-layers], [-layers]
+        elif len(run) == layers:  # more members than blocks help nobody: the one with the least memory goes
+            least = min(range(len(run)), key=lambda k: caps[MIDDLE, run[k]])
+            blocks -= int(caps[MIDDLE, run.pop(least)])
+            del first[least + 1], last[least + 1]
+    return chains
+
+
+def _holds(swarm: Swarm, run: Sequence[int]) -> bool:
+    """Whether these peers hold the model in some order."""
+    inner, first, last = (swarm.caps[kind, run].tolist() for kind in (MIDDLE, FIRST, LAST))
+    blocks, places = sum(inner), range(len(run))
+    return any(
+        first[a] and last[b] and blocks + first[a] - inner[a] + last[b] - inner[b] >= swarm.shapes.layers
+        for a, b in itertools.permutations(
+            sorted(places, key=lambda k: -max(first[k] - inner[k], last[k] - inner[k]))[:4], 2
+        )
+    )
+
+
+def _pays(
+    manifest: Manifest, swarm: Swarm, everybody: Sequence[Candidate], gone: Sequence[Arranged], after: Sequence[Group]
+) -> bool:
+    """Whether what moves is worth the state that has to travel; the gain itself is `Arrangement.bonus`'s."""
+    before = {p: r for replica in gone for p, r in zip(replica.members, replica.ranges, strict=True)}
+    rated = swarm.rated(padded(after)) if after else None
+    gained = (float(rated.rate.sum()) if rated else 0.0) - sum(replica.rate for replica in gone)
+    slowest = 0.0
+    for row, group in enumerate(after):
+        edges = itertools.accumulate((int(n) for n in rated.blocks[row][: len(group)]), initial=0) if rated else ()
+        for i, (a, b) in zip(group, itertools.pairwise(edges), strict=True):
+            held = held_shards(manifest, *before[everybody[i].peer]) if everybody[i].peer in before else ()
+            new = [shard for shard in held_shards(manifest, a, b) if shard not in held]
+            if everybody[i].peer in before:
+                bits = 8 * sum(layout.shard_bytes(manifest.model, shard) for shard in new)
+                slowest = max(slowest, bits / float(swarm.down[i]))
+    lost = slowest * sum(replica.rate for replica in gone)
+    return lost <= gained * HORIZON_ROUNDS * swarm.shapes.round_seconds
+
+
+def _result(
+    manifest: Manifest, swarm: Swarm, everybody: Sequence[Candidate], now: Arrangement, old: dict[Group, Arranged]
+) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
+    staying = {group: rate for group, rate in zip(now.groups, now.rates, strict=True) if group in now.kept}
+    new = [(g, r) for g, r in zip(now.groups, now.rates, strict=True) if g not in now.kept]
+    replicas = [
+        Arranged(members=replica.members, ranges=replica.ranges, rank=replica.rank, rate=staying[group])
+        for group, replica in old.items()
+        if group in staying
+    ]
+    if new:
+        rows = padded([group for group, _ in new])
+        rows, rates = orders.polished(swarm, rows, np.array([rate for _, rate in new]), turns=4)
+        sorted_rows = padded([sorted(int(i) for i in row if i >= 0) for row in rows])
+        same = swarm.rated(sorted_rows).rate >= rates * (1 - 1e-9)  # the order of names, where it is as good as any
+        rows = np.where(same[:, None], sorted_rows, rows)
+        rated = swarm.rated(rows)
+        for n in sorted(range(len(rows)), key=lambda n: (int((rows[n] >= 0).sum() > 1), -rated.rate[n], rows[n][0])):
+            members = [int(i) for i in rows[n] if i >= 0]
+            replicas.append(
+                Arranged(
+                    members=tuple(everybody[i].peer for i in members),
+                    ranges=_ranges(manifest, swarm, members, rated.blocks[n]),
+                    rank=swarm.shapes.ranks[int(rated.rank[n])] if len(members) > 1 else 0,
+                    rate=float(rated.rate[n]),
+                )
+            )
+    busy = {peer for replica in replicas for peer in replica.members}
+    return tuple(replicas), tuple(c.peer for c in everybody if c.peer not in busy)
+
+
+def _ranges(manifest: Manifest, swarm: Swarm, members: Sequence[int], blocks: Ints) -> Ranges:
+    """The members' block ranges; where no speed is known, memory alone decides."""
+    if len(members) > 1 and not swarm.known[members].any():
+        found = split(manifest, [int(swarm.memory[i]) for i in members])
+        if found is not None:
+            return found
+    edges = itertools.accumulate((int(n) for n in blocks[: len(members)]), initial=0)
+    return tuple(itertools.pairwise(edges))

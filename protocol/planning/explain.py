@@ -1,0 +1,112 @@
+"""Why a plan is as it is: what limits each replica, and why each peer has its role. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.identity import short_peer
+from protocol.planning.arrange import Arranged
+from protocol.planning.memory import needs_by_range, smallest_stage
+from protocol.planning.objective import Swarm, padded
+from protocol.planning.partition import Candidate
+from protocol.planning.shapes import WHOLE, Ints
+from protocol.run.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A peer's part. `first`, `last`: its blocks, none for a spare; `why`: in words."""
+
+    peer: str
+    first: int
+    last: int
+    seconds: float
+    """That its stage computes for a micro-batch."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """A replica. `rate`: predicted tokens per second; `ideal`: those of its members' computing alone; `limit`: what sets its pace, in
+    words."""
+
+    rank: int
+    rate: float
+    ideal: float
+    limit: str
+    roles: tuple[Role, ...]
+
+
+def explain(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged]) -> list[Explained]:
+    """Of each replica of a plan."""
+    everybody = sorted(candidates, key=lambda c: c.peer)
+    swarm = Swarm(manifest, everybody)
+    number = {c.peer: i for i, c in enumerate(everybody)}
+    return [_explain(swarm, replica, [number[p] for p in replica.members]) for replica in replicas]
+
+
+def _explain(swarm: Swarm, replica: Arranged, members: list[int]) -> Explained:
+    table, rows = swarm.shapes, padded([members])
+    blocks = np.array([[b - a for a, b in replica.ranges]], dtype=np.int64)
+    rank = table.ranks.index(replica.rank) if replica.rank in table.ranks else 0
+    compute = swarm.compute(rows, blocks)[0]
+    work = table.layers * table.block_ops + table.extra_ops[WHOLE]
+    roles = tuple(
+        Role(peer=peer, first=a, last=b, seconds=float(seconds), why=_why(swarm, i, len(members), b - a))
+        for peer, i, (a, b), seconds in zip(replica.members, members, replica.ranges, compute, strict=True)
+    )
+    return Explained(
+        rank=replica.rank,
+        rate=replica.rate,
+        ideal=float(table.tokens * swarm.speed[members].sum() / work),
+        limit=_limit(swarm, replica.members, rows, blocks, rank),
+        roles=roles,
+    )
+
+
+def _limit(swarm: Swarm, names: Sequence[str], rows: Ints, blocks: Ints, rank: int) -> str:
+    """The part of a micro-batch's way that takes longest."""
+    compute = swarm.compute(rows, blocks)[0]
+    slowest = int(np.argmax(compute))
+    if len(names) == 1:
+        return "its computing"
+    forward, backward = (x[0] for x in swarm.boundaries(rows, swarm.kinds(rows), swarm.shapes.boundary_bits[rank]))
+    latency = swarm.latencies(rows)[0]
+    plain, _ = swarm.depths(rows, blocks)
+    trip = float(compute.sum() + forward.sum() + backward.sum() + 2 * latency.sum())
+    link = int(np.argmax(np.maximum(forward, backward)))
+    wire = float(max(forward[link], backward[link]))
+    pace = max(float(compute[slowest]), wire)
+    if plain[0] < swarm.shapes.micro_batches and trip / float(plain[0]) > pace:
+        return f"memory: only {int(plain[0])} micro-batches fit under way, and one takes {trip:.2g} s there and back"
+    fill = (trip - pace) / (trip + (swarm.shapes.micro_batches - 1) * pace)
+    waits = f"; {fill:.0%} of a step is the way there and back" if fill >= 0.1 else ""
+    if wire > float(compute[slowest]):
+        ends = " to ".join(short_peer(p) for p in names[link : link + 2])
+        return f"the link of {ends}, {wire:.2g} s a micro-batch{waits}"
+    return f"the computing of {short_peer(names[slowest])}, {compute[slowest]:.2g} s a micro-batch{waits}"
+
+
+def _why(swarm: Swarm, peer: int, members: int, blocks: int) -> str:
+    """Of a member with so many blocks of a replica with so many members."""
+    whole = bool(swarm.caps[3, peer])
+    guess = "" if swarm.known[peer] else "; its speed is a guess"
+    if members == 1:
+        return "its memory holds the whole model" + guess
+    if whole:
+        return "could hold the whole model, but brings more as a stage" + guess
+    most = int(swarm.caps[:3, peer].max())
+    return f"its memory holds at most {most} of {swarm.shapes.layers} blocks{guess}"
+
+
+def why_spare(manifest: Manifest, spare: Candidate) -> str:
+    """Why a peer has no part in a plan."""
+    least = smallest_stage(manifest)
+    if spare.memory_bytes < least:
+        return f"its memory holds no stage: the smallest needs {least / 1e9:.2f} GB"
+    layers = manifest.model.n_layers
+    most = max(b - a for (a, b), need in needs_by_range(manifest).items() if need <= spare.memory_bytes)
+    return f"its memory holds {most} of {layers} blocks; no chain would be quicker with it, and those left make none"

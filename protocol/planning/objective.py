@@ -1,0 +1,331 @@
+"""How many tokens per second a replica brings into commits: what the planner makes as large as it can. Pure.
+
+Rounds have no barrier: every replica trains for the same time, does as many inner steps as fit, and weighs as many tokens as
+it trained. So a swarm's rate is the sum of its replicas' rates, and that of a replica is
+
+    rate = M n / step x round / (round + payload / uplink) x presence         M micro-batches of n tokens
+    step = trip + max((M - 1) tau, (M - D) trip / D + (D - 1) tau)
+    trip = sum of t + sum of (f + b + 2 l)         one micro-batch through the chain and back
+    tau  = largest t, f or b                       what sets the pace
+
+with t the seconds of a stage per micro-batch, forward and backward (its operations over its member's speed), f and b those
+that a boundary carries a frame forward and backward, l the boundary's latency, and D the depth: as many micro-batches are under way
+as the members' memory allows, and each of the others waits until one is through. A stage whose memory holds the inputs alone computes its forward twice (t x 4 / 3); that is
+done where it pays. The step is the closed form of protocol/planning/pipeline_model.py's simulation. A full replica is a
+chain of one stage.
+
+An inner stage has two neighbours, and its uplink and downlink carry both: each of its boundaries is as fast as if frames
+came in turns. A link is taken to carry CARRIED of its rate (docs/results/chain.md). With `overlap` the payload travels while
+training goes on, and counts only where it takes longer than the round. The presence of a replica is the product of its members':
+it takes all of them. Two neighbours behind routers that let nobody in can talk in PUNCHED of the cases.
+
+What is not known is taken to be usual: a speed is the median of those that are known, or USUAL_FLOPS; likewise for links; a
+downlink is as the uplink; a latency is USUAL_LATENCY. Everything comes from announcements, so all is brought within bounds.
+
+Arrays: N replicas, S places of members, in the order of stages; -1 where a replica has fewer.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.planning.memory import in_files
+from protocol.planning.partition import Candidate
+from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints, shapes
+from protocol.run.manifest import Manifest
+
+CARRIED = 0.9
+"""Of a link's rate: the rest is headers, acknowledgements and room for a chain's turns."""
+PUNCHED = 0.7
+"""How often a hole can be punched between two home routers: 4.4 million attempts (arXiv:2510.27500)."""
+USUAL_FLOPS = 1e12
+USUAL_BPS = 20e6
+"""`potluck join`'s default uplink."""
+USUAL_LATENCY = 0.025
+TOLERANCE = 0.01
+"""A wider rank is taken where it costs at most this share of the rate: it learns better (docs/results/learning.md)."""
+DEEPER = (2, 4)
+"""How many times as many micro-batches as memory always has room for (`window`) are tried to have room for."""
+USUAL_TRIPS = 3
+"""A chain with so many micro-batches under way for each stage hardly gains from more."""
+_HALVINGS = 10
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rated:
+    """Replicas as they do best, row by row; a rate of 0 where the members cannot hold the model."""
+
+    blocks: Ints
+    """[N, S]: of each member."""
+    rate: Floats
+    """[N]: tokens per second."""
+    rank: Ints
+    """[N]: which of `Shapes.ranks`."""
+
+
+def step(micro_batches: int, compute: Floats, links: tuple[Floats, Floats], depth: Floats) -> Floats:
+    """[N]: seconds of an inner step. `compute` [N, S]: of each stage per micro-batch; `links` [N] each: the sum over all boundaries, there
+    and back, and the slowest boundary's in one direction; `depth` [N]."""
+    there_and_back, slowest = links
+    trip = compute.sum(axis=1) + there_and_back
+    pace = np.maximum(compute.max(axis=1), slowest)
+    held_up = (micro_batches - depth) * trip / depth + (depth - 1) * pace
+    found: Floats = trip + np.maximum((micro_batches - 1) * pace, held_up)
+    return found
+
+
+class Swarm:
+    """The candidates as arrays, in the order in which they were given: [n] each."""
+
+    def __init__(self, manifest: Manifest, candidates: Sequence[Candidate]) -> None:
+        self.shapes = table = shapes(manifest)
+        self.known = np.array([c.speed_flops > 0 for c in candidates], dtype=bool)
+        self.speed = _filled([c.speed_flops for c in candidates], USUAL_FLOPS)
+        self.up = CARRIED * _filled([c.up_bps for c in candidates], USUAL_BPS)
+        down = np.array([min(max(c.down_bps, 0), 10**13) for c in candidates], dtype=np.float64) * CARRIED
+        self.down = np.where(down > 0, down, self.up)
+        self.memory = np.array([min(max(c.memory_bytes, 0), 2**62) for c in candidates], dtype=np.float64)
+        self.in_files = np.array([in_files(manifest, int(size)) for size in self.memory], dtype=np.int64)
+        self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
+        self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)
+        self.place = _places(candidates)
+        caps = [np.searchsorted(table.needs[kind][1:], self.memory, side="right") for kind in (FIRST, MIDDLE, LAST)]
+        whole = np.where(self.memory >= table.needs[WHOLE][-1], table.layers, 0)
+        self.caps = np.stack([*caps, whole]).astype(np.int64)
+        """[K, n]: the most blocks that a member can hold as a stage of this kind."""
+        self.deeper_caps = [
+            self._caps_at(table.window * times) for times in DEEPER if table.window * times <= table.micro_batches
+        ]
+
+    def _caps_at(self, depth: int) -> Ints:
+        """[K, n]: the most blocks with which a member has all activations of so many micro-batches in flight."""
+        table = self.shapes
+        caps = self.caps.copy()
+        for kind in (FIRST, MIDDLE):
+            flight = depth * (table.flight[kind] + table.frame[kind])
+            needs = np.maximum(table.needs[kind], table.resting[:, kind] + flight)
+            found = [np.searchsorted(some[1:], self.memory, side="right") for some in needs]
+            caps[kind] = np.where(self.in_files > 0, found[1], found[0])
+        return caps
+
+    # --- members to stages
+
+    def kinds(self, rows: Ints) -> Ints:
+        """[N, S]: which kind of stage each place is."""
+        size = (rows >= 0).sum(axis=1, keepdims=True)
+        place = np.arange(rows.shape[1])[None, :]
+        kind = np.where(place == 0, FIRST, np.where(place == size - 1, LAST, MIDDLE))
+        return np.where(size == 1, WHOLE, kind)
+
+    def fits(self, rows: Ints) -> Flags:
+        """[N]: whether the members can hold the model in this order."""
+        return self._fits(rows, self.kinds(rows), self.caps)
+
+    def _fits(self, rows: Ints, kind: Ints, caps: Ints) -> Flags:
+        cap = self._at(caps, kind, rows)
+        there = rows >= 0
+        enough = np.where(there, cap, 0).sum(axis=1) >= self.shapes.layers
+        few = there.sum(axis=1) <= self.shapes.layers
+        return enough & few & (np.where(there, cap, 1) >= 1).all(axis=1)
+
+    def share_out(self, rows: Ints, caps: Ints) -> Ints:
+        """[N, S]: how many blocks each member gets, at most `caps` [K, n], for rows that fit so: the slowest stage is as quick as can be,
+        and then the slowest members have as few as can be."""
+        table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
+        cap = np.where(there, self._at(caps, kind, rows), 0)
+        extra = np.where(there, table.extra_ops[kind], 0.0)
+        seconds = np.where(there, 1.0 / self.speed[rows], 0.0)
+        speed = np.where(there, self.speed[rows], 0.0)
+        one = there.astype(np.int64)
+        low = np.maximum(
+            (table.layers * table.block_ops + extra.sum(axis=1)) / speed.sum(axis=1),
+            ((table.block_ops + extra) * one * seconds).max(axis=1),
+        )
+        high = np.maximum(((cap * table.block_ops + extra) * seconds).max(axis=1), low)
+
+        def within(limit: Floats) -> Ints:
+            n = np.floor((limit[:, None] * speed * (1 + 1e-9) - extra) / table.block_ops)
+            return np.minimum(np.maximum(n, one), cap).astype(np.int64)
+
+        for _ in range(_HALVINGS):
+            middle = np.sqrt(low * high)
+            enough = within(middle).sum(axis=1) >= table.layers
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        blocks = within(high)
+        surplus = blocks.sum(axis=1, keepdims=True) - table.layers
+        order = np.argsort(np.where(there, speed, math.inf), axis=1, kind="stable")
+        spare = np.take_along_axis(blocks - one, order, axis=1)
+        before = np.cumsum(spare, axis=1) - spare
+        taken = np.clip(surplus - before, 0, spare)
+        np.put_along_axis(blocks, order, np.take_along_axis(blocks, order, axis=1) - taken, axis=1)
+        return blocks
+
+    # --- stages to seconds
+
+    def boundaries(self, rows: Ints, kind: Ints, bits: Floats) -> tuple[Floats, Floats]:
+        """[N, S - 1] each: seconds that the boundary after each place carries a frame forward and backward; 0 where there is
+        none. `bits` [2]: of such frames."""
+        forward, backward = bits
+        sends = np.array([forward, forward + backward, backward, 0.0])[kind] / self.up[rows]
+        gets = np.array([backward, forward + backward, forward, 0.0])[kind] / self.down[rows]
+        pair = rows[:, 1:] >= 0
+        return (
+            np.where(pair, np.maximum(sends[:, :-1], gets[:, 1:]), 0.0),
+            np.where(pair, np.maximum(sends[:, 1:], gets[:, :-1]), 0.0),
+        )
+
+    def latencies(self, rows: Ints) -> Floats:
+        """[N, S - 1]: one-way seconds of the boundary after each place; 0 where there is none."""
+        squares = np.zeros(rows[:, 1:].shape, order="F")
+        for axis in self.place.T:
+            at = axis[rows]
+            squares += (at[:, 1:] - at[:, :-1]) ** 2
+        apart = np.sqrt(squares) / 1e3
+        found: Floats = np.where(rows[:, 1:] >= 0, np.where(np.isnan(apart), USUAL_LATENCY, apart), 0.0)
+        return found
+
+    def compute(self, rows: Ints, blocks: Ints) -> Floats:
+        """[N, S]: seconds of each stage per micro-batch, forward and backward."""
+        table = self.shapes
+        seconds = (blocks * table.block_ops + table.extra_ops[self.kinds(rows)]) / self.speed[rows]
+        return np.where(rows >= 0, seconds, 0.0)
+
+    def depths(self, rows: Ints, blocks: Ints) -> tuple[Floats, Floats]:
+        """[N] each: the depth at which nothing is computed twice, and the one that memory allows at all. The formula is that of
+        protocol/planning/memory.py: depths."""
+        table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
+        one, frame = table.flight[kind, blocks], table.frame[kind]
+        free = self.memory[rows] - table.resting[self.in_files[rows], kind, blocks]
+        plain = np.maximum(np.floor(free / np.maximum(one + frame, 1.0)), table.least[kind, blocks])
+        deep = np.maximum(plain, np.floor((free - one) / np.maximum(frame, 1.0)))
+        most = np.where(there, deep, math.inf).min(axis=1)
+        most = np.minimum(most, table.micro_batches)
+        return np.minimum(np.where(there & (kind != LAST), plain, math.inf).min(axis=1), most), most
+
+    def step_seconds(self, rows: Ints, blocks: Ints) -> Floats:
+        """[ranks, N]: of an inner step, at the better of two depths: all that memory holds, without and with computing twice."""
+        compute, (plain, deep) = self.compute(rows, blocks), self.depths(rows, blocks)
+        kind = self.kinds(rows)
+        twice = compute * np.where((kind == LAST) | (kind == WHOLE), 1.0, 4 / 3)
+        latency = 2 * self.latencies(rows).sum(axis=1)
+        seconds = np.empty((len(self.shapes.ranks), len(rows)))
+        for rank, bits in enumerate(self.shapes.boundary_bits):
+            forward, backward = self.boundaries(rows, kind, bits)
+            trip = forward.sum(axis=1) + backward.sum(axis=1) + latency
+            slowest = np.maximum(forward, backward).max(axis=1, initial=0.0)
+            seconds[rank] = step(self.shapes.micro_batches, compute, (trip, slowest), plain)
+            if (deep > plain).any():
+                seconds[rank] = np.minimum(seconds[rank], step(self.shapes.micro_batches, twice, (trip, slowest), deep))
+        return seconds
+
+    def rates(self, rows: Ints, blocks: Ints, rank: Ints | None = None) -> tuple[Floats, Ints]:
+        """[N] each: tokens per second at these ranks (default: at the best of the allowed ones), and which they are."""
+        table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
+        all_rates = table.tokens * table.micro_batches / self.step_seconds(rows, blocks)
+        if rank is None:
+            rank = np.argmax(all_rates >= (1 - TOLERANCE) * all_rates.max(axis=0), axis=0)
+        offer = np.where(there, table.payload_bits[kind, blocks] / self.up[rows], 0.0).max(axis=1)
+        if table.overlap:
+            trains = table.round_seconds / np.maximum(offer, table.round_seconds)
+        else:
+            trains = table.round_seconds / (table.round_seconds + offer)
+        rate = all_rates[rank, np.arange(len(rows))] * trains
+        return rate * np.where(there, self.presence[rows], 1.0).prod(axis=1) * self._reached(rows), rank
+
+    def at_least(self, rows: Ints) -> Floats:
+        """[N]: about the seconds of an inner step if blocks could be shared out at will; infinite where the members cannot hold the
+        model in this order. Orders of the same members are compared by it."""
+        table, kind = self.shapes, self.kinds(rows)
+        speed = np.where(rows >= 0, self.speed[rows], 0.0).sum(axis=1)
+        pace = (table.layers * table.block_ops + table.extra_ops[WHOLE]) / speed
+        latency = 2 * self.latencies(rows).sum(axis=1)
+        forward, backward = self.boundaries(rows, kind, table.boundary_bits[0])
+        trip, slowest = (
+            forward.sum(axis=1) + backward.sum(axis=1),
+            np.maximum(forward, backward).max(axis=1, initial=0.0),
+        )
+        seconds = np.full(len(rows), math.inf)
+        for bits in table.boundary_bits:
+            part = bits.sum() / table.boundary_bits[0].sum()
+            took = part * trip + latency + (table.micro_batches - 1) * np.maximum(part * slowest, pace)
+            seconds = np.minimum(seconds, took)
+        if self.private.any():
+            seconds = seconds / self._reached(rows)
+        found: Floats = np.where(self._fits(rows, kind, self.caps), seconds, math.inf)
+        return found
+
+    def _reached(self, rows: Ints) -> Floats:
+        """[N]: how likely all neighbours can talk."""
+        private = np.where(rows >= 0, self.private[rows], False)
+        pairs = (private[:, 1:] & private[:, :-1]).sum(axis=1)
+        found: Floats = PUNCHED**pairs
+        return found
+
+    def rated(self, rows: Ints) -> Rated:
+        """Any rows, each as it does best in this order of members."""
+        blocks, rate, rank = np.zeros_like(rows), np.zeros(len(rows)), np.zeros(len(rows), dtype=np.int64)
+        good = np.flatnonzero(self.fits(rows))
+        if len(good):
+            some = np.asfortranarray(rows[good])
+            blocks[good] = shared = np.asfortranarray(self.share_out(some, self.caps))
+            rate[good], rank[good] = self.rates(some, shared)
+            self._deepen(rows, good[self._shallow(some, shared)], (blocks, rate, rank))
+        return Rated(blocks=blocks, rate=rate, rank=rank)
+
+    def _shallow(self, rows: Ints, blocks: Ints) -> Flags:
+        """[N]: whether more micro-batches under way might help."""
+        size = (rows >= 0).sum(axis=1)
+        plain, _ = self.depths(rows, blocks)
+        return (size > 1) & (plain < np.minimum(self.shapes.micro_batches, USUAL_TRIPS * size))
+
+    def _deepen(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
+        """Shares the blocks of some rows out so that members can have more micro-batches in flight, where that is better."""
+        blocks, rate, rank = found
+        for caps in self.deeper_caps:
+            which = which[self._fits(rows[which], self.kinds(rows[which]), caps)]
+            if not len(which):
+                return
+            some = np.asfortranarray(rows[which])
+            shared = np.asfortranarray(self.share_out(some, caps))
+            rate_then, rank_then = self.rates(some, shared)
+            better = rate_then > rate[which] * (1 + 1e-9)
+            at = which[better]
+            blocks[at], rate[at], rank[at] = shared[better], rate_then[better], rank_then[better]
+
+    @staticmethod
+    def _at(table: Ints, kind: Ints, rows: Ints) -> Ints:
+        found: Ints = table[kind, rows]
+        return found
+
+
+def _filled(values: Sequence[int], usual: float) -> Floats:
+    """Amounts, the unknown ones as the median of the known, or as usual."""
+    known = [v for v in values if v > 0]
+    middle = float(min(statistics.median_low(known), 10**18)) if known else usual
+    return np.array([min(v, 10**18) if v > 0 else middle for v in values], dtype=np.float64)
+
+
+def _places(candidates: Sequence[Candidate]) -> Floats:
+    """[n, axes] milliseconds; not a number where a peer has no usable coordinates."""
+    lengths = [len(c.coordinates) for c in candidates if c.coordinates]
+    axes = statistics.mode(lengths) if lengths else 1
+    place = np.full((len(candidates), axes), math.nan)
+    for i, c in enumerate(candidates):
+        if len(c.coordinates) == axes and all(abs(x) < 1e5 for x in c.coordinates):
+            place[i] = c.coordinates
+    return place
+
+
+def padded(groups: Sequence[Sequence[int]]) -> Ints:
+    """Groups of members as rows."""
+    rows = np.full((len(groups), max(map(len, groups), default=1)), -1, dtype=np.int64)
+    for row, group in zip(rows, groups, strict=True):
+        row[: len(group)] = group
+    return rows

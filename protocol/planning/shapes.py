@@ -1,0 +1,132 @@
+"""What the stages of a model need and cost by their kind and number of blocks, as tables. Pure.
+
+A stage is the first of a chain (with the embedding), one in its middle, the last (with the head), or the whole model. Within
+a kind everything depends on the number of blocks alone, so the planner reads tables instead of formulas: memory is
+protocol/planning/memory.py's, operations are protocol/planning/speed.py's, bytes at a boundary are
+protocol/codec/boundary_formats.py's, and a payload has the bytes that its codec promises at most.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec import boundary_formats, sparse
+from protocol.planning import memory, speed
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+
+FIRST, MIDDLE, LAST, WHOLE = range(4)
+"""Kinds of a stage."""
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Shapes:
+    """Tables of one manifest; K: kinds of a stage (4), n: blocks of the stage, 0..layers; bytes and operations are those of
+    one micro-batch."""
+
+    layers: int
+    tokens: int
+    """Of a micro-batch."""
+    micro_batches: int
+    """Of an inner step."""
+    block_ops: float
+    extra_ops: Floats
+    """[K]: operations beside the blocks'."""
+    needs: Floats
+    """[K, n]: memory, infinite where there is no such stage."""
+    resting: Floats
+    """[2, K, n]: memory with nothing in flight, of a peer that keeps all in memory, and of one that keeps its state in files."""
+    flight: Floats
+    """[K, n]: memory of a micro-batch between its forward and its backward."""
+    frame: Floats
+    """[K]: memory of what came in for it."""
+    least: Floats
+    """[K, n]: micro-batches for all of whose activations every stage has memory."""
+    window: int
+    """Micro-batches that every chain can have under way."""
+    payload_bits: Floats
+    """[K, n]: what its member offers after a round."""
+    ranks: tuple[int, ...]
+    """The allowed ones, the widest first."""
+    boundary_bits: Floats
+    """[ranks, 2]: of a frame forward and backward."""
+    round_seconds: float
+    """How long a round trains."""
+    overlap: bool
+    """Whether training goes on while a round's payloads travel."""
+
+
+@functools.lru_cache(maxsize=8)
+def shapes(manifest: Manifest) -> Shapes:
+    """The tables of a manifest. Raises nothing: every manifest has them."""
+    layers, train = manifest.model.n_layers, manifest.train
+    tokens = train.rows * train.sequence
+    embed, block, head = speed.parts(manifest)
+    needs = np.full((4, layers + 1), math.inf)
+    least, flight = np.zeros((4, layers + 1)), np.zeros((4, layers + 1))
+    resting = np.zeros((2, 4, layers + 1))
+    frame = np.zeros(4)
+    for kind in (FIRST, MIDDLE, LAST, WHOLE):
+        for n in _sizes(kind, layers):
+            first, last = _place(kind, n, layers)
+            needs[kind, n] = memory.stage_memory(manifest, first, last)
+            least[kind, n] = memory.least_depth(manifest, first, last)
+            for files in (False, True):
+                resting[int(files), kind, n] = memory.resting_bytes(manifest, first, last, in_files=files)
+            flight[kind, n] = memory.activation_bytes(manifest, first, last)
+            frame[kind] = memory.frame_bytes(manifest, first, last)
+    by_width = sorted(manifest.chains.rank, key=lambda rank: -(rank or manifest.model.d_model))
+    formats = (manifest.chains.forward, manifest.chains.backward)
+    bits = [
+        [8 * tokens * boundary_formats.bytes_per_token(f, rank or manifest.model.d_model) for f in formats]
+        for rank in by_width
+    ]
+    return Shapes(
+        layers=layers,
+        tokens=tokens,
+        micro_batches=train.micro_batches,
+        block_ops=float(block),
+        extra_ops=np.array([embed, 0, head, embed + head], dtype=np.float64),
+        needs=needs,
+        resting=resting,
+        flight=flight,
+        frame=frame,
+        least=least,
+        window=memory.window(manifest),
+        payload_bits=_payload_bits(manifest),
+        ranks=tuple(by_width),
+        boundary_bits=np.array(bits, dtype=np.float64),
+        round_seconds=manifest.timing.training_seconds,
+        overlap=manifest.outer.overlap > 0,
+    )
+
+
+def _sizes(kind: int, layers: int) -> range:
+    """The numbers of blocks that a stage of this kind can have."""
+    if kind == WHOLE:
+        return range(layers, layers + 1)
+    return range(1, layers - 1 if kind == MIDDLE else layers)
+
+
+def _place(kind: int, n: int, layers: int) -> tuple[int, int]:
+    """A range of n blocks that is of this kind."""
+    return {FIRST: (0, n), MIDDLE: (1, 1 + n), LAST: (layers - n, layers), WHOLE: (0, layers)}[kind]
+
+
+def _payload_bits(manifest: Manifest) -> Floats:
+    """[K, n]: bits of the payloads of a stage's shards."""
+
+    def bits(shard: str) -> int:
+        return 8 * sparse.max_payload_size(manifest.outer.codec, layout.shapes(manifest.model, shard))
+
+    embed, block, head = bits("embed"), bits("block.0"), bits("head")
+    n = np.arange(manifest.model.n_layers + 1, dtype=np.float64)
+    return np.stack([extra + n * block for extra in (embed, 0, head, embed + head)])

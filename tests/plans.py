@@ -1,0 +1,301 @@
+"""What a plan is worth, written again in the plainest way, and the best plan by trying all: what the planner is held against.
+
+Shares no code with the planner's cost model (protocol/planning/objective.py). Only facts are shared: what a stage needs in memory
+(checked by hand and by measurement elsewhere), how many bytes a token has in a number format, and how many a payload has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Sequence
+
+from protocol.codec import boundary_formats, sparse
+from protocol.planning import memory, partition
+from protocol.planning.arrange import Arranged
+from protocol.planning.partition import Candidate
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import ChainSpec, Manifest, OuterSpec, TimingSpec, TrainSpec
+from tests import tiny
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank: int) -> float:
+    """Tokens per second that this replica brings into commits; all its members' speeds and links are known."""
+    train, model = manifest.train, manifest.model
+    if any(memory.stage_memory(manifest, a, b) > c.memory_bytes for c, (a, b) in zip(members, ranges, strict=True)):
+        return 0.0
+    tokens, last = train.rows * train.sequence, len(members) - 1
+    stages = [_seconds(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)]
+    width = rank or model.d_model
+    there = 8 * tokens * boundary_formats.bytes_per_token(manifest.chains.forward, width)
+    back = 8 * tokens * boundary_formats.bytes_per_token(manifest.chains.backward, width)
+
+    def busy(i: int, own: int, other: int) -> int:
+        """Bits a micro-batch over a link of member i that carries `own`, if it is an end, and `other` too, if it is not."""
+        return own if i in (0, last) else own + other
+
+    wires, round_trip = [], sum(stages)
+    for i, (x, y) in enumerate(itertools.pairwise(members)):
+        forward = max(busy(i, there, back) / x.up_bps, busy(i + 1, there, back) / y.down_bps) / 0.9
+        backward = max(busy(i + 1, back, there) / y.up_bps, busy(i, back, there) / x.down_bps) / 0.9
+        wires += [forward, backward]
+        round_trip += forward + backward + 2 * math.dist(x.coordinates, y.coordinates) / 1000
+    step = min(
+        _step(train.micro_batches, times, wires, round_trip - sum(stages), depth)
+        for times, depth in _ways(manifest, members, ranges, stages)
+    )
+    codec = manifest.outer.codec
+    offer = max(
+        8
+        * sum(
+            sparse.max_payload_size(codec, layout.shapes(model, shard)) for shard in memory.stage_shards(manifest, a, b)
+        )
+        / (0.9 * c.up_bps)
+        for c, (a, b) in zip(members, ranges, strict=True)
+    )
+    length = manifest.timing.training_seconds
+    share = min(1.0, length / offer) if manifest.outer.overlap else length / (length + offer)
+    there_at_all = math.prod(c.presence for c in members)
+    for x, y in itertools.pairwise(members):
+        there_at_all *= 0.7 if x.reachable == y.reachable == "private" else 1.0
+    return train.micro_batches * tokens / step * share * there_at_all
+
+
+def _seconds(manifest: Manifest, c: Candidate, a: int, b: int) -> float:
+    """Of a stage per micro-batch: 6 operations a matrix parameter and token, and attention's."""
+    spec, train = manifest.model, manifest.train
+    blocks = (b - a) * (6 * (4 * spec.d_model**2 + 3 * spec.d_model * spec.d_ff) + 12 * train.sequence * spec.d_model)
+    head = 6 * spec.vocab_size * spec.d_model if b == spec.n_layers else 0
+    lookup = spec.d_model if a == 0 else 0
+    return train.rows * train.sequence * (blocks + head + lookup) / c.speed_flops
+
+
+def _ways(
+    manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, stages: list[float]
+) -> list[tuple[list[float], float]]:
+    """Seconds of the stages and the depth, without and with computing activations twice."""
+    depths = [memory.depths(manifest, a, b, c.memory_bytes) for c, (a, b) in zip(members, ranges, strict=True)]
+    most = min(manifest.train.micro_batches, *(deep for _, deep in depths), math.inf)
+    plain = min([most, *(shallow for shallow, _ in depths[:-1])])
+    return [(stages, plain), ([t * 4 / 3 for t in stages[:-1]] + stages[-1:], most)]
+
+
+def _step(micro_batches: int, stages: list[float], wires: list[float], on_the_way: float, depth: float) -> float:
+    """One micro-batch goes all the way. The others follow at the pace of the slowest part; those that find no place at first are
+    let in one by one as others come back, which `depth` of them do in the time of one trip."""
+    trip, pace = sum(stages) + on_the_way, max([*stages, *wires])
+    waiting = micro_batches - depth
+    return max(trip + (micro_batches - 1) * pace, trip + (depth - 1) * pace + waiting * trip / depth)
+
+
+def total(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged]) -> float:
+    """What arranged replicas (members, ranges, rank) are worth together."""
+    by_name = {c.peer: c for c in candidates}
+    return sum(worth(manifest, [by_name[p] for p in r.members], r.ranges, r.rank) for r in replicas)
+
+
+def optimum(manifest: Manifest, candidates: Sequence[Candidate]) -> float:
+    """The most tokens per second that any arrangement of at most a few peers brings: every set, order, cut and rank is tried."""
+    layers, count = manifest.model.n_layers, len(candidates)
+    best_of = [0.0] * (1 << count)
+    for bits in range(1, 1 << count):
+        members = [c for i, c in enumerate(candidates) if bits >> i & 1]
+        if len(members) > layers:
+            continue
+        cuts = [
+            tuple(itertools.pairwise((0, *cut, layers)))
+            for cut in itertools.combinations(range(1, layers), len(members) - 1)
+        ]
+        ranks = manifest.chains.rank if len(members) > 1 else (0,)
+        best_of[bits] = max(
+            worth(manifest, order, ranges, rank)
+            for order in itertools.permutations(members)
+            for ranges in cuts
+            for rank in ranks
+        )
+    best = [0.0] * (1 << count)
+    for bits in range(1, 1 << count):
+        part = bits
+        while part:
+            best[bits] = max(best[bits], best_of[part] + best[bits ^ part])
+            part = (part - 1) & bits
+    return best[-1]
+
+
+# --- swarms
+
+
+def small_manifest(rng: random.Random) -> Manifest:
+    """A model of five blocks, with sizes like those of a larger one's blocks, and a run in one of several shapes."""
+    width = rng.choice((512, 1024))
+    model = ModelSpec(
+        vocab_size=rng.choice((8192, 32768)),
+        d_model=width,
+        n_layers=5,
+        n_heads=8,
+        d_ff=width * 8 // 3 // 64 * 64,
+        context=1024,
+    )
+    train = TrainSpec(
+        inner_steps=50, micro_batches=rng.choice((4, 8, 32)), rows=1, sequence=rng.choice((256, 1024)),
+        lr=1e-3, warmup_steps=0, total_steps=1000,
+    )  # fmt: skip
+    return tiny.manifest(
+        model=model,
+        train=train,
+        chains=ChainSpec(rank=rng.choice(((0, width // 8), (width // 8,), (0, width // 8, width // 32)))),
+        outer=OuterSpec(overlap=rng.choice((0, 1))),
+        timing=TimingSpec(round_deadline=1200.0),
+    )
+
+
+def small_swarm(rng: random.Random, manifest: Manifest) -> list[Candidate]:
+    """Two to seven peers, some of which hold the whole model and some hardly a block of it."""
+    whole = memory.stage_memory(manifest, 0, manifest.model.n_layers)
+    regions = [(rng.uniform(0, 100), rng.uniform(0, 50)) for _ in range(3)]
+    return [
+        Candidate(
+            peer=f"p{i}",
+            memory_bytes=int(whole * rng.choice((0.25, 0.4, 0.4, 0.6, 0.8, 1.1)) * rng.uniform(0.9, 1.1)),
+            up_bps=int(rng.lognormvariate(math.log(20e6), 1)),
+            down_bps=int(rng.lognormvariate(math.log(100e6), 1)),
+            speed_flops=int(rng.lognormvariate(math.log(5e12), 1)),
+            coordinates=tuple(x + rng.gauss(0, 5) for x in rng.choice(regions)),
+            presence=rng.choice((1.0, 1.0, 1.0, 0.8)),
+            reachable=rng.choice(("direct", "private", "")),
+        )
+        for i in range(rng.randint(2, 7))
+    ]
+
+
+SHAPES = {
+    "0.5B": ModelSpec(vocab_size=32_768, d_model=1536, n_layers=12, n_heads=12, d_ff=5440, context=2048),
+    "1B": ModelSpec(vocab_size=32_768, d_model=2048, n_layers=16, n_heads=16, d_ff=8192, context=2048),
+    "7B": ModelSpec(vocab_size=32_768, d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, context=2048),
+}
+"""Models of the swarms below. The first two are the main paper's (Table 6, as docs read it), the last is LLaMA's (Touvron et al. 2023)."""
+
+CARDS = ((4, 8, 4), (6, 10, 6), (8, 32, 12), (12, 19, 22), (16, 8, 30), (24, 4, 60))
+"""GB of a graphics card, the share of machines that have so much (percent, rounded, of those with 4 GB or more: Steam Hardware Survey of
+August 2025), and, assumed, the TFLOP/s that training reaches on such a card in the middle: about a third of what dense bf16 or fp16
+promises."""
+
+
+def manifest_of(model: str) -> Manifest:
+    """A run of one of SHAPES, with rounds of ten minutes."""
+    spec = SHAPES[model]
+    train = TrainSpec(
+        inner_steps=500, micro_batches=16, rows=1, sequence=1024, lr=1e-3, warmup_steps=0, total_steps=9999
+    )
+    return tiny.manifest(
+        model=spec,
+        train=train,
+        chains=ChainSpec(rank=(0, spec.d_model // 8, spec.d_model // 32)),
+        timing=TimingSpec(round_deadline=900.0, round_seconds=600.0),
+    )
+
+
+def volunteers(rng: random.Random, count: int) -> list[Candidate]:
+    """Home machines. Cards: see CARDS, nine tenths of the memory free, speeds off by a factor of 1.5 either way (assumed). Links: log-normal
+    about 45.7 Mb/s up and 85.7 down (the means of fixed broadband, Speedtest Global Index of September 2020), with a factor of 2.5 either
+    way (assumed). Places: five regions up to 110 ms apart, one way, and 10.5 ms to one's own (half of the index's 21 ms)."""
+    regions = ((0, 0), (40, 10), (75, 0), (110, 20), (60, 50))
+    sizes, shares, _ = zip(*CARDS, strict=True)
+    reached = {size: flops for size, _, flops in CARDS}
+    found = []
+    for i in range(count):
+        size = rng.choices(sizes, shares)[0]
+        x, y = rng.choices(regions, (30, 30, 20, 10, 10))[0]
+        found.append(
+            Candidate(
+                peer=f"p{i:05}",
+                memory_bytes=int(0.9 * size * 1e9),
+                up_bps=int(rng.lognormvariate(math.log(45.7e6), math.log(2.5))),
+                down_bps=int(rng.lognormvariate(math.log(85.7e6), math.log(2.5))),
+                speed_flops=int(reached[size] * 1e12 * rng.lognormvariate(0, math.log(1.5))),
+                coordinates=(x + rng.gauss(0, 7.4), y + rng.gauss(0, 7.4)),
+            )
+        )
+    return found
+
+
+# --- other planners
+
+
+def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
+    """Who can hold the whole model does; the others form chains in this order, each as short as its members' memory allows, cut so that
+    the slowest stage is as quick as can be, with the best of the ranks."""
+    layers, whole = manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
+    replicas, run = [], []
+    for c in order:
+        if c.memory_bytes >= whole:
+            replicas.append(_best_rank(manifest, [c], ((0, layers),)))
+            continue
+        run.append(c)
+        if len(run) < 2 or sum(_blocks(manifest, x.memory_bytes) for x in run) < layers:
+            continue
+        best = max(run, key=lambda x: x.memory_bytes)  # the head needs most
+        members = [*(x for x in run if x is not best), best]
+        ranges = partition.split(manifest, [x.memory_bytes for x in members], [x.speed_flops for x in members])
+        if ranges is not None:
+            replicas.append(_best_rank(manifest, members, ranges))
+            run = []
+        elif len(run) == layers:
+            run.remove(min(run, key=lambda x: x.memory_bytes))
+    return replicas
+
+
+def _blocks(manifest: Manifest, memory_bytes: int) -> int:
+    """How many blocks of the middle this memory holds."""
+    return sum(memory.stage_memory(manifest, 1, 1 + n) <= memory_bytes for n in range(1, manifest.model.n_layers - 1))
+
+
+def _best_rank(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges) -> Arranged:
+    rates = {rank: worth(manifest, members, ranges, rank) for rank in manifest.chains.rank}
+    rank = max(rates, key=rates.__getitem__)
+    return Arranged(members=tuple(c.peer for c in members), ranges=ranges, rank=rank, rate=rates[rank])
+
+
+def climbed(
+    manifest: Manifest, candidates: Sequence[Candidate], start: Sequence[Arranged], seconds: float, rng: random.Random
+) -> float:
+    """Tokens per second after so many seconds of CPU of a local search: random moves, exchanges, additions and removals of members,
+    new orders and cuts, and what is not worse stays."""
+    by_name = {c.peer: c for c in candidates}
+    groups = [
+        ([by_name[p] for p in r.members], worth(manifest, [by_name[p] for p in r.members], r.ranges, r.rank))
+        for r in start
+    ]
+    free = [c for c in candidates if not any(c.peer in r.members for r in start)]
+    groups.append((free, 0.0))
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        a, b = rng.sample(range(len(groups)), 2)
+        one, other = list(groups[a][0]), list(groups[b][0])
+        kind = rng.random()
+        if not one or (kind >= 0.5 and not other):
+            continue
+        x = one.pop(rng.randrange(len(one)))
+        if kind >= 0.5:
+            one.insert(rng.randint(0, len(one)), other.pop(rng.randrange(len(other))))
+        other.insert(rng.randint(0, len(other)), x)
+        rates = [0.0 if i == len(groups) - 1 else _rate(manifest, g) for i, g in ((a, one), (b, other))]
+        if sum(rates) >= groups[a][1] + groups[b][1]:
+            groups[a], groups[b] = (one, rates[0]), (other, rates[1])
+            if groups[-1][0] and rng.random() < 0.05:
+                groups.insert(0, ([], 0.0))  # room for another replica
+        groups = [g for g in groups[:-1] if g[0] or g is groups[0]] + groups[-1:]
+    return sum(rate for _, rate in groups)
+
+
+def _rate(manifest: Manifest, members: list[Candidate]) -> float:
+    """Of members in this order, cut so that the slowest stage is as quick as can be."""
+    if not members or len(members) > manifest.model.n_layers:
+        return 0.0
+    ranges = partition.split(manifest, [c.memory_bytes for c in members], [c.speed_flops for c in members])
+    return 0.0 if ranges is None else _best_rank(manifest, members, ranges).rate
