@@ -97,9 +97,10 @@ class FrameStream:
         for part in parts:
             view = memoryview(part).cast("B")
             for start in range(0, len(view), CHUNK):
-                piece = bytes(view[start : start + CHUNK])  # a copy: the caller may change its buffer after send
-                pending.append(piece)
-                waiting += len(piece)
+                pending.append(
+                    bytes(view[start : start + CHUNK])
+                )  # a copy: the caller may change its buffer after send
+                waiting += len(pending[-1])
                 if waiting >= CHUNK:
                     await self._write_now(pending, waiting)
                     pending, waiting = [], 0
@@ -107,7 +108,10 @@ class FrameStream:
             await self._write_now(pending, waiting)
 
     async def _write_now(self, pending: list[bytes], size: int) -> None:
-        self._writer.write(b"".join(pending))
+        whole = b"".join(pending)
+        pending.clear()  # what waits to be sent is in memory once: a node sends to a thousand at once
+        self._writer.write(whole)
+        del whole
         self._traffic.count_sent(self.name, size)
         await self._writer.drain()
 

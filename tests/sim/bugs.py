@@ -78,7 +78,7 @@ BUGS: dict[str, Bug] = {
             ),
             (
                 OFFERS,
-                "        return offer if offer is not None and offer.replica == index else None\n",
+                "        return offer if offer is not None and offer.replica == number else None\n",
                 "        return offer\n",
             ),
         ),

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from peer.net.clock import Clock
+from protocol.rounds.leader_events import Received
 from protocol.wire import endpoints
+from protocol.wire.session import Withdraw
 from tests.volunteers import Swarm, manifest
 
 DEADLINE = 200.0
@@ -84,7 +87,8 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
             own = {p.digest for p in late.rounds.offer.parts}
             await swarm.until(lambda: own <= set(roomy.storage.blobs))
             assert not own & set(tight.storage.blobs), "nothing is fetched ahead of time where there is no room"
-            swarm.leader.offers.fail(late.id, "the test says so")
+            gives_up = Received(late.id, Withdraw(round=3, reason="the test says so"))
+            assert swarm.leader.handle(gives_up, Clock().steady()) == [], "the others still train"
             free.set()
             await swarm.until(lambda: roomy.rounds.member.applied == 3 and late.rounds.member.applied == 3)
             assert not own & payloads(swarm, 3)
