@@ -8,14 +8,12 @@ from peer.ui.text import blocks, clean, count
 from protocol.identity import short_peer
 from protocol.planning import figures
 from protocol.planning.arrange import Arranged
-from protocol.planning.explain import Explained, explain, why_spare
+from protocol.planning.explain import LEAST_ID, Explained, explain, why_spare
 from protocol.planning.partition import Candidate
 from protocol.run.manifest import Manifest
 
 MOST_SPARES = 20
 """Of which each is named."""
-LONGEST_NAME = 24
-"""Peer ids are longer."""
 
 
 def plan_lines(
@@ -51,7 +49,7 @@ def _replica_lines(manifest: Manifest, number: int, replica: Explained) -> Itera
 
 def named(peer: str) -> str:
     """A name as it is in a file of peers, or the end of a peer id."""
-    return clean(peer if len(peer) <= LONGEST_NAME else short_peer(peer))
+    return clean(peer if len(peer) < LEAST_ID else short_peer(peer))
 
 
 def change_line(before: float, after: float) -> str:

@@ -15,6 +15,9 @@ from protocol.planning.partition import Candidate
 from protocol.planning.shapes import WHOLE, Ints
 from protocol.run.manifest import Manifest
 
+LEAST_ID = 40
+"""Characters of a peer id, at the least."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
@@ -85,9 +88,14 @@ def _limit(swarm: Swarm, names: Sequence[str], rows: Ints, blocks: Ints, rank: i
     fill = (trip - pace) / (trip + (swarm.shapes.micro_batches - 1) * pace)
     waits = f"; {fill:.0%} of a step is the way there and back" if fill >= 0.1 else ""
     if wire > float(compute[slowest]):
-        ends = " to ".join(short_peer(p) for p in names[link : link + 2])
+        ends = " to ".join(_named(p) for p in names[link : link + 2])
         return f"the link of {ends}, {wire:.2g} s a micro-batch{waits}"
-    return f"the computing of {short_peer(names[slowest])}, {compute[slowest]:.2g} s a micro-batch{waits}"
+    return f"the computing of {_named(names[slowest])}, {compute[slowest]:.2g} s a micro-batch{waits}"
+
+
+def _named(peer: str) -> str:
+    """A peer's name in a list of peers, which is shorter than a peer id, or the end of its id."""
+    return peer if len(peer) < LEAST_ID else short_peer(peer)
 
 
 def _why(swarm: Swarm, peer: int, members: int, blocks: int) -> str:
