@@ -139,36 +139,30 @@ def _found(swarm: Swarm, now: Arrangement) -> None:
 
 def _chains(swarm: Swarm, weak: Sequence[int]) -> list[Group]:
     """Runs of the weak peers in this order, each as short as their memory allows."""
-    caps, layers = swarm.caps, swarm.shapes.layers
+    inner, layers = swarm.caps[MIDDLE], swarm.shapes.layers
+    first, last = (np.where(swarm.caps[kind] > 0, swarm.caps[kind] - inner, -layers) for kind in (FIRST, LAST))
     chains: list[Group] = []
     run: list[int] = []
-    blocks, first, last = 0, [-layers], [-layers]
+    blocks, best_first, best_last = 0, -layers, -layers
     for i in weak:
-        inner = int(caps[MIDDLE, i])
         run.append(i)
-        blocks += inner
-        first.append(int(caps[FIRST, i]) - inner)
-        last.append(int(caps[LAST, i]) - inner)
-        if len(run) > 1 and blocks + max(first) + max(last) >= layers and _holds(swarm, run):
+        blocks += int(inner[i])
+        best_first, best_last = max(best_first, int(first[i])), max(best_last, int(last[i]))
+        if len(run) < 2:
+            continue
+        if blocks + best_first + best_last >= layers and _holds(layers, blocks, first[run], last[run]):
             chains.append(tuple(run))
-            run, blocks, first, last = [], 0, [-layers], [-layers]
-        elif len(run) == layers:  # more members than blocks help nobody: the one with the least memory goes
-            least = min(range(len(run)), key=lambda k: caps[MIDDLE, run[k]])
-            blocks -= int(caps[MIDDLE, run.pop(least)])
-            del first[least + 1], last[least + 1]
+            run, blocks, best_first, best_last = [], 0, -layers, -layers
+        elif len(run) >= layers:  # more members than blocks help nobody: one with the least memory goes
+            least = min(range(len(run)), key=lambda k: max(swarm.caps[:3, run[k]].tolist()))
+            blocks -= int(inner[run.pop(least)])
     return chains
 
 
-def _holds(swarm: Swarm, run: Sequence[int]) -> bool:
-    """Whether these peers hold the model in some order."""
-    inner, first, last = (swarm.caps[kind, run].tolist() for kind in (MIDDLE, FIRST, LAST))
-    blocks, places = sum(inner), range(len(run))
-    return any(
-        first[a] and last[b] and blocks + first[a] - inner[a] + last[b] - inner[b] >= swarm.shapes.layers
-        for a, b in itertools.permutations(
-            sorted(places, key=lambda k: -max(first[k] - inner[k], last[k] - inner[k]))[:4], 2
-        )
-    )
+def _holds(layers: int, blocks: int, first: Ints, last: Ints) -> bool:
+    """Whether peers hold the model whose inner stages could have so many blocks, and an end so many more or fewer [members]."""
+    starts, ends = np.argsort(-first, kind="stable")[:2], np.argsort(-last, kind="stable")[:2]
+    return any(a != b and blocks + int(first[a] + last[b]) >= layers for a in starts for b in ends)
 
 
 def _pays(

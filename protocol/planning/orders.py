@@ -24,8 +24,10 @@ def few(swarm: Swarm, rows: Ints) -> Iterator[Ints]:
     """Some orders of the rows that are likely to be good."""
     there = rows >= 0
     caps = swarm.caps
-    first_loss = np.where(there, caps[MIDDLE, rows] - caps[FIRST, rows], 10**9).astype(np.float64)
-    last_loss = np.where(there, caps[MIDDLE, rows] - caps[LAST, rows], 10**9).astype(np.float64)
+    first_loss, last_loss = (
+        np.where(there & (caps[kind, rows] > 0), caps[MIDDLE, rows] - caps[kind, rows], 10**9).astype(np.float64)
+        for kind in (FIRST, LAST)
+    )
     link = np.where(there, np.minimum(swarm.up[rows], swarm.down[rows]), math.inf)
     speed = np.where(there, swarm.speed[rows], 0.0)
     quick = speed / (1 + speed.max(axis=1, keepdims=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 import re
 from pathlib import Path
@@ -291,17 +290,18 @@ def test_spares_are_told_why() -> None:
 
 
 def test_chains_are_as_long_as_it_takes() -> None:
-    """Thirty machines of 8 GB and a model of 7 billion parameters, whose stages of one block fit."""
+    """32 machines, each of which holds one block of a model of 7 billion parameters; one can be the first, one the last."""
     manifest = plans.manifest_of("7B")
-    least = max(memory.stage_memory(manifest, a, b) for a, b in ((0, 1), (31, 32)))
-    inner = memory.stage_memory(manifest, 1, 3)
-    sizes = [least, least, *[inner] * 15]
+    first, inner, last = (memory.stage_memory(manifest, i, i + 1) for i in (0, 1, 31))
+    assert inner < first < last
+    sizes = [inner] * 30
+    sizes[11:11] = [last, first]
     peers = [
-        Candidate(
-            peer=f"p{i:02}", memory_bytes=size, up_bps=10**8, down_bps=10**8, speed_flops=10**13, coordinates=(0.0,)
-        )
+        Candidate(peer=f"p{i:02}", memory_bytes=size, up_bps=10**8, down_bps=10**8, speed_flops=10**13)
         for i, size in enumerate(sizes)
     ]
-    replicas, _ = arrange(manifest, peers)
-    assert [len(r.members) for r in replicas] == [17]
-    assert all(b > a for a, b in itertools.chain(*(r.ranges for r in replicas)))
+    (only,), spares = arrange(manifest, peers)
+    assert (len(only.members), only.members[0], only.members[-1]) == (32, "p12", "p11")
+    assert spares == ()
+    assert only.rate > 0
+    assert arrange(manifest, peers[1:]) == ((), tuple(c.peer for c in peers[1:])), "31 hold 31 blocks"
