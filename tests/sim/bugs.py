@@ -36,8 +36,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 MEMBER,
-                "            self.commits[commit.round] = commit\n        return []\n",
-                "            self.commits[commit.round] = commit\n"
+                "            self._began = now\n        return []\n",
+                "            self._began = now\n"
                 "        elif commit.round == self.applied and self.phase is Phase.WAITING:\n"
                 "            self.applied -= 1\n        return []\n",
             ),
