@@ -90,12 +90,12 @@ class Directory:
     async def announce(self, tell: Callable[[bytes], None]) -> None:
         """Seals the announcement and has it told whenever it changed, and again now and then. Never returns."""
         said: Announcement | None = None
-        said_at = float("-inf")
+        said_at, serial = float("-inf"), 0
         while True:
             quiet = self._clock.steady() - said_at
             if (self.announcement != said and quiet >= self.pace) or quiet >= max(REPEAT_SECONDS, self.pace):
                 said, said_at = self.announcement, self._clock.steady()
-                serial = int(1000 * self._clock.wall())
+                serial = max(serial + 1, int(1000 * self._clock.wall()))  # the time of day may go back
                 self.sealed = sealed.seal(self._identity, dataclasses.replace(said, serial=serial))
                 tell(self.sealed)
             await asyncio.sleep(PUBLISH_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from bootstrap.roster import GONE, Allowance, Heard
 from bootstrap.sessions import ANNOUNCED_AT_ONCE, Session
 from peer.net import roster
 from peer.net.base import MAX_RECORD, serve_calls
+from peer.net.clock import Clock
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.roster import RosterReader
@@ -26,6 +28,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.encoding import MessageError
 from protocol.wire.roster import MOST_LOOKED_UP, Lookup, Roster, RosterRequest
 from tests import tiny
+from tests.sim.loop import VirtualLoop
 
 M = tiny.manifest()
 RUN = M.run_id
@@ -319,7 +322,31 @@ def test_all_peers_together_announce_at_a_bounded_rate() -> None:
     asyncio.run(work())
 
 
-def test_what_is_told_is_the_newest_with_growing_serials() -> None:
+def test_serials_grow_although_the_time_of_day_goes_back() -> None:
+    loop = VirtualLoop(random.Random(0))
+    clock = Clock(steady=loop.time, wall=lambda: 1e6 - loop.time())
+    directory = Directory(M, A, MemoryNetwork().transport(A.peer_id), (), announcement(A, 0), clock)
+
+    async def work() -> list[int]:
+        told: asyncio.Queue[bytes] = asyncio.Queue()
+        task = asyncio.ensure_future(directory.announce(told.put_nowait))
+        found = []
+        for step in range(3):
+            directory.update(step=step)
+            said = roster.believed(await told.get(), RUN)
+            assert said is not None
+            found.append(said.serial)
+        task.cancel()
+        return found
+
+    asyncio.set_event_loop(loop)
+    serials = loop.run_until_complete(work())
+    loop.close()
+    asyncio.set_event_loop(None)
+    assert serials[0] < serials[1] < serials[2]
+
+
+def test_what_is_told_is_the_newest() -> None:
     async def story(swarm: Nodes) -> None:
         told: asyncio.Queue[bytes] = asyncio.Queue()
         task = asyncio.create_task(swarm.directory.announce(told.put_nowait))
