@@ -75,6 +75,7 @@ def arrange(
 
     if now.free or len(now.kept) < len(now.groups):
         _search(swarm, now, budget, allowed)
+        _found(swarm, now)  # of those whom the search left over
     return _result(manifest, swarm, everybody, now, old)
 
 

@@ -6,13 +6,13 @@ committed tokens per second, and which kept replicas are worth giving up for it.
 a chain's member that is lost (protocol/rounds/chain_repair.py).
 
 A new replica whose members do not hold their shards yet is *forming*: they fetch them while the others train, and it begins in the
-first plan after all of them have attested that state. What a stage needs: protocol/planning/memory.py.
+first plan after all of them have attested that state. After FORMING_ROUNDS without that it is given up. What a stage needs: protocol/planning/memory.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from protocol.planning import arrange
 from protocol.planning.allotment import NEW, allot
@@ -21,6 +21,9 @@ from protocol.planning.memory import needs_by_range
 from protocol.planning.partition import Candidate, balanced
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+
+FORMING_ROUNDS = 16
+"""A replica that has not begun after so many rounds is given up."""
 
 
 def make_plan(
@@ -35,6 +38,7 @@ def make_plan(
     """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
     protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a new replica
     one of whose members has not is forming, and nobody waits for it, unless there is no other."""
+    candidates = sorted(candidates, key=lambda c: c.peer)
     there, needs = {c.peer: c for c in candidates}, needs_by_range(manifest)
     kept = [
         balanced(manifest, replica, there)
@@ -42,23 +46,42 @@ def make_plan(
         if all(s.peer in there and there[s.peer].memory_bytes >= needs[s.first, s.last] for s in replica.stages)
     ]
     busy = {peer for replica in kept for peer in replica.peers}
-    forming = [
-        replica
-        for replica in (previous.forming if previous else ())
-        if all(peer in there and peer not in busy for peer in replica.peers)
-    ]
-    waiting = {peer for replica in forming for peer in replica.peers}
+    forming, late = _still_forming(previous, there, busy, round, holds)
+    waiting = {peer for replica, _ in forming for peer in replica.peers} | late
     others = [c for c in candidates if c.peer not in waiting]
     arranged, spares = arrange.arrange(manifest, others, [_arranged(replica) for replica in kept])
     before = {replica.peers: replica for replica in kept}
     replicas = [_spec(replica, before.get(replica.members)) for replica in arranged]
-    replicas += forming
+    replicas += [replica for replica, _ in forming]
     if not replicas:
         return None
     begin = [r for r in replicas if r.number != NEW or holds is None or all(map(holds, r.stages))] or replicas
-    begun = set(map(id, begin))
+    begun, since = set(map(id, begin)), {id(replica): first for replica, first in forming}
     plan = allot(manifest, round, begin, spares, there, previous, done)
-    return dataclasses.replace(plan, forming=tuple(r for r in replicas if id(r) not in begun))
+    later = tuple(r for r in replicas if id(r) not in begun)
+    return dataclasses.replace(plan, forming=later, forming_since=tuple(since.get(id(r), round) for r in later))
+
+
+def _still_forming(
+    previous: Plan | None,
+    there: Mapping[str, Candidate],
+    busy: Collection[str],
+    round: int,
+    holds: Callable[[StageSpec], bool] | None,
+) -> tuple[list[tuple[ReplicaSpec, int]], set[str]]:
+    """The replicas that go on forming, with the rounds since which they do; and the peers of the others who kept them from beginning
+    for too long. They are not planned this time: the others may find together without them."""
+    found: list[tuple[ReplicaSpec, int]] = []
+    late: set[str] = set()
+    for replica, since in zip(previous.forming, previous.forming_since, strict=True) if previous else ():
+        missing = {s.peer for s in replica.stages if holds is not None and not holds(s)}
+        if not all(peer in there and peer not in busy for peer in replica.peers):
+            continue
+        if missing and round - since >= FORMING_ROUNDS:
+            late |= missing
+        else:
+            found.append((replica, since))
+    return found, late
 
 
 def _arranged(replica: ReplicaSpec) -> Arranged:

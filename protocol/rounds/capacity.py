@@ -132,7 +132,10 @@ def _of_plan(stages: int) -> Cost:
     """What a plan says of a replica of so many stages, at most."""
     stage = StageSpec(peer=_PEER, first=_INTEGER, last=_INTEGER)
     work = Work(slot=_INTEGER, steps=_INTEGER, micro_batches=_INTEGER)
-    return cost(ReplicaSpec(number=_INTEGER, rank=_INTEGER, stages=(stage,) * stages, work=work, following=work))
+    since = cost(_INTEGER)
+    return since + cost(
+        ReplicaSpec(number=_INTEGER, rank=_INTEGER, stages=(stage,) * stages, work=work, following=work)
+    )
 
 
 def bounded(manifest: Manifest, plan: Plan) -> Plan:
@@ -153,7 +156,8 @@ def bounded(manifest: Manifest, plan: Plan) -> Plan:
         return plan
     over = [peer for replica in (*plan.replicas, *plan.forming)[len(kept) :] for peer in replica.peers]
     spares = tuple(sorted([*plan.spares, *over])[:MAX_SPARES])
-    return dataclasses.replace(plan, replicas=replicas, forming=forming, spares=spares)
+    since = plan.forming_since[: len(forming)]
+    return dataclasses.replace(plan, replicas=replicas, forming=forming, forming_since=since, spares=spares)
 
 
 def foremost(diverged: Sequence[Diverged], plan: Plan | None) -> tuple[Diverged, ...]:

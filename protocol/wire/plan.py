@@ -82,12 +82,18 @@ class Plan:
     """The replicas, in the order in which a commit adds their work."""
     forming: tuple[ReplicaSpec, ...] = ()
     """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them."""
+    forming_since: tuple[int, ...] = ()
+    """The round of the first plan that named each of them."""
     spares: tuple[str, ...] = ()
     """Peers that wait to take the place of a member of a chain that is lost."""
     next_number: int = 0
     """The number of the next new replica."""
     next_slot: int = 0
     """The first slot of text that nobody was given yet."""
+
+    def __post_init__(self) -> None:
+        if len(self.forming_since) != len(self.forming):
+            raise ValueError("forming_since must have an entry for each of forming")
 
     def replica(self, number: int) -> ReplicaSpec:
         """The replica with this number. Raises KeyError where there is none."""

@@ -201,7 +201,9 @@ def everything(plan: Plan) -> Plan:
     first, *others = plan.replicas
     ahead = dataclasses.replace(first, following=Work(slot=90))
     forming = dataclasses.replace(others[0], number=-1)
-    return dataclasses.replace(plan, replicas=(ahead, *others), forming=(forming,), next_slot=4, spares=(PEERS[5],))
+    return dataclasses.replace(
+        plan, replicas=(ahead, *others), forming=(forming,), forming_since=(3,), next_slot=4, spares=(PEERS[5],)
+    )
 
 
 def test_every_field_of_the_monitors_json_has_a_source() -> None:

@@ -58,7 +58,9 @@ FULL = ReplicaSpec(
     following=Work(slot=30, steps=5),
 )
 FORMING = ReplicaSpec(number=-1, rank=0, stages=(StageSpec(peer="e", first=0, last=4),))
-PLAN = Plan(round=3, next_number=2, next_slot=40, replicas=(FULL, CHAIN), forming=(FORMING,), spares=("d",))
+PLAN = Plan(
+    round=3, next_number=2, next_slot=40, replicas=(FULL, CHAIN), forming=(FORMING,), forming_since=(2,), spares=("d",)
+)
 COMMIT = Commit(
     run="r",
     round=2,

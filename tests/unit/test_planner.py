@@ -16,7 +16,7 @@ from protocol.planning import memory, partition, speed
 from protocol.planning.allotment import NEW
 from protocol.planning.memory import stage_memory
 from protocol.planning.partition import Candidate
-from protocol.planning.planner import make_plan
+from protocol.planning.planner import FORMING_ROUNDS, make_plan
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TimingSpec, TrainSpec
@@ -266,6 +266,28 @@ def test_a_new_replica_begins_when_all_its_members_hold_their_shards() -> None:
     third = after(second, *members)
     assert _places(third.replicas) == [(0, (full.peer,)), (1, forming.peers)]
     assert (third.forming, third.replica(1).stages) == ((), forming.stages)
+
+
+def test_who_keeps_a_replica_from_beginning_is_left_out_after_some_rounds() -> None:
+    """The others are spares then, and may be planned with somebody else."""
+    full, *weak = _candidates(FULL, *[tiny.third_memory(M)] * 3)
+    stuck, *others = (c.peer for c in weak)
+
+    def after(previous: Plan | None, round: int) -> Plan:
+        plan = make_plan(
+            M, [full, *weak], round=round, previous=previous, holds=lambda stage: stage.peer not in (stuck, full.peer)
+        )
+        assert plan is not None
+        return plan
+
+    plan = after(_plan([full]), 2)
+    for round in range(3, 2 + FORMING_ROUNDS):
+        plan = after(plan, round)
+        assert (len(plan.forming), plan.forming_since) == (1, (2,))
+    plan = after(plan, 2 + FORMING_ROUNDS)
+    assert (plan.forming, plan.forming_since, plan.spares) == ((), (), tuple(sorted(others)))
+    plan = after(plan, 3 + FORMING_ROUNDS)
+    assert plan.forming_since == (3 + FORMING_ROUNDS,), "it may try again"
 
 
 def test_what_is_forming_is_given_up_with_a_member() -> None:

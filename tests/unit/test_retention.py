@@ -50,7 +50,7 @@ def test_who_trains_what_and_who_holds_what() -> None:
 
 
 def test_who_will_train_a_stage_holds_it_and_trains_nothing_yet() -> None:
-    forming = dataclasses.replace(PLAN, replicas=(), forming=(CHAIN,))
+    forming = dataclasses.replace(PLAN, replicas=(), forming=(CHAIN,), forming_since=(1,))
     assert retention.held_shards(RUN, forming, "last", warm=False) == memory.held_shards(RUN, 1, LAYERS)
     assert retention.trained_shards(RUN, forming, "last") == ()
 

@@ -178,7 +178,7 @@ def test_a_commit_that_no_honest_leader_writes() -> None:
         "plans round 2, not the next one",
         "plans replica 0 with stages that are not the whole model",
     ]
-    assert problems(plan=Plan(round=1, replicas=(), forming=(half,))) == [
+    assert problems(plan=Plan(round=1, replicas=(), forming=(half,), forming_since=(1,))) == [
         "plans replica 0 with stages that are not the whole model"
     ]
     for numbers, following in (((0, 0), 1), ((0, 1), 1), ((-1, 0), 1)):

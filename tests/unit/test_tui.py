@@ -264,7 +264,7 @@ def test_a_replica_is_known_by_its_number_wherever_it_is_in_the_plan() -> None:
 
 def test_who_fetches_what_it_will_train_is_joining() -> None:
     story = Story()
-    forming = dataclasses.replace(PLAN, replicas=PLAN.replicas[:2], forming=(PLAN.replica(2),))
+    forming = dataclasses.replace(PLAN, replicas=PLAN.replicas[:2], forming=(PLAN.replica(2),), forming_since=(1,))
     story.tell("bootstrap", events.Commit(round=0, contributions=(), left_out=(), diverged=(), plan=forming))
     assert {p.peer: p.role for p in story.view.peers.values()} == {
         **dict.fromkeys(PEERS[:2], "full"), **dict.fromkeys(PEERS[2:5], "joining"), PEERS[5]: "spare"
