@@ -35,14 +35,14 @@ def trained_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[st
 
 
 def held_shards(manifest: Manifest, plan: Plan | None, peer: str, warm: bool) -> tuple[str, ...]:
-    """The shards that `peer` has to hold for `plan`, in canonical order. `warm`: who has no stage holds them all, so that
-    it can take any: a spare in the middle of a round, a newcomer in the next plan."""
+    """The shards that `peer` has to hold for `plan`, in canonical order. `warm`: a spare holds them all, so that it
+    can take any stage. Nobody who has nothing to do has to hold anything."""
     if plan is None:
         return ()
     stage = plan.held_by(peer)
     if stage is not None:
         return memory.held_shards(manifest, stage.first, stage.last)
-    return layout.shard_names(manifest.model) if warm else ()
+    return layout.shard_names(manifest.model) if warm and peer in plan.spares else ()
 
 
 def payloads_needed(

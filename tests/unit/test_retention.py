@@ -44,8 +44,7 @@ def test_who_trains_what_and_who_holds_what() -> None:
     assert "embed" in retention.held_shards(RUN, PLAN, "last", warm=False), "every stage reads the embedding"
     assert retention.held_shards(RUN, PLAN, "spare", warm=True) == SHARDS
     assert retention.held_shards(RUN, PLAN, "spare", warm=False) == ()
-    assert retention.held_shards(RUN, PLAN, "stranger", warm=True) == SHARDS, "the next plan may name it"
-    assert retention.held_shards(RUN, PLAN, "stranger", warm=False) == ()
+    assert retention.held_shards(RUN, PLAN, "stranger", warm=True) == ()
     assert retention.held_shards(RUN, None, "spare", warm=True) == ()
 
 
