@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from tests.sim.swarm import KINDS, Swarm, kind_of
 from tests.sim.world import POINTS, Violation
 
-SEEDS = 120
+SEEDS = 150
 """So many runs, from seed 0 on, see everything at least once."""
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power", "deaths of peers",
