@@ -18,6 +18,9 @@ from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Record, is_decided
 from protocol.wire.plan import Plan, ReplicaSpec
 
+MAX_SLOT = 2**62
+"""No run comes so far."""
+
 
 class BadCommit(PotluckError):
     """These bytes are not the next commit of the run; the text goes on from "the commit of round N"."""
@@ -40,7 +43,16 @@ def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str
         return "was proposed by a node that is not a member"
     if not is_decided(record, members):
         return "lacks the votes of a majority"
+    if commit.plan is not None and not all(_allows(manifest, r) for r in commit.plan.replicas):
+        return "plans more work than the manifest allows"
     return None
+
+
+def _allows(manifest: Manifest, replica: ReplicaSpec) -> bool:
+    """Whether a replica is given no more than the manifest says, in this round and in the one after."""
+    works = [work for work in (replica.work, replica.following) if work is not None]
+    steps, micro_batches = manifest.train.inner_steps, manifest.train.micro_batches
+    return all(w.steps <= steps and w.micro_batches <= micro_batches and w.slot <= MAX_SLOT for w in works)
 
 
 def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:

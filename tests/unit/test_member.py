@@ -538,3 +538,25 @@ def test_restarted_at_the_end_it_attests_again_and_finishes() -> None:
     effects = driver.settle(driver.learn(*log(3)))
     assert told(effects) == [Attest(round=3, digests=DIGESTS)]
     assert driver.do(RunOver()) == [Finish()]
+
+
+# --- what a plan may give
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        Work(steps=M.train.inner_steps + 1, micro_batches=2),
+        Work(steps=4, micro_batches=M.train.micro_batches + 1),
+        Work(steps=2**63, micro_batches=2**63),
+        Work(slot=2**63, steps=4, micro_batches=2),
+    ],
+)
+@pytest.mark.parametrize("field", ["work", "following"])
+def test_a_plan_that_gives_more_than_the_manifest_says_is_not_followed(field: str, work: Work) -> None:
+    """Whoever decides the rounds decides no sizes: micro-batches are memory."""
+    (first,) = log(0)
+    (replica,) = plan(1, ME).replicas
+    greedy = dataclasses.replace(first, plan=plan(1, ME).replaced(dataclasses.replace(replica, **{field: work})))
+    with pytest.raises(ForkError, match="more work than the manifest allows"):
+        Driver().learn(greedy)
