@@ -26,6 +26,7 @@ from peer.net.directory import Directory
 from protocol import identity as identities
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
+from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
@@ -234,8 +235,7 @@ class BootstrapNode:
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
         """A peer with a session says this of itself."""
-        said = {name: getattr(announcement, name) for name in Candidate.__slots__ if hasattr(announcement, name)}
-        candidate = Candidate(**said)
+        candidate = partition.candidate(announcement)
         known = self._ready.get(peer)
         if known == candidate:
             return

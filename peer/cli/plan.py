@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -14,9 +15,9 @@ from peer.ui import plan_text
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean
 from protocol.errors import UsageError, shown
-from protocol.planning.arrange import Arranged, arrange
-from protocol.planning.memory import needs_by_range
-from protocol.planning.partition import Candidate
+from protocol.planning.arrange import arrange
+from protocol.planning.partition import Candidate, candidate
+from protocol.planning.planner import arranged, still_fit
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import ReplicaSpec
 
@@ -46,14 +47,15 @@ async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Cal
             raise UsageError("potluck plan: nothing to plan; name a run or a file of peers, or give --figures")
         return
     known = _from_file(Path(text)) if _lists_peers(text) else await _from_run(text)
-    kept = _kept(known.manifest, known.candidates, known.replicas)
+    there = {c.peer: c for c in known.candidates}
+    kept = [arranged(replica) for replica in still_fit(known.manifest, known.replicas, there)]
     replicas, spares = arrange(known.manifest, known.candidates, kept)
     candidates = known.candidates
     if what_if:
         before = sum(replica.rate for replica in replicas)
         candidates = _changed(candidates, what_if)
-        there = {c.peer for c in candidates}
-        stay = [replica for replica in replicas if there.issuperset(replica.members)]
+        present = {c.peer for c in candidates}
+        stay = [replica for replica in replicas if present.issuperset(replica.members)]
         replicas, spares = arrange(known.manifest, candidates, stay)
         say(plan_text.change_line(before, sum(replica.rate for replica in replicas)))
     for line in plan_text.plan_lines(known.manifest, candidates, replicas, spares):
@@ -116,7 +118,7 @@ def _described(peer: dict[str, Any], name: str, source: str) -> list[Candidate]:
         reachable=peer.get("reachable", ""),
     )
     names = [name] if count == 1 else [f"{name}-{i + 1}" for i in range(count)]
-    return [Candidate(**{f: getattr(one, f) for f in Candidate.__slots__} | {"peer": n}) for n in names]
+    return [dataclasses.replace(one, peer=name) for name in names]
 
 
 def parse_speed(text: str) -> int:
@@ -153,27 +155,15 @@ async def _from_run(text: str) -> Known:
 async def known_by(monitor: Monitor) -> Known:
     """What the announcements and the log say. Raises RemoteError."""
     await monitor.poll(lambda event: None)
-    found = [
-        Candidate(**{f: getattr(peer, f) for f in Candidate.__slots__ if hasattr(peer, f)})
-        for peer in monitor.peers.values()
-    ]
     newest = monitor.commits[-1].plan if monitor.commits else None
     return Known(
-        manifest=monitor.manifest, candidates=tuple(found), replicas=newest.replicas if newest is not None else ()
+        manifest=monitor.manifest,
+        candidates=tuple(map(candidate, monitor.peers.values())),
+        replicas=newest.replicas if newest is not None else (),
     )
 
 
 # --- what becomes of them
-
-
-def _kept(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[ReplicaSpec]) -> list[Arranged]:
-    """The replicas of the newest plan whose members are there and hold their blocks."""
-    memory, needs = {c.peer: c.memory_bytes for c in candidates}, needs_by_range(manifest)
-    return [
-        Arranged(members=r.peers, ranges=tuple((s.first, s.last) for s in r.stages), rank=r.rank, rate=0.0)
-        for r in replicas
-        if all(memory.get(s.peer, 0) >= needs[s.first, s.last] for s in r.stages)
-    ]
 
 
 def _changed(candidates: Sequence[Candidate], what_if: Sequence[str]) -> tuple[Candidate, ...]:

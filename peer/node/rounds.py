@@ -46,8 +46,7 @@ TICK_SECONDS = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
     """What the loop works with. `tell` sends to the bootstrap nodes; `threads` work at a round boundary; `up_bps`: bits a second
-    that payloads leave with; `warm`: whether to hold all
-    shards while there is no stage for us, so that we can take any."""
+    that payloads leave with; `warm`: whether to hold all shards while there is no stage for us, so that we can take any."""
 
     storage: Storage
     exchange: Exchange

@@ -26,6 +26,7 @@ from protocol.planning import speed
 from protocol.planning.memory import held_shards, keeps_warm, needs_by_range
 from protocol.run import layout
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 GAIN = 0.8
@@ -48,6 +49,12 @@ class Candidate:
     coordinates: tuple[float, ...] = ()
     presence: float = 1.0
     reachable: str = ""
+
+
+def candidate(announcement: Announcement) -> Candidate:
+    """What a peer announces, as far as plans go by it."""
+    said = {name: getattr(announcement, name) for name in Candidate.__slots__ if hasattr(announcement, name)}
+    return Candidate(**said)
 
 
 def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:

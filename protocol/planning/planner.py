@@ -39,19 +39,15 @@ def make_plan(
     protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a new replica
     one of whose members has not is forming, and nobody waits for it, unless there is no other."""
     candidates = sorted(candidates, key=lambda c: c.peer)
-    there, needs = {c.peer: c for c in candidates}, needs_by_range(manifest)
-    kept = [
-        balanced(manifest, replica, there)
-        for replica in (previous.replicas if previous else ())
-        if all(s.peer in there and there[s.peer].memory_bytes >= needs[s.first, s.last] for s in replica.stages)
-    ]
+    there = {c.peer: c for c in candidates}
+    kept = [balanced(manifest, r, there) for r in still_fit(manifest, previous.replicas if previous else (), there)]
     busy = {peer for replica in kept for peer in replica.peers}
     forming, late = _still_forming(previous, there, busy, round, holds)
     waiting = {peer for replica, _ in forming for peer in replica.peers} | late
     others = [c for c in candidates if c.peer not in waiting]
-    arranged, spares = arrange.arrange(manifest, others, [_arranged(replica) for replica in kept])
+    found, spares = arrange.arrange(manifest, others, [arranged(replica) for replica in kept])
     before = {replica.peers: replica for replica in kept}
-    replicas = [_spec(replica, before.get(replica.members)) for replica in arranged]
+    replicas = [_spec(replica, before.get(replica.members)) for replica in found]
     replicas += [replica for replica, _ in forming]
     if not replicas:
         return None
@@ -84,7 +80,18 @@ def _still_forming(
     return found, late
 
 
-def _arranged(replica: ReplicaSpec) -> Arranged:
+def still_fit(manifest: Manifest, replicas: Sequence[ReplicaSpec], there: Mapping[str, Candidate]) -> list[ReplicaSpec]:
+    """The replicas whose members are all there, and can hold their blocks."""
+    needs = needs_by_range(manifest)
+    return [
+        replica
+        for replica in replicas
+        if all(s.peer in there and there[s.peer].memory_bytes >= needs[s.first, s.last] for s in replica.stages)
+    ]
+
+
+def arranged(replica: ReplicaSpec) -> Arranged:
+    """A planned replica, for the search: its rate is found there."""
     ranges = tuple((stage.first, stage.last) for stage in replica.stages)
     return Arranged(members=replica.peers, ranges=ranges, rank=replica.rank, rate=0.0)
 
