@@ -14,6 +14,7 @@ import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from peer.node import open_run
 from peer.state.outer_optimizer import Array, Outer
 from peer.training import data
 from peer.training.trainer import Pace, StageTrainer
+from protocol.codec import sparse
 from protocol.codec.sparse import Codec
 from protocol.run import data_order, init, layout
 from protocol.run.layout import ModelSpec
@@ -44,12 +46,15 @@ class Arm:
     """What becomes of the state of a replica that is replaced.
 
     `feedback`: `lost`, `moves` to the one in its place, `merged` into that of a replica that stays, or `sent`: with its last payload it
-    sends `payloads` of them (0: the whole feedback, dense). `moments`: AdamW's in the new place are `fresh`, `move` with the rest, or
-    are a living replica's: `another`; `second`: with first moments of zero. `warm_up`: the rate of its first so many steps rises.
+    sends `payloads` of them (0: the whole feedback, dense). `topk`: of what moves or is merged only one payload with so many entries of
+    every 4096 arrives, 0: all. `moments`: AdamW's in the new place are `fresh`, `move` with the rest, or are a living replica's:
+    `another`; `second`: with first moments of zero; `factored`: the same, of each matrix of second moments only the means of its rows
+    and columns. `warm_up`: the rate of its first so many steps rises.
     """
 
     churn: bool = True
     feedback: str = "lost"
+    topk: int = 0
     moments: str = "fresh"
     payloads: int = 1
     warm_up: int = 0
@@ -60,15 +65,15 @@ ARMS = {
     "nothing moves": Arm(),
     "moments move": Arm(moments="move"),
     "feedback moves": Arm(feedback="moves"),
-    "both move": Arm(feedback="moves", moments="move"),
-    "feedback moves, moments of another": Arm(feedback="moves", moments="another"),
-    "feedback merged, moments of another": Arm(feedback="merged", moments="another"),
-    "4 last payloads, moments of another": Arm(feedback="sent", payloads=4, moments="another"),
-    "dense last payload, moments of another": Arm(feedback="sent", payloads=0, moments="another"),
-    "killed: moments of another": Arm(moments="another"),
-    "killed: second moments of another": Arm(moments="second"),
     "killed: warm-up of 5 steps": Arm(warm_up=5),
-    "killed: moments of another, warm-up": Arm(moments="another", warm_up=5),
+    "killed: second moments of another": Arm(moments="second"),
+    "killed: second moments of another, factored": Arm(moments="factored"),
+    "killed: moments of another": Arm(moments="another"),
+    "feedback moves, factored": Arm(feedback="moves", moments="factored"),
+    "1024 of the feedback move, factored": Arm(feedback="moves", topk=1024, moments="factored"),
+    "1024 of the feedback merged, factored": Arm(feedback="merged", topk=1024, moments="factored"),
+    "dense last payload, factored": Arm(feedback="sent", payloads=0, moments="factored"),
+    "4 last payloads, factored": Arm(feedback="sent", payloads=4, moments="factored"),
 }
 
 
@@ -90,11 +95,12 @@ class Replica:
 @dataclass(slots=True)
 class Result:
     """Of one arm and seed. `losses`: by round, nats per token of held-out text. `norms`: of a leaving replica's last contribution over
-    the median of the others'. `held`: its feedback's norm over that of its last pseudo-gradient."""
+    the median of the others'. `held`: its feedback's norm over that of its last pseudo-gradient; `sent`: over the others' median."""
 
     losses: dict[int, float]
     norms: list[float]
     held: list[float]
+    sent: list[float]
     seconds: float
 
 
@@ -113,7 +119,7 @@ class Swarm:
     def run(self, rounds: int) -> Result:
         """Trains, and replaces one replica after every round."""
         began = time.process_time()
-        found = Result({}, [], [], 0.0)
+        found = Result({}, [], [], [], 0.0)
         for r in range(1, rounds + 1):
             leaving = (r - 1) % REPLICAS if self.arm.churn and r < rounds else None
             self._round(r, leaving, found)
@@ -145,6 +151,7 @@ class Swarm:
         if leaving is not None:
             others = [n for m, n in enumerate(norms) if m != leaving]
             found.norms.append(norms[leaving] / statistics.median(others))
+            found.sent.append(self.replicas[leaving].norm() / statistics.median(others))
         for shard in self.shards:
             for i, theta in enumerate(self.theta.theta[shard]):
                 for one in sent:
@@ -183,21 +190,44 @@ class Swarm:
 
     def _replace(self, m: int) -> None:
         old, new, living = self.replicas[m], Replica(self.manifest, self.codec), self.replicas[(m + 1) % REPLICAS]
+        moved = old.outer.feedback
+        if self.arm.topk:
+            codec = Codec(self.arm.topk)
+            packed = {shard: sparse.encode(codec, arrays) for shard, arrays in moved.items()}
+            moved = {s: _dense(codec, layout.shapes(self.manifest.model, s), p) for s, p in packed.items()}
         match self.arm.feedback:
             case "moves":
-                new.outer.feedback = old.outer.feedback
+                new.outer.feedback = moved
             case "merged":
-                for shard, arrays in old.outer.feedback.items():
+                for shard, arrays in moved.items():
                     for e, x in zip(living.outer.feedback[shard], arrays, strict=True):
                         e += x
         if self.arm.moments != "fresh":
             new.trainer.begin_round(self.theta.theta)  # a parameter has a place for moments then
             state = (old if self.arm.moments == "move" else living).trainer.optimizer_state()
-            if self.arm.moments == "second":
+            if self.arm.moments in ("second", "factored"):
                 state = {k: np.zeros_like(v) if k.endswith("/exp_avg") else v for k, v in state.items()}
+            if self.arm.moments == "factored":
+                state = {k: _factored(v) if k.endswith("/exp_avg_sq") else v for k, v in state.items()}
             new.trainer.load_optimizer(state)
         new.young = self.arm.warm_up
         self.replicas[m] = new
+
+
+def _dense(codec: Codec, shapes: Sequence[tuple[int, ...]], payload: bytes) -> list[Array]:
+    """What a payload sends."""
+    made = [np.zeros(shape, np.float32) for shape in shapes]
+    for array, x in zip(made, sparse.decode(codec, shapes, payload), strict=True):
+        array.reshape(-1)[x.index] = x.values
+    return made
+
+
+def _factored(moment: Array) -> Array:
+    """A matrix from the means of its rows and columns (Shazeer and Stern 2018, Adafactor, algorithm 1); a vector as it is."""
+    if moment.ndim < 2:
+        return moment
+    rows, columns = moment.mean(axis=1, dtype=np.float64), moment.mean(axis=0, dtype=np.float64)
+    return (np.outer(rows, columns) / max(float(rows.mean()), 1e-300)).astype(np.float32)
 
 
 def main() -> int:
@@ -214,9 +244,7 @@ def main() -> int:
         made = recipe.make_manifest(options(Path("unused"), rounds=None, full=4, inner_steps=None, seed=seed), MODEL)
         manifest = dataclasses.replace(made, outer=dataclasses.replace(made.outer, topk=chosen.topk))
         tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
-        corpus = data.prepare(
-            manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), MODEL.vocab_size
-        )
+        corpus = data.prepare(manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), MODEL.vocab_size)
         for arm in chosen.arms:
             found = Swarm(manifest, corpus, ARMS[arm]).run(chosen.rounds)
             table[arm].append(found)
@@ -232,7 +260,7 @@ def main() -> int:
 def print_table(table: dict[str, list[Result]], rounds: int) -> None:
     """Losses, and how far above no churn they are, seed by seed."""
     base = table.get("no churn", [])
-    looks = [r for r in range(LOOKS, rounds + 1, LOOKS)]
+    looks = list(range(LOOKS, rounds + 1, LOOKS))
     print(f"\n| arm | {' | '.join(f'round {r}' for r in looks)} | above no churn at {rounds}, by seed | norm |")
     print("|---|" + "---|" * (len(looks) + 2))
     for arm, results in table.items():
@@ -241,7 +269,9 @@ def print_table(table: dict[str, list[Result]], rounds: int) -> None:
             f"{100 * (x.losses[looks[-1]] / b.losses[looks[-1]] - 1):.2f}" for x, b in zip(results, base, strict=False)
         ]
         shares = [
-            f" ({100 * (m / statistics.mean(b.losses[r] for b in base) - 1):+.2f} %)" if base and arm != "no churn" else ""
+            f" ({100 * (m / statistics.mean(b.losses[r] for b in base) - 1):+.2f} %)"
+            if base and arm != "no churn"
+            else ""
             for m, r in zip(means, looks, strict=True)
         ]
         cells = " | ".join(f"{m:.4f}{s}" for m, s in zip(means, shares, strict=True))
