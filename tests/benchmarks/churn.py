@@ -242,7 +242,11 @@ def main() -> int:
     table: dict[str, list[Result]] = {arm: [] for arm in chosen.arms}
     for seed in range(chosen.seeds):
         made = recipe.make_manifest(options(Path("unused"), rounds=None, full=4, inner_steps=None, seed=seed), MODEL)
-        manifest = dataclasses.replace(made, outer=dataclasses.replace(made.outer, topk=chosen.topk))
+        manifest = dataclasses.replace(
+            made,
+            outer=dataclasses.replace(made.outer, topk=chosen.topk),
+            train=dataclasses.replace(made.train, micro_batches=1),
+        )
         tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
         corpus = data.prepare(manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), MODEL.vocab_size)
         for arm in chosen.arms:
