@@ -75,9 +75,9 @@ class Giving:
         """Calls the heirs again and again. Never returns."""
         while True:
             await asyncio.sleep(ASK_SECONDS)
-            await self._call()
+            await self.call_heirs()
 
-    async def _call(self) -> None:
+    async def call_heirs(self) -> None:
         """Tells every heir of the oldest hand-over of each shard that it has not added yet."""
         oldest: dict[tuple[str, str], Handover] = {}
         for handover in self.open.values():
@@ -112,13 +112,13 @@ class Giving:
         heirs: dict[str, str] = {}
         for shard in self._outer.feedback:
             heir = rules.heir(self.manifest, None, plan, self.peer, shard)
-            if heir is not None and await asyncio.to_thread(self._outer.held, shard):
+            if heir is not None and await asyncio.to_thread(self._outer.held, shard) > 0.0:
                 heirs[shard] = heir
         await self._give(heirs, rules.leaving_topk(self.manifest, list(heirs), up_bps, seconds))
         try:
             async with asyncio.timeout(seconds):
                 while self.open:
-                    await self._call()
+                    await self.call_heirs()
                     answers, self._answers = self._answers, {}
                     if not answers:
                         return  # nobody is there

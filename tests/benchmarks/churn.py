@@ -49,7 +49,8 @@ class Arm:
     sends `payloads` of them (0: the whole feedback, dense). `topk`: of what moves or is merged only one payload with so many entries of
     every 4096 arrives, 0: all. `moments`: AdamW's in the new place are `fresh`, `move` with the rest, or are a living replica's:
     `another`; `second`: with first moments of zero; `factored`: the same, of each matrix of second moments only the means of its rows
-    and columns. `warm_up`: the rate of its first so many steps rises.
+    and columns; `small`: these, and of the first moments one payload with 1024 entries of every 4096. `warm_up`: the rate of its first so
+    many steps rises.
     """
 
     churn: bool = True
@@ -63,17 +64,18 @@ class Arm:
 ARMS = {
     "no churn": Arm(churn=False),
     "nothing moves": Arm(),
-    "moments move": Arm(moments="move"),
     "feedback moves": Arm(feedback="moves"),
-    "killed: warm-up of 5 steps": Arm(warm_up=5),
+    "moments move": Arm(moments="move"),
+    "killed: moments of another": Arm(moments="another"),
+    "killed: small moments of another": Arm(moments="small"),
+    "feedback moves, moments of another": Arm(feedback="moves", moments="another"),
+    "1024 of the feedback merged, small moments of another": Arm(feedback="merged", topk=1024, moments="small"),
+    "1024 of the feedback move, small moments of another": Arm(feedback="moves", topk=1024, moments="small"),
+    "dense last payload, moments of another": Arm(feedback="sent", payloads=0, moments="another"),
+    "4 last payloads, moments of another": Arm(feedback="sent", payloads=4, moments="another"),
     "killed: second moments of another": Arm(moments="second"),
     "killed: second moments of another, factored": Arm(moments="factored"),
-    "killed: moments of another": Arm(moments="another"),
-    "feedback moves, factored": Arm(feedback="moves", moments="factored"),
-    "1024 of the feedback move, factored": Arm(feedback="moves", topk=1024, moments="factored"),
-    "1024 of the feedback merged, factored": Arm(feedback="merged", topk=1024, moments="factored"),
-    "dense last payload, factored": Arm(feedback="sent", payloads=0, moments="factored"),
-    "4 last payloads, factored": Arm(feedback="sent", payloads=4, moments="factored"),
+    "killed: warm-up of 5 steps": Arm(warm_up=5),
 }
 
 
@@ -207,7 +209,9 @@ class Swarm:
             state = (old if self.arm.moments == "move" else living).trainer.optimizer_state()
             if self.arm.moments in ("second", "factored"):
                 state = {k: np.zeros_like(v) if k.endswith("/exp_avg") else v for k, v in state.items()}
-            if self.arm.moments == "factored":
+            if self.arm.moments == "small":
+                state = {k: _packed(v) if k.endswith("/exp_avg") else v for k, v in state.items()}
+            if self.arm.moments in ("factored", "small"):
                 state = {k: _factored(v) if k.endswith("/exp_avg_sq") else v for k, v in state.items()}
             new.trainer.load_optimizer(state)
         new.young = self.arm.warm_up
@@ -222,6 +226,12 @@ def _dense(codec: Codec, shapes: Sequence[tuple[int, ...]], payload: bytes) -> l
     return made
 
 
+def _packed(moment: Array) -> Array:
+    """What one payload holds of it."""
+    codec = Codec(1024)
+    return _dense(codec, [moment.shape], sparse.encode(codec, [moment]))[0]
+
+
 def _factored(moment: Array) -> Array:
     """A matrix from the means of its rows and columns (Shazeer and Stern 2018, Adafactor, algorithm 1); a vector as it is."""
     if moment.ndim < 2:
@@ -230,33 +240,56 @@ def _factored(moment: Array) -> Array:
     return (np.outer(rows, columns) / max(float(rows.mean()), 1e-300)).astype(np.float32)
 
 
+def make_manifest(seed: int, topk: int) -> Manifest:
+    """The demo's recipe with MODEL and half the text a step."""
+    made = recipe.make_manifest(options(Path("unused"), rounds=None, full=4, inner_steps=None, seed=seed), MODEL)
+    outer, train = (
+        dataclasses.replace(made.outer, topk=topk),
+        dataclasses.replace(made.train, micro_batches=1),
+    )
+    return dataclasses.replace(made, outer=outer, train=train)
+
+
+def read_corpus(manifest: Manifest) -> data.Corpus:
+    """The demo's text."""
+    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    return data.prepare(manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), MODEL.vocab_size)
+
+
+def _read(path: Path | None, topk: int) -> dict[tuple[str, int], Result]:
+    """The results that a file has, by arm and seed."""
+    found = {}
+    for text in path.read_text().splitlines() if path is not None and path.exists() else ():
+        line = json.loads(text)
+        if line.pop("topk") == topk:
+            key = line.pop("arm"), line.pop("seed")
+            found[key] = Result(**{**line, "losses": {int(r): loss for r, loss in line["losses"].items()}})
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--topk", type=int, default=256)
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
-    parser.add_argument("--out", type=Path, help="keeps every arm's result as a line of JSON")
+    parser.add_argument("--out", type=Path, help="a line of JSON for each result; what it has is not done again")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    table: dict[str, list[Result]] = {arm: [] for arm in chosen.arms}
-    for seed in range(chosen.seeds):
-        made = recipe.make_manifest(options(Path("unused"), rounds=None, full=4, inner_steps=None, seed=seed), MODEL)
-        manifest = dataclasses.replace(
-            made,
-            outer=dataclasses.replace(made.outer, topk=chosen.topk),
-            train=dataclasses.replace(made.train, micro_batches=1),
-        )
-        tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
-        corpus = data.prepare(manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), MODEL.vocab_size)
-        for arm in chosen.arms:
-            found = Swarm(manifest, corpus, ARMS[arm]).run(chosen.rounds)
-            table[arm].append(found)
-            line = {"arm": arm, "seed": seed, "topk": chosen.topk, **dataclasses.asdict(found)}
-            print(json.dumps(line), flush=True)
-            if chosen.out is not None:
-                with chosen.out.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+    known = _read(chosen.out, chosen.topk)
+    table: dict[str, list[Result]] = {}
+    for arm in chosen.arms:
+        for seed in range(chosen.seeds):
+            found = known.get((arm, seed))
+            if found is None:
+                manifest = make_manifest(seed, chosen.topk)
+                found = Swarm(manifest, read_corpus(manifest), ARMS[arm]).run(chosen.rounds)
+                line = json.dumps({"arm": arm, "seed": seed, "topk": chosen.topk, **dataclasses.asdict(found)})
+                print(line, flush=True)
+                if chosen.out is not None:
+                    with chosen.out.open("a") as file:
+                        file.write(line + "\n")
+            table.setdefault(arm, []).append(found)
     print_table(table, chosen.rounds)
     return 0
 

@@ -46,6 +46,7 @@ from tests.sim.trainer import DrawnTrainer
 from tests.sim.world import Violation
 
 Arrays = list[NDArray[np.float32]]
+Exact = list[NDArray[np.float64]]
 
 
 @dataclass(slots=True)
@@ -253,7 +254,7 @@ class Ledger:
                 if entry is None or entry.delta is None:
                     raise Violation("P3", f"{who[-8:]}: what it learned of {shard} in round {round} is lost")
 
-    def owed(self, who: str, shard: str, upto: int | None = None, given_back: bool = False) -> Arrays:
+    def owed(self, who: str, shard: str, upto: int | None = None, given_back: bool = False) -> Exact:
         """e, as it must be: what was learned of a shard, less what was sent of it and is, or may yet be, committed. `upto`: a round whose
         offer is not decided yet; `given_back`: it went back into e."""
         shapes, beta = layout.shapes(self.manifest.model, shard), float(self.manifest.outer.beta)
@@ -278,13 +279,15 @@ class Ledger:
         return left
 
     def _change(
-        self, arrays: Arrays, shapes: tuple[tuple[int, ...], ...], codec: sparse.Codec, name: str, sign: int
+        self, arrays: Exact, shapes: tuple[tuple[int, ...], ...], codec: sparse.Codec, name: str, sign: int
     ) -> None:
         for x, sent in zip(arrays, sparse.decode(codec, shapes, self.payloads[name]), strict=True):
-            x.reshape(-1)[sent.index] += sign * sent.values.astype(np.float64)
+            values: NDArray[np.float32] = sent.values
+            x.reshape(-1)[sent.index] += sign * values.astype(np.float64)
 
-    def _check(self, who: str, shard: str, feedback: Arrays | None, owed: Arrays) -> None:
-        for x, e in zip(owed, feedback or [np.zeros_like(x) for x in owed], strict=True):
+    def _check(self, who: str, shard: str, feedback: Arrays | None, owed: Exact) -> None:
+        held = feedback or [np.zeros(x.shape, np.float32) for x in owed]
+        for x, e in zip(owed, held, strict=True):
             if not np.array_equal(x, e.astype(np.float64)):
                 raise Violation("P3", f"{who[-8:]}: on {shard}, applied updates + e differ from the sum of its work")
 
