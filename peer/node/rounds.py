@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.net.base import Traffic
 from peer.net.clock import Clock
+from peer.node.moments import MomentsExchange
 from peer.node.orders import InnerLoop
 from peer.node.training import Training
 from peer.state.feedback_writer import FeedbackWriter
@@ -111,6 +112,7 @@ class Rounds:
             self._why_not_taken,
             self._offered_norm,
         )
+        self._moments = MomentsExchange(manifest, peer, self._exchange, around.inner_loop)
         log = self.member.commits
         self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, log, self._emit)
 
@@ -129,6 +131,7 @@ class Rounds:
         """Until the run is over. Raises ForkError and LocalError."""
         ticker, giving = asyncio.create_task(self._tick()), asyncio.create_task(self._giving.run())
         await self._exchange.answer(endpoints.HANDOVER, self._taking.answer, REQUEST_BYTES)
+        await self._moments.serve()
         try:
             while True:
                 event = await self._events.get()
@@ -136,6 +139,7 @@ class Rounds:
                 if isinstance(event, member_events.Tick):
                     await self._giving.step(self.member.commits, self.member.plan)
                     await self._taking.step()
+                    self._moments.follow(self.member.plan)
                 for effect in self.member.handle(event, self._clock.steady()):
                     if isinstance(effect, member_events.Finish):
                         return
@@ -148,6 +152,7 @@ class Rounds:
             ticker.cancel(), giving.cancel()
             await self._training.end()
             await self._taking.aclose()
+            await self._moments.aclose()
             try:
                 await self._attested()
                 await self._feedback.written()

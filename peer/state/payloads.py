@@ -160,6 +160,24 @@ class Exchange:
         """Brings a blob of one other peer into the store, from where it may be evicted. Raises RemoteError, UsageError."""
         await self._fetcher.fetch(name, size, [holder])
 
+    async def take(self, name: str, size: int, holder: str) -> bytes:
+        """A blob of one other peer, which is not kept. Raises RemoteError, UsageError."""
+        await self.fetch(name, size, holder)
+        data = await asyncio.to_thread(self.store.get, name)
+        self.drop(name)
+        if data is None:
+            raise RemoteError(holder, f"blob {name[:12]}: it was removed while it was read; it is tried again")
+        return data
+
+    def keep(self, data: bytes) -> str:
+        """Serves `data` as a blob, as long as there is space; its name. Raises UsageError."""
+        return self.store.put(data, sync=False)
+
+    def drop(self, name: str) -> None:
+        """Forgets such a blob, unless it is needed as a payload too."""
+        if name not in self.store.protected:
+            self.store.remove(name)
+
     # --- states
 
     async def holders(self) -> dict[tuple[int, str], list[str]]:

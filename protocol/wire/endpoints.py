@@ -20,6 +20,9 @@ STATES = "potluck/states/1"
 HANDOVER = "potluck/handover/1"
 """Call between peers: Handover -> HandoverAnswer (protocol/wire/handover.py)."""
 
+MOMENTS = "potluck/moments/1"
+"""Call between peers: {"shard": name} -> {"blob": name, "size": bytes} of its moments (peer/training/moments.py), or {}."""
+
 PIPE = "potluck/pipe/1"
 """Stream between neighbouring stages of a chain, forward and backward."""
 

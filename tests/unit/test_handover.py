@@ -283,12 +283,15 @@ def test_what_a_giver_loses_its_heir_gets(world: World) -> None:
 def test_wherever_one_of_them_dies_nothing_is_lost_or_counted_twice(world: World, victim: str) -> None:
     first = total(*(side.outer.feedback for side in world.sides.values()))
     deaths = 0
+
+    def finished() -> bool:
+        return world.sides["a"].storage.notes != {} and not world.sides["b"].giving.open
+
     for at in range(1, 60):
         for name in world.sides:
             world.start(name, at / 2 if name == victim else float("inf"))
-        b = world.sides["b"]
         try:
-            asyncio.run(until(world, lambda b=b: world.sides["a"].storage.notes != {} and not b.giving.open))
+            asyncio.run(until(world, finished))
             break
         except Died:
             deaths += 1
