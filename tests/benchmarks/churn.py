@@ -14,17 +14,18 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from peer.demo import recipe
 from peer.node import open_run
 from peer.state.outer_optimizer import Array, Outer
-from peer.training import data
+from peer.training import data, moments
 from peer.training.trainer import Pace, StageTrainer
 from protocol.codec import sparse
 from protocol.codec.sparse import Codec
@@ -49,8 +50,7 @@ class Arm:
     sends `payloads` of them (0: the whole feedback, dense). `topk`: of what moves or is merged only one payload with so many entries of
     every 4096 arrives, 0: all. `moments`: AdamW's in the new place are `fresh`, `move` with the rest, or are a living replica's:
     `another`; `second`: with first moments of zero; `factored`: the same, of each matrix of second moments only the means of its rows
-    and columns; `small`: these, and of the first moments one payload with 1024 entries of every 4096. `warm_up`: the rate of its first so
-    many steps rises.
+    and columns; `small`: both, as peers send them (peer/training/moments.py). `warm_up`: the rate of its first so many steps rises.
     """
 
     churn: bool = True
@@ -209,13 +209,23 @@ class Swarm:
             state = (old if self.arm.moments == "move" else living).trainer.optimizer_state()
             if self.arm.moments in ("second", "factored"):
                 state = {k: np.zeros_like(v) if k.endswith("/exp_avg") else v for k, v in state.items()}
-            if self.arm.moments == "small":
-                state = {k: _packed(v) if k.endswith("/exp_avg") else v for k, v in state.items()}
-            if self.arm.moments in ("factored", "small"):
+            if self.arm.moments == "factored":
                 state = {k: _factored(v) if k.endswith("/exp_avg_sq") else v for k, v in state.items()}
+            if self.arm.moments == "small":
+                state = self._small(state)
             new.trainer.load_optimizer(state)
         new.young = self.arm.warm_up
         self.replicas[m] = new
+
+    def _small(self, state: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
+        """As they travel."""
+        model, train = self.manifest.model, self.manifest.train
+        found: dict[str, NDArray[np.generic]] = {}
+        for shard in self.shards:
+            data = moments.pack(model, shard, state)
+            assert data is not None
+            found |= moments.unpack(model, train, shard, data)
+        return found
 
 
 def _dense(codec: Codec, shapes: Sequence[tuple[int, ...]], payload: bytes) -> list[Array]:
@@ -224,12 +234,6 @@ def _dense(codec: Codec, shapes: Sequence[tuple[int, ...]], payload: bytes) -> l
     for array, x in zip(made, sparse.decode(codec, shapes, payload), strict=True):
         array.reshape(-1)[x.index] = x.values
     return made
-
-
-def _packed(moment: Array) -> Array:
-    """What one payload holds of it."""
-    codec = Codec(1024)
-    return _dense(codec, [moment.shape], sparse.encode(codec, [moment]))[0]
 
 
 def _factored(moment: Array) -> Array:
