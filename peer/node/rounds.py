@@ -32,7 +32,7 @@ from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
 from peer.state.storage import Checkpoint, Shards, Storage
-from peer.state.taking import REQUEST_BYTES, Taking
+from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.errors import LocalError
 from protocol.rounds import handover, member_events, retention
 from protocol.rounds.member import Member
@@ -102,16 +102,14 @@ class Rounds:
         newest = max(found.round, offer.round if offer is not None else 0)
         self._feedback = FeedbackWriter(self._storage, self.outer.feedback, self._clock, newest, restored=offer is None)
         self._giving = Giving(manifest, peer, self._storage, self.outer, self._feedback, self._work, self._exchange.ask)
-        self._taking = Taking(
-            manifest,
-            self._storage,
-            self.outer,
-            self._feedback,
-            self._work,
-            self._exchange.fetch,
-            self._why_not_taken,
-            self._offered_norm,
+        owner = Owner(
+            why_refused=self._why_not_taken,
+            own_norm=self._offered_norm,
+            fetch=self._exchange.fetch,
+            work=self._work,
+            wake=lambda: self.put(member_events.Tick()),
         )
+        self._taking = Taking(manifest, self._storage, self.outer, self._feedback, owner)
         self._moments = MomentsExchange(manifest, peer, self._exchange, around.inner_loop)
         log = self.member.commits
         self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, log, self._emit)

@@ -26,6 +26,8 @@ from protocol.wire.schema import build, plain
 
 ASK_SECONDS = 3.0
 """Between two calls to an heir."""
+LEAVING_ASK_SECONDS = 0.1
+"""The same, while this peer leaves."""
 ANSWER_BYTES = 1024
 OUT, BACK = "handed_over", "taken_back"
 """Notes beside the feedback: the newest serial number that is out of it, and the one that came into it again last."""
@@ -124,7 +126,7 @@ class Giving:
                         return  # nobody is there
                     for serial, answer in sorted(answers.items()):
                         await self._answered(self.open.get(serial), answer)
-                    await asyncio.sleep(ASK_SECONDS / 10)
+                    await asyncio.sleep(LEAVING_ASK_SECONDS)
         except TimeoutError:
             return  # they are on disk: after the next start it goes on
 

@@ -41,29 +41,30 @@ class _Coming:
     refused: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """What the loop that owns the feedback does for it. `why_refused(giver, handover)` and `own_norm(shard)`, of our newest payload (None:
+    there is none), say what is acceptable; `fetch(blob, size, holder)` brings a blob into the store; `work` runs what changes the
+    feedback; `wake` is called when `step` has something to do."""
+
+    why_refused: Callable[[str, Handover], str | None]
+    own_norm: Callable[[str], float | None]
+    fetch: Callable[[str, int, str], Awaitable[None]]
+    work: Callable[..., Awaitable[object]]
+    wake: Callable[[], None]
+
+
 class Taking:
-    """One per peer. `why_refused(giver, handover)` and `own_norm(shard)`, of our newest payload (None: there is none), say what is
-    acceptable; `fetch(blob, size, holder)` brings a blob into the store; `work` runs what changes the feedback."""
+    """One per peer."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        storage: Storage,
-        outer: Outer,
-        writer: FeedbackWriter,
-        work: Callable[..., Awaitable[object]],
-        fetch: Callable[[str, int, str], Awaitable[None]],
-        why_refused: Callable[[str, Handover], str | None],
-        own_norm: Callable[[str], float | None],
+        self, manifest: Manifest, storage: Storage, outer: Outer, writer: FeedbackWriter, owner: Owner
     ) -> None:
         self.manifest = manifest
         self._storage = storage
         self._outer = outer
         self._writer = writer
-        self._work = work
-        self._fetch = fetch
-        self._why_refused = why_refused
-        self._own_norm = own_norm
+        self._owner = owner
         self._coming: dict[str, _Coming] = {}
         self._taken = _read(storage.notes)
 
@@ -80,7 +81,7 @@ class Taking:
         key = f"{giver}/{handover.shard}"
         if self._taken.get(key, 0) >= handover.serial:
             return Step.TAKEN, ""
-        reason = self._why_refused(giver, handover)
+        reason = self._owner.why_refused(giver, handover)
         if reason is None and key not in self._taken and len(self._taken) >= GIVERS:
             reason = f"feedback of {GIVERS} givers was added already"
         if reason is not None:
@@ -93,6 +94,8 @@ class Taking:
                 coming.fetching.cancel()
             coming = self._coming[key] = _Coming(handover, asyncio.create_task(self._bring(giver, handover)))
             return Step.WAIT, ""
+        if handover.given and coming.sound and not coming.handover.given:
+            self._owner.wake()
         coming.handover = handover
         if not coming.fetching.done():
             return Step.WAIT, ""
@@ -105,7 +108,8 @@ class Taking:
         return (Step.READY if coming.sound and not handover.given else Step.WAIT), ""
 
     async def _bring(self, giver: str, handover: Handover) -> None:
-        await self._fetch(handover.blob, handover.size, giver)
+        await self._owner.fetch(handover.blob, handover.size, giver)
+        asyncio.get_running_loop().call_soon(self._owner.wake)
 
     async def step(self) -> None:
         """Adds what is here and ours; for the loop that owns the feedback. Raises UsageError."""
@@ -115,7 +119,7 @@ class Taking:
 
     async def _examine(self, key: str, coming: _Coming) -> None:
         handover, codec = coming.handover, rules.codec(self.manifest, coming.handover.topk)
-        own = self._own_norm(handover.shard)
+        own = self._owner.own_norm(handover.shard)
         if own is None or coming.refused or (coming.sound and not handover.given):
             return
         payload = await asyncio.to_thread(self._storage.blobs.get, handover.blob)
@@ -133,7 +137,7 @@ class Taking:
         coming.sound = True
         if handover.given:
             await self._writer.written()
-            await self._work(self._outer.restore_feedback, handover.shard, payload, codec)
+            await self._owner.work(self._outer.restore_feedback, handover.shard, payload, codec)
             self._taken[key] = handover.serial
             self._storage.notes = {**self._storage.notes, TAKEN: json.dumps(self._taken)}
             await self._writer.changed_between()

@@ -17,7 +17,7 @@ from peer.state.feedback_writer import FeedbackWriter
 from peer.state.giving import Giving
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards, Storage
-from peer.state.taking import Taking
+from peer.state.taking import Owner, Taking
 from protocol.codec import sparse
 from protocol.rounds import handover as rules
 from protocol.run import layout
@@ -183,9 +183,8 @@ class Side:
         self.writer = FeedbackWriter(self.storage, self.outer.feedback, Clock(), found.round, restored=True)
         self.own_norm: float | None = 100.0
         self.giving = Giving(MANIFEST, name, self.storage, self.outer, self.writer, self.work, world.ask)
-        self.taking = Taking(
-            MANIFEST, self.storage, self.outer, self.writer, self.work, self.fetch, self.refused, self.norm
-        )
+        owner = Owner(why_refused=self.refused, own_norm=self.norm, fetch=self.fetch, work=self.work, wake=lambda: None)
+        self.taking = Taking(MANIFEST, self.storage, self.outer, self.writer, owner)
         self.world = world
         self.disk.dies_at = dies_at
 
