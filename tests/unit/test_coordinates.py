@@ -116,7 +116,9 @@ def test_peers_find_their_places_and_tell_them_when_they_have_moved() -> None:
         for name in CITIES:
             seen = told.setdefault(name, [])
             transport = network.transport(name)
-            found[name] = Latency(transport, Clock(steady=asyncio.get_running_loop().time), seen.append, random.Random(name))
+            found[name] = Latency(
+                transport, Clock(steady=asyncio.get_running_loop().time), seen.append, random.Random(name)
+            )
             await found[name].serve()
         runs = [
             asyncio.create_task(found[name].run(lambda name=name: [c for c in CITIES if c != name]))  # type: ignore[misc]
