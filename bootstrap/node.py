@@ -92,6 +92,7 @@ class BootstrapNode:
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
+        self._stays = presence.Stays()
         self._latency = Latency(transport, self._clock, self._placed, random.Random(identity.peer_id))
         self._payloads = Payloads(manifest, transport, archive, self._directory, emit, self._held, self._refused)
         self._finished: Finished | None = None
@@ -226,6 +227,7 @@ class BootstrapNode:
             now, heard, timing = self._clock.steady(), self._sessions.heard, self.manifest.timing
             for peer in presence.gone(self._ready, heard, timing, now):
                 del self._ready[peer]
+                self._stays.lost(peer)
                 self.roster.remove(peer)
                 if peer not in self._sessions.open:
                     self._directory.lost(peer)
@@ -236,13 +238,16 @@ class BootstrapNode:
             for peer in [p for p in known if not any(p in some for some in there)]:
                 self._directory.lost(peer)
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
+            for peer in absent:
+                self._stays.lost(peer)
             self._events.put_nowait(leader_events.Tick(absent))
             self._events.put_nowait(paxos_events.Tick())
             await asyncio.sleep(POLL_SECONDS)
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
         """A peer with a session says this of itself."""
-        candidate = partition.candidate(announcement)
+        stays = round(self._stays.of(peer), 2)
+        candidate = dataclasses.replace(partition.candidate(announcement), presence=stays)
         known = self._ready.get(peer)
         if known == candidate:
             return
@@ -322,6 +327,7 @@ class BootstrapNode:
 
     def _decided(self, record: Record) -> None:
         self._emit(events.commit_of(record.commit))
+        self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])
         self._payloads.complete([record.commit])
 
@@ -366,4 +372,6 @@ class BootstrapNode:
 
 def _as_measured(candidate: Candidate, known: Candidate) -> Candidate:
     """With what is measured again and again as it was `known`."""
-    return dataclasses.replace(candidate, speed_flops=known.speed_flops, coordinates=known.coordinates)
+    return dataclasses.replace(
+        candidate, speed_flops=known.speed_flops, coordinates=known.coordinates, presence=known.presence
+    )

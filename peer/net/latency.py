@@ -36,7 +36,7 @@ class Latency:
     def __init__(
         self, transport: Transport, clock: Clock, tell: Callable[[tuple[float, ...]], None], draw: random.Random
     ) -> None:
-        self.place = Place()
+        self.place = Place(at=tuple(draw.gauss(0.0, 1.0) for _ in range(AXES)))
         self._told: tuple[float, ...] = ()
         self._transport = transport
         self._clock = clock
@@ -69,14 +69,11 @@ class Latency:
             await stream.finish()
         finally:
             await stream.close()
-        self.place = coordinates.moved(self.place, _place(peer, answer), 1000 * quickest / 2, self._direction())
+        self.place = coordinates.moved(self.place, _place(peer, answer), 1000 * quickest / 2)
         far = not self._told or coordinates.distance(self._told, self.place.at) > TOLD_MS
         if self.place.error <= SURE and far:
             self._told = tuple(round(x, 1) for x in self.place.at)
             self._tell(self._told)
-
-    def _direction(self) -> tuple[float, ...]:
-        return tuple(self._draw.gauss(0.0, 1.0) for _ in range(AXES))
 
     async def _answer(self, stream: Stream) -> None:
         for _ in range(PINGS):

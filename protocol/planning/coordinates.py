@@ -46,16 +46,15 @@ def distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     return math.dist(one, other)
 
 
-def moved(place: Place, other: Place, latency: float, direction: tuple[float, ...]) -> Place:
-    """Ours after a latency of so many ms, one way, was measured to `other`. `direction`: any vector of AXES entries but 0, the way
-    to go from the same place."""
+def moved(place: Place, other: Place, latency: float) -> Place:
+    """Ours after a latency of so many ms, one way, was measured to `other`. Nobody is pushed away from the very same place: who begins,
+    begins at a place by chance, or all would stay on one line."""
     latency = min(max(latency, LEAST_LATENCY), FARTHEST)
     away = distance(place.at, other.at)
     error, theirs = max(place.error, LEAST_ERROR), max(other.error, LEAST_ERROR)
     weight = error / (error + theirs)
     off = min(abs(away - latency) / latency, 1.0)
     step = min(max(FACTOR * weight * (latency - away), -MOST_STEP), MOST_STEP)
-    towards = [x - y for x, y in zip(place.at, other.at, strict=True)] if away > 0 else direction
-    length = math.hypot(*towards)
-    at = tuple(min(max(x + step * u / length, -FARTHEST), FARTHEST) for x, u in zip(place.at, towards, strict=True))
+    part = step / away if away > 0 else 0.0
+    at = tuple(min(max(x + part * (x - y), -FARTHEST), FARTHEST) for x, y in zip(place.at, other.at, strict=True))
     return dataclasses.replace(place, at=at, error=min(error + FACTOR * weight * (off - error), 1.0))

@@ -101,7 +101,6 @@ class Leader:
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
-        self._stays = presence.Stays()
         self._absent: frozenset[str] = frozenset()
         self._complete: dict[int, float] = {}
         self._verdicts = Verdicts()
@@ -142,7 +141,6 @@ class Leader:
                 self._verdicts.touch([candidate.peer])
             case Gone(peer):
                 self.ready.pop(peer, None)
-                self._stays.lost(peer)
                 self._verdicts.touch([peer])
                 return self._reconfigure(Gone, self._lost(peer, "gone"))
             case Held(digest):
@@ -243,7 +241,6 @@ class Leader:
             for peer, reconfig in self.roster.not_following():
                 effects += self.position.stay(Tick, [Send((peer,), reconfig, False)])
         for peer in sorted(absent):
-            self._stays.lost(peer)
             effects += self._reconfigure(Tick, self._lost(peer, "its session ended"))
         if self.phase is Phase.OPEN and self._leads and now - self._began >= self.manifest.timing.training_seconds:
             late = self.offers.missing(self._verdicts.pending.values())
@@ -293,7 +290,6 @@ class Leader:
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
         self._began = now
-        self._stays.begin(self.ready)
         self.attestations.forget(commit.round - 1)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = [
@@ -306,8 +302,7 @@ class Leader:
         """Ready peers that attested the state before the open round (if there is one), and those of replicas that are forming."""
         there = [c for p, c in sorted(self.ready.items()) if p not in self.roster.away]
         forming = {p for r in (self._last_plan.forming if self._last_plan else ()) for p in r.peers}
-        usable = [c for c in there if c.peer in forming or self.attestations.newest(c.peer) >= self.round - 1]
-        return [dataclasses.replace(c, presence=round(self._stays.of(c.peer), 3)) for c in usable]
+        return [c for c in there if c.peer in forming or self.attestations.newest(c.peer) >= self.round - 1]
 
     def _holds(self, stage: StageSpec) -> bool:
         """Whether a peer attested all shards that a stage needs, in the state before the open round."""

@@ -23,7 +23,6 @@ from protocol.wire.announcement import AXES, FARTHEST, Announcement
 from tests import tiny
 from tests.sim.loop import VirtualLoop
 
-DIRECTION = (1.0, 0.0, 0.0)
 CITIES = {"a": (0.0, 0.0), "b": (12.0, 0.0), "c": (10.0, 8.0), "d": (80.0, 5.0), "e": (85.0, 20.0), "f": (150.0, 60.0)}
 """One-way milliseconds."""
 
@@ -38,13 +37,12 @@ def off(places: dict[str, tuple[float, ...]]) -> float:
 
 def test_places_come_to_be_as_far_apart_as_the_latencies_say() -> None:
     draw = random.Random(1)
-    places = dict.fromkeys(CITIES, Place())
+    places = {name: Place(at=tuple(draw.gauss(0, 1) for _ in range(AXES))) for name in CITIES}
     for _ in range(60):
         for name in CITIES:
             other = draw.choice([c for c in CITIES if c != name])
             measured = math.dist(CITIES[name], CITIES[other]) * draw.uniform(1.0, 1.1)
-            direction = tuple(draw.gauss(0, 1) for _ in range(AXES))
-            places[name] = coordinates.moved(places[name], places[other], measured, direction)
+            places[name] = coordinates.moved(places[name], places[other], measured)
     assert off({name: place.at for name, place in places.items()}) < 0.15
     assert all(place.error < 0.3 for place in places.values())
 
@@ -59,8 +57,9 @@ def test_whatever_somebody_says_moves_us_by_one_step_at_most(
     at: list[float], error: float, latency: float, own: float
 ) -> None:
     before = Place(at=(3.0, 2.0, 1.0), error=own)
-    after = coordinates.moved(before, Place(at=tuple(at), error=error), latency, DIRECTION)
+    after = coordinates.moved(before, Place(at=tuple(at), error=error), latency)
     assert coordinates.distance(before.at, after.at) <= MOST_STEP * (1 + 1e-9)
+    assert coordinates.moved(before, before, latency).at == before.at
 
 
 @pytest.mark.parametrize("at", [(), (1.0, 2.0), (0.0, 0.0, math.nan), (0.0, 0.0, 2 * FARTHEST)])
@@ -153,9 +152,10 @@ def test_who_answers_nonsense_moves_nobody(answer: bytes) -> None:
 
         await liar.serve(endpoints.PING, lie)
         latency = Latency(honest, Clock(), lambda at: None, random.Random(0))
+        before = latency.place
         with pytest.raises(RemoteError, match="nowhere"):
             await latency.probe("liar")
-        assert latency.place == Place()
+        assert latency.place == before
         for transport in (liar, honest):
             await transport.aclose()
 
