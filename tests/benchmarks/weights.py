@@ -3,10 +3,11 @@
     python -m tests.benchmarks.weights                              # every arm, three seeds
     python -m tests.benchmarks.weights --arms tokens root --seeds 1 --rounds 2
 
-Four full replicas of a small model in one process, the demo's recipe otherwise, with the project's own trainer, data order and outer step. Every arm reads as
-many tokens in as many rounds: equal paces are 10 inner steps each, uneven ones 4, 4, 16 and 16. The schedule of the learning
-rate follows the run, as peer/training/trainer.py `Pace` has it. All arms of a seed have the same θ(0) and the same walk through the
-text; a step's micro-batches are computed at once, which changes the rounding of their sum only.
+Four full replicas of a small model in one process, the demo's recipe otherwise, with the project's own trainer, data
+order and outer step. Every arm reads as many tokens in as many rounds: equal paces are 10 inner steps each, uneven ones
+4, 4, 16 and 16. The schedule of the learning rate follows the run, as peer/training/trainer.py `Pace` has it. All arms of
+a seed have the same θ(0) and the same walk through the text. A step's micro-batches are computed at once, which changes
+the rounding of their sum only.
 
 A weight is what a replica's update counts in the sum of the outer step, n replicas, s_m inner steps and t_m tokens:
 
@@ -15,9 +16,12 @@ A weight is what a replica's update counts in the sum of the outer step, n repli
                                                      step, times the effective number of steps; p_m = 1 / n
     share         the same with p_m = t_m / Σ t      as there p_m is the replica's share of the text: here 1.36 / n each
 
-`micro-batches`: the slow ones do as many steps as the fast ones with a quarter of the rows; weights by tokens. Late work: every
-replica is late in every third round, in turn. Then its pseudo-gradient stays in its error feedback (`late`), or was never computed
-(`absent`); the weights are those of who is there.
+The effective number of steps, Σ w_m s_m, is 13.6 for `tokens` and `share`, 12 for `root`, else 10. `longer` are equal
+paces whose weights add up to 1.36 instead of 1: what a longer outer step alone gives.
+
+`micro-batches`: the slow ones do as many steps as the fast ones with a quarter of the rows; weights by tokens. Late work:
+every replica, all of equal pace, is late in every third round, in turn. Then its pseudo-gradient stays in its error
+feedback (`late`), or was never computed (`absent`); the weights are those of who is there.
 
 Loss: nats per token on the whole held-out text after the last round. Gap: to `equal paces` of the same seed, mean and standard
 error over the seeds.
@@ -75,6 +79,7 @@ WEIGHTS: dict[str, Weights] = {
     "same": lambda steps, tokens: _shares([1] * len(steps)),
     "normalized": lambda steps, tokens: _normalized(steps, _shares([1] * len(steps))),
     "share": lambda steps, tokens: _normalized(steps, _shares(tokens)),
+    "longer": lambda steps, tokens: [1.36 * share for share in _shares(tokens)],
 }
 
 
@@ -93,7 +98,8 @@ EQUAL = ((10, MICRO_BATCHES),) * 4
 UNEVEN = ((4, MICRO_BATCHES),) * 2 + ((MOST_STEPS, MICRO_BATCHES),) * 2
 ARMS = {
     "equal paces": Arm(EQUAL),
-    **{name: Arm(UNEVEN, name) for name in WEIGHTS},
+    "longer": Arm(EQUAL, "longer"),
+    **{name: Arm(UNEVEN, name) for name in WEIGHTS if name != "longer"},
     "micro-batches": Arm(((MOST_STEPS, 1),) * 2 + ((MOST_STEPS, MICRO_BATCHES),) * 2),
     "late": Arm(EQUAL, late=True),
     "absent": Arm(EQUAL, late=True, done=False),
