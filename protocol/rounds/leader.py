@@ -66,6 +66,7 @@ from protocol.rounds.leader_events import (
     Fetch,
     Gone,
     Held,
+    Keep,
     Lead,
     Moved,
     Phase,
@@ -74,6 +75,7 @@ from protocol.rounds.leader_events import (
     Received,
     Report,
     Send,
+    Tell,
     Tick,
 )
 from protocol.rounds.offers import Offers
@@ -88,7 +90,7 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Ti
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry.
 
-    `commits`: the log so far. `held`: digests of the payloads that are durable here. `now`: seconds on the clock of
+    `commits`: the log so far. `held`: names of the payloads and lists of parts that are durable here. `now`: seconds on the clock of
     `handle`.
     """
 
@@ -144,7 +146,7 @@ class Leader:
                 self._verdicts.touch([peer])
                 return self._reconfigure(Gone, self._lost(peer, "gone"))
             case Held(digest):
-                self._verdicts.touch(self.offers.hold(digest))
+                return self._hold(digest)
             case Received():
                 return self._received(event)
             case Lead(leads):
@@ -268,7 +270,9 @@ class Leader:
         if reason:
             self.offers.fail(peer, f"offer refused: {reason}")
             return []
-        effects: list[Effect] = [Fetch(peer, part) for part in self.offers.take(peer, offer)]
+        unlisted, lacking = self.offers.take(peer, offer)
+        effects: list[Effect] = [Keep(offer.parts)] if unlisted else []
+        effects += [Fetch(peer, part) for part in lacking]
         if effects:
             self.position.stay(Offer, effects)
         reconfig = self.roster.reconfigs.get(replica)
@@ -277,6 +281,11 @@ class Leader:
             found = self.roster.renew(replica, reconfig.peers, reconfig.reason, offer.steps)
             effects += self._reconfigure(Offer, found)
         return effects
+
+    def _hold(self, name: str) -> list[Effect]:
+        peers, whole = self.offers.hold(name)
+        self._verdicts.touch(peers)
+        return self.position.stay(Held, [Tell(self.round, share) for share in whole]) if whole else []
 
     # --- deciding
 
@@ -377,7 +386,7 @@ class Leader:
             )
             if plan is None and not contributions:
                 return []
-            plan = plan and capacity.bounded(manifest, plan)
+            plan = plan and capacity.bounded(manifest, plan, contributions, len(left_out))
         commit = Commit(
             run=manifest.run_id,
             round=round,
