@@ -15,8 +15,11 @@ holds every payload that the commit names, so that what is decided cannot be los
     ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted one
     ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same answer again
     any       Accept    the same  Send(Reject)         its ballot is lower than the promised one
-    any       Accept    the same  Fetch                payloads are not held yet; it is looked at again when they
+    any       Accept    the same  FetchList            lists of parts are not known; it is looked at again when they
                                                        are
+    any       Accept    the same  Fetch                the same of payloads that the lists name
+    any       Listed    the same  Fetch                all lists that were waited for are known, and payloads are
+                                                       not held
     FREE      Appended  FREE                           the next round begins
     PROMISED  Appended  FREE                           the next round begins
     ACCEPTED  Appended  FREE                           the next round begins
@@ -151,10 +154,8 @@ class Acceptor:
             self._wait(peer, accept, (share.root for share in unknown))
             asked = [FetchList((peer, s.peer), s) for s in unknown if part_lists.may_be_fetched(self.manifest, s)]
             return self.position.stay(Accept, asked) if event is Accept and asked else []
-        if (
-            event is not Held
-            and part_lists.why_refused(self.manifest, head and head.plan, commit, self.lists) is not None
-        ):
+        plan = head.plan if head is not None else None
+        if event is not Held and part_lists.why_refused(self.manifest, plan, commit, self.lists) is not None:
             self.waiting = None
             return []
         lacking = [(who, p) for s in commit.shares for who, p in self._lacking(s)]

@@ -18,8 +18,11 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
     CLOSING                  OVER       Done                 all members attested the final state, or it is too late
     CLOSING    Decided       CLOSING                         a commit too many, which no honest quorum decides
     OVER       Decided       OVER                            a commit too many, which no honest quorum decides
-    any        Offer         the same   Fetch                it is admitted: the payloads that are not held yet are
-                                                             fetched
+    any        Offer         the same   Keep, Fetch          it is admitted: its list is kept, and what is not held
+                                                             is fetched
+    any        Offer         the same   Fetch                the same, its list is held already
+    any        Offer         the same   Keep                 the same, all its payloads are held already
+    any        Held          the same   Tell                 nothing of a share is lacking any more
     any        Offer         the same   Send(ChainReconfig)  its reconfigured chain does not know yet that the steps
                                                              are done
     any        ChainFailure  the same   Send(ChainReconfig)  a chain lost a member, or a report is out of date

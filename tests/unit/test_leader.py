@@ -49,6 +49,11 @@ def part(peer: str, shard: str, norm: float, size: int = 8) -> Part:
     return Part(shard=shard, digest=tiny.digest(f"{peer}/{shard}"), size=size, norm=norm)
 
 
+def names_of(offer: Offer) -> list[str]:
+    """What has to be durable of it: its list of parts, and its payloads."""
+    return [root_of(offer.parts), *(part.digest for part in offer.parts)]
+
+
 class Driver:
     """A leader, and peers that do what a test tells them to; time is `now`."""
 
@@ -211,8 +216,8 @@ def test_a_chain_counts_the_steps_of_its_slowest_stage() -> None:
     driver = opened(CHAIN)
     driver.offered("c", "d")
     short = driver.offer("e", steps=2)
-    driver.do(Received("e", short), *(Held(p.digest) for p in short.parts[:-1]))
-    contribution = driver.decide(driver.do(Held(short.parts[-1].digest))).contributions[0]
+    driver.do(Received("e", short), *(Held(n) for n in names_of(short)[:-1]))
+    contribution = driver.decide(driver.do(Held(names_of(short)[-1]))).contributions[0]
     assert (contribution.steps, contribution.tokens) == (2, 2 * M.train.step_tokens)
 
 
@@ -315,9 +320,9 @@ def test_nobody_is_told_before_somebodys_work_is_complete() -> None:
     driver = opened(FULLS, timing=QUICK)
     assert driver.at(20.0) == []
     offer = driver.offer("a")
-    driver.do(Received("a", offer), *(Held(p.digest) for p in offer.parts[:-1]))
+    driver.do(Received("a", offer), *(Held(n) for n in names_of(offer)[:-1]))
     assert driver.at(21.0) == []
-    driver.do(Held(offer.parts[-1].digest))
+    driver.do(Held(names_of(offer)[-1]))
     assert driver.at(22.0) == asked("b")
 
 

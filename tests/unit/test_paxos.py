@@ -109,6 +109,8 @@ class Cluster:
                     )
                     self.logs[name].append(record)
                     self.do(name, Appended(record))
+                case FetchList(_, share) if share.root in self.held[name]:
+                    self.do(name, Listed(share.root, PARTS))
                 case Send():
                     pass
                 case _:

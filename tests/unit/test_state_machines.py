@@ -278,7 +278,7 @@ class Twins:
 
     def happens(self) -> leading.Event:
         rng, peer = self.rng, self.rng.choice(list(self.memory))
-        match rng.randrange(12):
+        match rng.randrange(13):
             case 0 | 1:
                 speed = rng.choice((10**6, 5 * 10**5))
                 known = Candidate(peer=peer, memory_bytes=self.memory[peer], up_bps=10**12, down_bps=10**12)
@@ -295,7 +295,7 @@ class Twins:
             case 6 | 7 | 8:
                 digest = "other" if rng.random() < 0.05 else "same"
                 return self.says(peer, Attest(round=self.nodes[0].round - 1, digests=dict.fromkeys(SHARDS, digest)))
-            case 9 | 10:
+            case 9 | 10 | 11:
                 return self.offers(peer)
         return self.says(peer, self.trouble())
 
@@ -401,9 +401,10 @@ class Council(Cluster):
             case 5 if self.late:
                 sender, to, message = self.late.pop(rng.randrange(len(self.late)))
                 self.do(to, paxos_events.Heard(sender, message))
-            case 6 if rng.random() < 0.3:
-                self.held[name].add(PAYLOAD)
-                self.do(name, rng.choice((paxos_events.Held(PAYLOAD), paxos_events.Listed(SHARE.root, PARTS))))
+            case 6:
+                came = rng.choice((paxos_events.Held(PAYLOAD), paxos_events.Listed(SHARE.root, PARTS)))
+                self.held[name].add(PAYLOAD if isinstance(came, paxos_events.Held) else SHARE.root)
+                self.do(name, came)
             case 7 if self.longest:
                 other = rng.choice(self.manifest.operators)
                 self.do(name, paxos_events.Learned(other, rng.choice((self.longest[-1], rng.choice(self.longest)))))
