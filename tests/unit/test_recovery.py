@@ -125,9 +125,11 @@ async def to(swarm: Swarm, rounds: Rounds, number: int) -> None:
 
 
 def payloads(swarm: Swarm, round: int) -> set[str]:
-    """The digests that a round committed."""
-    lists = [part_lists.unpack(swarm.archive.blobs.get(s.root)) for s in swarm.archive.commits[round].shares]
-    return {part.digest for parts in lists for part in parts}
+    """The names of the payloads that a round committed, and of their lists."""
+    lists = {
+        s.root: part_lists.unpack(swarm.archive.blobs.get(s.root) or b"") for s in swarm.archive.commits[round].shares
+    }
+    return {name for root, parts in lists.items() for name in (root, *(part.digest for part in parts))}
 
 
 async def is_right(swarm: Swarm, peer: Volunteer, shards: Iterable[str] = SHARDS) -> None:
