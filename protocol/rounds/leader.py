@@ -36,17 +36,17 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
 
-A planned replica is *complete* when every member has attested the state before the round and has offered its stage,
-and every payload is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when
-its chain ended its round. Else it is *pending*. When the time to train is over, those that are pending are told so. They
-are waited for as long as that is worth it (protocol/rounds/grace.py), and never longer than the round's deadline. Its members are those of the newest reconfiguration
-(protocol/rounds/chain_repair.py).
+A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and every
+payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when its
+chain ended its round. Else it is *pending*. When the time to train is over, those that are pending are told so. They are waited
+for as long as that is worth it (protocol/rounds/grace.py), and never longer than the round's deadline. Its members are those of
+the newest reconfiguration (protocol/rounds/chain_repair.py).
 
-A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
-plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
-has just restarted has heard of nobody yet. It is too late to attest the final state after `gone_after` for a member
-that is gone, and after `round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as
-it is; a member that was lost is planned again once it was heard again.
+A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new plan, at the
+earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that has just restarted has
+heard of nobody yet. It is too late to attest the final state after `gone_after` for a member that is gone, and after
+`round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as it is; a member that was lost is
+planned again once it was heard again.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Leader:
         self._verdicts = Verdicts()
         self._seen = (False, 0)
         self._wrong: Set[str] = frozenset()
+        self._final: frozenset[str] | None = None
         self._leads = False
         self._began = now
 
@@ -149,7 +150,9 @@ class Leader:
                 self._verdicts.touch([peer])
                 return self._reconfigure(Gone, self._lost(peer, "gone"))
             case Held(digest):
-                return self._hold(digest)
+                peers, whole = self.offers.hold(digest)
+                self._verdicts.touch(peers)
+                return self.position.stay(Held, [Tell(self.round, share) for share in whole]) if whole else []
             case Received():
                 return self._received(event)
             case Lead(leads):
@@ -172,7 +175,7 @@ class Leader:
             case Offer() as offer:
                 return self._offer(peer, offer)
             case Withdraw() as withdraw:
-                if withdraw.round == self.round and self.plan and self._replica_of(peer) is not None:
+                if withdraw.round == self.round and self.plan and self.roster.replica_of(peer) is not None:
                     self.offers.fail(peer, withdraw.reason[:200])
                     return self._reconfigure(Withdraw, self._lost(peer, withdraw.reason, must_go_on=True))
             case ChainFailure() as failure:
@@ -188,10 +191,6 @@ class Leader:
         if reconfig is None:
             return []
         return self.position.stay(event, [Send(self.roster.audience(reconfig.replica), reconfig, True)])
-
-    def _replica_of(self, peer: str) -> int | None:
-        """The replica that has `peer` as a member now."""
-        return self.roster.replica_of(peer)
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
         roster, replica = self.roster, failure.replica
@@ -216,7 +215,7 @@ class Leader:
 
         `must_go_on`: without a spare, the chain does not wait.
         """
-        replica, roster = self._replica_of(peer), self.roster
+        replica, roster = self.roster.replica_of(peer), self.roster
         if replica is None or roster.plan is None or not self._leads or self.phase is Phase.DECIDING:
             return None
         spec = roster.plan.replica(replica)
@@ -262,7 +261,7 @@ class Leader:
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
-        replica = self._replica_of(peer)
+        replica = self.roster.replica_of(peer)
         named = self.roster.find(offer.replica)
         if named is not None and peer in named.peers:
             replica = offer.replica  # a spare may have been named twice, by two leaders
@@ -284,11 +283,6 @@ class Leader:
             found = self.roster.renew(replica, reconfig.peers, reconfig.reason, offer.steps)
             effects += self._reconfigure(Offer, found)
         return effects
-
-    def _hold(self, name: str) -> list[Effect]:
-        peers, whole = self.offers.hold(name)
-        self._verdicts.touch(peers)
-        return self.position.stay(Held, [Tell(self.round, share) for share in whole]) if whole else []
 
     # --- deciding
 
@@ -406,7 +400,8 @@ class Leader:
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
-        members = {p for r in (self._last_plan.replicas if self._last_plan else ()) for p in r.peers}
-        late = members - set(self.attestations.of(self.head.round))
+        if self._final is None:
+            self._final = frozenset(p for r in (self._last_plan.replicas if self._last_plan else ()) for p in r.peers)
+        late = self._final - self.attestations.of(self.head.round).keys()
         waits = presence.awaited(late, self.ready, self.manifest.timing, now - self._began)
         return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])

@@ -102,8 +102,9 @@ def why_not_of(share: Share, parts: Parts) -> str | None:
 
 def why_refused(manifest: Manifest, plan: Plan | None, commit: Commit, lists: Lists) -> str | None:
     """Why nobody who holds the `lists` of all shares of `commit` votes for it; None if they are in order. `plan`: the one of its round."""
+    planned = {r.number: r for r in plan.replicas} if plan is not None else {}
     for contribution in commit.contributions:
-        spec = plan.find(contribution.replica) if plan is not None else None
+        spec = planned.get(contribution.replica)
         if spec is None or len(spec.stages) != len(contribution.shares):
             return f"replica {contribution.replica} is not the planned one"
         for stage, share in zip(spec.stages, contribution.shares, strict=True):
@@ -128,7 +129,12 @@ def why_not_parts(manifest: Manifest, shards: Sequence[str], parts: Parts) -> st
 
 def largest_payload(manifest: Manifest, shard: str) -> int:
     """The most bytes that a payload of `shard` can have."""
-    return sparse.max_payload_size(manifest.outer.codec, layout.shapes(manifest.model, shard))
+    return _largest(manifest.outer.codec, manifest.model, shard)
+
+
+@functools.lru_cache(maxsize=2 * layout.MAX_LAYERS)
+def _largest(codec: sparse.Codec, model: layout.ModelSpec, shard: str) -> int:
+    return sparse.max_payload_size(codec, layout.shapes(model, shard))
 
 
 def named(commit: Commit, lists: Lists, shards: Collection[str]) -> Iterator[tuple[Part, str]]:
