@@ -122,11 +122,6 @@ def _left_out() -> Cost:
     return cost(LeftOut(replica=_INTEGER, reason="r" * SHORTEST))
 
 
-def _planned(replica: ReplicaSpec) -> Cost:
-    """What a plan says of a replica; `forming_since` too."""
-    return cost(replica) + cost(_INTEGER)
-
-
 def bounded(manifest: Manifest, plan: Plan, contributions: tuple[Contribution, ...] = (), left_out: int = 0) -> Plan:
     """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions and so many replicas
     `left_out`, and in the next one for what it says of them; the members of the others are spares."""
@@ -135,7 +130,7 @@ def bounded(manifest: Manifest, plan: Plan, contributions: tuple[Contribution, .
     kept: list[ReplicaSpec] = []
     for replica in (*plan.replicas, *plan.forming):
         decided += _decided(replica)
-        planned += _planned(replica)
+        planned += cost(replica) + (cost(_INTEGER) if len(kept) >= len(plan.replicas) else Cost(0, 0))  # forming_since
         if not ((said + planned).is_within(whole) and (decided + planned).is_within(whole)):
             break
         kept.append(replica)
