@@ -534,6 +534,7 @@ TARGETS = [
     Target("sealed.unseal", unseal, (MessageError,), [*SEALED, *(b"\0" + x for x in ENCODED)], change_sealed, 3),
     Target("sealed.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
     Target("encoding.decode_any", from_node, (MessageError,), [*ENCODED, *RECORDS, b"\0" + COMMIT], change_sealed, 3),
+    Target("part_lists.unpack", part_lists.unpack, (part_lists.BadList,), [part_lists.pack(PARTS)], change_msgpack, 3),
     Target("sparse.decode", payload, (PayloadError,), _payloads(), change_bytes, 12),
     Target("pipeline frames", pipe, (chain_frames.NeighbourLost, quantize.BadTensor), PIPE, change_bytes, 8),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
