@@ -41,7 +41,7 @@ from protocol.codec import blob_hash, boundary_formats, sparse
 from protocol.codec.sparse import Codec, PayloadError
 from protocol.errors import PotluckError, RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.rounds import validation
+from protocol.rounds import part_lists, validation
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.wire import encoding, endpoints, framing, logfile, sealed
@@ -195,7 +195,7 @@ def example(hint: Any, name: str = "") -> Any:
     if origin is Annotated:
         return "0" * 64
     if origin is tuple:
-        many = {"times_ms": 6, "counts": 4, "activations": 3, "gradients": 3}
+        many = {"times_ms": 6, "counts": 4, "activations": 3, "gradients": 3, "coordinates": 3}
         return (example(typing.get_args(hint)[0], name),) * many.get(name, 2)
     if origin is dict:
         return {"embed": example(typing.get_args(hint)[1], name), "block.0": example(typing.get_args(hint)[1], name)}
