@@ -1,4 +1,4 @@
-"""Which payloads may be fetched, told to everybody who has a session, in batches.
+"""Which shares of offers may be fetched, told to everybody who has a session, in batches.
 
 One message takes as long to post and to send as there are sessions. So after each there is a pause in proportion to them: what comes
 meanwhile goes with the next one, and telling takes the same share of this node's time however many peers and payloads there are. In
@@ -11,12 +11,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from protocol.wire.commit import Part, Share
+from protocol.wire.commit import Share
 from protocol.wire.session import Offered
 
 PAUSE_SECONDS = 0.005
 """For each session; to send one message to one takes about 50 microseconds."""
-MOST_PARTS = 4096
+MOST_SHARES = 4096
 """Of one message."""
 
 
@@ -26,12 +26,12 @@ class News:
     def __init__(self, tell: Callable[[Offered], None], sessions: Callable[[], int]) -> None:
         self._tell = tell
         self._sessions = sessions
-        self._waiting: deque[tuple[int, str, Part]] = deque()
+        self._waiting: deque[tuple[int, Share]] = deque()
         self._something = asyncio.Event()
 
-    def add(self, round: int, peer: str, part: Part) -> None:
-        """This part of what `peer` offered to `round` is here."""
-        self._waiting.append((round, peer, part))
+    def add(self, round: int, share: Share) -> None:
+        """All of this share, which was offered to `round`, is here."""
+        self._waiting.append((round, share))
         self._something.set()
 
     async def run(self) -> None:
@@ -44,13 +44,10 @@ class News:
                 await asyncio.sleep(PAUSE_SECONDS * self._sessions())
 
     def _messages(self) -> list[Offered]:
-        rounds: dict[int, dict[str, list[Part]]] = {}
-        for _ in range(min(MOST_PARTS, len(self._waiting))):
-            round, peer, part = self._waiting.popleft()
-            rounds.setdefault(round, {}).setdefault(peer, []).append(part)
+        rounds: dict[int, list[Share]] = {}
+        for _ in range(min(MOST_SHARES, len(self._waiting))):
+            round, share = self._waiting.popleft()
+            rounds.setdefault(round, []).append(share)
         if self._waiting:
             self._something.set()
-        return [
-            Offered(round=round, shares=tuple(Share(peer=peer, parts=tuple(parts)) for peer, parts in shares.items()))
-            for round, shares in rounds.items()
-        ]
+        return [Offered(round=round, shares=tuple(shares)) for round, shares in rounds.items()]

@@ -94,7 +94,9 @@ class BootstrapNode:
         self._ready: dict[str, Candidate] = {}
         self._stays = presence.Stays()
         self._latency = Latency(transport, self._clock, self._placed, random.Random(identity.peer_id))
-        self._payloads = Payloads(manifest, transport, archive, self._directory, emit, self._held, self._refused)
+        self._payloads = Payloads(
+            manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
+        )
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -280,6 +282,10 @@ class BootstrapNode:
             match effect:
                 case leader_events.Fetch(peer, part):
                     self._payloads.fetch((peer,), part, peer, self.leader.round)
+                case leader_events.Keep(parts):
+                    self._payloads.keep(parts, self.leader.round)
+                case leader_events.Tell(round, share):
+                    self._news.add(round, share)
                 case leader_events.Propose(commit):
                     dated = dataclasses.replace(commit, time=self._clock.wall())
                     following.append(paxos_events.Proposed(dated))
@@ -312,6 +318,8 @@ class BootstrapNode:
                     self._send_log(self._links[peer], after)
                 case paxos_events.Fetch(holders, part):
                     self._payloads.fetch(holders, part, holders[-1], self.leader.round)
+                case paxos_events.FetchList(holders, share):
+                    self._payloads.fetch_list(holders, share, self.leader.round)
                 case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
                     following.append(paxos_events.Appended(record))
@@ -354,11 +362,15 @@ class BootstrapNode:
 
     # --- payloads
 
-    def _held(self, round: int, sender: str, part: Part) -> None:
-        """A payload is in the archive: the machines hear of it, and everybody may fetch it."""
-        self._events.put_nowait(leader_events.Held(part.digest))
-        self._events.put_nowait(paxos_events.Held(part.digest))
-        self._news.add(round, sender, part)
+    def _held(self, digest: str) -> None:
+        """A payload is in the archive: the machines hear of it."""
+        self._events.put_nowait(paxos_events.Held(digest))
+        self._events.put_nowait(leader_events.Held(digest))
+
+    def _listed(self, root: str, parts: tuple[Part, ...]) -> None:
+        """The same of a list of parts."""
+        self._events.put_nowait(paxos_events.Listed(root, parts))
+        self._events.put_nowait(leader_events.Held(root))
 
     def _tell_offered(self, offered: Offered) -> None:
         peers = list(self._sessions.open)

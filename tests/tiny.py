@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.planning import memory, partition
+from protocol.rounds import leader_events, part_lists
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec, TrainSpec
 from protocol.wire.commit import Commit, Record, vote_body
@@ -56,3 +58,18 @@ def third_memory(m: Manifest) -> int:
             high = middle
     assert partition.split(m, [high] * 2) is None
     return high
+
+
+def digest(text: str) -> str:
+    """A blob's name, of a blob that says `text`."""
+    return blob_hash.name_of(text.encode())
+
+
+def names(effect: object) -> tuple[str, ...]:
+    """What the leader's machine waits for after this effect: the name of a payload, or of a list of parts."""
+    match effect:
+        case leader_events.Fetch(_, part):
+            return (part.digest,)
+        case leader_events.Keep(parts):
+            return (part_lists.root_of(parts),)
+    return ()

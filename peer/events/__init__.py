@@ -166,7 +166,7 @@ def commit_of(commit: WireCommit) -> Commit:
             tokens=c.tokens,
             steps=c.steps,
             loss=c.loss,
-            bytes=sum(part.size for share in c.shares for part in share.parts),
+            bytes=sum(share.size for share in c.shares),
             peers=tuple(share.peer for share in c.shares),
         )
         for c in commit.contributions

@@ -22,11 +22,13 @@ from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
-from protocol.rounds import validation
+from protocol.planning import memory
+from protocol.rounds import part_lists, validation
+from protocol.rounds.part_lists import BadList, Lists, Parts
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit, Part
+from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.plan import Plan
 
 FETCHES = 8
@@ -51,21 +53,22 @@ def _initial(manifest: Manifest, empty: Empty = in_memory) -> Shards:
 
 
 def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str], bytes | None]) -> Iterator[State]:
-    """The state after each of `commits` (from round 0 on, without gaps). Raises LocalError for a missing payload."""
+    """The state after each of `commits` (from round 0 on, without gaps). `payload`: payloads and lists of parts by their names. Raises LocalError
+    for a missing one."""
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
     outer.theta = _initial(manifest)
     shards = layout.shard_names(manifest.model)
+
+    def wanted(commit: Commit, name: str) -> bytes:
+        data = payload(name)
+        if data is None:
+            raise LocalError(f"payload {name[:12]} of round {commit.round}: not in the archive; fetch it from a peer")
+        return data
+
     for commit in commits:
+        lists = {share.root: part_lists.unpack(wanted(commit, share.root)) for share in commit.shares}
         for shard in shards:
-            items = []
-            for weight, part, _ in commit.payloads(shard):
-                data = payload(part.digest)
-                if data is None:
-                    raise LocalError(
-                        f"payload {part.digest[:12]} of round {commit.round}: not in the archive; fetch it from a peer"
-                    )
-                items.append((weight, data))
-            outer.apply(shard, items)
+            outer.apply(shard, [(w, wanted(commit, part.digest)) for w, part, _ in commit.payloads(shard, lists)])
         yield State(commit.round, dict(outer.theta), {shard: outer.digest(shard) for shard in shards})
 
 
@@ -118,7 +121,7 @@ async def verify(
     """Checks a whole log, commit by commit, and replays it shard by shard: from θ(0), or from the shards of `start`.
 
     `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
-    replayed until one of its payloads is missing or wrong, or its state is not what the peers attested; the others go on.
+    replayed until one of its payloads, or a list of parts that may name one, is missing or wrong, or its state is not what the peers attested; the others go on.
     Memory: one commit, one shard's payloads of one round, and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
@@ -143,9 +146,18 @@ async def verify(
         for reason in validation.problems(manifest, plan, commit):
             problem(commit.round, None, reason)
         done.contributions += len(commit.contributions)
-        done.head, plan = commit, commit.plan
+        before, done.head, plan = plan, commit, commit.plan
         if commit.round <= replayed:
             continue
+        lists: dict[str, Parts] = {}
+        for share, shards in _shares(manifest, before, commit):
+            reasons, parts = await _list_of(manifest, share, shards, payload)
+            for reason in reasons:
+                problem(commit.round, None, reason)
+            if parts is None:
+                for shard in [s for s in shards if s in outer.theta]:
+                    del outer.theta[shard]
+            lists[share.root] = parts or ()
         for shard in list(outer.theta):
             if shard in commit.digests:
                 done.attested += 1
@@ -156,7 +168,7 @@ async def verify(
                     del outer.theta[shard]
                     continue
                 done.agreed += 1
-            wrong, items = await _payloads(outer, commit, shard, payload)
+            wrong, items = await _payloads(outer, commit, shard, lists, payload)
             for reason in wrong:
                 problem(commit.round, shard, reason)
             if items is None:
@@ -170,8 +182,38 @@ async def verify(
     return done
 
 
+def _shares(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[tuple[Share, tuple[str, ...]]]:
+    """Every share of a commit, with the shards that `plan` wants of it: all, where it does not know."""
+    for contribution in commit.contributions:
+        spec = plan.find(contribution.replica) if plan is not None else None
+        fits = spec is not None and len(spec.stages) == len(contribution.shares)
+        for index, share in enumerate(contribution.shares):
+            if spec is not None and fits:
+                yield share, memory.stage_shards(manifest, spec.stages[index].first, spec.stages[index].last)
+            else:
+                yield share, layout.shard_names(manifest.model)
+
+
+async def _list_of(
+    manifest: Manifest, share: Share, shards: tuple[str, ...], payload: Payload
+) -> tuple[list[str], Parts | None]:
+    """What is wrong with a share's list of parts, which should be of `shards`, and the parts; None if they cannot be known."""
+    name = f"list of parts {share.root[:12]} of {short_peer(share.peer)}"
+    if not part_lists.may_be_fetched(manifest, share):
+        return [f"{name}: {share.listed} bytes are more than a list can have"], None
+    try:
+        raw = await payload(share.root, share.listed)
+        if blob_hash.name_of(raw) != share.root:
+            raise BadPayload("its bytes are not those that were committed")
+        parts = part_lists.unpack(raw)
+    except (BadPayload, BadList, RemoteError) as error:
+        return [f"{name}: {error}"], None
+    reason = part_lists.why_not_of(share, parts) or part_lists.why_not_parts(manifest, shards, parts)
+    return [f"{name}: {reason}"] if reason else [], parts
+
+
 async def _payloads(
-    outer: Outer, commit: Commit, shard: str, payload: Payload
+    outer: Outer, commit: Commit, shard: str, lists: Lists, payload: Payload
 ) -> tuple[list[str], list[tuple[float, bytes]] | None]:
     """What is wrong with one shard's payloads of a round, and (weight, payload) of all; None if they cannot be applied."""
     gate = asyncio.Semaphore(FETCHES)
@@ -190,7 +232,7 @@ async def _payloads(
         said = f"payload {part.digest[:12]} of {short_peer(sender)}: its norm is {norm:.6g}, the commit says {part.norm:.6g}"
         return weight, data, said
 
-    found = await asyncio.gather(*(one(*item) for item in commit.payloads(shard)), return_exceptions=True)
+    found = await asyncio.gather(*(one(*item) for item in commit.payloads(shard, lists)), return_exceptions=True)
     wrong: list[str] = []
     items: list[tuple[float, bytes]] = []
     for result in found:

@@ -34,7 +34,7 @@ from peer.state.recovery import Recovery
 from peer.state.storage import Checkpoint, Shards, Storage
 from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.errors import LocalError
-from protocol.rounds import handover, member_events, retention
+from protocol.rounds import handover, member_events, part_lists, retention
 from protocol.rounds.member import Member
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -120,10 +120,10 @@ class Rounds:
 
     def prefetch(self, offered: Offered) -> None:
         """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold."""
-        for share in offered.shares:
-            for part in share.parts:
-                if retention.fetches_ahead(self.manifest, self.member.applied, self.outer.theta, offered.round, part):
-                    self._exchange.prefetch(offered.round, share.peer, part)
+        held = tuple(self.outer.theta)
+        if retention.fetches_ahead(self.member.applied, held, offered.round):
+            for share in offered.shares:
+                self._exchange.prefetch(offered.round, share, held)
 
     async def run(self) -> None:
         """Until the run is over. Raises ForkError and LocalError."""
@@ -242,6 +242,7 @@ class Rounds:
             payload, norm = self.outer.encode(shard)
             digest = self._storage.blobs.put(payload, effect.plan.round, protect=True)
             parts.append(Part(shard=shard, digest=digest, size=len(payload), norm=norm))
+        self._storage.blobs.put(part_lists.pack(tuple(parts)), effect.plan.round, protect=True)
         self.offer = offer = Offer(
             round=effect.plan.round,
             replica=effect.replica,
@@ -300,7 +301,7 @@ class Rounds:
 
         def work() -> None:
             for shard in held:
-                self.outer.apply(shard, [(w, payloads[p.digest]) for w, p, _ in commit.payloads(shard)], scratch)
+                self.outer.apply(shard, payloads.by_shard[shard], scratch)
 
         await self._timed("apply", self._work(work))
         if rebuild:
@@ -361,7 +362,7 @@ class Rounds:
 
     def _needed(self, round: int) -> set[str]:
         log, held = self.member.commits, self.outer.theta
-        needed = retention.payloads_needed(log, round, self._checkpointed, held, self.offer)
+        needed = retention.payloads_needed(log, self._exchange.lists, round, self._checkpointed, held, self.offer)
         return needed | self._storage.blobs.newer(self.member.head)
 
     async def _leap(self, commit: Commit) -> None:

@@ -1,9 +1,10 @@
 """What peers give each other by name: payloads of rounds and shards of states. Serves ours, fetches others'.
 
-A payload is fetched as soon as the leading node says that it was offered, from its sender or the archive or whom these name
+Lists of parts come first (protocol/rounds/part_lists.py), then the parts of our shards. Both are fetched as soon as a node says that they were offered, from its sender or the archive or whom these name
 (peer/net/blobs/serving.py), so that it is here when the round is committed. What is kept and for how long:
 
     payloads committed after our newest checkpoint, of our shards     never evicted: a restart needs them
+    the lists of parts that name them                                 as long as the payloads
     fetched shards of a state, until our next checkpoint              never evicted: a restart goes on with them
     payloads of our own offer, until it is decided                    never evicted: they may go back into the error feedback
     offered, but not committed                                        removed when the round is applied
@@ -14,8 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import random
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +29,15 @@ from peer.net.base import CallHandler, Transport, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
 from peer.net.uplink import Uplink
 from peer.state import tensor_file
+from peer.state.part_lists import PartLists
 from peer.state.storage import Storage
 from protocol.errors import PotluckError, RemoteError
+from protocol.rounds import part_lists, retention
+from protocol.rounds.part_lists import Parts
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, framing
-from protocol.wire.commit import Commit, Part
+from protocol.wire.commit import Commit, Part, Share
 
 RETRY_SECONDS = 1.0
 ASKED = 64
@@ -39,6 +46,17 @@ ASK_SECONDS = 10.0
 ANSWER_BYTES = 64 * 1024
 AHEAD = 4
 """Rounds whose payloads are fetched ahead while earlier ones are applied."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The payloads of a commit: shard -> (weight, payload) in commit order; and the names of all that was needed for them."""
+
+    by_shard: dict[str, list[tuple[float, bytes]]]
+    names: set[str]
 
 
 class Exchange:
@@ -67,6 +85,7 @@ class Exchange:
         self._reach = reach
         self._peers = peers
         self._storage = storage
+        self.lists = PartLists(store)
         self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
         self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
@@ -90,60 +109,108 @@ class Exchange:
 
     # --- payloads
 
-    def prefetch(self, round: int, sender: str, part: Part) -> None:
-        """Begins to fetch a payload of `sender`'s offer to `round` that may be committed soon, if there is space. A failure is for
-        `payloads` to make good."""
-        if self.store.has(part.digest) or not self.store.make_space(part.size):
-            return
+    def prefetch(self, round: int, share: Share, shards: Collection[str]) -> None:
+        """Begins to fetch the parts of these shards of a share that was offered to `round` and may be committed soon, if there is space. A failure
+        is for `payloads` to make good."""
+        if share.root in self.lists:
+            self._prefetch_parts(round, share, shards)
+        elif part_lists.may_be_fetched(self.manifest, share) and self.store.make_space(share.listed):
+
+            async def work() -> None:
+                await self._fetch_list(share, round)
+                if share.root not in self._useless:
+                    self._prefetch_parts(round, share, shards)
+
+            self._begin(round, share.root, work)
+
+    def _prefetch_parts(self, round: int, share: Share, shards: Collection[str]) -> None:
+        for part in self.lists.get(share.root, ()):
+            wanted = part.shard in shards and retention.fits(self.manifest, part)
+            if wanted and not self.store.has(part.digest) and self.store.make_space(part.size):
+                self._begin(round, part.digest, functools.partial(self._fetch, part, share.peer, round))
+
+    def _begin(self, round: int, name: str, fetch: Callable[[], Awaitable[None]]) -> None:
+        """Fetches a blob of `round` that nobody waits for."""
 
         async def work() -> None:
             with contextlib.suppress(PotluckError):  # a full disk, or a lost network, shows again where it matters
-                await self._fetch(part, sender, round)
-            if part.digest in self._useless:
-                self._useless.discard(part.digest)
-                self.store.remove(part.digest)
+                await fetch()
+            if name in self._useless:
+                self._useless.discard(name)
+                self.store.remove(name)
 
         task = asyncio.create_task(work())
-        self._prefetches[task] = (round, part.digest)
+        self._prefetches[task] = (round, name)
         task.add_done_callback(self._prefetches.pop)
 
-    async def payloads(self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit]) -> dict[str, bytes]:
-        """Every payload of these shards that `commit` names, by its digest; what cannot be had is tried again until it is.
-        Those of the next rounds, as far as they are in the `log`, begin to come too."""
-
-        def named(commit: Commit) -> list[tuple[Part, str]]:
-            return [(part, sender) for shard in shards for _, part, sender in commit.payloads(shard)]
-
-        round, items = commit.round, named(commit)
-        self.store.protected.update(part.digest for part, _ in items)  # until it is said again what is needed
+    async def payloads(self, commit: Commit, shards: Sequence[str], log: Mapping[int, Commit]) -> Committed:
+        """Every payload of these shards that `commit` names; what cannot be had is tried again until it is. Those of the next rounds, as far as
+        they are in the `log`, begin to come too."""
+        if not shards:
+            return Committed({}, set())
+        round = commit.round
+        self.store.protected.update(share.root for share in commit.shares)  # until it is said again what is needed
         for later in range(round + 1, round + 1 + AHEAD):
-            for part, sender in named(log[later]) if later in log else ():
-                self.prefetch(later, sender, part)
-        found: dict[str, bytes] = {}
+            for share in log[later].shares if later in log else ():
+                self.prefetch(later, share, shards)
+        lists = await self._all([self._list_of(share, round) for share in commit.shares])
+        known = dict(lists)
+        items = [item for shard in shards for item in commit.payloads(shard, known)]
+        self.store.protected.update(part.digest for _, part, _ in items)
+        found = dict(await self._all([self._payload(part, sender, round) for _, part, sender in items]))
+        by_shard: dict[str, list[tuple[float, bytes]]] = {shard: [] for shard in shards}
+        for weight, part, _ in items:
+            by_shard[part.shard].append((weight, found[part.digest]))
+        return Committed(by_shard, {*known, *found})
 
-        async def one(part: Part, sender: str) -> None:
-            while (data := await asyncio.to_thread(self.store.get, part.digest)) is None:
-                try:
-                    await self._fetch(part, sender, round)
-                except RemoteError as error:
-                    self._warn(str(error))
-                    await asyncio.sleep(RETRY_SECONDS)
-            found[part.digest] = data
-
-        tasks = [asyncio.create_task(one(part, sender)) for part, sender in items]
+    async def _all(self, fetches: Sequence[Coroutine[Any, Any, tuple[str, T]]]) -> list[tuple[str, T]]:
+        tasks = [asyncio.create_task(fetch) for fetch in fetches]
         try:
-            await asyncio.gather(*tasks)
+            return await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _list_of(self, share: Share, round: int) -> tuple[str, Parts]:
+        fetch = functools.partial(self._fetch_list, share, round)
+        return share.root, await self._until_here(functools.partial(self.lists.get, share.root), fetch)
+
+    async def _payload(self, part: Part, sender: str, round: int) -> tuple[str, bytes]:
+        fetch = functools.partial(self._fetch, part, sender, round)
+        return part.digest, await self._until_here(functools.partial(self.store.get, part.digest), fetch)
+
+    async def _until_here(self, read: Callable[[], T | None], fetch: Callable[[], Awaitable[None]]) -> T:
+        """What can be read once it is fetched."""
+        found = await asyncio.to_thread(read)
+        while found is None:
+            try:
+                await fetch()
+            except RemoteError as error:
+                self._warn(str(error))
+            found = await asyncio.to_thread(read)
+            if found is None:
+                await asyncio.sleep(RETRY_SECONDS)
         return found
 
+    async def _fetch_list(self, share: Share, round: int) -> None:
+        """Raises RemoteError."""
+        if not part_lists.may_be_fetched(self.manifest, share):
+            raise RemoteError(
+                share.peer, f"list of parts of round {round}: {share.listed} bytes; no list can be so long"
+            )
+        await self._fetch_blob(share.root, share.listed, share.peer, round, _check_list)
+
     async def _fetch(self, part: Part, sender: str, round: int) -> None:
+        await self._fetch_blob(part.digest, part.size, sender, round)
+
+    async def _fetch_blob(
+        self, name: str, size: int, sender: str, round: int, check: Callable[[bytes], None] | None = None
+    ) -> None:
         """From its sender or an archive: about half of the peers ask the sender first."""
         holders = [sender, *self.manifest.operators]
-        if sum((self._transport.peer_id + part.digest).encode()) % 2:
+        if sum((self._transport.peer_id + name).encode()) % 2:
             holders.append(holders.pop(0))
-        await self._fetcher.fetch(part.digest, part.size, holders, round=round)
+        await self._fetcher.fetch(name, size, holders, round=round, check=check)
 
     # --- between two peers
 
@@ -245,7 +312,9 @@ class Exchange:
     def settle(self, commit: Commit, needed: Collection[str]) -> None:
         """After `commit` was applied: `needed` must not be evicted, what it does not name of its round is of no use."""
         self.store.protected = set(needed)
-        committed = {p.digest for c in commit.contributions for s in c.shares for p in s.parts}
+        every = frozenset(layout.shard_names(self.manifest.model))
+        committed = {part.digest for part, _ in part_lists.named(commit, self.lists, every)}
+        committed |= {share.root for share in commit.shares}
         self.store.settle(commit.round, committed)
         coming = {digest for round, digest in list(self._prefetches.values()) if round <= commit.round}
         self._useless |= coming - committed
@@ -260,3 +329,7 @@ class Exchange:
 
     def _warn(self, text: str) -> None:
         self._emit(events.Warning(text=text))
+
+
+def _check_list(raw: bytes) -> None:
+    part_lists.unpack(raw)

@@ -67,9 +67,8 @@ class Recovery:
             behind = [s for s in shards if bases[s] < r]
             payloads = await self._exchange.payloads(self._log[r], behind, self._log)
             for shard in behind:
-                items = [(w, payloads[p.digest]) for w, p, _ in self._log[r].payloads(shard)]
-                await asyncio.to_thread(beside.apply, shard, items)
-            self._storage.blobs.protected.difference_update(payloads)  # until it is said again what is needed
+                await asyncio.to_thread(beside.apply, shard, payloads.by_shard[shard])
+            self._storage.blobs.protected.difference_update(payloads.names)  # until it is said again what is needed
         self.outer.theta.update(beside.theta)
 
     def is_long(self, shards: Sequence[str], applied: int, round: int) -> bool:
@@ -84,10 +83,18 @@ class Recovery:
         return sum(self.bases(shard, round, holders)[0].cost for shard in shards) < replay
 
     def replay_bytes(self, shard: str, after: int, round: int) -> int:
-        """Bytes of payloads to fetch from state `after` to `round`."""
-        store = self._storage.blobs
-        parts = (p for r in range(after + 1, round + 1) for _, p, _ in self._log[r].payloads(shard))
-        return sum(p.size for p in parts if not store.has(p.digest))
+        """Bytes of payloads to fetch from state `after` to `round`; of a share whose list of parts is not here, about as many as the shard
+        has of the model."""
+        store, lists = self._storage.blobs, self._exchange.lists
+        spec, found = self.manifest.model, 0.0
+        portion = layout.parameters(spec, shard) / layout.total_parameters(spec)
+        for share in (share for r in range(after + 1, round + 1) for share in self._log[r].shares):
+            parts = lists.get(share.root)
+            if parts is None:
+                found += portion * share.size
+            else:
+                found += sum(p.size for p in parts if p.shard == shard and not store.has(p.digest))
+        return int(found)
 
     def bases(self, shard: str, round: int, holders: Mapping[tuple[int, str], Sequence[str]]) -> list[Base]:
         """The states to start from for `shard` after `round`, the cheapest first."""

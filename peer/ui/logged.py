@@ -5,10 +5,10 @@ The classes are the schema, and docs/events.md lists them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from peer import events
+from protocol.rounds import part_lists
 from protocol.wire.commit import Contribution, Diverged, Record
 from protocol.wire.commit import LeftOut as PlannedOut
 from protocol.wire.plan import Plan
@@ -114,7 +114,7 @@ def _contribution(made: Contribution, shown: events.Contribution, plan: Plan | N
         bytes=shown.bytes,
         peers=shown.peers,
         weight=made.tokens / total,
-        norm=math.sqrt(math.fsum(part.norm**2 for share in made.shares for part in share.parts)),
+        norm=part_lists.total(share.norm for share in made.shares),
         kind=kind,
         rank=rank,
     )

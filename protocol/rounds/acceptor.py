@@ -15,8 +15,11 @@ holds every payload that the commit names, so that what is decided cannot be los
     ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted one
     ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same answer again
     any       Accept    the same  Send(Reject)         its ballot is lower than the promised one
-    any       Accept    the same  Fetch                payloads are not held yet; it is looked at again when they
+    any       Accept    the same  FetchList            lists of parts are not known; it is looked at again when they
                                                        are
+    any       Accept    the same  Fetch                the same of payloads that the lists name
+    any       Listed    the same  Fetch                all lists that were waited for are known, and payloads are
+                                                       not held
     FREE      Appended  FREE                           the next round begins
     PROMISED  Appended  FREE                           the next round begins
     ACCEPTED  Appended  FREE                           the next round begins
@@ -28,12 +31,14 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from protocol.rounds.paxos_events import Appended, Fetch, Save, Send
+from protocol.rounds import part_lists
+from protocol.rounds.part_lists import Parts
+from protocol.rounds.paxos_events import Appended, Fetch, FetchList, Held, Listed, Save, Send
 from protocol.rounds.table import Position, Table, Transition
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Record, vote_body
+from protocol.wire.commit import Commit, Part, Record, Share, vote_body
 
 
 class Ballots(Enum):
@@ -65,7 +70,11 @@ TABLE = Table(
             Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"
         ),
         Transition(None, Accept, None, (Reject,), "its ballot is lower than the promised one"),
-        Transition(None, Accept, None, (Fetch,), "payloads are not held yet; it is looked at again when they are"),
+        Transition(
+            None, Accept, None, (FetchList,), "lists of parts are not known; it is looked at again when they are"
+        ),
+        Transition(None, Accept, None, (Fetch,), "the same of payloads that the lists name"),
+        Transition(None, Listed, None, (Fetch,), "all lists that were waited for are known, and payloads are not held"),
         Transition(Ballots.FREE, Appended, Ballots.FREE, (), "the next round begins"),
         Transition(Ballots.PROMISED, Appended, Ballots.FREE, (), "the next round begins"),
         Transition(Ballots.ACCEPTED, Appended, Ballots.FREE, (), "the next round begins"),
@@ -76,7 +85,7 @@ TABLE = Table(
 class Acceptor:
     """`vote`: the durable vote of the round to be decided, or of a later round, which is kept until its time.
 
-    `held`: digests of the payloads that are durable here. `sign` signs with the node's identity. Answers to the node
+    `held`: names of the payloads that are durable here; `lists`: the lists of parts of the round, which are, too. `sign` signs with the node's identity. Answers to the node
     itself are effects as those to others are.
     """
 
@@ -84,7 +93,9 @@ class Acceptor:
         self.manifest = manifest
         self.vote = vote
         self.held = set(held)
+        self.lists: dict[str, Parts] = {}
         self.waiting: tuple[str, Accept] | None = None
+        self._awaited: set[str] = set()
         self._signature = sign
         accepted = Ballots.ACCEPTED if vote.commit is not None else Ballots.PROMISED
         self.position = Position(TABLE, Ballots.FREE if vote.ballot < 0 else accepted)
@@ -92,9 +103,27 @@ class Acceptor:
     def begin(self, round: int) -> None:
         """`round` is to be decided from now on."""
         self.waiting = None
+        self.lists.clear()
+        self._awaited.clear()
         if self.vote.round < round:
             self.vote = Promise(round=round)
             self.position.step(Appended, Ballots.FREE)
+
+    def hold(self, name: str) -> bool:
+        """A payload is durable; whether nothing is lacking now of what `waiting` waits for."""
+        self.held.add(name)
+        return self._came(name)
+
+    def know(self, root: str, parts: Parts) -> bool:
+        """A list of parts is durable; the same."""
+        self.lists[root] = parts
+        return self._came(root)
+
+    def _came(self, name: str) -> bool:
+        if self.waiting is None or name not in self._awaited:
+            return False
+        self._awaited.discard(name)
+        return not self._awaited
 
     def prepare(self, peer: str, prepare: Prepare) -> list[Save | Send]:
         """`peer` asks for a promise for the round of `vote`."""
@@ -107,11 +136,11 @@ class Acceptor:
         return self.position.step(Prepare, bound, [Save(self.vote), Send(peer, self.vote)])
 
     def accept(
-        self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], fetch: bool = True
-    ) -> list[Save | Send | Fetch]:
+        self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], event: type = Accept
+    ) -> list[Save | Send | Fetch | FetchList]:
         """`peer` asks for a vote; `head` is the log's last commit, `members` decide the round after it.
 
-        `fetch` False: payloads that are not held are being fetched already.
+        `event`: why it is looked at; what is lacking after an `Accept` or a `Listed` is fetched, else it is being fetched already.
         """
         if accept.ballot < self.vote.ballot:
             self.waiting = None
@@ -120,16 +149,30 @@ class Acceptor:
         own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""))
         if why_not_next(self.manifest, head, own) is not None:
             return []
-        offered = [(s.peer, p) for c in commit.contributions for s in c.shares for p in s.parts]
-        lacking = [(sender, p) for sender, p in offered if p.digest not in self.held]
+        unknown = [share for share in commit.shares if share.root not in self.lists]
+        if unknown:
+            self._wait(peer, accept, (share.root for share in unknown))
+            asked = [FetchList((peer, s.peer), s) for s in unknown if part_lists.may_be_fetched(self.manifest, s)]
+            return self.position.stay(Accept, asked) if event is Accept and asked else []
+        plan = head.plan if head is not None else None
+        if event is not Held and part_lists.why_refused(self.manifest, plan, commit, self.lists) is not None:
+            self.waiting = None
+            return []
+        lacking = [(who, p) for s in commit.shares for who, p in self._lacking(s)]
         if lacking:
-            self.waiting = (peer, accept)
-            return self.position.stay(Accept, [Fetch((peer, who), p) for who, p in lacking]) if fetch else []
+            self._wait(peer, accept, (part.digest for _, part in lacking))
+            return self.position.stay(event, [Fetch((peer, who), p) for who, p in lacking]) if event is not Held else []
         self.waiting = None
         if (self.vote.accepted, self.vote.ballot) == (accept.ballot, accept.ballot):
             return self.position.stay(Accept, [Send(peer, self._sign(accept))]) if self.vote.commit == commit else []
         self.vote = Promise(round=commit.round, ballot=accept.ballot, accepted=accept.ballot, commit=commit)
         return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
+
+    def _wait(self, peer: str, accept: Accept, names: Iterable[str]) -> None:
+        self.waiting, self._awaited = (peer, accept), set(names)
+
+    def _lacking(self, share: Share) -> list[tuple[str, Part]]:
+        return [(share.peer, part) for part in self.lists[share.root] if part.digest not in self.held]
 
     def _reject(self, request: Prepare | Accept) -> Reject:
         return Reject(round=request.round, ballot=request.ballot, promised=self.vote.ballot)

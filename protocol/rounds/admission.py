@@ -7,12 +7,11 @@ says.
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 from collections.abc import Sequence
 
-from protocol.codec import sparse
 from protocol.planning import memory
+from protocol.rounds import part_lists
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Contribution, LeftOut
@@ -47,24 +46,16 @@ def why_refused(manifest: Manifest, spec: ReplicaSpec, peer: str, offer: Offer) 
     """
     stage, train = spec.stage_of(peer), manifest.train
     wanted = memory.stage_shards(manifest, stage.first, stage.last)
-    if offer.replica != spec.number or tuple(p.shard for p in offer.parts) != wanted:
+    if offer.replica != spec.number:
         return "it does not cover the planned shards"
     if not 1 <= offer.steps <= spec.work.steps or offer.tokens != train.tokens(offer.steps, spec.work.micro_batches):
         return "steps and tokens do not agree with the plan"
-    for part in offer.parts:
-        if not (math.isfinite(part.norm) and part.norm >= 0 and 0 < part.size <= largest_payload(manifest, part.shard)):
-            return "a norm or size is not a number in range"
-    return None
-
-
-def largest_payload(manifest: Manifest, shard: str) -> int:
-    """The most bytes that a payload of `shard` can have."""
-    return sparse.max_payload_size(manifest.outer.codec, layout.shapes(manifest.model, shard))
+    return part_lists.why_not_parts(manifest, wanted, offer.parts)
 
 
 def norm(contribution: Contribution) -> float:
     """The L2 norm of all that a contribution adds, as its members state it."""
-    return math.sqrt(sum(part.norm**2 for share in contribution.shares for part in share.parts))
+    return part_lists.total(share.norm for share in contribution.shares)
 
 
 def without_outliers(contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[LeftOut]]:

@@ -1,13 +1,14 @@
 """How much a commit may say, so that everybody can read it: a record that was appended and cannot be read loses the run.
 
 A reader bounds a message (protocol/wire/framing.py: bytes and values; protocol/wire/schema.py: entries of one list). What a leader
-proposes stays below that by construction, whatever the peers do:
+proposes stays below that by construction, whatever the peers do: a plan is cut (`bounded`) so that both
 
-    envelope + fixed fields + digests + MAX_DIVERGED + MAX_SPARES + REASONS + contributions + next plan  <=  what a reader takes
+    this commit    what it says of the round + the plan                                            <=  budget
+    the next one   the most that it can say of the plan's replicas + a plan that is no longer      <=  budget
 
-A plan is cut (`bounded`) so that the contributions of all its replicas take at most the share CONTRIBUTIONS of what the others
-leave, and itself at most the rest; every figure is that of the longest entry there can be, found by encoding one. Divergences and reasons
-beyond their bounds are not told (`foremost`, `shortened`); who was not told of its divergence is told in a later round.
+where the budget is what a reader takes, less envelope, fixed fields, digests, MAX_DIVERGED, MAX_SPARES and REASONS. What is said is
+encoded to be counted; of the next commit the longest contributions that there can be are. Divergences and reasons beyond
+their bounds are not told (`foremost`, `shortened`); who was not told of its divergence is told in a later round.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
-from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part, Share
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
-from protocol.wire.schema import plain
+from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Share
+from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.schema import packed
 
 MAX_DIVERGED = 4096
 """Entries of one commit."""
@@ -34,9 +34,7 @@ REASONS = 256 * 1024
 """Bytes that the reasons of all left-out replicas of a commit take together."""
 SHORTEST = 24
 """Bytes that a reason may always have."""
-CONTRIBUTIONS = 0.75
-"""Of what is left, the share of the contributions."""
-_PEER, _DIGEST, _INTEGER, _NUMBER = "P" * 64, "d" * 64, 2**63, 0.1
+_PEER, _DIGEST, _INTEGER, _NUMBER = "P" * 64, "d" * 64, 2**63, 1 / 3
 """The longest that there are of each kind, as they are encoded (protocol/identity.py takes no longer peer id)."""
 
 
@@ -53,9 +51,9 @@ class Cost:
     def __sub__(self, other: Cost) -> Cost:
         return Cost(self.size - other.size, self.values - other.values)
 
-    def times(self, factor: float) -> Cost:
-        """So many times this, rounded down."""
-        return Cost(int(self.size * factor), int(self.values * factor))
+    def times(self, count: int) -> Cost:
+        """So many times this."""
+        return Cost(self.size * count, self.values * count)
 
     def is_within(self, budget: Cost) -> bool:
         """Whether the budget allows this."""
@@ -63,8 +61,8 @@ class Cost:
 
 
 def cost(value: Any) -> Cost:
-    """What a dataclass, or a list or map of them, takes in a message."""
-    data = plain(value)
+    """What a dataclass, a tuple of them, or plain data takes in a message."""
+    data = value if isinstance(value, dict | str | int) else packed(value)
     return Cost(len(framing.pack_message(data)), _values(data))
 
 
@@ -106,49 +104,34 @@ def budget(manifest: Manifest) -> Cost:
     return functools.reduce(Cost.__sub__, reserved, Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
 
 
-def _of_contribution(manifest: Manifest, replica: ReplicaSpec) -> Cost:
+def _decided(replica: ReplicaSpec) -> Cost:
     """What a commit says of a replica, at most: its contribution, or why it is left out."""
-    return _longest_contribution(tuple(len(memory.stage_shards(manifest, s.first, s.last)) for s in replica.stages))
-
-
-@functools.lru_cache(maxsize=1024)
-def _longest_contribution(parts: tuple[int, ...]) -> Cost:
-    """`parts`: how many each stage has."""
-    part = Part(shard="block.0000", digest=_DIGEST, size=_INTEGER, norm=_NUMBER)
-    found = Contribution(
-        replica=_INTEGER,
-        tokens=_INTEGER,
-        steps=_INTEGER,
-        loss=_NUMBER,
-        shares=tuple(Share(peer=_PEER, parts=(part,) * count) for count in parts),
-    )
-    left_out = cost(LeftOut(replica=_INTEGER, reason="r" * SHORTEST))
-    counted = cost(found)
-    return Cost(max(counted.size, left_out.size), max(counted.values, left_out.values))
+    return _longest_contribution(len(replica.stages))
 
 
 @functools.lru_cache(maxsize=64)
-def _of_plan(stages: int) -> Cost:
-    """What a plan says of a replica of so many stages, at most."""
-    stage = StageSpec(peer=_PEER, first=_INTEGER, last=_INTEGER)
-    work = Work(slot=_INTEGER, steps=_INTEGER, micro_batches=_INTEGER)
-    since = cost(_INTEGER)
-    return since + cost(
-        ReplicaSpec(number=_INTEGER, rank=_INTEGER, stages=(stage,) * stages, work=work, following=work)
-    )
+def _longest_contribution(stages: int) -> Cost:
+    share = Share(peer=_PEER, root=_DIGEST, size=_INTEGER, norm=_NUMBER, listed=_INTEGER)
+    found = Contribution(replica=_INTEGER, tokens=_INTEGER, steps=_INTEGER, loss=_NUMBER, shares=(share,) * stages)
+    counted, out = cost(found), _left_out()
+    return Cost(max(counted.size, out.size), max(counted.values, out.values))
 
 
-def bounded(manifest: Manifest, plan: Plan) -> Plan:
-    """`plan` with as many of its replicas, the first ones, as commits can speak of; the members of the others are spares."""
-    whole = budget(manifest)
-    deciding = whole.times(CONTRIBUTIONS)
-    planning = whole - deciding
+def _left_out() -> Cost:
+    """What a commit says of a replica that is left out, beside the REASONS."""
+    return cost(LeftOut(replica=_INTEGER, reason="r" * SHORTEST))
+
+
+def bounded(manifest: Manifest, plan: Plan, contributions: tuple[Contribution, ...] = (), left_out: int = 0) -> Plan:
+    """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions and so many replicas
+    `left_out`, and in the next one for what it says of them; the members of the others are spares."""
+    whole, said = budget(manifest), cost(contributions) + _left_out().times(left_out)
     decided = planned = Cost(0, 0)
     kept: list[ReplicaSpec] = []
     for replica in (*plan.replicas, *plan.forming):
-        decided += _of_contribution(manifest, replica)
-        planned += _of_plan(len(replica.stages))
-        if not (decided.is_within(deciding) and planned.is_within(planning)):
+        decided += _decided(replica)
+        planned += cost(replica) + (cost(_INTEGER) if len(kept) >= len(plan.replicas) else Cost(0, 0))  # forming_since
+        if not ((said + planned).is_within(whole) and (decided + planned).is_within(whole)):
             break
         kept.append(replica)
     replicas, forming = plan.replicas[: len(kept)], tuple(kept[len(plan.replicas) :])

@@ -18,8 +18,11 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
     CLOSING                  OVER       Done                 all members attested the final state, or it is too late
     CLOSING    Decided       CLOSING                         a commit too many, which no honest quorum decides
     OVER       Decided       OVER                            a commit too many, which no honest quorum decides
-    any        Offer         the same   Fetch                it is admitted: the payloads that are not held yet are
-                                                             fetched
+    any        Offer         the same   Keep, Fetch          it is admitted: its list is kept, and what is not held
+                                                             is fetched
+    any        Offer         the same   Fetch                the same, its list is held already
+    any        Offer         the same   Keep                 the same, all its payloads are held already
+    any        Held          the same   Tell                 nothing of a share is lacking any more
     any        Offer         the same   Send(ChainReconfig)  its reconfigured chain does not know yet that the steps
                                                              are done
     any        ChainFailure  the same   Send(ChainReconfig)  a chain lost a member, or a report is out of date
@@ -33,17 +36,17 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
 
-A planned replica is *complete* when every member has attested the state before the round and has offered its stage,
-and every payload is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when
-its chain ended its round. Else it is *pending*. When the time to train is over, those that are pending are told so. They
-are waited for as long as that is worth it (protocol/rounds/grace.py), and never longer than the round's deadline. Its members are those of the newest reconfiguration
-(protocol/rounds/chain_repair.py).
+A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and every
+payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when its
+chain ended its round. Else it is *pending*. When the time to train is over, those that are pending are told so. They are waited
+for as long as that is worth it (protocol/rounds/grace.py), and never longer than the round's deadline. Its members are those of
+the newest reconfiguration (protocol/rounds/chain_repair.py).
 
-A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
-plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
-has just restarted has heard of nobody yet. It is too late to attest the final state after `gone_after` for a member
-that is gone, and after `round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as
-it is; a member that was lost is planned again once it was heard again.
+A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new plan, at the
+earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that has just restarted has
+heard of nobody yet. It is too late to attest the final state after `gone_after` for a member that is gone, and after
+`round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as it is; a member that was lost is
+planned again once it was heard again.
 """
 
 from __future__ import annotations
@@ -66,6 +69,7 @@ from protocol.rounds.leader_events import (
     Fetch,
     Gone,
     Held,
+    Keep,
     Lead,
     Moved,
     Phase,
@@ -74,6 +78,7 @@ from protocol.rounds.leader_events import (
     Received,
     Report,
     Send,
+    Tell,
     Tick,
 )
 from protocol.rounds.offers import Offers
@@ -88,7 +93,7 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Ti
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry.
 
-    `commits`: the log so far. `held`: digests of the payloads that are durable here. `now`: seconds on the clock of
+    `commits`: the log so far. `held`: names of the payloads and lists of parts that are durable here. `now`: seconds on the clock of
     `handle`.
     """
 
@@ -106,6 +111,7 @@ class Leader:
         self._verdicts = Verdicts()
         self._seen = (False, 0)
         self._wrong: Set[str] = frozenset()
+        self._final: frozenset[str] | None = None
         self._leads = False
         self._began = now
 
@@ -144,7 +150,9 @@ class Leader:
                 self._verdicts.touch([peer])
                 return self._reconfigure(Gone, self._lost(peer, "gone"))
             case Held(digest):
-                self._verdicts.touch(self.offers.hold(digest))
+                peers, whole = self.offers.hold(digest)
+                self._verdicts.touch(peers)
+                return self.position.stay(Held, [Tell(self.round, share) for share in whole]) if whole else []
             case Received():
                 return self._received(event)
             case Lead(leads):
@@ -167,7 +175,7 @@ class Leader:
             case Offer() as offer:
                 return self._offer(peer, offer)
             case Withdraw() as withdraw:
-                if withdraw.round == self.round and self.plan and self._replica_of(peer) is not None:
+                if withdraw.round == self.round and self.plan and self.roster.replica_of(peer) is not None:
                     self.offers.fail(peer, withdraw.reason[:200])
                     return self._reconfigure(Withdraw, self._lost(peer, withdraw.reason, must_go_on=True))
             case ChainFailure() as failure:
@@ -183,10 +191,6 @@ class Leader:
         if reconfig is None:
             return []
         return self.position.stay(event, [Send(self.roster.audience(reconfig.replica), reconfig, True)])
-
-    def _replica_of(self, peer: str) -> int | None:
-        """The replica that has `peer` as a member now."""
-        return self.roster.replica_of(peer)
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
         roster, replica = self.roster, failure.replica
@@ -211,7 +215,7 @@ class Leader:
 
         `must_go_on`: without a spare, the chain does not wait.
         """
-        replica, roster = self._replica_of(peer), self.roster
+        replica, roster = self.roster.replica_of(peer), self.roster
         if replica is None or roster.plan is None or not self._leads or self.phase is Phase.DECIDING:
             return None
         spec = roster.plan.replica(replica)
@@ -257,7 +261,7 @@ class Leader:
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
-        replica = self._replica_of(peer)
+        replica = self.roster.replica_of(peer)
         named = self.roster.find(offer.replica)
         if named is not None and peer in named.peers:
             replica = offer.replica  # a spare may have been named twice, by two leaders
@@ -268,7 +272,9 @@ class Leader:
         if reason:
             self.offers.fail(peer, f"offer refused: {reason}")
             return []
-        effects: list[Effect] = [Fetch(peer, part) for part in self.offers.take(peer, offer)]
+        unlisted, lacking = self.offers.take(peer, offer)
+        effects: list[Effect] = [Keep(offer.parts)] if unlisted else []
+        effects += [Fetch(peer, part) for part in lacking]
         if effects:
             self.position.stay(Offer, effects)
         reconfig = self.roster.reconfigs.get(replica)
@@ -377,7 +383,7 @@ class Leader:
             )
             if plan is None and not contributions:
                 return []
-            plan = plan and capacity.bounded(manifest, plan)
+            plan = plan and capacity.bounded(manifest, plan, contributions, len(left_out))
         commit = Commit(
             run=manifest.run_id,
             round=round,
@@ -394,7 +400,8 @@ class Leader:
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
-        members = {p for r in (self._last_plan.replicas if self._last_plan else ()) for p in r.peers}
-        late = members - set(self.attestations.of(self.head.round))
+        if self._final is None:
+            self._final = frozenset(p for r in (self._last_plan.replicas if self._last_plan else ()) for p in r.peers)
+        late = self._final - self.attestations.of(self.head.round).keys()
         waits = presence.awaited(late, self.ready, self.manifest.timing, now - self._began)
         return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])

@@ -7,7 +7,7 @@ from enum import Enum
 
 from protocol.planning.partition import Candidate
 from protocol.rounds.table import Table, Transition
-from protocol.wire.commit import Commit, Part
+from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.plan import ReplicaSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
@@ -54,7 +54,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Event: a payload is durable here."""
+    """Event: a payload, or a list of parts, is durable here under this name."""
 
     digest: str
 
@@ -89,6 +89,21 @@ class Fetch:
 
     peer: str
     part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Effect: make the list of these parts durable; the answer is `Held` with its name."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Effect: all of this share, which was offered to `round`, is durable here: tell everybody that it may be fetched."""
+
+    round: int
+    share: Share
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +150,7 @@ class Done:
 
 
 Event = Ready | Gone | Received | Held | Lead | Decided | Tick
-Effect = Fetch | Propose | Send | Report | Moved | Done
+Effect = Fetch | Keep | Tell | Propose | Send | Report | Moved | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -157,7 +172,10 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.CLOSING, None, Phase.OVER, (Done,), "all members attested the final state, or it is too late"),
     Transition(Phase.CLOSING, Decided, Phase.CLOSING, (), "a commit too many, which no honest quorum decides"),
     Transition(Phase.OVER, Decided, Phase.OVER, (), "a commit too many, which no honest quorum decides"),
-    Transition(None, Offer, None, (Fetch,), "it is admitted: the payloads that are not held yet are fetched"),
+    Transition(None, Offer, None, (Keep, Fetch), "it is admitted: its list is kept, and what is not held is fetched"),
+    Transition(None, Offer, None, (Fetch,), "the same, its list is held already"),
+    Transition(None, Offer, None, (Keep,), "the same, all its payloads are held already"),
+    Transition(None, Held, None, (Tell,), "nothing of a share is lacking any more"),
     Transition(None, Offer, None, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
     Transition(None, ChainFailure, None, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
     Transition(None, Withdraw, None, (ChainReconfig,), "a member of a chain gives up"),

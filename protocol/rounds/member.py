@@ -91,6 +91,7 @@ from protocol.rounds.member_events import (
     UpdateEncoded,
 )
 from protocol.rounds.overlap import Ahead, Overlap, is_same_work
+from protocol.rounds.part_lists import root_of
 from protocol.rounds.table import Position
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
@@ -330,7 +331,7 @@ class Member:
             commit = self.commits.get(self._pending.round)
             if commit is None:
                 return []
-            if not commit.includes(self.peer, self._pending.parts):
+            if not commit.includes(self.peer, root_of(self._pending.parts)):
                 effects += self.position.stay(None, [RestoreFeedback(self._pending)])
             self._pending = None
         if following is not None:

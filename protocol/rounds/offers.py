@@ -5,47 +5,60 @@ Part of the leader's machine (protocol/rounds/leader.py), pure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 
 from protocol.identity import short_peer
+from protocol.rounds.part_lists import share_of
 from protocol.wire.commit import Contribution, Part, Share
 from protocol.wire.plan import ReplicaSpec
 from protocol.wire.session import Offer
 
+MOST = 16
+"""Different offers of one peer to one round; an honest one has a second one at most after a crash."""
+
 
 class Offers:
-    """The newest offer of each peer, and who failed, in one round. `held`: digests of the payloads that are durable."""
+    """The newest offer of each peer, and who failed, in one round. `held`: names of the payloads and lists of parts that are durable."""
 
     def __init__(self, held: Iterable[str]) -> None:
         self.held = set(held)
         self._offers: dict[str, Offer] = {}
+        self._shares: dict[str, Share] = {}
+        self._changed: Counter[str] = Counter()
         self._failures: dict[str, str] = {}
         self._lacking: dict[str, set[str]] = {}
         self._waiting: dict[str, set[str]] = {}
 
     def begin(self) -> None:
         """The next round begins: nothing is offered yet."""
-        self._offers, self._failures = {}, {}
-        self._lacking, self._waiting = {}, {}
+        self._offers, self._shares, self._failures = {}, {}, {}
+        self._lacking, self._waiting, self._changed = {}, {}, Counter()
 
-    def take(self, peer: str, offer: Offer) -> list[Part]:
-        """Takes an offer that was admitted; the parts that are not held yet are returned."""
+    def take(self, peer: str, offer: Offer) -> tuple[bool, list[Part]]:
+        """Takes an offer that was admitted, unless its sender changed it too often. Whether its list of parts is not held yet, and the
+        parts that are not."""
+        if self._offers.get(peer) != offer:
+            self._changed[peer] += 1
+            if self._changed[peer] > MOST:
+                return False, []
+            self._offers[peer], self._shares[peer] = offer, share_of(peer, offer.parts)
         for digest in self._lacking.pop(peer, ()):
             self._waiting[digest].discard(peer)
-        self._offers[peer] = offer
+        root = self._shares[peer].root
         lacking = [part for part in offer.parts if part.digest not in self.held]
-        self._lacking[peer] = {part.digest for part in lacking}
+        self._lacking[peer] = {part.digest for part in lacking} | ({root} - self.held)
         for digest in self._lacking[peer]:
             self._waiting.setdefault(digest, set()).add(peer)
-        return lacking
+        return root not in self.held, lacking
 
-    def hold(self, digest: str) -> set[str]:
-        """A payload is durable now; returns the peers whose offers have it."""
-        self.held.add(digest)
-        peers = self._waiting.pop(digest, set())
+    def hold(self, name: str) -> tuple[set[str], list[Share]]:
+        """A payload or a list is durable now: the peers whose offers have it, and the shares of which nothing is lacking any more."""
+        self.held.add(name)
+        peers = self._waiting.pop(name, set())
         for peer in peers:
-            self._lacking[peer].discard(digest)
-        return peers
+            self._lacking[peer].discard(name)
+        return peers, [self._shares[peer] for peer in sorted(peers) if not self._lacking[peer]]
 
     def fail(self, peer: str, reason: str) -> None:
         """`peer` gave up or was refused; the first reason counts."""
@@ -104,5 +117,5 @@ class Offers:
             tokens=min(offer.tokens for offer in offers),
             steps=min(offer.steps for offer in offers),
             loss=losses[-1] if losses else None,
-            shares=tuple(Share(peer=p, parts=o.parts) for p, o in zip(replica.peers, offers, strict=True)),
+            shares=tuple(self._shares[peer] for peer in replica.peers),
         )

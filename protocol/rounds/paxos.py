@@ -57,6 +57,7 @@ from protocol.rounds.paxos_events import (
     Held,
     Leads,
     Learned,
+    Listed,
     Phase,
     Proposed,
     Save,
@@ -78,7 +79,7 @@ RETRY_SECONDS = 1.0
 class Quorum:
     """One node of the quorum; `handle` is the only entry, and `now` is in seconds on any steady clock.
 
-    `head`: the log's last commit. `vote`: the durable vote. `held`: digests of the payloads that are durable. `sign`
+    `head`: the log's last commit. `vote`: the durable vote. `held`: names of the payloads that are durable. `sign`
     and `verify` (peer, body, signature) are those of the node's and of others' identities.
     """
 
@@ -156,10 +157,11 @@ class Quorum:
             case Learned(peer, record):
                 self._learn(peer, record, out)
             case Held(digest):
-                self.acceptor.held.add(digest)
-                if self.acceptor.waiting is not None:
-                    peer, accept = self.acceptor.waiting
-                    self._on_accept(peer, accept, out, fetch=False)
+                if self.acceptor.hold(digest):
+                    self._look_again(Held, out)
+            case Listed(root, parts):
+                if self.acceptor.know(root, parts):
+                    self._look_again(Listed, out)
             case Appended(record):
                 self._begin(record, out)
             case Tick():
@@ -217,8 +219,14 @@ class Quorum:
     def _owner(self, ballot: int) -> str:
         return self._before if ballot == 0 else self.members[ballot % len(self.members)]
 
-    def _on_accept(self, peer: str, accept: Accept, out: list[Effect], fetch: bool = True) -> None:
-        self._route(self.acceptor.accept(peer, accept, self.head, self.members, fetch), out)
+    def _on_accept(self, peer: str, accept: Accept, out: list[Effect], event: type = Accept) -> None:
+        self._route(self.acceptor.accept(peer, accept, self.head, self.members, event), out)
+
+    def _look_again(self, event: type, out: list[Effect]) -> None:
+        """What a vote waited for is here."""
+        if self.acceptor.waiting is not None:
+            peer, accept = self.acceptor.waiting
+            self._on_accept(peer, accept, out, event)
 
     def _route(self, effects: Sequence[Effect], out: list[Effect]) -> None:
         """What the acceptor does. Its answers to ourselves are heard at once; a single member needs no durable vote."""

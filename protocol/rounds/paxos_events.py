@@ -7,7 +7,7 @@ from enum import Enum
 
 from protocol.rounds.table import Table, Transition
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Part, Record
+from protocol.wire.commit import Commit, Part, Record, Share
 from protocol.wire.session import Heartbeat, LogRequest
 
 
@@ -55,6 +55,14 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """Event: a list of parts is durable here."""
+
+    root: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Appended:
     """Event: an `Append` is durable."""
 
@@ -98,6 +106,14 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchList:
+    """Effect: fetch this share's list of parts, if it is not here; the answer is `Listed`."""
+
+    holders: tuple[str, ...]
+    share: Share
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """Effect: make this record the durable next one of the log; the answer is `Appended`."""
 
@@ -125,8 +141,8 @@ class Stalled:
     missing: tuple[str, ...]
 
 
-Event = Proposed | Heard | Learned | Held | Appended | Tick
-Effect = Save | Send | SendLog | Fetch | Append | Decided | Leads | Stalled
+Event = Proposed | Heard | Learned | Held | Listed | Appended | Tick
+Effect = Save | Send | SendLog | Fetch | FetchList | Append | Decided | Leads | Stalled
 
 _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.IDLE, None, Phase.ACCEPTING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),

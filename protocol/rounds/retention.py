@@ -3,8 +3,8 @@
 A restart goes on from the newest checkpoint, with the payloads of every later round. So the payloads that a restart
 would need are never evicted:
 
-    payloads committed after the newest checkpoint, of the shards that are held
-    payloads of the peer's own newest offer, until it is decided: they may go back into the error feedback
+    payloads committed after the newest checkpoint, of the shards that are held, and the lists that name them
+    payloads of the peer's own newest offer, and their list, until it is decided: they may go back into the error feedback
     payloads of rounds that are not in the log yet
 """
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from protocol.planning import memory
-from protocol.rounds import admission
+from protocol.rounds import part_lists
+from protocol.rounds.part_lists import Lists, root_of
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part
@@ -46,17 +47,24 @@ def held_shards(manifest: Manifest, plan: Plan | None, peer: str, warm: bool) ->
 
 
 def payloads_needed(
-    log: Mapping[int, Commit], round: int, checkpoint: int, shards: Collection[str], offer: Offer | None
+    log: Mapping[int, Commit],
+    lists: Lists,
+    round: int,
+    checkpoint: int,
+    shards: Collection[str],
+    offer: Offer | None,
 ) -> set[str]:
-    """The digests of the payloads that a restart would need, as far as the `log` is known, after `round` was applied.
+    """The names of the payloads, and of the lists of parts, that a restart would need after `round` was applied, as far as the `log` and the
+    `lists` are known.
 
     `checkpoint`: the round of the newest one, negative where there is none; then the payloads of `round` count, too.
     `shards`: those that are held. `offer`: the peer's newest.
     """
     base = round - 1 if checkpoint < 0 else checkpoint
-    needed = {part.digest for part in offer.parts} if offer is not None else set()
+    needed = {root_of(offer.parts), *(part.digest for part in offer.parts)} if offer is not None else set()
     for commit in (c for r, c in log.items() if r > base):
-        needed |= {part.digest for shard in shards for _, part, _ in commit.payloads(shard)}
+        needed |= {share.root for share in commit.shares} if shards else set()
+        needed |= {part.digest for part, _ in part_lists.named(commit, lists, shards)}
     return needed
 
 
@@ -82,9 +90,11 @@ def look_is_due(replay_is_long: bool, looked_at: float, now: float) -> bool:
     return replay_is_long and now - looked_at >= LOOK_SECONDS
 
 
-def fetches_ahead(manifest: Manifest, applied: int, shards: Collection[str], round: int, part: Part) -> bool:
-    """Whether a payload that was offered to `round`, and is not committed yet, is fetched: it is of a round that comes soon and
-    of a shard that is held, and no larger than a payload of that shard can be."""
-    if not applied < round <= applied + AHEAD or part.shard not in shards:
-        return False
-    return 0 < part.size <= admission.largest_payload(manifest, part.shard)
+def fetches_ahead(applied: int, shards: Collection[str], round: int) -> bool:
+    """Whether what was offered to `round`, and is not committed yet, is fetched: it is of a round that comes soon, and shards are held."""
+    return applied < round <= applied + AHEAD and bool(shards)
+
+
+def fits(manifest: Manifest, part: Part) -> bool:
+    """Whether a part of a shard that is held is no larger than a payload of that shard can be."""
+    return 0 < part.size <= part_lists.largest_payload(manifest, part.shard)

@@ -2,7 +2,7 @@
 
 `why_not_next` checks what the log stands on: votes, run, round, parent. Every machine asks it before it takes a commit.
 `problems` checks what a commit says against the plan that it decides about and against the manifest, for monitors and
-auditors. What the payloads hold is checked by peer/log/replay.py.
+auditors. The lists of parts, and what the payloads hold, are checked by peer/log/replay.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
 from protocol.identity import short_peer
-from protocol.planning import memory
-from protocol.rounds import chain_repair
+from protocol.rounds import chain_repair, part_lists
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Record, is_decided
@@ -107,9 +106,8 @@ def _contribution(
         contribution.steps, work.micro_batches
     ):
         yield f"{name}: its weight is wrong ({contribution.steps} steps cannot have {contribution.tokens} tokens)"
-    for stage, share in zip(spec.stages, contribution.shares, strict=True):
+    for share in contribution.shares:
         if share.peer in wrong:
             yield f"{name} counts although the state of {short_peer(share.peer)} differed"
-        wanted = memory.stage_shards(manifest, stage.first, stage.last)
-        if tuple(part.shard for part in share.parts) != wanted:
-            yield f"{name}: {short_peer(share.peer)} does not cover its planned shards"
+        if not part_lists.may_be_fetched(manifest, share):
+            yield f"{name}: {short_peer(share.peer)} has a list of parts that no share of the run can have"

@@ -7,33 +7,41 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from protocol.wire import framing
 from protocol.wire.plan import Plan
-from protocol.wire.schema import plain
+from protocol.wire.schema import Digest, packed, row
 
 DOMAIN = b"potluck/1/"
 
 
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One shard's payload: its digest (a blob's name, protocol/codec/blob_hash.py), its bytes, and the L2 norm of what it sends."""
 
     shard: str
-    digest: str
+    digest: Digest
     size: int
     norm: float
 
 
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One stage's parts within a contribution."""
+    """One stage's parts within a contribution: the name of their list (protocol/rounds/part_lists.py), the bytes of all payloads, the
+    L2 norm of all that they send, and the list's own bytes."""
 
     peer: str
-    parts: tuple[Part, ...]
+    root: Digest
+    size: int
+    norm: float
+    listed: int
 
 
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
     """One replica's committed contribution; its weight in the mean is tokens / sum of tokens. A share may be a spare's of the
@@ -50,6 +58,7 @@ class Contribution:
             raise ValueError("tokens must be at least 1")
 
 
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
     """A planned replica whose work is not in the commit, and why."""
@@ -60,6 +69,7 @@ class LeftOut:
     """Why, for a reader."""
 
 
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diverged:
     """A peer whose digest of `shard` after the previous round differs from the majority's."""
@@ -83,7 +93,7 @@ class Commit:
     contributions: tuple[Contribution, ...]
     left_out: tuple[LeftOut, ...]
     diverged: tuple[Diverged, ...]
-    digests: dict[str, str]
+    digests: dict[str, Digest]
     plan: Plan | None
     leader: str = ""
     members: tuple[str, ...] = ()
@@ -92,18 +102,23 @@ class Commit:
     def digest(self) -> str:
         return hashlib.sha256(commit_body(self)).hexdigest()
 
-    def includes(self, peer: str, parts: tuple[Part, ...]) -> bool:
-        """Whether exactly these parts of `peer` were committed."""
-        return any(s.peer == peer and s.parts == parts for c in self.contributions for s in c.shares)
+    @property
+    def shares(self) -> tuple[Share, ...]:
+        """Those of all contributions, in commit order."""
+        return tuple(share for c in self.contributions for share in c.shares)
 
-    def payloads(self, shard: str) -> tuple[tuple[float, Part, str], ...]:
-        """(weight, part, sender) of every committed payload of `shard`, in commit order."""
+    def includes(self, peer: str, root: str) -> bool:
+        """Whether exactly the parts in the list with this name, of `peer`, were committed."""
+        return any(s.peer == peer and s.root == root for s in self.shares)
+
+    def payloads(self, shard: str, lists: Mapping[str, tuple[Part, ...]]) -> tuple[tuple[float, Part, str], ...]:
+        """(weight, part, sender) of every committed payload of `shard`, in commit order. `lists`: root -> parts of every share."""
         total = sum(c.tokens for c in self.contributions)
         return tuple(
             (c.tokens / total, part, share.peer)
             for c in self.contributions
             for share in c.shares
-            for part in share.parts
+            for part in lists[share.root]
             if part.shard == shard
         )
 
@@ -124,7 +139,7 @@ def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:
 
 def commit_body(commit: Commit) -> bytes:
     """The bytes whose sha256 is the commit's digest."""
-    return DOMAIN + framing.pack_message({"t": "commit", **plain(commit)})
+    return DOMAIN + framing.pack_message({"t": "commit", **packed(commit)})
 
 
 def is_decided(record: Record, members: tuple[str, ...]) -> bool:

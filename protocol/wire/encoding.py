@@ -15,7 +15,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
 from protocol.wire.roster import Lookup, Roster, RosterRequest
-from protocol.wire.schema import SchemaError, build, plain
+from protocol.wire.schema import SchemaError, build, packed
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -73,7 +73,7 @@ TYPES: dict[str, type] = {cls.__name__.lower(): cls for cls in Message.__args__}
 
 def encode(message: Message) -> bytes:
     """A message as bytes; equal messages give equal bytes."""
-    return framing.pack_message({"t": type(message).__name__.lower(), **plain(message)})
+    return framing.pack_message({"t": type(message).__name__.lower(), **packed(message)})
 
 
 def decode(raw: bytes | memoryview, peer: str) -> Message:
@@ -104,7 +104,7 @@ def encode_record(record: Record) -> bytes:
     """A record as it is stored and sent: one that `decode_record` reads. Raises UnreadableRecord for any other, which nobody could
     get over if it were appended."""
     try:
-        raw = framing.pack_message({"c": plain(record.commit), "n": record.ballot, "v": record.votes})
+        raw = framing.pack_message({"c": packed(record.commit), "n": record.ballot, "v": record.votes})
         _record(raw)
     except (SchemaError, framing.FrameError) as error:
         raise UnreadableRecord(

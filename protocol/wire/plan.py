@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from protocol.wire.schema import row
 
+
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSpec:
     """One peer's part of a replica. The stage with block 0 has `embed` too, the one with the last block has `head`."""
@@ -18,6 +21,7 @@ class StageSpec:
     """The block after its last one."""
 
 
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """The text and the inner steps that a replica is given for one round (protocol/planning/allotment.py)."""
@@ -34,20 +38,21 @@ class Work:
             raise ValueError("slot must be at least 0, steps and micro_batches at least 1")
 
 
+@row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSpec:
     """One replica: a full peer (one stage) or a chain."""
 
     number: int = 0
     """Its name as long as it is planned, from plan to plan: no other replica of the run ever has it."""
-    rank: int
-    """Values per token that cross a chain's boundaries; 0: all of them."""
     stages: tuple[StageSpec, ...]
     """Its stages, the one with block 0 first."""
     work: Work = Work()
     """What it is given for the plan's round."""
     following: Work | None = None
     """What it is given for the round after, which it may train ahead; None where nobody trains ahead."""
+    rank: int = 0
+    """Values per token that cross a chain's boundaries; 0: all of them."""
 
     @property
     def peers(self) -> tuple[str, ...]:

@@ -1,22 +1,33 @@
 """One strict decoder from plain data (TOML tables, msgpack maps) to frozen dataclasses.
 
 Used at both edges: manifests refuse unknown fields, network messages ignore them (design, section 4).
-Supported field types: bool, int, float, str, bytes, nested dataclasses, `tuple[T, ...]`, `dict[str, T]` and `T | None`.
+Supported field types: bool, int, float, str, bytes, Digest, nested dataclasses, `tuple[T, ...]`, `dict[str, T]` and `T | None`.
+
+There are two plain forms. `plain` makes maps of names, for files and screens that people read. `packed` makes what travels: the same,
+but that a dataclass marked as a `row`, of which a message has many, is the list of its fields in their order, without those at the end
+that have their default values, and that a digest is 32 bytes. `build` reads both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from protocol.errors import PotluckError
 
 T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+_HEX = object()
+Digest = Annotated[str, _HEX]
+"""64 hexadecimal digits; 32 bytes where it travels. No other text is read in its place."""
+_rows: set[type] = set()
 
 MAX_ITEMS = 65_536
 """Most entries that one list or map of a message may have."""
@@ -31,6 +42,12 @@ class SchemaError(PotluckError):
         self.reason = reason
 
 
+def row(cls: C) -> C:
+    """Marks a dataclass of which messages have many: it travels without its fields' names. New fields come last, with defaults."""
+    _rows.add(cls)
+    return cls
+
+
 Convert = Callable[[Any, str, bool], Any]
 """(value, path, whether unknown fields are ignored) -> the value as a field wants it. Raises SchemaError."""
 
@@ -38,7 +55,7 @@ Convert = Callable[[Any, str, bool], Any]
 @functools.cache
 def _fields(cls: type) -> dict[str, tuple[Convert, bool]]:
     """The fields of a dataclass: how each is converted, and whether it may be left out."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return {
         f.name: (
             _converter(hints[f.name]),
@@ -53,9 +70,13 @@ def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = Fa
 
     Raises SchemaError naming the dotted field. ValueErrors of a `__post_init__` become SchemaErrors of `where`.
     """
+    fields = _fields(cls)  # type: ignore[arg-type]
+    if isinstance(data, list | tuple) and cls in _rows:
+        if len(data) > len(fields) and not ignore_unknown:
+            raise SchemaError(where or "top level", f"has {len(data)} entries; known here: {', '.join(fields)}")
+        data = dict(zip(fields, data, strict=False))
     if not isinstance(data, dict):
         raise SchemaError(where or "top level", f"must be a table, not {_name(data)}")
-    fields = _fields(cls)  # type: ignore[arg-type]
     prefix = f"{where}." if where else ""
     if not ignore_unknown:
         for key in data:
@@ -75,8 +96,10 @@ def build(cls: type[T], data: Any, *, where: str = "", ignore_unknown: bool = Fa
 
 @functools.cache
 def _converter(hint: Any) -> Convert:
-    """For fields of this type: a dataclass, a tuple or a table of one type, an optional one, or a plain type."""
+    """For fields of this type: a dataclass, a tuple or a table of one type, an optional one, a digest, or a plain type."""
     origin = typing.get_origin(hint)
+    if origin is Annotated:
+        return _convert_digest
     if origin in (types.UnionType, typing.Union):
         inner = _converter(next(a for a in typing.get_args(hint) if a is not type(None)))
         return lambda value, path, ignore: None if value is None else inner(value, path, ignore)
@@ -114,6 +137,22 @@ def _convert_plain(hint: Any, value: Any, path: str, ignore: bool) -> Any:
     return float(value) if hint is float else value
 
 
+def _convert_digest(value: Any, path: str, ignore: bool) -> str:
+    raw = value if isinstance(value, bytes) else _digest(value)
+    if not isinstance(raw, bytes) or len(raw) != 32:
+        raise SchemaError(path, "must be a digest of 32 bytes")
+    return raw.hex()
+
+
+def _digest(text: str) -> bytes | str:
+    """The bytes of 64 hexadecimal digits; any other text as it is, for a reader to refuse."""
+    with contextlib.suppress(ValueError, TypeError):
+        raw = bytes.fromhex(text)
+        if len(raw) == 32 and raw.hex() == text:
+            return raw
+    return text
+
+
 def _limit(value: Any, path: str) -> None:
     if len(value) > MAX_ITEMS:
         raise SchemaError(path, f"has {len(value)} entries; at most {MAX_ITEMS}")
@@ -137,3 +176,54 @@ def plain(value: Any) -> Any:
         return {k: plain(v) for k, v in value.items()}
     names = _names(value.__class__)
     return value if names is None else {name: plain(getattr(value, name)) for name in names}
+
+
+def packed(value: Any) -> Any:
+    """What travels of a dataclass, or of a tuple of them (see the module's docstring); `build` is its inverse."""
+    if isinstance(value, tuple | list):
+        return [packed(v) for v in value]
+    return _pack_instance(value)
+
+
+def _pack_instance(value: Any) -> Any:
+    return _instance_packer(value.__class__)(value)
+
+
+@functools.cache
+def _instance_packer(cls: Any) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = [(f.name, _packer(hints[f.name])) for f in dataclasses.fields(cls)]
+    if cls not in _rows:
+        return lambda value: {name: pack(getattr(value, name)) for name, pack in fields}
+    defaults = [f.default for f in dataclasses.fields(cls)]
+
+    def pack_row(value: Any) -> list[Any]:
+        found = [getattr(value, name) for name, _ in fields]
+        while found and found[-1] == defaults[len(found) - 1]:
+            found.pop()
+        return [pack(item) for (_, pack), item in zip(fields, found, strict=False)]
+
+    return pack_row
+
+
+@functools.cache
+def _packer(hint: Any) -> Callable[[Any], Any]:
+    """For fields of this type, as `_converter`."""
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        return _digest
+    if origin in (types.UnionType, typing.Union):
+        inner = _packer(next(a for a in typing.get_args(hint) if a is not type(None)))
+        return lambda value: None if value is None else inner(value)
+    if dataclasses.is_dataclass(hint):
+        return _pack_instance
+    if origin in (tuple, dict):
+        item = _packer(typing.get_args(hint)[0 if origin is tuple else 1])
+        if origin is dict:
+            return lambda value: {k: item(v) for k, v in value.items()}
+        return lambda value: [item(v) for v in value]
+    return _same
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.wire.commit import Part, Share
+from protocol.wire.schema import Digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A leading node has these payloads of offers to `round`, and they are valid: others may fetch them at once."""
+    """A node has all payloads of these offers to `round`, and their lists (protocol/rounds/part_lists.py), and they are valid: others may
+    fetch them at once."""
 
     round: int
     shares: tuple[Share, ...]
@@ -77,7 +79,7 @@ class Attest:
     """The digests of the sender's shards after `round` was applied."""
 
     round: int
-    digests: dict[str, str]
+    digests: dict[str, Digest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
 from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Decided, Effect, Event, Fetch, Held, Lead, Propose, Ready, Received, Tick
+from protocol.rounds.leader_events import Decided, Effect, Event, Held, Lead, Propose, Ready, Received, Tick
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire import encoding
@@ -85,8 +85,8 @@ class Driver:
         for index, replica in enumerate(replicas):
             peer = replica.peers[0]
             effects = self.do(Received(peer, self.offer(replica, head.plan.round)))
-            for effect in [e for e in effects if isinstance(e, Fetch)]:
-                if self.decide(self.do(Held(effect.part.digest))):
+            for name in [n for e in effects for n in tiny.names(e)]:
+                if self.decide(self.do(Held(name))):
                     assert index == len(replicas) - 1
             if index % max(1, len(replicas) // 100) == 0:
                 self.now += 1.0

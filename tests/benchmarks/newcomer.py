@@ -47,12 +47,13 @@ from peer.training import device
 from protocol.codec import blob_hash, sparse
 from protocol.codec.sparse import Codec
 from protocol.identity import Identity
+from protocol.rounds import part_lists
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
 from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
-from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.volunteers import TOKENIZER, Noise
@@ -104,7 +105,7 @@ def prepare(folder: Path) -> None:
     archive.save_tokenizer(TOKENIZER)
     parent, sizes = run.run_id, dict.fromkeys(shards, 0)
     for round in range(ROUNDS + 1):
-        contributions, digests = [], {}
+        contributions, digests, lists = [], {}, {}
         if round == CHECKPOINT + 1:
             digests = {s: outer.digest(s) for s in shards}
             holder.save_checkpoint(Checkpoint(CHECKPOINT, outer.theta, {}), digests)
@@ -121,7 +122,9 @@ def prepare(folder: Path) -> None:
                     if CHECKPOINT < round <= STOPPED:
                         returning.blobs.put(data, round)
                 parts.append(Part(shard=shard, digest=name, size=size, norm=1.0))
-            share = Share(peer=identity(f"replica {replica}").peer_id, parts=tuple(parts))
+            share = part_lists.share_of(identity(f"replica {replica}").peer_id, tuple(parts))
+            archive.blobs.put(part_lists.pack(tuple(parts)), round)
+            lists[share.root] = tuple(parts)
             contributions.append(Contribution(replica=replica, tokens=64, steps=4, loss=1.0, shares=(share,)))
         stages = [(StageSpec(peer=identity(n).peer_id, first=0, last=MODEL.n_layers),) for n in JOINERS]
         replicas = tuple(ReplicaSpec(number=i, rank=0, stages=s) for i, s in enumerate(stages))
@@ -134,7 +137,7 @@ def prepare(folder: Path) -> None:
         parent = commit.digest
         if round > CHECKPOINT:
             for shard in shards:
-                items = [(w, archive.blobs.get(p.digest) or b"") for w, p, _ in commit.payloads(shard)]
+                items = [(w, archive.blobs.get(p.digest) or b"") for w, p, _ in commit.payloads(shard, lists)]
                 outer.apply(shard, items)
         if round == STOPPED:
             returning.save_checkpoint(Checkpoint(STOPPED, outer.theta, {}), {s: outer.digest(s) for s in shards})
@@ -367,7 +370,7 @@ def round_bytes(folder: Path) -> int:
     """Payload bytes of the last round."""
     archive = Archive(folder / "bootstrap", manifest())
     try:
-        return sum(p.size for c in archive.commits[-1].contributions for s in c.shares for p in s.parts)
+        return sum(share.size for share in archive.commits[-1].shares)
     finally:
         archive.close()
 

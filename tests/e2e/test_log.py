@@ -21,10 +21,11 @@ from bootstrap.archive import Archive
 from peer.cli import main
 from peer.net import keyfile
 from protocol.identity import Identity
+from protocol.rounds import part_lists
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, logfile
-from protocol.wire.commit import Commit, Diverged, LeftOut
+from protocol.wire.commit import Commit, Diverged, LeftOut, Part, Share
 from tests import tiny
 from tests.e2e import swarms
 
@@ -100,8 +101,13 @@ def rewrite(folder: Path, change: Callable[[int, Commit], Commit], key: Identity
 
 
 def a_payload(folder: Path, round: int, shard: str) -> Path:
-    _, part, _ = commits(folder)[round][2].payloads(shard)[0]
+    commit = commits(folder)[round][2]
+    _, part, _ = commit.payloads(shard, {share.root: parts(folder, share) for share in commit.shares})[0]
     return folder / "blobs" / part.digest
+
+
+def parts(folder: Path, share: Share) -> tuple[Part, ...]:
+    return part_lists.unpack((folder / "blobs" / share.root).read_bytes())
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -253,33 +259,59 @@ def test_a_forged_commit(copy: Done, potluck: Potluck) -> None:
     assert "round 2: the commit lacks the votes of a majority" in errors[0]
 
 
-def _weight(commit: Commit) -> Commit:
+def test_a_list_of_parts_that_is_gone_or_damaged(copy: Done, potluck: Potluck) -> None:
+    share = commits(copy.folder)[2][2].shares[0]
+    path = copy.folder / "blobs" / share.root
+    raw = path.read_bytes()
+    for left, why in ((None, "not in .*"), (raw[:-1] + b"?", "its bytes are not those that were committed")):
+        path.unlink() if left is None else path.write_bytes(left)
+        lines, errors = potluck("verify", copy.folder, code=1)
+        assert re.fullmatch(rf"round 2: list of parts {share.root[:12]} of \w{{8}}: {why}", lines[0])
+        assert "1 problem" in errors[0]
+
+
+def _weight(folder: Path, commit: Commit) -> Commit:
     first, *rest = commit.contributions
     return dataclasses.replace(commit, contributions=(dataclasses.replace(first, tokens=first.tokens * 2), *rest))
 
 
-def _norm(commit: Commit) -> Commit:
+def _first_share(commit: Commit, share: Share) -> Commit:
     first, *rest = commit.contributions
-    share, *shares = first.shares
-    parts = (dataclasses.replace(share.parts[0], norm=share.parts[0].norm * 1.01), *share.parts[1:])
-    first = dataclasses.replace(first, shares=(dataclasses.replace(share, parts=parts), *shares))
+    first = dataclasses.replace(first, shares=(share, *first.shares[1:]))
     return dataclasses.replace(commit, contributions=(first, *rest))
 
 
-def _elsewhere(commit: Commit) -> Commit:
-    first, *rest = commit.contributions
-    share, *shares = first.shares
-    parts = (dataclasses.replace(share.parts[0], digest="../../../../../../dev/zero"), *share.parts[1:])
-    first = dataclasses.replace(first, shares=(dataclasses.replace(share, parts=parts), *shares))
-    return dataclasses.replace(commit, contributions=(first, *rest))
+def _listed(folder: Path, commit: Commit, change: Callable[[tuple[Part, ...]], tuple[Part, ...]]) -> Commit:
+    """Another list of parts for the first share, which lies there as lists do."""
+    made = change(parts(folder, commit.shares[0]))
+    share = part_lists.share_of(commit.shares[0].peer, made)
+    (folder / "blobs" / share.root).write_bytes(part_lists.pack(made))
+    return _first_share(commit, share)
 
 
-def _other_peer(commit: Commit) -> Commit:
-    first, *rest = commit.contributions
-    share = dataclasses.replace(first.shares[0], peer=Identity(b"x" * 32).peer_id)
-    return dataclasses.replace(
-        commit, contributions=(dataclasses.replace(first, shares=(share, *first.shares[1:])), *rest)
-    )
+def _norm(folder: Path, commit: Commit) -> Commit:
+    return _listed(folder, commit, lambda p: (dataclasses.replace(p[0], norm=p[0].norm * 1.01), *p[1:]))
+
+
+def _fewer(folder: Path, commit: Commit) -> Commit:
+    return _listed(folder, commit, lambda p: p[1:])
+
+
+def _sum(folder: Path, commit: Commit) -> Commit:
+    share = commit.shares[0]
+    return _first_share(commit, dataclasses.replace(share, size=share.size + 1))
+
+
+def _elsewhere(folder: Path, commit: Commit) -> Commit:
+    return _first_share(commit, dataclasses.replace(commit.shares[0], root="0" * 64))
+
+
+def _long(folder: Path, commit: Commit) -> Commit:
+    return _first_share(commit, dataclasses.replace(commit.shares[0], listed=1 << 40))
+
+
+def _other_peer(folder: Path, commit: Commit) -> Commit:
+    return _first_share(commit, dataclasses.replace(commit.shares[0], peer=Identity(b"x" * 32).peer_id))
 
 
 @pytest.mark.parametrize(
@@ -287,26 +319,29 @@ def _other_peer(commit: Commit) -> Commit:
     [
         (_weight, "round 2: replica 0: its weight is wrong"),
         (_norm, r"round 2, embed: payload \w{12} of \w{8}: its norm is"),
-        (_elsewhere, r"round 2, embed: payload \.\./\.\./\.\./\.\./ of \w{8}: not in "),
+        (_fewer, r"round 2: list of parts \w{12} of \w{8}: it does not cover the planned shards"),
+        (_sum, r"round 2: list of parts \w{12} of \w{8}: its size or norm is not that of its parts"),
+        (_elsewhere, r"round 2: list of parts 000000000000 of \w{8}: not in "),
+        (_long, r"round 2: replica 0: \w{8} has a list of parts that no share of the run can have"),
         (_other_peer, "round 2: replica 0 has other peers than its plan"),
         (
-            lambda c: dataclasses.replace(c, contributions=c.contributions[:2]),
+            lambda folder, c: dataclasses.replace(c, contributions=c.contributions[:2]),
             r"round 2: decides about replicas \[0, 1\]",
         ),
-        (lambda c: dataclasses.replace(c, run="0" * 64), "round 2: the commit is of another run"),
-        (lambda c: dataclasses.replace(c, round=5), "round 2: the commit is not the one of round 2"),
-        (lambda c: dataclasses.replace(c, parent="0" * 64), "round 2: the commit does not follow"),
+        (lambda folder, c: dataclasses.replace(c, run="0" * 64), "round 2: the commit is of another run"),
+        (lambda folder, c: dataclasses.replace(c, round=5), "round 2: the commit is not the one of round 2"),
+        (lambda folder, c: dataclasses.replace(c, parent="0" * 64), "round 2: the commit does not follow"),
         (
-            lambda c: dataclasses.replace(c, digests={**c.digests, "block.0": "0" * 64}),
+            lambda folder, c: dataclasses.replace(c, digests={**c.digests, "block.0": "0" * 64}),
             r"round 1, block\.0: the replay gives state \w{12}, the peers say 000000000000",
         ),
     ],
 )
 def test_what_a_dishonest_operator_signs(
-    change: Callable[[Commit], Commit], named: str, copy: Done, potluck: Potluck
+    change: Callable[[Path, Commit], Commit], named: str, copy: Done, potluck: Potluck
 ) -> None:
     key = keyfile.load_or_create(copy.folder / "identity.key")
-    rewrite(copy.folder, lambda round, commit: change(commit) if round == 2 else commit, key)
+    rewrite(copy.folder, lambda round, commit: change(copy.folder, commit) if round == 2 else commit, key)
     lines, errors = potluck("verify", copy.folder, code=1)
     assert re.match(named, lines[0])
     assert re.match(r"potluck: log .*: \d+ problems?; ", errors[-1])

@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgpack
 import numpy as np
@@ -41,16 +41,16 @@ from protocol.codec import blob_hash, boundary_formats, sparse
 from protocol.codec.sparse import Codec, PayloadError
 from protocol.errors import PotluckError, RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.rounds import validation
+from protocol.rounds import part_lists, validation
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.wire import encoding, endpoints, framing, logfile, sealed
 from protocol.wire.announcement import Announcement
-from protocol.wire.commit import DOMAIN, Commit, Record, vote_body
+from protocol.wire.commit import DOMAIN, Commit, Part, Record, vote_body
 from protocol.wire.encoding import MessageError
 from protocol.wire.framing import FrameError, FrameReader
 from protocol.wire.plan import Plan
-from protocol.wire.schema import plain
+from protocol.wire.schema import packed
 from protocol.wire.session import LogRequest
 from tests import tiny
 from tests.e2e import swarms
@@ -60,6 +60,7 @@ KEY = Identity(b"fuzz" * 8)
 MANIFEST = tiny.manifest()
 RUN = MANIFEST.run_id
 ONE_NODE = dataclasses.replace(MANIFEST, operators=(KEY.peer_id,))
+PARTS = tuple(Part(shard=s, digest="0" * 64, size=8, norm=1.0) for s in layout.shard_names(MANIFEST.model))
 
 
 @dataclass(frozen=True)
@@ -154,8 +155,9 @@ def from_node(raw: bytes) -> object:
     if isinstance(found, Record):
         with _allowed(validation.BadCommit):
             validation.follow(ONE_NODE, None, raw)
+        lists = dict.fromkeys([share.root for share in found.commit.shares], PARTS)
         for shard in layout.shard_names(MANIFEST.model):
-            weights = [weight for weight, _, _ in found.commit.payloads(shard)]
+            weights = [weight for weight, _, _ in found.commit.payloads(shard, lists)]
             check(all(0 < w <= 1 for w in weights), "a weight is not in (0, 1]")
         for plan in (None, example(Plan)):
             for text in validation.problems(MANIFEST, plan, found.commit):
@@ -190,13 +192,15 @@ def example(hint: Any, name: str = "") -> Any:
     origin = typing.get_origin(hint)
     if origin in (types.UnionType, typing.Union):
         return example(typing.get_args(hint)[0], name)
+    if origin is Annotated:
+        return "0" * 64
     if origin is tuple:
-        many = {"times_ms": 6, "counts": 4, "activations": 3, "gradients": 3}
+        many = {"times_ms": 6, "counts": 4, "activations": 3, "gradients": 3, "coordinates": 3}
         return (example(typing.get_args(hint)[0], name),) * many.get(name, 2)
     if origin is dict:
         return {"embed": example(typing.get_args(hint)[1], name), "block.0": example(typing.get_args(hint)[1], name)}
     if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint)
+        hints = typing.get_type_hints(hint, include_extras=True)
         return hint(**{f.name: example(hints[f.name], f.name) for f in dataclasses.fields(hint)})  # type: ignore[operator]
     if hint is str:
         known = {"run": RUN, "parent": RUN, "peer": KEY.peer_id, "digest": "0" * 64, "shard": "embed"}
@@ -207,7 +211,7 @@ def example(hint: Any, name: str = "") -> Any:
 EXAMPLES = [example(kind) for kind in encoding.TYPES.values()]
 ENCODED = [encoding.encode(message) for message in EXAMPLES]
 SEALED = [sealed.seal(KEY, message) for message in EXAMPLES]
-COMMIT = framing.pack_message(plain(example(Commit)))
+COMMIT = framing.pack_message(packed(example(Commit)))
 RECORDS = [_voted(COMMIT)]
 ANNOUNCED = encoding.encode(example(Announcement))
 
@@ -530,6 +534,7 @@ TARGETS = [
     Target("sealed.unseal", unseal, (MessageError,), [*SEALED, *(b"\0" + x for x in ENCODED)], change_sealed, 3),
     Target("sealed.unseal_announcement", announcement, (), [b"\0" + ANNOUNCED, SEALED[0]], change_sealed, 3),
     Target("encoding.decode_any", from_node, (MessageError,), [*ENCODED, *RECORDS, b"\0" + COMMIT], change_sealed, 3),
+    Target("part_lists.unpack", part_lists.unpack, (part_lists.BadList,), [part_lists.pack(PARTS)], change_msgpack, 3),
     Target("sparse.decode", payload, (PayloadError,), _payloads(), change_bytes, 12),
     Target("pipeline frames", pipe, (chain_frames.NeighbourLost, quantize.BadTensor), PIPE, change_bytes, 8),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),

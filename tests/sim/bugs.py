@@ -45,7 +45,13 @@ BUGS: dict[str, Bug] = {
         ("P1", "P2"),
     ),
     "what was not committed is not given back": Bug(
-        ((MEMBER, "            if not commit.includes(self.peer, self._pending.parts):", "            if False:"),),
+        (
+            (
+                MEMBER,
+                "            if not commit.includes(self.peer, root_of(self._pending.parts)):",
+                "            if False:",
+            ),
+        ),
         ("P3",),
     ),
     "what another peer gave is added again when it is told again": Bug(

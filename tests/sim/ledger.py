@@ -33,7 +33,7 @@ from peer.state import giving, taking
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.rounds import handover as rules
-from protocol.rounds import validation
+from protocol.rounds import part_lists, validation
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
@@ -85,6 +85,8 @@ class Ledger:
     _notes: dict[str, dict[str, str]] = field(default_factory=dict)
     _added: set[tuple[str, int]] = field(default_factory=set)
     _stored: set[tuple[str, str]] = field(default_factory=set)
+    _offered: dict[tuple[str, int], str] = field(default_factory=dict)
+    """By peer and round the root of the offer on its disk."""
     _accepted: dict[tuple[int, int, str], set[str]] = field(default_factory=dict)
     _replay: Outer | None = None
     _digests: list[dict[str, str]] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Ledger:
             self._stored.add((who, path.name))
         elif path.name.startswith("offer-"):
             offer = build(Offer, json.loads(data))
+            self._offered[who, offer.round] = part_lists.root_of(offer.parts)
             for part in offer.parts:
                 self._entry(who, part.shard, offer.round).part = part
         elif path.name.startswith("handover-"):
@@ -154,11 +157,12 @@ class Ledger:
         kind, round = message.get("t", "record"), message.get("round", -1)
         vote, decided = self.votes.get(who), self.heads.get(who, -1)
         if kind == "offer":
-            for part in message["parts"]:
-                entry = self.entries.get((who, part["shard"]), {}).get(round)
-                stored = (who, part["digest"]) in self._stored
-                if not stored or entry is None or entry.part is None or entry.part.digest != part["digest"]:
-                    raise Violation("P3", f"{who[-8:]} tells an offer to round {round} that is not on its disk")
+            offer = encoding.decode(raw, who)
+            assert isinstance(offer, Offer)
+            root = part_lists.root_of(offer.parts)
+            durable = (who, root) in self._stored and self._offered.get((who, round)) == root
+            if not durable or not all((who, part.digest) in self._stored for part in offer.parts):
+                raise Violation("P3", f"{who[-8:]} tells an offer to round {round} that is not on its disk")
         elif kind == "accept":
             self._check_accept(who, encoding.decode(raw, who))
         elif kind == "record" and message["c"]["round"] > decided:
@@ -201,8 +205,15 @@ class Ledger:
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that does not follow")
         for problem in validation.problems(self.manifest, before.plan if before else None, commit):
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that {problem}")
+        reason = part_lists.why_refused(self.manifest, before and before.plan, commit, self.lists(commit))
+        if reason is not None:
+            raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} with a wrong list: {reason}")
         self._count(found.ballot, commit, before)
         self.log.append(commit)
+
+    def lists(self, commit: Commit) -> dict[str, tuple[Part, ...]]:
+        """The lists of parts of a commit, from the disks."""
+        return {share.root: part_lists.unpack(self.payloads[share.root]) for share in commit.shares}
 
     def _count(self, ballot: int, commit: Commit, before: Commit | None) -> None:
         spares = before.plan.spares if before is not None and before.plan is not None else ()
@@ -225,7 +236,8 @@ class Ledger:
         while len(self._digests) <= round:
             commit = self.log[len(self._digests)]
             for shard in self._replay.theta:
-                self._replay.apply(shard, [(w, self.payloads[p.digest]) for w, p, _ in commit.payloads(shard)])
+                items = commit.payloads(shard, self.lists(commit))
+                self._replay.apply(shard, [(w, self.payloads[p.digest]) for w, p, _ in items])
             self._digests.append({s: self._replay.digest(s) for s in self._replay.theta})
         return self._digests[round]
 
@@ -270,7 +282,7 @@ class Ledger:
                 for x, delta in zip(left, entry.delta or [], strict=entry.delta is not None):
                     x += delta
                 part = entry.part
-                if part and (not given_back if round == upto else _includes(self.log[round], who, part)):
+                if part and (not given_back if round == upto else self._includes(self.log[round], who, part)):
                     self._change(left, shapes, self.manifest.outer.codec, part.digest, -1)
             for move in moves:
                 if move.round == round:
@@ -301,12 +313,12 @@ class Ledger:
                 e = [tensors[f"{shard}/{i}"] for i in range(len(shapes))]
                 self._check(who, shard, e, self.owed(who, shard, round, given_back))
 
+    def _includes(self, commit: Commit, who: str, part: Part) -> bool:
+        """Whether this part of `who`'s was committed."""
+        lists = self.lists(commit)
+        return any(s.peer == who and part in lists[s.root] for s in commit.shares)
+
 
 def _metadata(data: bytes) -> dict[str, str]:
     """Of a file of tensors."""
     return dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {}))
-
-
-def _includes(commit: Commit, who: str, part: Part) -> bool:
-    """Whether this part of `who`'s was committed."""
-    return any(s.peer == who and part in s.parts for c in commit.contributions for s in c.shares)

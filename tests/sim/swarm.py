@@ -18,6 +18,7 @@ from peer.events import Event
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.identity import Identity
+from protocol.rounds import part_lists
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import logfile
 from tests import tiny
@@ -253,9 +254,10 @@ class Swarm:
 
     def _check_store(self, process: Process, storage: Storage) -> None:
         """Who never died keeps no payload that was not committed, but for those of its own newest offer."""
-        commits = (c for commit in self.ledger.log for c in commit.contributions)
-        committed = {part.digest for c in commits for share in c.shares for part in share.parts}
-        own = {part.digest for part in process.running.rounds.offer.parts} if process.running.rounds.offer else set()
+        lists = [self.ledger.lists(commit) for commit in self.ledger.log]
+        committed = {x for known in lists for root, parts in known.items() for x in (root, *(p.digest for p in parts))}
+        offer = process.running.rounds.offer
+        own = {part_lists.root_of(offer.parts), *(part.digest for part in offer.parts)} if offer else set()
         states = {digest for round in range(len(self.ledger.log)) for digest in self.ledger.digests(round).values()}
         moved = {move.handover.blob for moves in self.ledger.moves.values() for move in moves}
         useless = set(storage.blobs) - committed - own - states - moved

@@ -7,12 +7,15 @@ import dataclasses
 import pytest
 
 from protocol import identity
+from protocol.rounds import part_lists
 from protocol.rounds.acceptor import Acceptor, Ballots
-from protocol.rounds.paxos_events import Fetch, Save, Send
+from protocol.rounds.part_lists import share_of
+from protocol.rounds.paxos_events import Fetch, FetchList, Held, Listed, Save, Send
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, vote_body
+from protocol.wire.commit import Commit, Share, vote_body
+from protocol.wire.plan import Plan
 from tests import tiny
-from tests.unit.test_paxos import PART, WITH_PAYLOAD
+from tests.unit.test_paxos import PARTS, PAYLOAD, REPLICA, SHARE, WITH_PAYLOAD
 
 MEMBERS = tuple(o.peer_id for o in tiny.OPERATORS[:3])
 A, B, C = MEMBERS
@@ -31,14 +34,28 @@ COMMIT = Commit(
     members=MEMBERS,
 )
 OTHER = dataclasses.replace(COMMIT, time=2.0)
+PLANNED = dataclasses.replace(COMMIT, plan=Plan(round=1, replicas=(REPLICA,)))
+NEXT = dataclasses.replace(COMMIT, round=1, parent=PLANNED.digest, contributions=WITH_PAYLOAD)
+LISTS = {
+    part_lists.root_of(parts): parts
+    for parts in (
+        PARTS,
+        PARTS[1:],
+        PARTS[::-1],
+        (dataclasses.replace(PARTS[0], size=1 << 30), *PARTS[1:]),
+        tuple(dataclasses.replace(p, norm=1e200) for p in PARTS),
+    )
+}
 
 
 def acceptor(vote: Promise | None = None, held: tuple[str, ...] = ()) -> Acceptor:
     return Acceptor(M, vote or Promise(round=0), held, tiny.OPERATORS[2].sign)
 
 
-def accept(of: Acceptor, ballot: int, commit: Commit = COMMIT, fetch: bool = True) -> list[Save | Send | Fetch]:
-    return of.accept(A, Accept(round=0, ballot=ballot, commit=commit), None, MEMBERS, fetch)
+def accept(
+    of: Acceptor, ballot: int, commit: Commit = COMMIT, event: type = Accept, head: Commit | None = None
+) -> list[Save | Send | Fetch | FetchList]:
+    return of.accept(A, Accept(round=commit.round, ballot=ballot, commit=commit), head, MEMBERS, event)
 
 
 def prepare(of: Acceptor, ballot: int) -> list[Save | Send]:
@@ -88,15 +105,74 @@ def test_a_restarted_acceptor_is_bound_by_its_durable_vote(ballot: int) -> None:
 
 
 def test_it_votes_once_it_holds_every_payload() -> None:
-    member, commit = acceptor(), dataclasses.replace(COMMIT, contributions=WITH_PAYLOAD)
-    assert accept(member, 0, commit) == [Fetch((A, "p"), PART)]
-    assert accept(member, 0, commit) == [Fetch((A, "p"), PART)], "asked again, it fetches again"
-    assert accept(member, 0, commit, fetch=False) == []
-    assert member.waiting == (A, Accept(round=0, ballot=0, commit=commit))
+    member = acceptor(Promise(round=1))
+    assert accept(member, 0, NEXT, head=PLANNED) == [FetchList((A, "p"), SHARE)]
+    assert accept(member, 0, NEXT, head=PLANNED) == [FetchList((A, "p"), SHARE)], "asked again, it fetches again"
+    assert not member.know(tiny.digest("another"), PARTS)
+    assert member.know(SHARE.root, PARTS)
+    parts = [Fetch((A, "p"), part) for part in PARTS]
+    assert accept(member, 0, NEXT, Listed, PLANNED) == parts
+    assert accept(member, 0, NEXT, head=PLANNED) == parts
+    assert member.waiting == (A, Accept(round=1, ballot=0, commit=NEXT))
     assert member.position.phase is Ballots.FREE
-    member.held.add(PART.digest)
-    assert isinstance(accept(member, 0, commit)[0], Save)
+    assert not member.hold(tiny.digest("another"))
+    assert member.hold(PAYLOAD)
+    assert isinstance(accept(member, 0, NEXT, Held, PLANNED)[0], Save)
     assert member.waiting is None
+
+
+def test_a_restarted_member_reads_the_lists_again_before_it_votes() -> None:
+    """Its lists are on its disk, as its payloads are, and it does not know yet what they name."""
+    member = acceptor(Promise(round=1), held=(SHARE.root, PAYLOAD))
+    assert accept(member, 0, NEXT, head=PLANNED) == [FetchList((A, "p"), SHARE)]
+    assert member.know(SHARE.root, PARTS)
+    assert isinstance(accept(member, 0, NEXT, Listed, PLANNED)[0], Save)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        dataclasses.replace(SHARE, size=SHARE.size + 1),
+        dataclasses.replace(SHARE, norm=SHARE.norm / 2),
+        dataclasses.replace(SHARE, listed=SHARE.listed - 1),
+        share_of("p", PARTS[1:]),
+        share_of("p", PARTS[::-1]),
+        share_of("p", (dataclasses.replace(PARTS[0], size=1 << 30), *PARTS[1:])),
+        share_of("p", tuple(dataclasses.replace(p, norm=1e200) for p in PARTS)),
+    ],
+)
+def test_it_does_not_vote_for_what_its_list_does_not_say(share: Share) -> None:
+    member, parts = acceptor(Promise(round=1), held=(PAYLOAD,)), LISTS[share.root]
+    member.know(share.root, parts)
+    made = dataclasses.replace(WITH_PAYLOAD[0], shares=(share,))
+    assert accept(member, 0, dataclasses.replace(NEXT, contributions=(made,)), head=PLANNED) == []
+    assert member.vote == Promise(round=1)
+    assert member.waiting is None
+
+
+def test_it_does_not_vote_for_a_replica_that_is_not_planned() -> None:
+    for change in ({"replica": 7}, {"shares": (SHARE, SHARE)}):
+        member = acceptor(Promise(round=1), held=(PAYLOAD,))
+        member.know(SHARE.root, PARTS)
+        commit = dataclasses.replace(NEXT, contributions=(dataclasses.replace(WITH_PAYLOAD[0], **change),))  # type: ignore[arg-type]
+        assert accept(member, 0, commit, head=PLANNED) == []
+        assert member.vote == Promise(round=1)
+
+
+def test_a_list_that_is_too_long_is_not_fetched_and_one_that_never_comes_gets_no_vote() -> None:
+    member = acceptor(Promise(round=1), held=(PAYLOAD,))
+    long = dataclasses.replace(SHARE, listed=part_lists.longest(M) + 1)
+    made = dataclasses.replace(WITH_PAYLOAD[0], shares=(long,))
+    assert accept(member, 0, dataclasses.replace(NEXT, contributions=(made,)), head=PLANNED) == []
+    assert accept(member, 0, NEXT, head=PLANNED) == [FetchList((A, "p"), SHARE)]
+    assert member.vote == Promise(round=1)
+
+
+def test_lists_are_known_for_one_round() -> None:
+    member = acceptor(Promise(round=1), held=(PAYLOAD,))
+    member.know(SHARE.root, PARTS)
+    member.begin(2)
+    assert member.lists == {}
 
 
 def test_a_commit_that_does_not_follow_gets_no_vote() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from protocol.planning import memory
-from protocol.rounds import admission
-from protocol.wire.commit import Contribution, Part, Share
+from protocol.rounds import admission, part_lists
+from protocol.wire.commit import Contribution, Part
 from protocol.wire.plan import ReplicaSpec, StageSpec, Work
 from protocol.wire.session import Offer
 from tests import tiny
@@ -22,7 +22,7 @@ CHAIN = ReplicaSpec(
     number=2, rank=4, stages=(StageSpec(peer="a", first=0, last=1), StageSpec(peer="b", first=1, last=4)), work=WORK
 )
 SHARDS = memory.stage_shards(M, 1, 4)
-PARTS = tuple(Part(shard=s, digest=s, size=8, norm=1.0) for s in SHARDS)
+PARTS = tuple(Part(shard=s, digest=tiny.digest(s), size=8, norm=1.0) for s in SHARDS)
 OFFER = Offer(round=1, replica=2, parts=PARTS, tokens=2 * TOKENS, steps=2, loss=None)
 
 
@@ -38,7 +38,7 @@ def parts(**changes: Any) -> tuple[Part, ...]:
 def test_an_offer_of_the_planned_shards_within_bounds_is_admitted() -> None:
     assert why() is None
     assert why(steps=WORK.steps, tokens=WORK.steps * TOKENS) is None
-    assert why(parts=parts(norm=0.0, size=admission.largest_payload(M, SHARDS[-1]))) is None
+    assert why(parts=parts(norm=0.0, size=part_lists.largest_payload(M, SHARDS[-1]))) is None
 
 
 @pytest.mark.parametrize("changes", [{"replica": 1}, {"parts": ()}, {"parts": PARTS[1:]}, {"parts": PARTS[::-1]}])
@@ -79,10 +79,17 @@ def test_each_norm_and_size_is_possible(changes: dict[str, Any]) -> None:
     assert why(parts=parts(**changes)) == "a norm or size is not a number in range"
 
 
+def test_the_norms_together_are_a_number() -> None:
+    """Each is one, their sum of squares is not: no reader would take the commit."""
+    assert (
+        why(parts=tuple(dataclasses.replace(p, norm=1e200) for p in PARTS)) == "a norm or size is not a number in range"
+    )
+
+
 def test_the_largest_payload_grows_with_the_shard() -> None:
-    assert 0 < admission.largest_payload(M, "block.0") < 1 << 20
+    assert 0 < part_lists.largest_payload(M, "block.0") < 1 << 20
     wider = tiny.manifest(model=dataclasses.replace(M.model, d_ff=64))
-    assert admission.largest_payload(M, "block.0") < admission.largest_payload(wider, "block.0")
+    assert part_lists.largest_payload(M, "block.0") < part_lists.largest_payload(wider, "block.0")
 
 
 def contributions(*norms: float) -> list[Contribution]:
@@ -94,7 +101,7 @@ def contributions(*norms: float) -> list[Contribution]:
             steps=1,
             loss=None,
             shares=tuple(
-                Share(peer=p, parts=(Part(shard=p, digest=p, size=8, norm=norm * factor),))
+                part_lists.share_of(p, (Part(shard=p, digest=tiny.digest(p), size=8, norm=norm * factor),))
                 for p, factor in (("a", 0.6), ("b", 0.8))
             ),
         )

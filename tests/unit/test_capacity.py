@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from protocol.errors import LocalError
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
-from protocol.rounds import capacity
+from protocol.rounds import capacity, part_lists
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Lead, Propose, Ready
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import Manifest
+from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.ballot import Accept, Promise
-from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part, Record, Share
+from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Record, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
 
@@ -39,7 +39,7 @@ def peer(index: int) -> str:
     return f"{tiny.OPERATOR.peer_id[:44]}{index:08}"
 
 
-def plan_of(m: Manifest, chains: list[int], replicas: int) -> Plan:
+def plan_of(m: Manifest, chains: list[int], replicas: int, ahead: bool = True, rank: int = 512) -> Plan:
     """So many replicas; `chains`: how many members each has, in turn."""
     layers, found, used = m.model.n_layers, [], 0
     for index in range(replicas):
@@ -47,7 +47,8 @@ def plan_of(m: Manifest, chains: list[int], replicas: int) -> Plan:
         edges = [layers * i // size for i in range(size + 1)]
         stages = (StageSpec(peer=peer(used + i), first=edges[i], last=edges[i + 1]) for i in range(size))
         work = Work(slot=2**50, steps=2**31, micro_batches=2**31)
-        found.append(ReplicaSpec(number=2**40 + index, rank=512, stages=tuple(stages), work=work, following=work))
+        following = work if ahead else None
+        found.append(ReplicaSpec(number=2**40 + index, rank=rank, stages=tuple(stages), work=work, following=following))
         used += size
     spares = tuple(peer(used + i) for i in range(5000))
     return Plan(round=10**6, replicas=tuple(found), spares=spares, next_number=2**50, next_slot=2**60)
@@ -59,11 +60,9 @@ def longest(m: Manifest, plan: Plan, following: Plan, left_out: int, reason: str
     for replica in plan.replicas[left_out:]:
         shares = []
         for stage in replica.stages:
-            parts = tuple(
-                Part(shard=s, digest="f" * 64, size=2**40, norm=1e-9 / 3)
-                for s in memory.stage_shards(m, stage.first, stage.last)
-            )
-            shares.append(Share(peer=stage.peer, parts=parts))
+            shards = memory.stage_shards(m, stage.first, stage.last)
+            listed = part_lists.longest(m) * len(shards) // m.model.n_layers
+            shares.append(Share(peer=stage.peer, root="f" * 64, size=2**60, norm=1e-9 / 3, listed=listed))
         found = Contribution(replica=replica.number, tokens=2**50, steps=2**31, loss=10 / 3, shares=tuple(shares))
         contributions.append(found)
     shards = layout.shard_names(m.model)
@@ -100,28 +99,60 @@ def assert_readable(m: Manifest, commit: Commit) -> None:
     left=st.floats(0, 1),
     reason=st.text(min_size=1, max_size=300),
     diverged=st.sampled_from([0, 10_000]),
+    after=st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    ahead=st.booleans(),
+    rank=st.sampled_from([0, 512]),
 )
 def test_the_longest_commits_can_be_read(
-    layers: int, chains: list[int], left: float, reason: str, diverged: int
+    layers: int, chains: list[int], left: float, reason: str, diverged: int, after: list[int], ahead: bool, rank: int
 ) -> None:
+    """Whatever was planned for the round, and whatever is planned next; with `ahead` a plan says what is trained ahead, too."""
     m = manifest(layers)
     replicas = MOST // max(chains)
-    plan = capacity.bounded(m, plan_of(m, chains, replicas))
+    plan = capacity.bounded(m, plan_of(m, chains, replicas, ahead, rank))
     assert 0 < len(plan.replicas) <= replicas
-    assert_readable(m, longest(m, plan, plan, int(left * len(plan.replicas)), reason, diverged))
+    commit = longest(m, plan, plan, int(left * len(plan.replicas)), reason, diverged)
+    following = capacity.bounded(
+        m, plan_of(m, after, MOST // max(after), ahead, rank), commit.contributions, len(commit.left_out)
+    )
+    assert following.replicas
+    assert_readable(m, dataclasses.replace(commit, plan=following))
+    assert capacity.bounded(m, plan, commit.contributions, len(commit.left_out)) is plan, (
+        "as it is, it always fits again"
+    )
 
 
 def test_what_a_commit_has_space_for_is_used() -> None:
-    """A plan twice as long as the bound could not be read: the bound is no guess."""
+    """A plan half as long again as the bound could not be read: the bound is no guess."""
     m = manifest(32)
-    whole = plan_of(m, [1], 3000)
+    whole = plan_of(m, [1], MOST)
     kept = capacity.bounded(m, whole)
-    assert 500 < len(kept.replicas) < 800
+    assert 8000 < len(kept.replicas) < 10_000
     assert set(kept.spares) > {r.peers[0] for r in whole.replicas[len(kept.replicas) :][:5]}, "the others wait"
-    over = dataclasses.replace(whole, replicas=whole.replicas[: 2 * len(kept.replicas)])
+    over = dataclasses.replace(whole, replicas=whole.replicas[: len(kept.replicas) * 3 // 2])
     with pytest.raises(encoding.UnreadableRecord, match="commit of round 1000000: nobody could read") as refused:
         encoding.encode_record(Record(commit=longest(m, over, kept, 0, "", 0), ballot=0, votes={}))
     assert isinstance(refused.value, LocalError)
+
+
+def test_ten_thousand_full_replicas_can_be_planned_and_read() -> None:
+    """Of any number of shards, where nothing is trained ahead."""
+    m = manifest(32)
+    plan = dataclasses.replace(plan_of(m, [1], 10_000, ahead=False, rank=0), spares=())
+    assert capacity.bounded(m, plan) is plan
+    assert_readable(m, longest(m, plan, plan, 0, "", 10_000))
+    deep = plan_of(manifest(400), [1], 10_000, ahead=False, rank=0)
+    assert capacity.bounded(manifest(400), deep).replicas == deep.replicas
+
+
+def test_a_record_of_a_thousand_replicas_is_small() -> None:
+    """300 kB, with overlap and without, whatever the model's shards."""
+    for layers in (12, 32):
+        m = manifest(layers)
+        for ahead in (False, True):
+            plan = dataclasses.replace(plan_of(m, [1], 1000, ahead, 0), spares=())
+            raw = encoding.encode_record(tiny.record(longest(m, plan, plan, 0, "", 0), *tiny.OPERATORS[:3]))
+            assert len(raw) < 300_000
 
 
 def test_a_plan_that_fits_stays_as_it_is() -> None:
@@ -138,17 +169,27 @@ def test_who_is_planned_hears_first_that_it_diverged() -> None:
     assert told[0].peer == peer(2)
 
 
+def test_a_plan_is_cut_for_what_this_commit_says_too() -> None:
+    m = manifest(32)
+    whole = plan_of(m, [1], MOST, ahead=False, rank=0)
+    said = longest(m, dataclasses.replace(whole, replicas=whole.replicas[:12_000]), whole, 0, "", 0).contributions
+    alone, beside = capacity.bounded(m, whole), capacity.bounded(m, whole, said)
+    assert 8000 < len(beside.replicas) < len(alone.replicas)
+    commit = dataclasses.replace(longest(m, beside, beside, 0, "", 10_000), contributions=said)
+    encoding.encode_record(tiny.record(commit, *tiny.OPERATORS[:3]))
+
+
 def test_a_leader_plans_no_more_than_a_commit_can_say() -> None:
-    m = dataclasses.replace(manifest(32), start_peers=900)
+    m = dataclasses.replace(manifest(32), start_peers=9500, outer=OuterSpec(overlap=1))
     leader = Leader(m, (), (), 0.0)
     leader.handle(Lead(True), 0.0)
     full = tiny.full_memory(m)
     effects = [
         effect
-        for i in range(900)
+        for i in range(9500)
         for effect in leader.handle(Ready(Candidate(peer=peer(i), memory_bytes=full, up_bps=10**7)), 0.0)
     ]
     (proposed,) = [e.commit for e in effects if isinstance(e, Propose)]
     assert proposed.plan is not None
-    assert 500 < len(proposed.plan.replicas) < 785
+    assert 8500 < len(proposed.plan.replicas) < 9500
     assert_readable(m, longest(m, proposed.plan, proposed.plan, 0, "", 10_000))

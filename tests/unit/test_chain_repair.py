@@ -9,7 +9,7 @@ import pytest
 
 from protocol.planning import memory
 from protocol.rounds import chain_repair, validation
-from protocol.rounds.leader_events import Fetch, Gone, Held, Lead, Ready, Received, Send
+from protocol.rounds.leader_events import Gone, Lead, Ready, Received, Send
 from protocol.rounds.member_events import (
     Applied,
     ChainFailed,
@@ -79,7 +79,7 @@ class Driver(leading.Driver):
                 tokens=steps * self.manifest.train.step_tokens,
             )
             for effect in self.do(Received(peer, made)):
-                effects += self.do(Held(effect.part.digest)) if isinstance(effect, Fetch) else [effect]
+                effects += self.come(effect)
         return effects
 
 

@@ -21,8 +21,9 @@ from peer.ui.lines import describe, describe_own
 from peer.ui.logged import LoggedRound, logged
 from peer.ui.run_state import PeerView, View
 from peer.ui.snapshot import Snapshot, snapshot
+from protocol.rounds import part_lists
 from protocol.wire.announcement import Announcement
-from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part, Share
+from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
 from protocol.wire.plan import Plan, Work
 from tests import tiny
 from tests.docs import events as document
@@ -248,7 +249,7 @@ def every_field_has_a_value(cls: type, told: object) -> None:
 
 def test_a_commit_is_told_with_what_its_shares_add_up_to() -> None:
     shares = tuple(
-        Share(peer=who, parts=tuple(Part(shard=s, digest="0" * 64, size=size, norm=1.0) for s, size in sizes))
+        part_lists.share_of(who, tuple(Part(shard=s, digest="0" * 64, size=size, norm=1.0) for s, size in sizes))
         for who, sizes in (("a", (("embed", 3), ("block.0", 4))), ("b", (("head", 5),)))
     )
     made = Contribution(replica=1, tokens=64, steps=4, loss=2.0, shares=shares)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from peer.net.clock import Clock
+from protocol.rounds import part_lists
 from protocol.rounds.leader_events import Received
 from protocol.wire import endpoints
-from protocol.wire.session import Withdraw
+from protocol.wire.session import Offer, Withdraw
 from tests.volunteers import Swarm, manifest
 
 DEADLINE = 200.0
@@ -23,10 +24,21 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def payloads(swarm: Swarm, round: int, *without: str) -> set[str]:
-    """The digests that a round committed, but for those of some peers."""
+    """The names of the payloads that a round committed, and of their lists, but for those of some peers."""
     commit = swarm.archive.commits[round]
-    shares = (s for c in commit.contributions for s in c.shares if s.peer not in without)
-    return {p.digest for s in shares for p in s.parts}
+    shares = [s for s in commit.shares if s.peer not in without]
+    return {name for s in shares for name in (s.root, *(p.digest for p in part_lists.unpack(data(swarm, s.root))))}
+
+
+def data(swarm: Swarm, name: str) -> bytes:
+    found = swarm.archive.blobs.get(name)
+    assert found is not None
+    return found
+
+
+def names(offer: Offer) -> set[str]:
+    """Its list of parts, and its payloads."""
+    return {part_lists.root_of(offer.parts), *(part.digest for part in offer.parts)}
 
 
 def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +54,7 @@ def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: py
             swarm.hold = hold
             fast = [swarm.start(name) for name in ("a", "b")]
             await swarm.until(lambda: all(p.rounds and p.rounds.offer for p in fast))
-            offered = [{x.digest for x in p.rounds.offer.parts} for p in fast]
+            offered = [names(p.rounds.offer) for p in fast]
             here = offered[0] | offered[1]
             await swarm.until(lambda: all(here <= set(p.storage.blobs) for p in (*fast, slow)))
             assert swarm.head == 0, "nothing is committed yet"
@@ -51,7 +63,7 @@ def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: py
             for peer in fast:
                 assert max(e.fields["seconds"]["fetch"] for e in peer.events if e.kind == "round") < 5.0
             for peer in (slow, *fast):
-                size = sum(p.size for p in swarm.archive.commits[1].contributions[0].shares[0].parts)
+                size = swarm.archive.commits[1].shares[0].size
                 assert peer.transport.traffic.sent[endpoints.BLOB] < 2 * 2 * 2.5 * size, (
                     "it sent each payload twice at most"
                 )
@@ -84,7 +96,7 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
             warned = [t for t in tight.texts() if "--store-limit" in t]
             assert len(warned) == 1
             await swarm.until(lambda: late.rounds.offer is not None and late.rounds.offer.round == 3)
-            own = {p.digest for p in late.rounds.offer.parts}
+            own = names(late.rounds.offer)
             await swarm.until(lambda: own <= set(roomy.storage.blobs))
             assert not own & set(tight.storage.blobs), "nothing is fetched ahead of time where there is no room"
             gives_up = Received(late.id, Withdraw(round=3, reason="the test says so"))

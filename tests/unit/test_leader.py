@@ -19,6 +19,7 @@ from protocol.rounds.leader_events import (
     Fetch,
     Gone,
     Held,
+    Keep,
     Lead,
     Moved,
     Propose,
@@ -26,8 +27,10 @@ from protocol.rounds.leader_events import (
     Received,
     Report,
     Send,
+    Tell,
     Tick,
 )
+from protocol.rounds.part_lists import root_of, share_of
 from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
 from protocol.wire.commit import Commit, Part
@@ -43,7 +46,12 @@ CHAIN = {"c": THIRD, "d": THIRD, "e": THIRD}
 
 
 def part(peer: str, shard: str, norm: float, size: int = 8) -> Part:
-    return Part(shard=shard, digest=f"{peer}/{shard}", size=size, norm=norm)
+    return Part(shard=shard, digest=tiny.digest(f"{peer}/{shard}"), size=size, norm=norm)
+
+
+def names_of(offer: Offer) -> list[str]:
+    """What has to be durable of it: its list of parts, and its payloads."""
+    return [root_of(offer.parts), *(part.digest for part in offer.parts)]
 
 
 class Driver:
@@ -95,8 +103,13 @@ class Driver:
         effects: list[Effect] = []
         for peer in peers:
             for effect in self.do(Received(peer, self.offer(peer, norm=norm, steps=steps))):
-                effects += self.do(Held(effect.part.digest)) if isinstance(effect, Fetch) else [effect]
+                effects += self.come(effect)
         return effects
+
+    def come(self, effect: Effect) -> list[Effect]:
+        """What the effect asks for is here, and what follows but for news for the others; any other effect as it is."""
+        names = tiny.names(effect)
+        return [e for n in names for e in self.do(Held(n)) if not isinstance(e, Tell)] if names else [effect]
 
     def decide(self, effects: list[Effect]) -> Commit:
         """The one proposal among the effects becomes the decision."""
@@ -161,9 +174,23 @@ def test_nothing_is_proposed_twice() -> None:
 def test_an_offer_makes_the_leader_fetch_what_it_does_not_hold() -> None:
     driver = opened(FULLS)
     offer = driver.offer("a")
-    assert driver.do(Received("a", offer)) == [Fetch("a", part) for part in offer.parts]
+    assert driver.do(Received("a", offer)) == [Keep(offer.parts), *(Fetch("a", part) for part in offer.parts)]
     driver.do(Held(offer.parts[0].digest))
+    assert driver.do(Received("a", offer)) == [Keep(offer.parts), *(Fetch("a", part) for part in offer.parts[1:])]
+    driver.do(Held(root_of(offer.parts)))
     assert driver.do(Received("a", offer)) == [Fetch("a", part) for part in offer.parts[1:]]
+
+
+def test_who_has_offered_counts_once_its_list_is_durable_and_all_are_told_then() -> None:
+    driver = opened(FULLS)
+    driver.offered("b")
+    offer = driver.offer("a")
+    driver.do(Received("a", offer), *(Held(p.digest) for p in offer.parts))
+    assert driver.at(driver.now + 1.0) == []
+    told, proposal = driver.do(Held(root_of(offer.parts)))
+    assert told == Tell(1, share_of("a", offer.parts))
+    assert isinstance(proposal, Propose)
+    assert [s for s in proposal.commit.shares if s.peer == "a"] == [share_of("a", offer.parts)]
 
 
 def test_the_commit_comes_when_all_are_complete_in_the_order_of_the_plan() -> None:
@@ -189,8 +216,8 @@ def test_a_chain_counts_the_steps_of_its_slowest_stage() -> None:
     driver = opened(CHAIN)
     driver.offered("c", "d")
     short = driver.offer("e", steps=2)
-    driver.do(Received("e", short), *(Held(p.digest) for p in short.parts[:-1]))
-    contribution = driver.decide(driver.do(Held(short.parts[-1].digest))).contributions[0]
+    driver.do(Received("e", short), *(Held(n) for n in names_of(short)[:-1]))
+    contribution = driver.decide(driver.do(Held(names_of(short)[-1]))).contributions[0]
     assert (contribution.steps, contribution.tokens) == (2, 2 * M.train.step_tokens)
 
 
@@ -293,9 +320,9 @@ def test_nobody_is_told_before_somebodys_work_is_complete() -> None:
     driver = opened(FULLS, timing=QUICK)
     assert driver.at(20.0) == []
     offer = driver.offer("a")
-    driver.do(Received("a", offer), *(Held(p.digest) for p in offer.parts[:-1]))
+    driver.do(Received("a", offer), *(Held(n) for n in names_of(offer)[:-1]))
     assert driver.at(21.0) == []
-    driver.do(Held(offer.parts[-1].digest))
+    driver.do(Held(names_of(offer)[-1]))
     assert driver.at(22.0) == asked("b")
 
 

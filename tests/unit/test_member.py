@@ -35,8 +35,9 @@ from protocol.rounds.member_events import (
     UpdateEncoded,
 )
 from protocol.rounds.overlap import Ahead
+from protocol.rounds.part_lists import share_of
 from protocol.run.manifest import Manifest, OuterSpec
-from protocol.wire.commit import Commit, Contribution, Diverged, Part, Share
+from protocol.wire.commit import Commit, Contribution, Diverged, Part
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import Attest, LogRequest, Offer, Withdraw
@@ -69,12 +70,12 @@ def plan(round: int, *peers: str) -> Plan:
 
 
 def offer(round: int) -> Offer:
-    parts = (Part(shard="embed", digest=f"payload {round}", size=8, norm=1.0),)
+    parts = (Part(shard="embed", digest=tiny.digest(f"payload {round}"), size=8, norm=1.0),)
     return Offer(round=round, replica=0, parts=parts, tokens=TOKENS, steps=4, loss=2.0)
 
 
 def contribution(of: Offer) -> Contribution:
-    share = Share(peer=ME, parts=of.parts)
+    share = share_of(ME, of.parts)
     return Contribution(replica=0, tokens=of.tokens, steps=of.steps, loss=of.loss, shares=(share,))
 
 
@@ -360,7 +361,7 @@ def next_end(*, encoding: float, apply: float = 0.0, size: int = 0, up_bps: int 
     driver.now = 30.0
     driver.do(Trained(1, 4, TOKENS, 2.0))
     driver.now += encoding
-    parts = (Part(shard="embed", digest="payload 1", size=size, norm=1.0),)
+    parts = (Part(shard="embed", digest=tiny.digest("payload 1"), size=size, norm=1.0),)
     driver.do(UpdateEncoded(1, dataclasses.replace(offer(1), parts=parts)))
     driver.now = 100.0
     commit = log(1, run=manifest.run_id)[1]

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.identity import Identity
+from protocol.rounds.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, Share, is_decided
+from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
 from protocol.wire.encoding import (
     Message,
     MessageError,
@@ -67,30 +68,31 @@ COMMIT = Commit(
     parent="p",
     time=1.5,
     contributions=(
-        Contribution(replica=0, tokens=30, steps=3, loss=2.5, shares=(Share(peer="a", parts=(PART,)),)),
+        Contribution(replica=0, tokens=30, steps=3, loss=2.5, shares=(share_of("a", (PART,)),)),
         Contribution(
             replica=1,
             tokens=10,
             steps=1,
             loss=None,
             shares=(
-                Share(peer="b", parts=(dataclasses.replace(PART, digest="b" * 64),)),
-                Share(peer="c", parts=(dataclasses.replace(PART, shard="head"),)),
+                share_of("b", (dataclasses.replace(PART, digest="b" * 64),)),
+                share_of("c", (dataclasses.replace(PART, shard="head"),)),
             ),
         ),
     ),
     left_out=(LeftOut(replica=2, reason="late"),),
     diverged=(Diverged(peer="c", shard="head"),),
-    digests={"embed": "d"},
+    digests={"embed": "d" * 64},
     plan=PLAN,
 )
+LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
 REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradients=(0.5, 2.0, 0.0))
 SAMPLES: list[Message] = [
     Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
-    Offered(round=1, shares=(Share(peer="p", parts=(PART,)),)),
+    Offered(round=1, shares=(share_of("p", (PART,)),)),
     Withdraw(round=1, reason="no"),
-    Attest(round=1, digests={"embed": "x", "block.0": "y"}),
+    Attest(round=1, digests={"embed": "0" * 64, "block.0": "1" * 64}),
     Heartbeat(phase="training", round=1, step=2, loss=3.0),
     Hello(run="r", version=1),
     LogRequest(after=-1),
@@ -138,7 +140,7 @@ def test_a_record_that_nobody_could_read_is_not_made() -> None:
     for commit in (
         dataclasses.replace(COMMIT, members=("m",) * 70_000),
         dataclasses.replace(
-            COMMIT, digests={f"{i}": "d" for i in range(65_000)}, members=("m",) * 65_000, time=math.inf
+            COMMIT, digests={f"{i}": "d" * 64 for i in range(65_000)}, members=("m",) * 65_000, time=math.inf
         ),
         dataclasses.replace(COMMIT, leader="l" * framing.MAX_MESSAGE),
     ):
@@ -288,18 +290,19 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
 
 
 def test_payloads_have_weights_by_tokens_in_commit_order() -> None:
-    embed = COMMIT.payloads("embed")
+    lists = {root_of(parts): parts for parts in LISTS}
+    embed = COMMIT.payloads("embed", lists)
     assert [(w, p.digest[0], peer) for w, p, peer in embed] == [(0.75, "a", "a"), (0.25, "b", "b")]
-    assert [(w, peer) for w, _, peer in COMMIT.payloads("head")] == [(0.25, "c")]
-    assert COMMIT.payloads("block.0") == ()
-    assert dataclasses.replace(COMMIT, contributions=()).payloads("embed") == ()
+    assert [(w, peer) for w, _, peer in COMMIT.payloads("head", lists)] == [(0.25, "c")]
+    assert COMMIT.payloads("block.0", lists) == ()
+    assert dataclasses.replace(COMMIT, contributions=()).payloads("embed", {}) == ()
 
 
 def test_a_commit_includes_exactly_the_parts_of_an_offer() -> None:
-    assert COMMIT.includes("a", (PART,))
-    assert not COMMIT.includes("b", (PART,))
-    assert not COMMIT.includes("a", (dataclasses.replace(PART, norm=2.0),))
-    assert not COMMIT.includes("a", ())
+    assert COMMIT.includes("a", root_of((PART,)))
+    assert not COMMIT.includes("b", root_of((PART,)))
+    assert not COMMIT.includes("a", root_of((dataclasses.replace(PART, norm=2.0),)))
+    assert not COMMIT.includes("a", root_of(()))
 
 
 def test_a_plan_knows_the_replica_of_a_peer() -> None:

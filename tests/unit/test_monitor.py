@@ -19,9 +19,10 @@ from peer.ui.monitor import BadLog, Monitor
 from peer.ui.run_state import View
 from peer.ui.screen import Screen
 from protocol.identity import Identity, short_peer
+from protocol.rounds import part_lists
 from protocol.wire import encoding, endpoints, framing, schema, sealed
 from protocol.wire.announcement import Announcement, ChainReport
-from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
+from protocol.wire.commit import Commit, Contribution, LeftOut, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from protocol.wire.session import LogRequest
 from tests import tiny
@@ -51,7 +52,7 @@ def commits() -> list[Commit]:
     parts = (Part(shard="embed", digest="0" * 64, size=70, norm=1.0),)
     out: list[Commit] = []
     for number in range(3):
-        share = (Share(peer=ALICE.peer_id, parts=parts),)
+        share = (part_lists.share_of(ALICE.peer_id, parts),)
         made = Contribution(replica=0, tokens=64, steps=4, loss=3.0 - number, shares=share)
         left = LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone")
         out.append(

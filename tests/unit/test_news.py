@@ -6,19 +6,19 @@ import asyncio
 import contextlib
 import random
 
-from bootstrap.news import MOST_PARTS, PAUSE_SECONDS, News
+from bootstrap.news import MOST_SHARES, PAUSE_SECONDS, News
 from protocol.wire import encoding
-from protocol.wire.commit import Part
+from protocol.wire.commit import Share
 from protocol.wire.session import Offered
 from tests.sim.loop import VirtualLoop
 
 
-def part(index: int) -> Part:
-    return Part(shard="embed", digest=f"{index:064}", size=8, norm=1.0)
+def share(index: int) -> Share:
+    return Share(peer=f"p{index % 3}", root=f"{index:064}", size=8, norm=1.0, listed=60)
 
 
 def told(sessions: int, arrivals: list[tuple[float, int]], until: float) -> list[tuple[float, Offered]]:
-    """(when, what) was told; `arrivals`: (seconds, how many payloads)."""
+    """(when, what) was told; `arrivals`: (seconds, how many shares)."""
     out: list[tuple[float, Offered]] = []
     loop = VirtualLoop(random.Random(0))
 
@@ -29,7 +29,7 @@ def told(sessions: int, arrivals: list[tuple[float, int]], until: float) -> list
         for when, many in arrivals:
             await asyncio.sleep(when - loop.time())
             for _ in range(many):
-                news.add(1 + count % 2, f"p{count % 3}", part(count))
+                news.add(1 + count % 2, share(count))
                 count += 1
         await asyncio.sleep(until - loop.time())
         task.cancel()
@@ -41,30 +41,29 @@ def told(sessions: int, arrivals: list[tuple[float, int]], until: float) -> list
     return out
 
 
-def parts(message: Offered) -> list[str]:
-    return [p.digest for share in message.shares for p in share.parts]
+def roots(message: Offered) -> list[str]:
+    return [share.root for share in message.shares]
 
 
 def test_the_first_is_told_at_once_and_what_comes_meanwhile_together() -> None:
     out = told(100, [(1.0, 1), (1.1, 5), (1.2, 6)], until=10.0)
     assert [round(when, 6) for when, _ in out] == [1.0, 1.5, 2.0]
-    assert len(parts(out[0][1])) == 1
-    assert sorted(d for _, m in out for d in parts(m)) == [part(i).digest for i in range(12)]
+    assert len(roots(out[0][1])) == 1
+    assert sorted(d for _, m in out for d in roots(m)) == [share(i).root for i in range(12)]
     assert {m.round for _, m in out[1:]} == {1, 2}
-    assert [s.peer for s in out[1][1].shares] == list(dict.fromkeys(s.peer for s in out[1][1].shares))
 
 
 def test_telling_takes_the_same_share_of_time_at_any_size() -> None:
     for sessions in (10, 1000):
         arrivals = [(0.01 * i, 20) for i in range(1000)]
         out = told(sessions, arrivals, until=1000.0)
-        assert sum(len(parts(m)) for _, m in out) == 20_000
+        assert sum(len(roots(m)) for _, m in out) == 20_000
         busy = [when for when, _ in out if when < 10.0]
         assert len(busy) * sessions * PAUSE_SECONDS <= 10.0 + 2 * sessions * PAUSE_SECONDS
 
 
 def test_a_message_never_gets_too_long() -> None:
-    out = told(1, [(0.0, 3 * MOST_PARTS)], until=10.0)
-    assert max(len(parts(m)) for _, m in out) <= MOST_PARTS
-    assert sum(len(parts(m)) for _, m in out) == 3 * MOST_PARTS
+    out = told(1, [(0.0, 3 * MOST_SHARES)], until=10.0)
+    assert max(len(roots(m)) for _, m in out) <= MOST_SHARES
+    assert sum(len(roots(m)) for _, m in out) == 3 * MOST_SHARES
     assert all(encoding.decode(encoding.encode(m), "node") == m for _, m in out)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from protocol.rounds.offers import Offers
+from protocol.rounds.offers import MOST, Offers
+from protocol.rounds.part_lists import root_of, share_of
 from protocol.wire.commit import Part
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import Offer
+from tests import tiny
 
 CHAIN = ReplicaSpec(
     number=1, rank=4, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(("a", "b", "c")))
@@ -15,21 +17,45 @@ CHAIN = ReplicaSpec(
 
 
 def offer(peer: str, steps: int = 4, replica: int = 1, loss: float | None = None) -> Offer:
-    parts = (Part(shard=f"of {peer}", digest=peer, size=8, norm=1.0),)
+    parts = (Part(shard=f"of {peer}", digest=tiny.digest(peer), size=8, norm=1.0),)
     return Offer(round=1, replica=replica, parts=parts, tokens=steps * 16, steps=steps, loss=loss)
 
 
+def names(*peers: str, **changes: int) -> set[str]:
+    """What has to be held of these peers' offers: payloads and lists of parts."""
+    return {name for p in peers for name in (tiny.digest(p), root_of(offer(p, **changes).parts))}
+
+
 def offered(*peers: str, held: tuple[str, ...] = ("a", "b", "c"), **changes: int) -> Offers:
-    offers = Offers(held)
+    offers = Offers(names(*held))
     for peer in peers:
         offers.take(peer, offer(peer, **changes))
     return offers
 
 
 def test_what_is_not_held_is_to_be_fetched() -> None:
-    offers = Offers(("a",))
-    assert offers.take("a", offer("a")) == []
-    assert offers.take("b", offer("b")) == list(offer("b").parts)
+    offers = Offers(names("a"))
+    assert offers.take("a", offer("a")) == (False, [])
+    assert offers.take("b", offer("b")) == (True, list(offer("b").parts))
+    offers.hold(root_of(offer("b").parts))
+    assert offers.take("b", offer("b")) == (False, list(offer("b").parts)), "the list is held now"
+
+
+def test_a_share_is_whole_once_its_list_and_its_parts_are_held() -> None:
+    offers, (payload, root) = offered("b", held=()), (tiny.digest("b"), root_of(offer("b").parts))
+    assert offers.hold(payload) == ({"b"}, [])
+    assert offers.hold(tiny.digest("something else")) == (set(), [])
+    assert offers.hold(root) == ({"b"}, [share_of("b", offer("b").parts)])
+    assert offers.hold(root) == (set(), []), "it is told once"
+
+
+def test_who_changes_its_offer_again_and_again_is_not_listened_to() -> None:
+    offers = Offers(())
+    for steps in range(1, MOST + 1):
+        assert offers.take("a", offer("a", steps=steps)) == (True, list(offer("a").parts))
+    assert offers.take("a", offer("a", steps=MOST + 1)) == (False, [])
+    assert offers.of(1, "a") == offer("a", steps=MOST)
+    assert offers.take("a", offer("a", steps=MOST)) == (True, list(offer("a").parts)), "the last one may be sent again"
 
 
 def test_a_replica_is_complete_when_all_offered_all_is_held_and_all_attested_the_state_before() -> None:
@@ -46,7 +72,7 @@ def test_a_contribution_counts_the_steps_of_the_slowest_and_the_loss_of_the_last
     offers.take("c", offer("c", loss=1.5))
     made = offers.contribution(CHAIN)
     assert (made.replica, made.steps, made.tokens, made.loss) == (1, 2, 32, 1.5)
-    assert [(share.peer, share.parts[0].shard) for share in made.shares] == [(p, f"of {p}") for p in "abc"]
+    assert made.shares == tuple(share_of(p, offer(p).parts) for p in "abc")
     assert offers.steps(CHAIN) == 4
     assert offers.steps(dataclasses.replace(CHAIN, number=0)) == Offers(()).steps(CHAIN) == 0
 
@@ -74,4 +100,4 @@ def test_with_the_next_round_nothing_is_offered_and_nobody_has_failed() -> None:
     offers.begin()
     assert offers.of(1, "a") is None
     assert offers.failure(CHAIN, diverged=()) is None
-    assert offers.take("c", offer("c")) == [], "what is held stays held"
+    assert offers.take("c", offer("c")) == (False, []), "what is held stays held"

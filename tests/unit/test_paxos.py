@@ -9,6 +9,7 @@ import pytest
 
 from protocol import identity
 from protocol.rounds.leadership import REPLACE_LEASES
+from protocol.rounds.part_lists import share_of
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.paxos_events import (
     Append,
@@ -17,10 +18,12 @@ from protocol.rounds.paxos_events import (
     Effect,
     Event,
     Fetch,
+    FetchList,
     Heard,
     Held,
     Leads,
     Learned,
+    Listed,
     Proposed,
     Save,
     Send,
@@ -29,16 +32,22 @@ from protocol.rounds.paxos_events import (
     Tick,
 )
 from protocol.rounds.validation import why_not_next
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Prepare, Promise, Vote
-from protocol.wire.commit import Commit, Contribution, Part, Record, Share, is_decided
+from protocol.wire.commit import Commit, Contribution, Part, Record, is_decided
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Heartbeat, LogRequest
 from tests import tiny
 
 NAMES = tuple(o.peer_id for o in tiny.OPERATORS)
 A, B, C = NAMES[:3]
-PART = Part(shard="embed", digest="d", size=8, norm=1.0)
-WITH_PAYLOAD = (Contribution(replica=0, tokens=64, steps=1, loss=1.0, shares=(Share(peer="p", parts=(PART,)),)),)
+PAYLOAD = tiny.digest("payload")
+PARTS = tuple(Part(shard=s, digest=PAYLOAD, size=8, norm=1.0) for s in layout.shard_names(tiny.manifest().model))
+SHARE = share_of("p", PARTS)
+WITH_PAYLOAD = (Contribution(replica=0, tokens=64, steps=1, loss=1.0, shares=(SHARE,)),)
+REPLICA = ReplicaSpec(stages=(StageSpec(peer="p", first=0, last=tiny.LAYERS),))
+"""Planned for every round, so that WITH_PAYLOAD may be proposed."""
 
 
 def manifest(quorum: int, operators: int = 0) -> Manifest:
@@ -100,6 +109,8 @@ class Cluster:
                     )
                     self.logs[name].append(record)
                     self.do(name, Appended(record))
+                case FetchList(_, share) if share.root in self.held[name]:
+                    self.do(name, Listed(share.root, PARTS))
                 case Send():
                     pass
                 case _:
@@ -130,7 +141,7 @@ class Cluster:
             left_out=(),
             diverged=(),
             digests={},
-            plan=None,
+            plan=Plan(round=node.round + 1, replicas=(REPLICA,)),
         )
 
     def propose(self, name: str, time: float = 0.0, contributions: tuple[Contribution, ...] = ()) -> None:
@@ -246,12 +257,17 @@ def test_a_vote_is_on_disk_before_it_is_sent() -> None:
 
 def test_a_member_votes_once_it_holds_the_payloads() -> None:
     cluster = Cluster(3)
-    cluster.do(A, Held("d"))
+    cluster.propose(A)
+    for event in (Listed(SHARE.root, PARTS), Held(PAYLOAD)):
+        cluster.do(A, event)
     cluster.propose(A, 1.0, WITH_PAYLOAD)
-    assert cluster.logs[A] == []
-    assert [e for e in cluster.other[B] if isinstance(e, Fetch)] == [Fetch((A, "p"), PART)]
-    cluster.do(B, Held("d"))
-    assert len(cluster.logs[A]) == len(cluster.logs[C]) == 1, "a majority holds it; the record goes to all"
+    assert len(cluster.logs[A]) == 1
+    assert [e for e in cluster.other[B] if isinstance(e, Fetch | FetchList)] == [FetchList((A, "p"), SHARE)]
+    cluster.do(B, Listed(SHARE.root, PARTS))
+    assert [e for e in cluster.other[B] if isinstance(e, Fetch)] == [Fetch((A, "p"), part) for part in PARTS]
+    assert len(cluster.logs[A]) == 1
+    cluster.do(B, Held(PAYLOAD))
+    assert len(cluster.logs[A]) == len(cluster.logs[C]) == 2, "a majority holds it; the record goes to all"
 
 
 def test_without_a_majority_it_stalls_and_says_who_is_missing() -> None:

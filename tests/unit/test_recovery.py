@@ -21,6 +21,7 @@ from peer.state.storage import KEPT
 from peer.state.taking import TAKEN
 from protocol.codec.blob_hash import RANGE
 from protocol.planning import memory
+from protocol.rounds import part_lists
 from protocol.run import layout
 from protocol.run.manifest import OuterSpec
 from protocol.wire.framing import FrameError, unpack_message
@@ -124,8 +125,11 @@ async def to(swarm: Swarm, rounds: Rounds, number: int) -> None:
 
 
 def payloads(swarm: Swarm, round: int) -> set[str]:
-    """The digests that a round committed."""
-    return {p.digest for c in swarm.archive.commits[round].contributions for s in c.shares for p in s.parts}
+    """The names of the payloads that a round committed, and of their lists."""
+    lists = {
+        s.root: part_lists.unpack(swarm.archive.blobs.get(s.root) or b"") for s in swarm.archive.commits[round].shares
+    }
+    return {name for root, parts in lists.items() for name in (root, *(part.digest for part in parts))}
 
 
 async def is_right(swarm: Swarm, peer: Volunteer, shards: Iterable[str] = SHARDS) -> None:
@@ -259,7 +263,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path) -> None:
             await is_right(swarm, again)
             assert set(bases(again).values()) == {10}
             log = swarm.archive.commits
-            size = sum(p.size for r in (11, 12) for c in log[r].contributions for s in c.shares for p in s.parts)
+            size = sum(s.size + s.listed for r in (11, 12) for s in log[r].shares)
             assert taken + again.received < 1.02 * (CHECKPOINT + size) - 3 * RANGE
             assert list((again.storage.blobs.folder / "parts").iterdir()) == []
 

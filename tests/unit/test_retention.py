@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
 from protocol.codec import sparse
 from protocol.planning import memory
 from protocol.rounds import retention
+from protocol.rounds.part_lists import root_of, share_of
 from protocol.run import layout
-from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Offer
 from tests import tiny
@@ -25,11 +27,15 @@ SHARDS = layout.shard_names(RUN.model)
 
 
 def part(shard: str, digest: str, size: int = 1) -> Part:
-    return Part(shard=shard, digest=digest, size=size, norm=1.0)
+    return Part(shard=shard, digest=tiny.digest(digest), size=size, norm=1.0)
+
+
+def digests(*names: str) -> set[str]:
+    return {tiny.digest(name) for name in names}
 
 
 def commit(round: int, *parts: Part) -> Commit:
-    share = Share(peer="first", parts=parts)
+    share = share_of("first", parts)
     contribution = Contribution(replica=0, tokens=1, steps=1, loss=None, shares=(share,))
     return Commit(
         run=RUN.run_id, round=round, parent="", time=0.0, contributions=(contribution,), left_out=(), diverged=(),
@@ -55,20 +61,30 @@ def test_who_will_train_a_stage_holds_it_and_trains_nothing_yet() -> None:
 
 
 def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
-    log = {r: commit(r, part("embed", f"e{r}"), part("head", f"h{r}")) for r in range(1, 6)}
-    assert retention.payloads_needed(log, 5, 3, ["embed"], None) == {"e4", "e5"}
-    assert retention.payloads_needed(log, 5, 5, SHARDS, None) == set()
-    assert retention.payloads_needed(log, 3, 3, SHARDS, None) == {"e4", "h4", "e5", "h5"}, (
-        "what is known, if not applied"
-    )
-    assert retention.payloads_needed(log, 4, -1, ["head"], None) == {"h4", "h5"}, (
-        "without a checkpoint, the last round's"
+    def parts(round: int) -> tuple[Part, ...]:
+        return part("embed", f"e{round}"), part("head", f"h{round}")
+
+    log = {r: commit(r, *parts(r)) for r in range(1, 6)}
+    lists = {root_of(p): p for p in (parts(r) for r in range(1, 6))}
+
+    def needed(round: int, checkpoint: int, shards: Sequence[str]) -> set[str]:
+        return retention.payloads_needed(log, lists, round, checkpoint, shards, None)
+
+    four, five = root_of(parts(4)), root_of(parts(5))
+    assert needed(5, 3, ["embed"]) == {four, five, *digests("e4", "e5")}
+    assert needed(5, 5, SHARDS) == set()
+    assert needed(3, 3, SHARDS) == {four, five, *digests("e4", "h4", "e5", "h5")}, "what is known, if not applied"
+    assert needed(4, -1, ["head"]) == {four, five, *digests("h4", "h5")}, "without a checkpoint, the last round's"
+    assert needed(5, 3, ()) == set(), "who holds nothing needs nothing"
+    del lists[five]
+    assert needed(5, 3, ["embed"]) == {four, five, *digests("e4")}, (
+        "what is in a list that is not here is not here either"
     )
 
 
 def test_a_peers_own_offer_is_needed_until_there_is_a_newer_one() -> None:
     offer = Offer(round=5, replica=0, parts=(part("embed", "mine"),), tokens=1, steps=1, loss=None)
-    assert retention.payloads_needed({}, 5, 5, SHARDS, offer) == {"mine"}
+    assert retention.payloads_needed({}, {}, 5, 5, SHARDS, offer) == {root_of(offer.parts), *digests("mine")}
 
 
 @pytest.mark.parametrize(
@@ -111,11 +127,7 @@ def test_a_peer_that_is_behind_asks_now_and_then() -> None:
 def test_what_is_fetched_before_it_is_committed() -> None:
     largest = sparse.max_payload_size(RUN.outer.codec, layout.shapes(RUN.model, "embed"))
 
-    def fetched(applied: int, shards: tuple[str, ...] = SHARDS, size: int = largest) -> bool:
-        return retention.fetches_ahead(RUN, applied, shards, 3, part("embed", "x", size))
-
-    assert [applied for applied in range(5) if fetched(applied)] == [1, 2]
-    assert not fetched(2, shards=("head",)), "of a shard that is not held"
-    assert not fetched(2, size=largest + 1), "no payload is so large"
-    assert not fetched(2, size=0)
-    assert not fetched(2, size=-1)
+    assert [applied for applied in range(5) if retention.fetches_ahead(applied, SHARDS, 3)] == [1, 2]
+    assert not retention.fetches_ahead(2, (), 3), "nothing is held"
+    sizes = (-1, 0, 1, largest, largest + 1)
+    assert [size for size in sizes if retention.fits(RUN, part("embed", "x", size))] == [1, largest]

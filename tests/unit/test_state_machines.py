@@ -16,23 +16,24 @@ from protocol.planning import memory
 from protocol.planning.allotment import allot
 from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events as leading
-from protocol.rounds import leadership, overlap, paxos_events
+from protocol.rounds import leadership, overlap, part_lists, paxos_events
 from protocol.rounds import member_events as events
 from protocol.rounds.acceptor import TABLE as ACCEPTOR
 from protocol.rounds.chain_repair import SLOW
 from protocol.rounds.leader import Leader
 from protocol.rounds.member import Member
+from protocol.rounds.part_lists import share_of
 from protocol.rounds.table import Position, Table, TableError, Transition
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.ballot import Prepare, Promise, Vote
-from protocol.wire.commit import Commit, Contribution, Part, Share
+from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
 from tests import tiny
 from tests.docs import state_machines
 from tests.docs.state_machines import MACHINES, Machine
-from tests.unit.test_paxos import WITH_PAYLOAD, A, B, C, Cluster
+from tests.unit.test_paxos import PARTS, PAYLOAD, SHARE, WITH_PAYLOAD, A, B, C, Cluster
 
 
 def taken_by(*positions: Position[Any]) -> set[tuple[str, Transition[Any]]]:
@@ -129,7 +130,7 @@ class Life:
         """The next commit of the run, with our offer or without it."""
         before = self.commits[-1] if self.commits else None
         round, run = len(self.commits), self.manifest.run_id
-        share = Share(peer=ME, parts=self.offer(round, 0).parts)
+        share = share_of(ME, self.offer(round, 0).parts)
         mine = Contribution(replica=0, tokens=8, steps=1, loss=None, shares=(share,))
         self.commits.append(
             Commit(
@@ -156,7 +157,7 @@ class Life:
         return allot(self.manifest, len(self.commits) + 1, [ReplicaSpec(rank=0, stages=stages)], SPARES[peers], {})
 
     def offer(self, round: int, replica: int) -> Offer:
-        parts = (Part(shard="embed", digest=f"payload {round}", size=8, norm=1.0),)
+        parts = (Part(shard="embed", digest=tiny.digest(f"payload {round}"), size=8, norm=1.0),)
         return Offer(round=round, replica=replica, parts=parts, tokens=8, steps=1, loss=None)
 
     def live(self, steps: int) -> None:
@@ -277,7 +278,7 @@ class Twins:
 
     def happens(self) -> leading.Event:
         rng, peer = self.rng, self.rng.choice(list(self.memory))
-        match rng.randrange(12):
+        match rng.randrange(13):
             case 0 | 1:
                 speed = rng.choice((10**6, 5 * 10**5))
                 known = Candidate(peer=peer, memory_bytes=self.memory[peer], up_bps=10**12, down_bps=10**12)
@@ -294,7 +295,7 @@ class Twins:
             case 6 | 7 | 8:
                 digest = "other" if rng.random() < 0.05 else "same"
                 return self.says(peer, Attest(round=self.nodes[0].round - 1, digests=dict.fromkeys(SHARDS, digest)))
-            case 9 | 10:
+            case 9 | 10 | 11:
                 return self.offers(peer)
         return self.says(peer, self.trouble())
 
@@ -326,9 +327,13 @@ class Twins:
         stage = spec.stage_of(peer)
         shards = memory.stage_shards(self.manifest, stage.first, stage.last)
         parts = tuple(
-            Part(shard=s, digest=f"{peer}/{s}/{plan.round}", size=8, norm=self.rng.choice((1.0, 99.0))) for s in shards
+            Part(
+                shard=s, digest=tiny.digest(f"{peer}/{s}/{plan.round}"), size=8, norm=self.rng.choice((1.0, 1.0, 99.0))
+            )
+            for s in shards
         )
-        missing = [p.digest for p in parts if p.digest not in self.nodes[0].offers.held]
+        names = [part_lists.root_of(parts), *(p.digest for p in parts)]
+        missing = [name for name in names if name not in self.nodes[0].offers.held]
         if missing and self.rng.random() < 0.7:
             return leading.Held(self.rng.choice(missing))
         tokens, loss = M.train.tokens(1, spec.work.micro_batches), self.rng.choice((None, 2.0))
@@ -390,15 +395,16 @@ class Council(Cluster):
             case 1 if name not in self.nodes:
                 self.restart(name)
             case 2 | 3 if name in self.nodes:
-                self.propose(name, rng.random(), rng.choice(((), WITH_PAYLOAD)))
+                self.propose(name, rng.random(), rng.choice(((), WITH_PAYLOAD if self.nodes[name].head else ())))
             case 4 if rng.random() < 0.5:
                 self.apart = frozenset(rng.choices(self.manifest.operators, k=2))
             case 5 if self.late:
                 sender, to, message = self.late.pop(rng.randrange(len(self.late)))
                 self.do(to, paxos_events.Heard(sender, message))
-            case 6 if rng.random() < 0.3:
-                self.held[name].add("d")
-                self.do(name, paxos_events.Held("d"))
+            case 6:
+                came = rng.choice((paxos_events.Held(PAYLOAD), paxos_events.Listed(SHARE.root, PARTS)))
+                self.held[name].add(PAYLOAD if isinstance(came, paxos_events.Held) else SHARE.root)
+                self.do(name, came)
             case 7 if self.longest:
                 other = rng.choice(self.manifest.operators)
                 self.do(name, paxos_events.Learned(other, rng.choice((self.longest[-1], rng.choice(self.longest)))))
