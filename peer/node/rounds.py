@@ -25,6 +25,7 @@ from peer.net.base import Traffic
 from peer.net.clock import Clock
 from peer.node.orders import InnerLoop
 from peer.node.training import Training
+from peer.node.warm_up import WarmUp
 from peer.state.feedback_writer import FeedbackWriter
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
@@ -97,16 +98,20 @@ class Rounds:
         self._feedback = FeedbackWriter(self._storage, self.outer.feedback, self._clock)
         log = self.member.commits
         self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, log, self._emit)
+        self._warm_up = WarmUp(
+            self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick())
+        )
 
     def put(self, event: member_events.Event) -> None:
         """Hands an event to the machine."""
         self._events.put_nowait(event)
 
     def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold."""
+        """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold, or soon will."""
+        shards = {*self.outer.theta, *self._warm_up.shards}
         for share in offered.shares:
             for part in share.parts:
-                if retention.fetches_ahead(self.manifest, self.member.applied, self.outer.theta, offered.round, part):
+                if retention.fetches_ahead(self.manifest, self.member.applied, shards, offered.round, part):
                     self._exchange.prefetch(offered.round, share.peer, part)
 
     async def run(self) -> None:
@@ -120,9 +125,11 @@ class Rounds:
                     if isinstance(effect, member_events.Finish):
                         return
                     await self._do(effect)
+                self._take_warm()
         finally:
             ticker.cancel()
             await self._training.end()
+            await self._warm_up.aclose()
             try:
                 await self._attested()
                 await self._feedback.written()
@@ -183,8 +190,8 @@ class Rounds:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock.steady() - began
 
     def _begin_training(self, order: member_events.TrainOrder) -> None:
-        held = retention.held_shards(self.manifest, order.plan, self.peer, warm=False)
-        theta = {shard: self.outer.theta[shard] for shard in held}
+        used = retention.used_shards(self.manifest, order.plan, self.peer)
+        theta = {shard: self.outer.theta[shard] for shard in used}
         if order.generation:  # a spare needs its memory for the stage
             self.outer.theta = dict(theta)
         self._training.begin(order, theta, ahead=order.plan.round > self.member.applied + 1)
@@ -280,13 +287,34 @@ class Rounds:
         if wanted:
             for shard in [s for s in self.outer.theta if s not in wanted]:
                 del self.outer.theta[shard]
-        await self._recovery.build([s for s in wanted if s not in self.outer.theta], commit.round)
+        used = retention.used_shards(self.manifest, commit.plan, self.peer)
+        lacking = [s for s in wanted if s not in self.outer.theta]
+        later = [s for s in lacking if used and s not in used]  # who trains does not wait for what it will need
+        await self._warm_up.want(later)
+        await self._recovery.build([s for s in lacking if s not in later], commit.round)
         self._storage.blobs.protected = self._needed(commit.round)
         held = bool(self.outer.theta)
         due = retention.checkpoint_is_due(self.manifest, commit.round, self._checkpointed, held)
         self._attesting = asyncio.create_task(self._attest(commit.round, dict(self.outer.theta), due))
         if due:  # the optimizer must not change meanwhile
             await self._attested()
+
+    def _take_warm(self) -> None:
+        """Takes over the shards of a later role, if they are there, and attests them with the others."""
+        phase = self.member.phase
+        if phase in (member_events.Phase.APPLYING, member_events.Phase.HOLDING):
+            return  # it is done already, and the machine has not heard of it
+        found, before = self._warm_up.take(), self._attesting
+        if found is None:
+            return
+        self.outer.theta.update(found)
+
+        async def attest(round: int, theta: Shards) -> None:
+            if before is not None:
+                await before
+            await self._attest(round, theta, checkpoint=False)
+
+        self._attesting = asyncio.create_task(attest(self.member.applied, dict(self.outer.theta)))
 
     async def _attest(self, round: int, theta: Shards, checkpoint: bool) -> None:
         """Compares what we hold with the others': training goes on meanwhile, which does not change these arrays."""
@@ -322,7 +350,8 @@ class Rounds:
         checkpoint = Checkpoint(round, self.outer.theta, self._around.inner_loop.optimizer())
         self._storage.save_checkpoint(checkpoint, digests)
         self._checkpointed = round
-        self._exchange.drop_states(self.member.commits)
+        if not self._warm_up.shards:
+            self._exchange.drop_states(self.member.commits)
 
     def _last_checkpoint(self) -> None:
         round, applying = self.member.applied, self.member.phase is member_events.Phase.APPLYING
