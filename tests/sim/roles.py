@@ -36,7 +36,7 @@ PATIENCE = 24
 """Rounds in which the new role must begin."""
 KINDS = ("newcomer", "mover", "returning")
 MODEL = ModelSpec(vocab_size=256, d_model=32, n_layers=6, n_heads=2, d_ff=64, context=8)
-PACES = (0.5, 1.0, 2.0, 4.0)
+PACES = (0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ class Event:
     def __init__(self, seed: int) -> None:
         self.kind = KINDS[seed % len(KINDS)]
         draw = self.draw = random.Random(seed)
-        self.full = draw.randint(2, 4)
+        self.full = draw.randint(1, 3)
         machines = [Machine(draw.choice(PACES)) for _ in range(self.full)]
-        pace = draw.choice(PACES[1:])
-        machines += [Machine(pace, whole=False) for _ in range(3)]
+        pace = draw.choice(PACES)
+        machines += [Machine(pace, whole=False, half=True) for _ in range(2)]
         self.manifest = paces.manifest(
             SECONDS, len(machines), model=MODEL, checkpoint_rounds=draw.choice((1, 3)), overlap=draw.choice((0, 1))
         )
