@@ -98,9 +98,7 @@ class Rounds:
         self._feedback = FeedbackWriter(self._storage, self.outer.feedback, self._clock)
         log = self.member.commits
         self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, log, self._emit)
-        self._warm_up = WarmUp(
-            self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick())
-        )
+        self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick()))
 
     def put(self, event: member_events.Event) -> None:
         """Hands an event to the machine."""

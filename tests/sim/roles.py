@@ -3,7 +3,7 @@
 python -m tests.sim.roles --seeds 0:1000
 
 Full replicas and a chain train for some rounds. Then, by the seed, a newcomer joins over a slow line; or a member of the chain becomes slower,
-so that blocks move; or a peer that was away for some rounds comes back. The run lasts until the new role is trained and committed, and two
+so that blocks move over its slow line; or a peer that was away for some rounds comes back. The run lasts until the new role is trained and committed, and two
 rounds more. Held up is a round that lasts a second longer than the longest one before the event. What a slow line's own offers take,
 once it trains, is for the grace (protocol/rounds/grace.py).
 """
@@ -11,6 +11,7 @@ once it trains, is for the grace (protocol/rounds/grace.py).
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import time
@@ -22,6 +23,7 @@ from typing import Any
 
 from protocol.planning import partition
 from protocol.rounds.grace import LEAST
+from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from tests.sim import paces
 from tests.sim.paces import Committed, Machine, PacedSwarm
@@ -32,10 +34,12 @@ LONGER = 1.0
 """Seconds that a round may last longer."""
 WARM = 3
 """Rounds until everybody's pace is known, and one more."""
+BUSY = 0.8
+"""Of what a replica trains in a round, at least, whoever moves."""
 PATIENCE = 24
 """Rounds in which the new role must begin."""
 KINDS = ("newcomer", "mover", "returning")
-MODEL = ModelSpec(vocab_size=256, d_model=32, n_layers=6, n_heads=2, d_ff=64, context=8)
+MODEL = ModelSpec(vocab_size=128, d_model=64, n_layers=4, n_heads=2, d_ff=256, context=8)
 PACES = (0.5, 1.0)
 
 
@@ -58,12 +62,16 @@ class Event:
         self.full = draw.randint(1, 3)
         machines = [Machine(draw.choice(PACES)) for _ in range(self.full)]
         pace = draw.choice(PACES)
-        machines += [Machine(pace, whole=False, half=True) for _ in range(2)]
+        chain = [Machine(pace, whole=False, half=True) for _ in range(2)]
+        machines += chain
         self.manifest = paces.manifest(
             SECONDS, len(machines), model=MODEL, checkpoint_rounds=draw.choice((1, 3)), overlap=draw.choice((0, 1))
         )
         slow = 8 * paces.state_bytes(self.manifest) / (draw.uniform(0.2, 6.0) * SECONDS)
         self.begin = len(machines)
+        if self.kind == "mover":
+            for machine in chain:
+                machine.down = 8 * layout.shard_bytes(MODEL, "block.1") / (draw.uniform(0.3, 1.5) * SECONDS)
         if self.kind == "newcomer":
             machines.append(Machine(draw.choice(PACES), up=max(slow, 1e6), down=slow))
         self.swarm = PacedSwarm(machines, self.manifest, seed)
@@ -96,10 +104,7 @@ class Event:
         """A member of the chain is slower from the middle of a round on; blocks of others move too."""
         member = self.draw.randrange(self.full, self.begin)
         moved = len(self.moves())
-        self.swarm.machines[member].pace *= self.draw.uniform(2.5, 6.0)
-        for process, machine in zip(self.swarm.peers, self.swarm.machines, strict=True):
-            if not machine.whole:  # what it needs for the others' blocks comes over a slower line
-                self.swarm.world.network.rates[process.name] = (20e6, 20e6)
+        self.swarm.machines[member].pace *= self.draw.uniform(2.5, 4.0)
         return lambda: len(self.moves()) > moved
 
     async def returning(self) -> Callable[[], bool]:
@@ -119,7 +124,7 @@ class Event:
     def moves(self) -> list[Any]:
         """All moves of blocks within the chain so far."""
         plans = self.swarm.plans
-        return [move for a, b in zip(plans, plans[1:], strict=False) for move in partition.moves(a, b)]
+        return [move for a, b in itertools.pairwise(plans) for move in partition.moves(a, b)]
 
     def live(self) -> tuple[int, str]:
         """Rounds that it took, and what was not kept."""
@@ -133,9 +138,17 @@ class Event:
         long = {r: round(s, 2) for r, s in quiet.items() if s > usual + LONGER}
         slow = {r: round(s, 2) for r, s in later.items() if s > (1 + LEAST) * SECONDS + LONGER}
         left = [c.left_out for c in self.swarm.commits if c.round > self.began and c.left_out]
-        if long or slow or left:
-            return 0, f"rounds of {usual:.2f} s: {long or slow} held up, left out {left}"
+        idle = self.idle()
+        if long or slow or left or idle:
+            return 0, f"rounds of {usual:.2f} s: {long or slow} held up, left out {left}, {idle} idle"
         return self.done - self.began, ""
+
+    def idle(self) -> dict[int, list[int]]:
+        """The tokens of each replica, round by round, that lost work in any: the first of them is as it was, or as slow as its member
+        has become. The round after the event is not among them: it may have begun before."""
+        since = [c.tokens for c in self.swarm.commits if c.round > WARM + 1]
+        by_number = {number: [t[number] for t in since if number in t] for t in since for number in t}
+        return {n: tokens for n, tokens in by_number.items() if min(tokens) < BUSY * tokens[0]}
 
 
 def live(seed: int) -> Life:

@@ -72,7 +72,11 @@ def test_blocks_move_when_all_members_hold_theirs_and_until_then_the_chain_train
     assert [(s.first, s.last) for s in plan.held_by("p1")] == [(4, 8), (5, 7)]
     half = dataclasses.replace(new, stages=new.stages[:2])
     again = following(plan, slow, holders(old, half))
-    assert ([r.blocks for r in again.replicas], again.forming, again.forming_since) == ([old.blocks], plan.forming, (2,))
+    assert ([r.blocks for r in again.replicas], again.forming, again.forming_since) == (
+        [old.blocks],
+        plan.forming,
+        (2,),
+    )
     moved = following(again, slow, holders(old, new))
     assert [(r.number, r.stages) for r in moved.replicas] == [(7, new.stages)], "under the number that it had"
     assert (moved.forming, moved.spares) == ((), ())
@@ -100,9 +104,7 @@ def test_stages_become_full_replicas_together() -> None:
     shallow = dataclasses.replace(DEEP, train=dataclasses.replace(DEEP.train, micro_batches=2))
     old = chain(6, 6)
     strong = peers(FAST, FAST, memory=2 * FULL)
-    alone = [
-        ReplicaSpec(number=NEW, rank=0, stages=(StageSpec(peer=c.peer, first=0, last=12),)) for c in strong
-    ]
+    alone = [ReplicaSpec(number=NEW, rank=0, stages=(StageSpec(peer=c.peer, first=0, last=12),)) for c in strong]
     plan = following(trains(old), strong, holders(old), shallow)
     assert [r.stages for r in plan.replicas] == [old.stages]
     assert {r.stages for r in plan.forming} == {r.stages for r in alone}
