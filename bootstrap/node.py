@@ -23,6 +23,7 @@ from peer.net.base import Stream, Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.clock import Clock
 from peer.net.directory import Directory
+from peer.net.latency import Latency
 from protocol import identity as identities
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
@@ -91,6 +92,8 @@ class BootstrapNode:
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
+        self._stays = presence.Stays()
+        self._latency = Latency(transport, self._clock, self._placed, random.Random(identity.peer_id))
         self._payloads = Payloads(manifest, transport, archive, self._directory, emit, self._held, self._refused)
         self._finished: Finished | None = None
         self._stalled = False
@@ -106,6 +109,7 @@ class BootstrapNode:
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._transport.serve(endpoints.QUORUM, self._vote_stream)
         await serve_calls(self._transport, endpoints.LOG, self._log)
+        await self._latency.serve()
         await serve_calls(self._transport, endpoints.ROSTER, self._who_is_there, limit=8192)
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:
@@ -123,6 +127,7 @@ class BootstrapNode:
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
                 group.create_task(self._news.run())
+                group.create_task(self._latency.run(lambda: tuple(self._sessions.open)))
                 for operator in self._links:
                     group.create_task(self._link(operator))
         finally:
@@ -177,6 +182,9 @@ class BootstrapNode:
             raise unexpected(remote, "roster", ask)
         return self.roster.answer(ask)
 
+    def _placed(self, coordinates: tuple[float, ...]) -> None:
+        self._directory.update(coordinates=coordinates)
+
     def _announce_own(self, sealed: bytes) -> None:
         self.roster.take(self._transport.peer_id, sealed)
 
@@ -219,6 +227,7 @@ class BootstrapNode:
             now, heard, timing = self._clock.steady(), self._sessions.heard, self.manifest.timing
             for peer in presence.gone(self._ready, heard, timing, now):
                 del self._ready[peer]
+                self._stays.lost(peer)
                 self.roster.remove(peer)
                 if peer not in self._sessions.open:
                     self._directory.lost(peer)
@@ -229,19 +238,22 @@ class BootstrapNode:
             for peer in [p for p in known if not any(p in some for some in there)]:
                 self._directory.lost(peer)
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
+            for peer in absent:
+                self._stays.lost(peer)
             self._events.put_nowait(leader_events.Tick(absent))
             self._events.put_nowait(paxos_events.Tick())
             await asyncio.sleep(POLL_SECONDS)
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
         """A peer with a session says this of itself."""
-        candidate = partition.candidate(announcement)
+        stays = round(self._stays.of(peer), 2)
+        candidate = dataclasses.replace(partition.candidate(announcement), presence=stays)
         known = self._ready.get(peer)
         if known == candidate:
             return
         self._ready[peer] = candidate
         self._events.put_nowait(leader_events.Ready(candidate))
-        if known is None or known != dataclasses.replace(candidate, speed_flops=known.speed_flops):
+        if known is None or known != _as_measured(candidate, known):
             self._emit(events.ready(announcement))
 
     # --- the machines
@@ -315,6 +327,7 @@ class BootstrapNode:
 
     def _decided(self, record: Record) -> None:
         self._emit(events.commit_of(record.commit))
+        self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])
         self._payloads.complete([record.commit])
 
@@ -355,3 +368,10 @@ class BootstrapNode:
 
     def _refused(self, peer: str, withdraw: Withdraw) -> None:
         self._events.put_nowait(leader_events.Received(peer, withdraw))
+
+
+def _as_measured(candidate: Candidate, known: Candidate) -> Candidate:
+    """With what is measured again and again as it was `known`."""
+    return dataclasses.replace(
+        candidate, speed_flops=known.speed_flops, coordinates=known.coordinates, presence=known.presence
+    )

@@ -172,6 +172,11 @@ class Directory:
         random.shuffle(others)
         return others
 
+    @property
+    def reached(self) -> Sequence[str]:
+        """Those to whom we have connected."""
+        return tuple(self._reached)
+
     def lost(self, peer: str) -> None:
         """Forgets how `peer` was reached: it may come back elsewhere."""
         self._reached.discard(peer)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hashlib
 import os
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from peer.net.base import Transport
 from peer.net.blobs import fetch_named
 from peer.net.clock import Clock
 from peer.net.directory import Directory
+from peer.net.latency import Latency
 from peer.net.uplink import Uplink
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
@@ -101,6 +103,7 @@ class Peer:
         )
         self._directory = Directory(manifest, identity, transport, bootstrap, announcement, self._factories.clock)
         self._sessions = Sessions(self._directory, transport, emit)
+        self._latency = Latency(transport, self._factories.clock, self._placed, random.Random(identity.peer_id))
 
     async def run(self) -> None:
         """Until the run is over. Raises PotluckError."""
@@ -140,6 +143,7 @@ class Peer:
         self.rounds = rounds = self._make_rounds(exchange, inner_loop, restored)
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve()
+        await self._latency.serve()
         await self._transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, rounds.member.applied))
         self._emit(
             events.Started(
@@ -199,6 +203,7 @@ class Peer:
             asyncio.create_task(self._directory.announce(self._announced)),
             asyncio.create_task(self._directory.publish()),
             asyncio.create_task(self._sessions.run(on_message, on_open)),
+            asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
         ]
         try:
             await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
@@ -216,6 +221,9 @@ class Peer:
 
     def _announced(self, sealed: bytes) -> None:
         self._sessions.tell(Announced(sealed=sealed))
+
+    def _placed(self, coordinates: tuple[float, ...]) -> None:
+        self._directory.update(coordinates=coordinates)
 
     def _warn(self, text: str) -> None:
         self._emit(events.Warning(text=text))

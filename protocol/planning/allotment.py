@@ -6,7 +6,7 @@ where fewer than FEWEST whole steps would fit, the replica gets fewer micro-batc
 
     the steps that it did in the last round      seen by everybody, in the commit; a replica that did all that it was
                                                  given may be faster than thought, and is given FASTER times as many
-    its members' announced speeds                the slowest stage's seconds (protocol/planning/partition.py)
+    its members' announced speeds                the stages' seconds (protocol/planning/partition.py)
     nothing                                      it is given the most steps, `inner_steps`
 
 The text of a replica is a range of slots that nobody else is given (protocol/run/data_order.py). With `overlap` a plan
@@ -100,6 +100,7 @@ def share(
 
 
 def step_seconds(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candidate]) -> float | None:
-    """Seconds of a whole inner step at the speed of the slowest stage; None where a speed is unknown."""
+    """Seconds of a whole inner step: the way of its first micro-batch, and the slowest stage's time for each of the others; None
+    where a speed is unknown. Links, and memory for fewer micro-batches than stages, show only in what is done."""
     stages = stage_seconds(manifest, replica, there)
-    return None if stages is None else manifest.train.micro_batches * max(stages)
+    return None if stages is None else sum(stages) + (manifest.train.micro_batches - 1) * max(stages)

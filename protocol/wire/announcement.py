@@ -7,6 +7,10 @@ from dataclasses import dataclass
 VERSION = 1
 MAX_SPEED = 10**18
 """Operations a second: more than any one machine."""
+AXES = 3
+"""Of a place (protocol/planning/coordinates.py)."""
+FARTHEST = 10_000.0
+"""Milliseconds along an axis that a place may have: no two points of the Earth are so far apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,7 @@ class ChainReport:
 class Announcement:
     """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
-    member of a chain."""
+    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown."""
 
     run: str
     peer: str
@@ -54,7 +58,15 @@ class Announcement:
     bytes_sent: int = 0
     bytes_received: int = 0
     chain: ChainReport | None = None
+    coordinates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not is_place(self.coordinates) and self.coordinates:
+            raise ValueError(f"coordinates must be {AXES} numbers of at most {FARTHEST:g}, or none")
         if not 0 <= self.speed_flops <= MAX_SPEED:
             raise ValueError(f"speed_flops must be in 0..{MAX_SPEED}")
+
+
+def is_place(coordinates: tuple[float, ...]) -> bool:
+    """Whether these are coordinates that a peer can have, in ms."""
+    return len(coordinates) == AXES and all(abs(x) <= FARTHEST for x in coordinates)

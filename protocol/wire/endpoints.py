@@ -20,6 +20,9 @@ STATES = "potluck/states/1"
 PIPE = "potluck/pipe/1"
 """Stream between neighbouring stages of a chain, forward and backward."""
 
+PING = "potluck/ping/1"
+"""Stream: empty frames, each answered with the place of who is called; see peer/net/latency.py."""
+
 ROSTER = "potluck/roster/1"
 """Call to a bootstrap node: Lookup or RosterRequest -> Roster of at most ROSTER_REPLY bytes."""
 

@@ -11,7 +11,8 @@ takes as long as its pace says, so that two cores do not measure themselves. All
 
 Efficiency is the committed tokens a second, from the first commit that counts to the last one, over the sum of what each replica could
 train in that time if it never waited: a full replica by its own pace, a chain by the best prediction for its members
-(protocol/planning/pipeline_model.py, with the best blocks and no transfers). Who is not there could not train.
+(protocol/planning/pipeline_model.py, with the best blocks and no transfers). Who is not there could not train. `predicted` is what
+`potluck plan` says of the run when the warm rounds are over.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import dataclasses
 import itertools
 import json
 import random
+import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -155,6 +159,7 @@ def measure(places: rounds.Places, chosen: argparse.Namespace) -> dict[str, Any]
         ids = {swarm.wait(n, lambda e: e.kind == "started", "its start").fields["peer"]: n for n in peers}
         warm = chosen.warm
         swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == warm, f"round {warm}")
+        predicted = predict(swarm, places)
         if chosen.change:
             change(machines, draw, chosen.rounds * chosen.seconds)
         if chosen.churn:
@@ -165,7 +170,16 @@ def measure(places: rounds.Places, chosen: argparse.Namespace) -> dict[str, Any]
         for name in list(swarm.running):
             swarm.kill(name)
         swarm.check()
-    return figures(manifest, machines, ids, commits, warm)
+    return {"predicted": predicted, **figures(manifest, machines, ids, commits, warm)}
+
+
+def predict(swarm: Swarm, places: rounds.Places) -> int:
+    """Tokens a second, as a person is told."""
+    command = [*places[NODE][1], sys.executable, "-m", "peer.cli", "plan", swarm.addresses[0]]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r": ([\d,]+) tokens per second", told.splitlines()[0])
+    assert found is not None
+    return int(found[1].replace(",", ""))
 
 
 def figures(

@@ -182,6 +182,7 @@ class PacedSwarm:
         self.commits: list[Committed] = []
         self.plans: list[Any] = []
         self.applied: dict[str, float] = {}
+        self.leading: BootstrapNode
         floor = Floor()
         self.node = Process(self.world, tiny.OPERATOR, self._node, "nodes")
         self.world.network.rates[self.node.name] = (1e9, 1e9)
@@ -196,7 +197,8 @@ class PacedSwarm:
         archive = Archive(process.folder, self.manifest, SimDisk(process.files, process.points(), process.rng))
         emit = process.emitter(self._hear)
         clock = self.world.clock()
-        await BootstrapNode(self.manifest, process.identity, process.transport, archive, emit, (), clock).run()
+        self.leading = BootstrapNode(self.manifest, process.identity, process.transport, archive, emit, (), clock)
+        await self.leading.run()
 
     def _peer(self, machine: Machine, floor: Floor) -> Callable[[Process], Any]:
         whole = tiny.full_memory(self.manifest)

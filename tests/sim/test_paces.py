@@ -105,3 +105,24 @@ def test_who_leaves_is_not_waited_for_and_what_others_trained_ahead_counts() -> 
     assert len(left) == 1
     for commit in swarm.commits[WARM + 1 :]:
         assert len(commit.tokens) >= len(ALONE) - 1
+
+
+def test_the_matchmaker_learns_where_peers_are_and_who_stays() -> None:
+    manifest = paces.manifest(SECONDS, len(ALONE))
+    swarm = PacedSwarm([Machine(pace) for pace in ALONE], manifest)
+
+    async def script(swarm: PacedSwarm) -> None:
+        await swarm.round(WARM)
+        await asyncio.sleep(SECONDS / 2)
+        swarm.peers[0].die("killed")
+        await swarm.round(WARM + 2)
+        swarm.peers[0].start()
+        await swarm.round(WARM + 12)
+
+    swarm.run(script)
+    known = swarm.leading.leader.ready
+    assert len(known) == len(ALONE)
+    assert all(candidate.coordinates for candidate in known.values()), "their latencies were measured"
+    left, *stayed = [known[peer.name].presence for peer in swarm.peers]
+    assert left < 1.0
+    assert stayed == [1.0] * len(stayed)

@@ -219,11 +219,14 @@ def test_what_was_done_counts_in_micro_batches() -> None:
     assert shared(1.0, did(9, 4), 6)[0] == 5, "24 micro-batches are 3 steps of 8"
 
 
-def test_a_chain_is_as_fast_as_its_slowest_stage() -> None:
+def test_a_chain_takes_the_way_there_and_the_time_of_its_slowest_stage() -> None:
     chain = ReplicaSpec(rank=0, stages=(StageSpec(peer="a", first=0, last=2), StageSpec(peer="b", first=2, last=4)))
     there = {"a": announced("a", 2.0), "b": announced("b", 20.0)}
     seconds = step_seconds(M, chain, there)
     assert seconds is not None
     assert 10.0 <= seconds < 20.0, "it has half of the blocks, and the head"
+    equal = step_seconds(M, chain, {"a": announced("a", 8.0), "b": announced("b", 8.0)})
+    assert equal is not None
+    assert equal > 4.0 * (TRAIN.micro_batches + 1) / TRAIN.micro_batches, "the first micro-batch passes both"
     assert step_seconds(M, chain, {"a": there["a"], "b": announced("b")}) is None
     assert step_seconds(M, chain, {"a": there["a"]}) is None

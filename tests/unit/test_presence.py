@@ -31,3 +31,42 @@ def test_the_end_waits_for_who_is_there_and_not_long_for_who_is_gone() -> None:
     assert presence.awaited({"a"}, {"a"}, TIMING, 59.9), "it still applies the last round"
     assert not presence.awaited({"a"}, {"a"}, TIMING, 60.0)
     assert not presence.awaited(set(), {"a"}, TIMING, 0.0)
+
+
+def test_presence_is_the_share_of_rounds_in_which_a_peer_stayed() -> None:
+    stays = presence.Stays()
+    for round in range(200):
+        stays.begin({"stays", "comes and goes"})
+        if round % 2:
+            stays.lost("comes and goes")
+            stays.lost("comes and goes")  # it is told again with every tick
+        stays.lost("was not there")
+    stays.begin(())
+    assert stays.of("stays") == 1.0
+    assert 0.5 < stays.of("comes and goes") < 0.6, "half of its rounds, and the rounds that a stranger is trusted with"
+    assert stays.of("was not there") == 1.0
+
+
+def test_who_is_away_every_night_is_there_all_day() -> None:
+    stays = presence.Stays()
+    for round in range(1000):
+        by_day = round % 100 < 60
+        stays.begin({"worker", *({"student"} if by_day else ())})
+        if round % 100 == 59:
+            stays.lost("student")
+    assert stays.of("student") > 0.95
+
+
+def test_what_is_remembered_is_bounded_and_forgets() -> None:
+    stays = presence.Stays()
+    for _ in range(50):
+        stays.begin({"was bad"})
+        stays.lost("was bad")
+    low = stays.of("was bad")
+    for _ in range(1000):
+        stays.begin({"was bad"})
+    assert low < 0.35 < 0.9 < stays.of("was bad")
+    for index in range(presence.REMEMBERED_PEERS + 1):
+        stays.begin({f"stranger {index}"})
+    stays.begin(())
+    assert stays.of("was bad") == 1.0, "nobody can make a node remember more than so many"

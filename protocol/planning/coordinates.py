@@ -1,0 +1,60 @@
+"""Network coordinates: a place for each peer, so that the distance of two of them is about the one-way latency between them. Pure.
+
+Vivaldi (Dabek et al., SIGCOMM 2004, section 2.5). After every measured latency d, in ms, to a peer that says it is at x_j and that its
+distances are off by the share e_j, ours move towards where they would be right:
+
+    w    = e / (e + e_j)                      the less sure of the two moves more
+    e   += FACTOR w (| |x - x_j| - d | / d - e)
+    x   += FACTOR w (d - |x - x_j|) u         u: the unit vector from x_j to x
+
+What the other one says may be a lie: it moves us by MOST_STEP at most, and those who tell the truth pull us back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from protocol.wire.announcement import AXES, FARTHEST, is_place
+
+FACTOR = 0.25
+MOST_STEP = 50.0
+"""Milliseconds that one measurement may move us by."""
+LEAST_ERROR = 0.02
+LEAST_LATENCY = 0.1
+"""Milliseconds: less is the machine, not the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a peer takes itself to be. `at`: AXES coordinates in ms; `error`: by which share its distances are off, about, 1 for a
+    peer that knows nothing."""
+
+    at: tuple[float, ...] = (0.0,) * AXES
+    error: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not is_place(self.at):
+            raise ValueError(f"at must have {AXES} entries of at most {FARTHEST:g} ms")
+        if not 0 <= self.error <= 1:
+            raise ValueError("error must be in 0..1")
+
+
+def distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """In ms, one way."""
+    return math.dist(one, other)
+
+
+def moved(place: Place, other: Place, latency: float) -> Place:
+    """Ours after a latency of so many ms, one way, was measured to `other`. Nobody is pushed away from the very same place: who begins,
+    begins at a place by chance, or all would stay on one line."""
+    latency = min(max(latency, LEAST_LATENCY), FARTHEST)
+    away = distance(place.at, other.at)
+    error, theirs = max(place.error, LEAST_ERROR), max(other.error, LEAST_ERROR)
+    weight = error / (error + theirs)
+    off = min(abs(away - latency) / latency, 1.0)
+    step = min(max(FACTOR * weight * (latency - away), -MOST_STEP), MOST_STEP)
+    part = step / away if away > 0 else 0.0
+    at = tuple(min(max(x + part * (x - y), -FARTHEST), FARTHEST) for x, y in zip(place.at, other.at, strict=True))
+    return dataclasses.replace(place, at=at, error=min(error + FACTOR * weight * (off - error), 1.0))
