@@ -164,13 +164,12 @@ class StageInnerLoop:
                 await catch_up(self._trainer, self._worker, stage_progress, best, first_step)
             if stop.is_set():
                 error = "the round was decided before all steps were done"
-        except PotluckError as failure:
-            error = str(failure)
-            self._depth = ((), 0)  # a member may hold less than it did
-        except (MemoryError, RuntimeError, ExceptionGroup) as failure:
-            if not device.is_shortage(failure):
+        except (PotluckError, MemoryError, RuntimeError, ExceptionGroup) as failure:
+            short = device.is_shortage(failure)
+            if not (short or isinstance(failure, PotluckError)):
                 raise
-            error = self._short_of_memory(spec.stages[position])
+            error = self._short_of_memory(spec.stages[position]) if short else str(failure)
+            self._depth = ((), 0)  # a member may hold less than it did
         finally:
             self._pipes.forget(plan.round + 1)
             # weights are at rest then; what the outer step needs takes the place of activations
