@@ -93,6 +93,17 @@ class Noise:
     def optimizer(self) -> dict[str, Any]:
         return {}
 
+    def lacks_moments(self, shard: str) -> bool:
+        """It never has any."""
+        return False
+
+    async def moments(self, shard: str) -> bytes | None:
+        """There are none."""
+        return None
+
+    def inherit(self, shard: str, moments: bytes) -> None:
+        """Nobody sends any."""
+
     def close(self) -> None: ...
 
 

@@ -26,12 +26,13 @@ from peer.net.base import Stream
 from peer.node.orders import ChainOrders, Result
 from peer.state.storage import Shards
 from peer.training import data, device, subspace, trainer
+from peer.training import moments as small_moments
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import memory, pipeline_model
 from protocol.planning.speed import Speedometer
 from protocol.rounds.chain_repair import SLOW
 from protocol.rounds.member_events import TrainOrder
-from protocol.run import data_order
+from protocol.run import data_order, layout
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import StageSpec
 
@@ -70,6 +71,7 @@ class StageInnerLoop:
         self._corpus = corpus
         self._config = config
         self._state = optimizer
+        self._inherited: dict[str, bytes] = {}
         self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
@@ -108,6 +110,23 @@ class StageInnerLoop:
         if trainer is None:
             return self._state
         return dict(self._worker.submit(trainer.optimizer_state, copy=self._training).result())
+
+    def lacks_moments(self, shard: str) -> bool:
+        """Whether AdamW would begin to train this shard without moments."""
+        known = any(f"{name}/step" in self._state for name, _ in layout.tensors(self.manifest.model, shard))
+        return not known and shard not in self._inherited and not (self._trainer and self._trainer.has_moments(shard))
+
+    async def moments(self, shard: str) -> bytes | None:
+        """AdamW's moments of a shard, for a peer that begins to train it; None where there are none."""
+        trainer = self._trainer
+        if trainer is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(self._worker, trainer.moments, shard)
+
+    def inherit(self, shard: str, moments: bytes) -> None:
+        """Begins to train the shard, should it do so, with another peer's moments. Raises PayloadError if they cannot be."""
+        small_moments.unpack(self.manifest.model, self.manifest.train, shard, moments)
+        self._inherited[shard] = moments
 
     async def train(
         self,
@@ -325,11 +344,13 @@ class StageInnerLoop:
                     device=self._config.device,
                 )
                 made.load_optimizer(self._state)
+                for shard in set(shards) & set(self._inherited):
+                    made.add_moments(small_moments.unpack(made.spec, made.train, shard, self._inherited[shard]))
                 return made
 
             self._trainer = await asyncio.get_running_loop().run_in_executor(self._worker, build)
             self._shape = (shards, rank)
-            self._state = {}
+            self._state, self._inherited = {}, {}
         assert self._trainer is not None
         await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.begin_round, theta, pace)
 

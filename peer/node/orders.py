@@ -64,6 +64,18 @@ class InnerLoop(Protocol):
         """The inner optimizer's state, for a checkpoint."""
         ...
 
+    def lacks_moments(self, shard: str) -> bool:
+        """Whether the inner optimizer would begin to train this shard without moments."""
+        ...
+
+    async def moments(self, shard: str) -> bytes | None:
+        """The inner optimizer's moments of a shard, for a peer that begins to train it; None where there are none."""
+        ...
+
+    def inherit(self, shard: str, moments: bytes) -> None:
+        """Begins to train the shard, should it do so, with another peer's moments. Raises PayloadError if they cannot be."""
+        ...
+
     def close(self) -> None:
         """Ends what it runs."""
         ...

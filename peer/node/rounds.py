@@ -23,21 +23,26 @@ from numpy.typing import NDArray
 from peer import events
 from peer.net.base import Traffic
 from peer.net.clock import Clock
+from peer.node.moments import MomentsExchange
 from peer.node.orders import InnerLoop
 from peer.node.training import Training
 from peer.node.warm_up import WarmUp
 from peer.state.feedback_writer import FeedbackWriter
+from peer.state.giving import Giving
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
 from peer.state.storage import Checkpoint, Shards, Storage
+from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.errors import LocalError
-from protocol.rounds import member_events, retention
+from protocol.rounds import handover, member_events, retention
 from protocol.rounds.member import Member
 from protocol.run import layout
 from protocol.run.manifest import Manifest
+from protocol.wire import endpoints
 from protocol.wire.commit import Commit, Part
 from protocol.wire.encoding import Message
+from protocol.wire.handover import Handover
 from protocol.wire.session import Offer, Offered
 
 T = TypeVar("T")
@@ -95,7 +100,18 @@ class Rounds:
         self._storage.blobs.protected = set(self._storage.blobs)  # until the log says what is needed
         self.member = Member(manifest, peer, self._checkpointed, offer, found.round, around.up_bps)
         self._training = Training(manifest, peer, around.inner_loop, self._emit, self.put, self._clock)
-        self._feedback = FeedbackWriter(self._storage, self.outer.feedback, self._clock)
+        newest = max(found.round, offer.round if offer is not None else 0)
+        self._feedback = FeedbackWriter(self._storage, self.outer.feedback, self._clock, newest, restored=offer is None)
+        self._giving = Giving(manifest, peer, self._storage, self.outer, self._feedback, self._work, self._exchange.ask)
+        owner = Owner(
+            why_refused=self._why_not_taken,
+            own_norm=self._offered_norm,
+            fetch=self._exchange.fetch,
+            work=self._work,
+            wake=lambda: self.put(member_events.Tick()),
+        )
+        self._taking = Taking(manifest, self._storage, self.outer, self._feedback, owner)
+        self._moments = MomentsExchange(manifest, peer, self._exchange, around.inner_loop)
         log = self.member.commits
         self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, log, self._emit)
         self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick()))
@@ -114,20 +130,32 @@ class Rounds:
 
     async def run(self) -> None:
         """Until the run is over. Raises ForkError and LocalError."""
-        ticker = asyncio.create_task(self._tick())
+        ticker, giving = asyncio.create_task(self._tick()), asyncio.create_task(self._giving.run())
+        await self._exchange.answer(endpoints.HANDOVER, self._taking.answer, REQUEST_BYTES)
+        await self._moments.serve()
         try:
             while True:
                 event = await self._events.get()
                 self._feedback.look()
+                if isinstance(event, member_events.Tick):
+                    await self._giving.step(self.member.commits, self.member.plan)
+                    await self._taking.step()
+                    self._moments.follow(self.member.plan)
                 for effect in self.member.handle(event, self._clock.steady()):
                     if isinstance(effect, member_events.Finish):
                         return
                     await self._do(effect)
                 self._take_warm()
+        except asyncio.CancelledError:
+            giving.cancel()
+            await self._leave()
+            raise
         finally:
-            ticker.cancel()
+            ticker.cancel(), giving.cancel()
             await self._training.end()
             await self._warm_up.aclose()
+            await self._taking.aclose()
+            await self._moments.aclose()
             try:
                 await self._attested()
                 await self._feedback.written()
@@ -135,6 +163,22 @@ class Rounds:
             finally:
                 self._worker.shutdown(wait=False)
                 self._quiet.shutdown(wait=False)
+
+    async def _leave(self) -> None:
+        """Whoever is asked to end gives away what it has learned and not sent, where somebody else trains those shards."""
+        await self._training.end()
+        plan, phase = self.member.plan, self.member.phase
+        trained = retention.trained_shards(self.manifest, plan, self.peer)
+        heirs = [s for s in trained if plan and handover.heir(self.manifest, None, plan, self.peer, s)]
+        at_work = phase in (member_events.Phase.TRAINING, member_events.Phase.STOPPING)
+        if plan is None or not heirs:
+            return
+        if at_work and self._training.result(plan.round).steps:  # the steps of a round that is not offered any more
+            await self._feedback.written()
+            for shard in heirs:
+                await self._work(self.outer.accumulate, shard, self._around.inner_loop.displacement(shard))
+            await self._feedback.changed_between()
+        await self._giving.leave(plan, self._around.up_bps, handover.LEAVE_SECONDS)
 
     async def _tick(self) -> None:
         while True:
@@ -220,6 +264,7 @@ class Rounds:
             for shard in retention.trained_shards(self.manifest, plan, self.peer):
                 self.outer.accumulate(shard, self._around.inner_loop.displacement(shard))
             self._storage.save_feedback(round, self.outer.feedback)
+            self._feedback.saved(round)
             self.offer = None
 
     def _restore_feedback(self, offer: Offer) -> None:
@@ -234,6 +279,16 @@ class Rounds:
                 f" damaged; that much of this machine's work is lost, remove {self._storage.folder}/offer-* and start again"
             )
         return payload
+
+    # --- feedback that others give us
+
+    def _why_not_taken(self, giver: str, offered: Handover) -> str | None:
+        return handover.why_refused(self.manifest, self.member.commits, self.member.plan, self.peer, giver, offered)
+
+    def _offered_norm(self, shard: str) -> float | None:
+        """Of what we offered last."""
+        parts = self.offer.parts if self.offer is not None else ()
+        return next((part.norm for part in parts if part.shard == shard), None)
 
     # --- what was decided
 

@@ -25,18 +25,28 @@ class _Change:
 
 
 class FeedbackWriter:
-    """One per peer. `feedback`: the arrays themselves, which are written as they are then."""
+    """One per peer. `feedback`: the arrays themselves, which are written as they are then. `round`, `restored`: what is on disk."""
 
-    def __init__(self, storage: Storage, feedback: Shards, clock: Clock) -> None:
+    def __init__(self, storage: Storage, feedback: Shards, clock: Clock, round: int, restored: bool) -> None:
         self._storage = storage
         self._feedback = feedback
         self._clock = clock
+        self._newest = _Change(round, restored, clock.steady())
         self._unsaved: _Change | None = None
         self._saving: asyncio.Task[None] | None = None
 
     def changed(self, round: int, *, restored: bool = False) -> None:
         """The feedback is that of `round` now; `restored`: and the round's offer went back into it."""
-        self._unsaved = _Change(round, restored, self._clock.steady())
+        self._newest = self._unsaved = _Change(round, restored, self._clock.steady())
+
+    def saved(self, round: int) -> None:
+        """Somebody else has written it, with the work of `round`."""
+        self._newest = _Change(round, False, self._clock.steady())
+
+    async def changed_between(self) -> None:
+        """The feedback, or what is noted with it, has changed between rounds; returns when that is on disk. Raises UsageError."""
+        self._unsaved = self._newest
+        await self.written()
 
     def look(self) -> None:
         """Begins to write, when it is time; to be called now and then. Raises what an earlier writing raised (UsageError)."""

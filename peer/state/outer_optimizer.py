@@ -79,19 +79,25 @@ class Outer:
                 np.multiply(e_block, self.beta, out=e_block)
                 np.add(e_block, delta, out=e_block)
 
-    def encode(self, shard: str) -> tuple[bytes, float]:
-        """The payload to offer, and the L2 norm of what it sends; e loses that. Raises PayloadError if e is not finite."""
+    def encode(self, shard: str, codec: Codec | None = None) -> tuple[bytes, float]:
+        """The payload to offer, and the L2 norm of what it sends; e loses that. `codec`: another than that of offers, for what goes to
+        another peer's feedback. Raises PayloadError if e is not finite."""
         buffers = self._feedback(shard)
         with self.pool() as run:
-            payload = sparse.encode(self.codec, buffers, run)
-        sent = self._decode(shard, payload)
+            payload = sparse.encode(codec or self.codec, buffers, run)
+        sent = self._decode(shard, payload, codec)
         for e, x in zip(buffers, sent, strict=True):
             e.reshape(-1)[x.index] -= x.values
         return payload, _norm(sent)
 
-    def norm(self, shard: str, payload: bytes | memoryview) -> float:
+    def norm(self, shard: str, payload: bytes | memoryview, codec: Codec | None = None) -> float:
         """L2 norm of what `payload` sends. Raises PayloadError."""
-        return _norm(self._decode(shard, payload))
+        return _norm(self._decode(shard, payload, codec))
+
+    def held(self, shard: str) -> float:
+        """L2 norm of e."""
+        blocks = (block for e in self.feedback.get(shard, ()) for block in _blocks(e))
+        return math.sqrt(sum(float(np.sum(np.square(block, dtype=np.float64))) for block in blocks))
 
     def without_delta(self, shard: str, payload: bytes | memoryview) -> None:
         """e = β e - sent, where `payload` is out and its δ is lost. Raises PayloadError."""
@@ -100,10 +106,10 @@ class Outer:
             np.multiply(e, self.beta, out=e)
             e.reshape(-1)[x.index] -= x.values
 
-    def restore_feedback(self, shard: str, payload: bytes | memoryview) -> None:
-        """e gets back what `payload`, made by `encode`, took from it: it was not committed. Raises
-        PayloadError."""
-        returned = self._decode(shard, payload)
+    def restore_feedback(self, shard: str, payload: bytes | memoryview, codec: Codec | None = None) -> None:
+        """e gets back what `payload`, made by `encode`, took from it, here or from another peer's. Raises PayloadError, and changes
+        nothing then."""
+        returned = self._decode(shard, payload, codec)
         for e, sent in zip(self._feedback(shard), returned, strict=True):
             e.reshape(-1)[sent.index] += sent.values
 
@@ -143,8 +149,8 @@ class Outer:
             with ThreadPoolExecutor(self.threads, "codec") as pool:
                 yield pool.map
 
-    def _decode(self, shard: str, payload: bytes | memoryview) -> list[Sparse]:
-        return sparse.decode(self.codec, layout.shapes(self.spec, shard), payload)
+    def _decode(self, shard: str, payload: bytes | memoryview, codec: Codec | None = None) -> list[Sparse]:
+        return sparse.decode(codec or self.codec, layout.shapes(self.spec, shard), payload)
 
     def _feedback(self, shard: str) -> list[Array]:
         if shard not in self.feedback:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.net.base import Transport, call, serve_calls
+from peer.net.base import CallHandler, Transport, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
 from peer.net.uplink import Uplink
 from peer.state import tensor_file
@@ -144,6 +144,39 @@ class Exchange:
         if sum((self._transport.peer_id + part.digest).encode()) % 2:
             holders.append(holders.pop(0))
         await self._fetcher.fetch(part.digest, part.size, holders, round=round)
+
+    # --- between two peers
+
+    async def ask(self, peer: str, name: str, request: bytes, limit: int) -> bytes:
+        """A call to another peer. Raises RemoteError."""
+        await self._reach(peer)
+        return await call(self._transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
+
+    async def answer(self, name: str, handler: CallHandler, limit: int) -> None:
+        """Answers such calls."""
+        await serve_calls(self._transport, name, handler, limit=limit)
+
+    async def fetch(self, name: str, size: int, holder: str) -> None:
+        """Brings a blob of one other peer into the store, from where it may be evicted. Raises RemoteError, UsageError."""
+        await self._fetcher.fetch(name, size, [holder])
+
+    async def take(self, name: str, size: int, holder: str) -> bytes:
+        """A blob of one other peer, which is not kept. Raises RemoteError, UsageError."""
+        await self.fetch(name, size, holder)
+        data = await asyncio.to_thread(self.store.get, name)
+        self.drop(name)
+        if data is None:
+            raise RemoteError(holder, f"blob {name[:12]}: it was removed while it was read; it is tried again")
+        return data
+
+    def keep(self, data: bytes) -> str:
+        """Serves `data` as a blob, as long as there is space; its name. Raises UsageError."""
+        return self.store.put(data, sync=False)
+
+    def drop(self, name: str) -> None:
+        """Forgets such a blob, unless it is needed as a payload too."""
+        if name not in self.store.protected:
+            self.store.remove(name)
 
     # --- states
 

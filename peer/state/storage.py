@@ -5,7 +5,9 @@
     DIR/tokenizer.json                the run's
     DIR/blobs/                        payloads, our own and others' (peer/net/blobs/store.py)
     DIR/offer-<round>.json            what was offered in the round
-    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `restored_offer`: and its offer given back
+    DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `restored_offer`: and its offer given back;
+                                      and what is noted of hand-overs (peer/state/giving.py, taking.py)
+    DIR/handover-<serial>.json        a part of the feedback that goes to another peer, and its .payload, which is served as a blob
     DIR/checkpoint-<round>/           <shard>.safetensors, optimizer.safetensors, meta.json with the digest of each shard
 
 Everything appears by rename after fsync, so that a crash leaves the old or the new, and what a kill leaves half-written is
@@ -34,6 +36,7 @@ from protocol.codec import blob_hash
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
 from protocol.run import layout
+from protocol.wire.handover import Handover
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import Offer
 
@@ -70,11 +73,14 @@ class Storage:
         self._disk: Disk = disk or LocalDisk()
         self._lock = self._disk.lock(folder, "potluck process")
         for name in self._disk.names(folder):
-            if name.startswith((".checkpoint-", ".feedback-", ".offer-")):
+            if name.startswith((".checkpoint-", ".feedback-", ".offer-", ".handover-")):
                 self._disk.remove(folder / name)
         self.blobs = BlobStore(folder / "blobs", limit, self._disk)
         self.empty: Empty = in_memory
         """Makes the arrays that are read from here, and others of θ and the feedback."""
+        self.notes: dict[str, str] = {}
+        """What the next `save_feedback` writes beside the feedback, and the last one has written: one change with it."""
+        self._handovers: dict[str, Blob] = {}
         self._kept = self._read_index()
 
     def close(self) -> None:
@@ -109,7 +115,7 @@ class Storage:
         """Makes the feedback after packing `round` durable, or that after its offer was given back."""
         path = self.folder / f"feedback-{round:08d}.safetensors"
         before = [old for _, old in self._numbered("feedback-*.safetensors") if old != path]
-        pieces = tensor_file.pieces(_flatten(feedback), {"restored_offer": str(restored_offer)})
+        pieces = tensor_file.pieces(_flatten(feedback), {**self.notes, "restored_offer": str(restored_offer)})
         self._disk.write(path, *pieces, over=before[0] if len(before) >= KEPT else None)
 
     def load_feedback(self) -> Feedback:
@@ -125,11 +131,50 @@ class Storage:
             with contextlib.suppress(OSError, tensor_file.Damaged):
                 tensors, metadata = tensor_file.read(self._disk, path, self.empty)
                 feedback, newest = _unflatten(tensors), round
-                restored_offer = metadata.get("restored_offer") == "True"
+                restored_offer = metadata.pop("restored_offer", "") == "True"
+                self.notes = metadata
                 break
         if offer is None or offer.round < newest or (offer.round == newest and restored_offer):
             return Feedback(newest, feedback, None, False)
         return Feedback(newest, feedback, offer, offer.round > newest)
+
+    def forget_older_feedback(self) -> None:
+        """Only the newest feedback is right from now on: a part of it goes elsewhere."""
+        for _, path in self._numbered("feedback-*.safetensors")[:-1]:
+            self._disk.remove(path)
+
+    def save_handover(self, handover: Handover, payload: bytes | None = None) -> None:
+        """Makes a hand-over durable, or how far it is. Its payload is served as a blob."""
+        record, data = self._handover(handover.serial)
+        if payload is not None:
+            self._disk.write(data, payload)
+        self._disk.write(record, json.dumps(plain(handover)).encode())
+        self._handovers[handover.blob] = Blob(self._disk, data, 0, handover.size)
+
+    def load_handovers(self) -> list[Handover]:
+        """Those that can be read, oldest first."""
+        found = []
+        for _, path in self._numbered("handover-*.json"):
+            with contextlib.suppress(OSError, ValueError, SchemaError):
+                found.append(handover := build(Handover, json.loads(self._disk.read(path))))
+                self._handovers[handover.blob] = Blob(self._disk, self._handover(handover.serial)[1], 0, handover.size)
+        return found
+
+    def read_handover(self, handover: Handover) -> bytes:
+        """Its payload. Raises OSError."""
+        return self._disk.read(self._handover(handover.serial)[1])
+
+    def drop_handover(self, handover: Handover) -> None:
+        """Forgets a hand-over and its payload."""
+        self._handovers.pop(handover.blob, None)
+        for path in self._handover(handover.serial):
+            self._disk.remove(path)
+        self._disk.sync(self.folder)
+
+    def _handover(self, serial: int) -> tuple[Path, Path]:
+        """The files of its record and its payload."""
+        name = f"handover-{serial:08d}"
+        return self.folder / f"{name}.json", self.folder / f"{name}.payload"
 
     # --- checkpoints
 
@@ -198,7 +243,9 @@ class Storage:
         return {round: {shard: name for shard, (name, _) in kept.items()} for round, kept in self._kept.items()}
 
     def find(self, name: str) -> Blob | None:
-        """Where the bytes of a checkpoint's shard with this digest lie."""
+        """Where the bytes of a checkpoint's shard with this digest lie, or those of a hand-over's payload."""
+        if name in self._handovers:
+            return self._handovers[name]
         for kept in self._kept.values():
             for digest, blob in kept.values():
                 if digest == name:

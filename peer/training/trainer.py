@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from peer.state.outer_optimizer import difference
+from peer.training import moments as small_moments
 from peer.training.model import Stage, Theta
 from protocol.errors import LocalError
 from protocol.run import layout
@@ -290,13 +291,34 @@ class StageTrainer:
                 found[f"{name}/{moment}"] = value.copy() if copy else value
         return found
 
+    def moments(self, shard: str) -> bytes | None:
+        """AdamW's moments of a held shard, made small (peer/training/moments.py); None before the first step."""
+        names = {name for name, _ in layout.tensors(self.spec, shard)} if shard in self.shards else set()
+        state = {
+            f"{name}/{moment}": getattr(moments, moment).cpu().numpy()
+            for name, moments in self._moments.items()
+            if name in names
+            for moment in _Moments.__slots__
+        }
+        return small_moments.pack(self.spec, shard, state) if state else None
+
+    def has_moments(self, shard: str) -> bool:
+        """Whether AdamW has moments of this shard."""
+        return any(name in self._moments for name, _ in layout.tensors(self.spec, shard))
+
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
         """Takes the moments of the parameters held here; the others start afresh. What is not held is ignored.
 
         A chain's embedding coordinates of another rank start afresh too. Raises LocalError if a shape does not fit.
         """
         self._moments.clear()
+        self.add_moments(state)
+
+    def add_moments(self, state: Mapping[str, np.ndarray]) -> None:
+        """The same, for the parameters that have none."""
         for name, parameter in self.stage.named_parameters():
+            if name in self._moments:
+                continue
             found = [state[key] for moment in _Moments.__slots__ if (key := f"{name}/{moment}") in state]
             if len(found) < len(_Moments.__slots__):
                 continue

@@ -17,6 +17,12 @@ BLOB = "potluck/blob/1"
 STATES = "potluck/states/1"
 """Call: nothing -> msgpack list of [round, [shards]], the states that the called peer serves as blobs."""
 
+HANDOVER = "potluck/handover/1"
+"""Call between peers: Handover -> HandoverAnswer (protocol/wire/handover.py)."""
+
+MOMENTS = "potluck/moments/1"
+"""Call between peers: {"shard": name} -> {"blob": name, "size": bytes} of its moments (peer/training/moments.py), or {}."""
+
 PIPE = "potluck/pipe/1"
 """Stream between neighbouring stages of a chain, forward and backward."""
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
 MEMBER, LEADER, ROSTER = "protocol/rounds/member.py", "protocol/rounds/leader.py", "protocol/rounds/chain_repair.py"
 PAXOS, ACCEPTOR, OFFERS = "protocol/rounds/paxos.py", "protocol/rounds/acceptor.py", "protocol/rounds/offers.py"
-STORAGE = "peer/state/storage.py"
+STORAGE, TAKING = "peer/state/storage.py", "peer/state/taking.py"
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,10 @@ BUGS: dict[str, Bug] = {
     ),
     "what was not committed is not given back": Bug(
         ((MEMBER, "            if not commit.includes(self.peer, self._pending.parts):", "            if False:"),),
+        ("P3",),
+    ),
+    "what another peer gave is added again when it is told again": Bug(
+        ((TAKING, "        if self._taken.get(key, 0) >= handover.serial:\n", "        if False:\n"),),
         ("P3",),
     ),
     "a spare takes part twice": Bug(

@@ -10,7 +10,8 @@ P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feed
 
     A pseudo-gradient counts from the moment that the feedback with it is durable: a crash before that moment loses the work of that
     one round (its δ is zero, even if what was sent of it is committed), and nothing else is ever lost. An offer is sent once it is
-    on the sender's disk.
+    on the sender's disk. What moves from one peer's e to another's is subtracted there and added here, each from the moment that the
+    feedback without it, or with it, is durable: every part is added once at most, by its heir or by its giver again.
 
 β is 1 or 1/2, the payloads are fp32 and all that is learned are small whole numbers, so fp32 rounds nothing away in e, and the
 equation is one of numbers, not of tolerances.
@@ -28,20 +29,24 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load
 
+from peer.state import giving, taking
 from peer.state.outer_optimizer import Outer
-from protocol.codec import sparse
+from protocol.codec import blob_hash, sparse
+from protocol.rounds import handover as rules
 from protocol.rounds import validation
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept, Promise
 from protocol.wire.commit import Commit, Part
+from protocol.wire.handover import Handover
 from protocol.wire.schema import build
 from protocol.wire.session import Offer
 from tests.sim.trainer import DrawnTrainer
 from tests.sim.world import Violation
 
 Arrays = list[NDArray[np.float32]]
+Exact = list[NDArray[np.float64]]
 
 
 @dataclass(slots=True)
@@ -50,6 +55,15 @@ class Entry:
 
     delta: Arrays | None = None
     part: Part | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of a peer's feedback after `round` by a hand-over: `sign` times what it holds."""
+
+    round: int
+    sign: int
+    handover: Handover
 
 
 @dataclass(slots=True)
@@ -65,6 +79,11 @@ class Ledger:
     """The newest round in each node's log."""
     votes: dict[str, Promise] = field(default_factory=dict)
     """The vote on each node's disk."""
+    moves: dict[tuple[str, str], list[Move]] = field(default_factory=dict)
+    """By peer and shard, in order."""
+    _handovers: dict[tuple[str, int], Handover] = field(default_factory=dict)
+    _notes: dict[str, dict[str, str]] = field(default_factory=dict)
+    _added: set[tuple[str, int]] = field(default_factory=set)
     _stored: set[tuple[str, str]] = field(default_factory=set)
     _accepted: dict[tuple[int, int, str], set[str]] = field(default_factory=dict)
     _replay: Outer | None = None
@@ -81,10 +100,17 @@ class Ledger:
             offer = build(Offer, json.loads(data))
             for part in offer.parts:
                 self._entry(who, part.shard, offer.round).part = part
+        elif path.name.startswith("handover-"):
+            if path.suffix == ".payload":
+                self.payloads.setdefault(blob_hash.name_of(data), data)
+            else:
+                handover = build(Handover, json.loads(data))
+                self._handovers[who, handover.serial] = handover
         elif path.name.startswith("feedback-") and trainer is not None:
             round = int(path.name.split("-")[1].split(".")[0])
             for shard, delta in trainer.deltas.get(round, {}).items():
                 self._entry(who, shard, round).delta = delta
+            self._moved(who, round, _metadata(data))
             self._check_file(who, round, data)
 
         elif path.name == "vote":
@@ -96,6 +122,31 @@ class Ledger:
             self.votes[who] = vote
             if vote.commit is not None:
                 self._accepted.setdefault((vote.round, vote.accepted, vote.commit.digest), set()).add(who)
+
+    def _moved(self, who: str, round: int, notes: dict[str, str]) -> None:
+        """What the notes beside a durable feedback say of hand-overs that the ones before did not."""
+        before, self._notes[who] = self._notes.get(who, {}), notes
+        for serial in range(int(before.get(giving.OUT, 0)) + 1, int(notes.get(giving.OUT, 0)) + 1):
+            self._move(who, Move(round, -1, self._handovers[who, serial]))
+        back = notes.get(giving.BACK, "")
+        if back and back != before.get(giving.BACK, ""):
+            self._add(who, who, Move(round, 1, self._handovers[who, int(back)]))
+        known, now = (json.loads(n.get(taking.TAKEN, "{}")) for n in (before, notes))
+        for key, serial in now.items():
+            if known.get(key) != serial:
+                giver = key.rpartition("/")[0]
+                self._add(who, giver, Move(round, 1, self._handovers[giver, serial]))
+
+    def _add(self, who: str, giver: str, move: Move) -> None:
+        handover = move.handover
+        if (giver, handover.serial) in self._added or (who != giver and (who != handover.heir or not handover.given)):
+            raise Violation("P3", f"{who[-8:]} adds hand-over {handover.serial} of {giver[-8:]}, which is not its own")
+        self._added.add((giver, handover.serial))
+        self.stats["taken back" if who == giver else "handed over"] += 1
+        self._move(who, move)
+
+    def _move(self, who: str, move: Move) -> None:
+        self.moves.setdefault((who, move.handover.shard), []).append(move)
 
     def told(self, who: str, raw: bytes) -> None:
         """A message leaves `who`: what it says must be on its disk."""
@@ -191,7 +242,7 @@ class Ledger:
 
     def check_feedback(self, who: str, feedback: dict[str, Arrays]) -> None:
         """At a moment at which every offer of `who` is decided and resolved."""
-        for peer, shard in self.entries:
+        for peer, shard in {**self.entries, **self.moves}:
             if peer == who:
                 self._check(who, shard, feedback.get(shard), self.owed(who, shard))
 
@@ -203,41 +254,57 @@ class Ledger:
                 if entry is None or entry.delta is None:
                     raise Violation("P3", f"{who[-8:]}: what it learned of {shard} in round {round} is lost")
 
-    def owed(self, who: str, shard: str, upto: int | None = None, given_back: bool = False) -> Arrays:
+    def owed(self, who: str, shard: str, upto: int | None = None, given_back: bool = False) -> Exact:
         """e, as it must be: what was learned of a shard, less what was sent of it and is, or may yet be, committed. `upto`: a round whose
         offer is not decided yet; `given_back`: it went back into e."""
         shapes, beta = layout.shapes(self.manifest.model, shard), float(self.manifest.outer.beta)
         left = [np.zeros(shape) for shape in shapes]
-        for round, entry in sorted(self.entries.get((who, shard), {}).items()):
+        entries, moves = self.entries.get((who, shard), {}), self.moves.get((who, shard), [])
+        for round in sorted({*entries, *(move.round for move in moves)}):
             if upto is not None and round > upto:
                 break
-            for x in left:
-                x *= beta
-            for x, delta in zip(left, entry.delta or [], strict=entry.delta is not None):
-                x += delta
-            if entry.part is None:
-                continue
-            if not given_back if round == upto else _includes(self.log[round], who, entry.part):
-                payload = self.payloads[entry.part.digest]
-                for x, sent in zip(left, sparse.decode(self.manifest.outer.codec, shapes, payload), strict=True):
-                    x.reshape(-1)[sent.index] -= sent.values
+            entry = entries.get(round)
+            if entry is not None:
+                for x in left:
+                    x *= beta
+                for x, delta in zip(left, entry.delta or [], strict=entry.delta is not None):
+                    x += delta
+                part = entry.part
+                if part and (not given_back if round == upto else _includes(self.log[round], who, part)):
+                    self._change(left, shapes, self.manifest.outer.codec, part.digest, -1)
+            for move in moves:
+                if move.round == round:
+                    codec = rules.codec(self.manifest, move.handover.topk)
+                    self._change(left, shapes, codec, move.handover.blob, move.sign)
         return left
 
-    def _check(self, who: str, shard: str, feedback: Arrays | None, owed: Arrays) -> None:
-        for x, e in zip(owed, feedback or [np.zeros_like(x) for x in owed], strict=True):
+    def _change(
+        self, arrays: Exact, shapes: tuple[tuple[int, ...], ...], codec: sparse.Codec, name: str, sign: int
+    ) -> None:
+        for x, sent in zip(arrays, sparse.decode(codec, shapes, self.payloads[name]), strict=True):
+            values: NDArray[np.float32] = sent.values
+            x.reshape(-1)[sent.index] += sign * values.astype(np.float64)
+
+    def _check(self, who: str, shard: str, feedback: Arrays | None, owed: Exact) -> None:
+        held = feedback or [np.zeros(x.shape, np.float32) for x in owed]
+        for x, e in zip(owed, held, strict=True):
             if not np.array_equal(x, e.astype(np.float64)):
                 raise Violation("P3", f"{who[-8:]}: on {shard}, applied updates + e differ from the sum of its work")
 
     def _check_file(self, who: str, round: int, data: bytes) -> None:
         """The feedback after `round` on the disk of `who`."""
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        given_back = header.get("__metadata__", {}).get("restored_offer") == "True"
+        given_back = _metadata(data).get("restored_offer") == "True"
         tensors = load(data)
-        for peer, shard in self.entries:
+        for peer, shard in {**self.entries, **self.moves}:
             if peer == who and f"{shard}/0" in tensors:
                 shapes = layout.shapes(self.manifest.model, shard)
                 e = [tensors[f"{shard}/{i}"] for i in range(len(shapes))]
                 self._check(who, shard, e, self.owed(who, shard, round, given_back))
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    """Of a file of tensors."""
+    return dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {}))
 
 
 def _includes(commit: Commit, who: str, part: Part) -> bool:

@@ -26,7 +26,7 @@ SEEDS = 150
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power", "deaths of peers",
     "deaths of nodes", "higher ballots", "stalls", "left out", "leads", "withdrawals", "recovered", "chains reconfigured",
-    "chains finished", "chains ended", "spares' shares",
+    "chains finished", "chains ended", "spares' shares", "handed over", "taken back",
 )  # fmt: skip
 """What many runs must have seen a few times."""
 Life = tuple[int, Counter[str], str]

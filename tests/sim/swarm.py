@@ -257,7 +257,8 @@ class Swarm:
         committed = {part.digest for c in commits for share in c.shares for part in share.parts}
         own = {part.digest for part in process.running.rounds.offer.parts} if process.running.rounds.offer else set()
         states = {digest for round in range(len(self.ledger.log)) for digest in self.ledger.digests(round).values()}
-        useless = set(storage.blobs) - committed - own - states
+        moved = {move.handover.blob for moves in self.ledger.moves.values() for move in moves}
+        useless = set(storage.blobs) - committed - own - states - moved
         if useless:
             raise self._said(
                 Violation("P6", f"{process.name[-8:]} keeps {len(useless)} payloads that nobody committed")

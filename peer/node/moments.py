@@ -1,0 +1,98 @@
+"""AdamW's moments for a peer that begins to train a shard, from one that trains it already (peer/training/moments.py).
+
+Nobody waits for them. They are asked for as soon as a plan names the shard, which is a round or more before it is trained
+(docs/protocol.md, forming); what has not come by then is not used. Each trainer makes its moments ready once a round at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+
+from peer.node.orders import InnerLoop
+from peer.state.payloads import Exchange
+from peer.training import moments
+from protocol.codec.sparse import PayloadError
+from protocol.errors import PotluckError, RemoteError
+from protocol.rounds import handover
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire import endpoints, framing
+from protocol.wire.plan import Plan
+
+ASKED = 3
+"""Trainers of a shard that are asked, one after the other."""
+REQUEST_BYTES = 256
+ANSWER_BYTES = 256
+
+
+class MomentsExchange:
+    """One per peer: asks others, and answers them."""
+
+    def __init__(self, manifest: Manifest, peer: str, exchange: Exchange, inner_loop: InnerLoop) -> None:
+        self.manifest = manifest
+        self.peer = peer
+        self._exchange = exchange
+        self._inner_loop = inner_loop
+        self._plan: Plan | None = None
+        self._made: dict[str, tuple[str, int]] = {}  # in this round, by shard: the blob and its bytes
+        self._making = asyncio.Lock()
+        self._looking: asyncio.Task[None] | None = None
+
+    async def serve(self) -> None:
+        """Lets others ask."""
+        await self._exchange.answer(endpoints.MOMENTS, self._answer, REQUEST_BYTES)
+
+    def follow(self, plan: Plan | None) -> None:
+        """A new plan may name shards that we do not train yet."""
+        if plan is None or (self._plan is not None and plan.round == self._plan.round):
+            return
+        for blob, _ in self._made.values():
+            self._exchange.drop(blob)
+        self._plan, self._made = plan, {}
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._look(plan))
+
+    async def aclose(self) -> None:
+        """Ends what is under way."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    async def _look(self, plan: Plan) -> None:
+        for shard in handover.kept_shards(self.manifest, plan, self.peer):
+            if self._inner_loop.lacks_moments(shard):
+                others = [p for p in handover.trainers(self.manifest, plan.replicas, shard) if p != self.peer]
+                for trainer in others[:ASKED]:
+                    with contextlib.suppress(PotluckError):
+                        if await self._get(shard, trainer):
+                            break
+
+    async def _get(self, shard: str, trainer: str) -> bool:
+        request = framing.pack_message({"shard": shard})
+        match framing.unpack_message(await self._exchange.ask(trainer, endpoints.MOMENTS, request, ANSWER_BYTES)):
+            case {"blob": str(blob), "size": int(size)} if 0 < size <= moments.largest(self.manifest.model, shard):
+                data = await self._exchange.take(blob, size, trainer)
+                with contextlib.suppress(PayloadError):
+                    await asyncio.to_thread(self._inner_loop.inherit, shard, data)
+                    return True
+        return False
+
+    async def _answer(self, remote: str, request: bytes) -> bytes:
+        try:
+            asked = framing.unpack_message(request)
+        except framing.FrameError as error:
+            raise RemoteError(remote, f"moments: {error}") from None
+        shard = asked.get("shard") if isinstance(asked, Mapping) else None
+        known = self._plan is not None and self._plan.held_by(remote) is not None
+        if not known or shard not in layout.shard_names(self.manifest.model):
+            return framing.pack_message({})
+        async with self._making:
+            if shard not in self._made:
+                data = await self._inner_loop.moments(shard)
+                if data is None:
+                    return framing.pack_message({})
+                self._made[shard] = (await asyncio.to_thread(self._exchange.keep, data), len(data))
+        blob, size = self._made[shard]
+        return framing.pack_message({"blob": blob, "size": size})

@@ -1,0 +1,123 @@
+"""Who gets the error feedback of a shard that a peer does not train any more, and what its heir accepts. Pure.
+
+The hand-over of a part x of the feedback e, from a giver to its heir (docs/adr/0019-feedback-moves.md):
+
+    giver   e -= x            durable: e without x, and x as a blob     offered    may be taken back: e += x
+    heir                      has fetched x and checked it              ready
+    giver                     durable: x is the heir's                  given      never taken back
+    heir    e += x            durable: e with x, and x's number         taken
+    giver                     removes x                                 dropped
+
+Each side repeats its step after a crash and finds by what is durable whether it was done. So x is in one place at any moment, and
+is never added twice. It is lost only with the disk of who has it.
+
+x is one payload of the run's codec with more entries: 2 bits and an index for each. What x does not hold stays with the giver, and
+goes in later hand-overs until little is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from protocol.codec import sparse
+from protocol.codec.sparse import Codec
+from protocol.planning import memory
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit
+from protocol.wire.handover import Handover
+from protocol.wire.plan import Plan, ReplicaSpec
+
+TOPK = (1024, 256, 64)
+"""Entries of every 4096 that a hand-over may have; fewer where a line is slow and time is short."""
+LEFT = 0.25
+"""A hand-over is followed by another one while more than this share of the feedback's norm is left."""
+MOST = 64.0
+"""What an heir adds has at most so many times the norm of its own newest payload of the shard: a feedback that was never sent has
+1 / (1 - beta) = 20 times that of what is learned in a round, and a payload less than that."""
+MEMORY_ROUNDS = 256
+"""Only who trained the shard in one of the last so many rounds has something to hand over."""
+LEAVE_SECONDS = 20.0
+"""So long at most does a peer that leaves wait for its heirs."""
+
+
+def codec(manifest: Manifest, topk: int) -> Codec:
+    """Of hand-overs with so many entries: the run's, but never with fewer than a round's payload has."""
+    own = manifest.outer.codec
+    return dataclasses.replace(own, topk=max(own.topk, topk))
+
+
+def largest(manifest: Manifest, handover: Handover) -> int:
+    """The most bytes that the hand-over's payload can have."""
+    return sparse.max_payload_size(codec(manifest, handover.topk), layout.shapes(manifest.model, handover.shard))
+
+
+def trainers(manifest: Manifest, replicas: Sequence[ReplicaSpec], shard: str) -> tuple[str, ...]:
+    """Who trains the shard in these replicas, in their order."""
+    return tuple(
+        stage.peer
+        for replica in replicas
+        for stage in replica.stages
+        if shard in memory.stage_shards(manifest, stage.first, stage.last)
+    )
+
+
+def kept_shards(manifest: Manifest, plan: Plan, peer: str) -> tuple[str, ...]:
+    """The shards whose feedback `peer` keeps: those that it trains or will train."""
+    stage = plan.held_by(peer)
+    return () if stage is None else memory.stage_shards(manifest, stage.first, stage.last)
+
+
+def heir(manifest: Manifest, before: Plan | None, plan: Plan, peer: str, shard: str) -> str | None:
+    """Who gets the feedback of `shard` from `peer`, who does not train it in `plan`: somebody who trains it, or will in a replica that is
+    forming, and did not in the plan `before`, one for each who stopped; where there is nobody new, one of those who train it. None:
+    nobody does. A peer that leaves knows of nobody new: `before` is None."""
+    training = [p for p in trainers(manifest, plan.replicas, shard) if p != peer]
+    if before is not None:
+        former = trainers(manifest, (*before.replicas, *before.forming), shard)
+        now = (*training, *trainers(manifest, plan.forming, shard))
+        new, stopped = [p for p in now if p not in former], [p for p in former if p not in now]
+        if new and peer in stopped:
+            return new[stopped.index(peer) % len(new)]
+    return training[sum(f"{peer} {shard}".encode()) % len(training)] if training else None
+
+
+def why_refused(
+    manifest: Manifest, log: Mapping[int, Commit], plan: Plan | None, peer: str, giver: str, handover: Handover
+) -> str | None:
+    """Why `peer`, whose newest plan is `plan`, does not take this from `giver`; None where nothing speaks against it so far."""
+    if handover.heir != peer:
+        return "it is for somebody else"
+    if handover.shard not in layout.shard_names(manifest.model):
+        return "there is no such shard"
+    if handover.topk not in TOPK or not 0 < handover.size <= largest(manifest, handover):
+        return "no payload of a hand-over has this size"
+    trains = plan is not None and handover.shard in kept_shards(manifest, plan, peer)
+    if not trains and not handover.given:
+        return "its heir does not train that shard"
+    if not _has_trained(manifest, log, giver, handover.shard):
+        return f"its giver has not trained that shard in the last {MEMORY_ROUNDS} rounds"
+    return None
+
+
+def _has_trained(manifest: Manifest, log: Mapping[int, Commit], peer: str, shard: str) -> bool:
+    head = max(log, default=-1)
+    plans = (log[r].plan for r in range(head, max(head - MEMORY_ROUNDS, -1), -1) if r in log)
+    stages = (plan.held_by(peer) for plan in plans if plan is not None)
+    return any(s is not None and shard in memory.stage_shards(manifest, s.first, s.last) for s in stages)
+
+
+def is_too_large(norm: float, own: float) -> bool:
+    """Whether a part with this norm is not added; `own`: of the heir's newest payload of the shard."""
+    return not math.isfinite(norm) or norm > MOST * own
+
+
+def leaving_topk(manifest: Manifest, shards: Sequence[str], up_bps: int, seconds: float) -> int:
+    """The most entries with which the feedback of these shards leaves over `up_bps` bits a second (0: unknown) in half the time."""
+    for topk in TOPK[:-1]:
+        sizes = (sparse.max_payload_size(codec(manifest, topk), layout.shapes(manifest.model, s)) for s in shards)
+        if 8 * sum(sizes) <= up_bps * seconds / 2:
+            return topk
+    return TOPK[-1]

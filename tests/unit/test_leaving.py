@@ -1,0 +1,82 @@
+"""A peer that is asked to end gives what its error feedback holds to one that trains the same shards, between whole peers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from peer.state.storage import Shards
+from protocol.rounds.member_events import Phase
+from tests.volunteers import Swarm, Volunteer, manifest
+
+pytestmark = pytest.mark.slow
+DEADLINE = 300.0
+
+
+def feedback(peer: Volunteer) -> Shards:
+    return {shard: [e.copy() for e in arrays] for shard, arrays in peer.rounds.outer.feedback.items()}
+
+
+def norm(shards: Shards) -> float:
+    return float(
+        np.sqrt(sum(float(np.sum(np.square(e, dtype=np.float64))) for arrays in shards.values() for e in arrays))
+    )
+
+
+def total(*held: Shards) -> Shards:
+    return {shard: [np.sum(x, axis=0) for x in zip(*(h[shard] for h in held), strict=True)] for shard in held[0]}
+
+
+def test_whoever_leaves_politely_takes_little_along_and_what_all_hold_stays_the_same(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(rounds=9, start_peers=3)) as swarm:
+            upto, moved = 2, asyncio.Event()
+
+            async def hold(peer: str, round: int) -> None:
+                while round > upto:
+                    await moved.wait()
+
+            swarm.hold = hold
+            peers = [swarm.start(name) for name in ("a", "b", "c")]
+            await swarm.until(
+                lambda: all(
+                    p.rounds and p.rounds.member.phase is Phase.TRAINING and p.rounds.member.applied == 2 for p in peers
+                )
+            )
+            *stay, leaver = peers
+            before, all_before = feedback(leaver), total(*map(feedback, peers))
+            await swarm.stop("c")
+            after, all_after = feedback(leaver), total(*map(feedback, peers))
+            assert norm(after) < 0.7 * norm(before)
+            for shard, arrays in all_before.items():
+                for x, y in zip(arrays, all_after[shard], strict=True):
+                    np.testing.assert_allclose(x, y, atol=1e-6 * float(np.abs(x).max()))
+            assert all(norm(feedback(p)) > 0 for p in stay)
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+
+
+def test_who_leaves_as_the_only_one_keeps_everything_and_does_not_wait(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(rounds=9, start_peers=1)) as swarm:
+
+            async def hold(peer: str, round: int) -> None:
+                if round > 2:
+                    await asyncio.Event().wait()
+
+            swarm.hold = hold
+            alone = swarm.start("a")
+            await swarm.until(lambda: bool(alone.rounds) and alone.rounds.member.applied == 2)
+            before = feedback(alone)
+            await swarm.stop("a")
+            assert all(
+                np.array_equal(x, y)
+                for shard in before
+                for x, y in zip(before[shard], feedback(alone)[shard], strict=True)
+            )
+            assert not alone.storage.load_handovers()
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE))

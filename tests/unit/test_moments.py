@@ -1,0 +1,149 @@
+"""AdamW's moments on their way to a peer that begins to train a shard: their size, what they lose, and what an enemy can make of them."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peer.training import moments
+from peer.training.trainer import StageTrainer
+from protocol.codec.sparse import PayloadError
+from protocol.run import init, layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
+from tests.volunteers import Noise, Swarm, manifest
+
+SPEC = ModelSpec(vocab_size=64, d_model=32, n_layers=1, n_heads=2, d_ff=64, context=16)
+TRAIN = TrainSpec(inner_steps=4, micro_batches=1, rows=4, sequence=16, lr=1e-3, warmup_steps=0, total_steps=100)
+SHARDS = layout.shard_names(SPEC)
+SHARD = "block.0"
+DEADLINE = 300.0
+
+
+def trainer() -> StageTrainer:
+    made = StageTrainer(SPEC, TRAIN, SHARDS)
+    made.begin_round({shard: init.initial_shard(SPEC, b"seed", shard) for shard in SHARDS})
+    return made
+
+
+def trained(steps: int) -> StageTrainer:
+    made = trainer()
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, steps + 1):
+        made.forward(0, torch.randint(0, SPEC.vocab_size, (TRAIN.rows, TRAIN.sequence + 1), generator=generator))
+        made.backward(0)
+        made.step(step, sum(square for _, square in made.grad_sumsq()) ** 0.5)
+    return made
+
+
+def packed(of: StageTrainer, shard: str = SHARD) -> bytes:
+    data = of.moments(shard)
+    assert data is not None
+    return data
+
+
+def test_what_comes_out_is_near_to_what_went_in_and_small() -> None:
+    old, data = trained(12), packed(trained(12))
+    found, exact = moments.unpack(SPEC, TRAIN, SHARD, data), old.optimizer_state()
+    for name, shape in layout.tensors(SPEC, SHARD):
+        assert float(found[f"{name}/step"]) == 12
+        m, v = exact[f"{name}/exp_avg"], exact[f"{name}/exp_avg_sq"]
+        cosine = (
+            float(np.sum(m * found[f"{name}/exp_avg"])) / np.linalg.norm(m) / np.linalg.norm(found[f"{name}/exp_avg"])
+        )
+        assert cosine > 0.6
+        if len(shape) == 1:
+            np.testing.assert_array_equal(found[f"{name}/exp_avg_sq"], v)
+        else:
+            np.testing.assert_allclose(found[f"{name}/exp_avg_sq"].mean(axis=1), v.mean(axis=1), rtol=1e-4)
+            np.testing.assert_allclose(found[f"{name}/exp_avg_sq"].mean(axis=0), v.mean(axis=0), rtol=1e-4)
+    assert len(data) <= moments.largest(SPEC, SHARD) < 0.1 * 8 * layout.parameters(SPEC, SHARD)
+
+
+def test_a_trainer_takes_them_for_what_it_has_none_of() -> None:
+    young, other = trainer(), trained(3)
+    assert young.moments(SHARD) is None
+    assert not young.has_moments(SHARD)
+    young.add_moments(moments.unpack(SPEC, TRAIN, SHARD, packed(other)))
+    assert young.has_moments(SHARD)
+    assert not young.has_moments("head")
+    first = young.optimizer_state()
+    young.add_moments(moments.unpack(SPEC, TRAIN, SHARD, packed(trained(5))))
+    assert all(np.array_equal(x, first[key]) for key, x in young.optimizer_state().items()), "its own stay"
+
+
+def test_first_moments_are_no_larger_than_those_of_an_honest_peer() -> None:
+    exact = trained(5).optimizer_state()
+    huge = {key: 1e6 * x if key.endswith("/exp_avg") else x for key, x in exact.items()}
+    data = moments.pack(SPEC, SHARD, huge)
+    assert data is not None
+    found = moments.unpack(SPEC, TRAIN, SHARD, data)
+    for name, _ in layout.tensors(SPEC, SHARD):
+        assert np.all(np.abs(found[f"{name}/exp_avg"]) <= 1.2 * np.sqrt(found[f"{name}/exp_avg_sq"]) + 1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e3, float("inf"), float("nan"), -1.0])
+def test_second_moments_that_clipped_gradients_cannot_have_are_refused(scale: float) -> None:
+    exact = trained(2).optimizer_state()
+    with np.errstate(invalid="ignore"):
+        bad = {
+            key: np.float32(scale) * (x + np.float32(1e-3)) if key.endswith("/exp_avg_sq") else x
+            for key, x in exact.items()
+        }
+    data = moments.pack(SPEC, SHARD, bad)
+    assert data is not None
+    with pytest.raises(PayloadError):
+        moments.unpack(SPEC, TRAIN, SHARD, data)
+
+
+def test_bytes_that_are_no_moments_are_refused() -> None:
+    data = packed(trained(2))
+    none, long = struct.pack("<I", 0) + data[4:], data[:4] + struct.pack("<Q", 2**63) + data[12:]
+    for bad in (b"", data[:-1], data + b"\0", none, long, data[:11]):
+        with pytest.raises(PayloadError):
+            moments.unpack(SPEC, TRAIN, SHARD, bad)
+
+
+class Knowing(Noise):
+    """A peer that has moments, or gets them; `got` are those that came, by peer and shard."""
+
+    got: dict[tuple[str, str], bytes]
+    knows: bool
+
+    def lacks_moments(self, shard: str) -> bool:
+        return not self.knows and (self.peer, shard) not in self.got
+
+    async def moments(self, shard: str) -> bytes | None:
+        return f"moments of {shard}".encode() if self.knows else None
+
+    def inherit(self, shard: str, data: bytes) -> None:
+        self.got[self.peer, shard] = data
+
+
+@pytest.mark.slow
+def test_who_begins_to_train_a_shard_gets_them_from_one_who_does(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(rounds=500, start_peers=2)) as swarm:
+            got: dict[tuple[str, str], bytes] = {}
+            elders: set[str] = set()
+
+            def inner_loop(chosen: Any, peer: str, *_: object) -> Knowing:
+                made = Knowing(swarm.hold, chosen, peer)
+                made.got, made.knows = got, peer in elders
+                return made
+
+            swarm.inner_loop = inner_loop
+            elders.update(swarm.start(name).id for name in ("a", "b"))
+            await swarm.round(1)
+            young = swarm.start("c")
+            names = layout.shard_names(swarm.manifest.model)
+            await swarm.until(lambda: len(got) == len(names))
+            assert got == {(young.id, shard): f"moments of {shard}".encode() for shard in names}
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE))
