@@ -315,7 +315,7 @@ async def run_steps(
     except BaseExceptionGroup as failures:
         error = _worst(failures)
         await _leave(streams, error.peer if isinstance(error, NeighbourLost) else "")
-        raise error from None
+        raise error from error.__cause__
     except asyncio.CancelledError:
         for stream in streams:
             await stream.close()

@@ -39,6 +39,8 @@ from protocol.wire.plan import StageSpec
 T = TypeVar("T")
 STUCK_SECONDS = 60.0
 """After so long without the frame that is due a chain's neighbour counts as lost, even if it gives signs of life (peer/chain/link.py)."""
+SHORTAGE = 0.9
+"""Of the memory that was offered and did not suffice, what is offered from then on, at most."""
 PACES = 32
 """Inner steps that are compared to find a stage that has become slow."""
 
@@ -73,6 +75,7 @@ class StageInnerLoop:
         self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
+        self._memory = config.memory_bytes  # less after a shortage
         self._depth: tuple[object, int] = ((), 0)  # a chain's stages, and the depth of its last inner step
         self._basis: NDArray[np.float32] | None = None
         # a chain's stages, and their seconds of a micro-batch in each of its last inner steps
@@ -180,8 +183,11 @@ class StageInnerLoop:
                 await catch_up(self._trainer, self._worker, stage_progress, best, first_step)
             if stop.is_set():
                 error = "the round was decided before all steps were done"
-        except PotluckError as failure:
-            error = str(failure)
+        except (PotluckError, MemoryError, RuntimeError, ExceptionGroup) as failure:
+            short = device.is_shortage(failure)
+            if not (short or isinstance(failure, PotluckError)):
+                raise
+            error = self._short_of_memory(spec.stages[position]) if short else str(failure)
             self._depth = ((), 0)  # a member may hold less than it did
         finally:
             self._pipes.forget(plan.round + 1)
@@ -199,6 +205,19 @@ class StageInnerLoop:
             backward_bytes=sum(r.backward_bytes for r in reports),
             boundary_tokens=tokens if spec.is_chain else 0,
         )
+
+    def _short_of_memory(self, stage: StageSpec) -> str:
+        """The system gave less memory than this stage was promised: announces less than it needs, so that the next plan has a smaller
+        role for us. Why the round is sat out."""
+        needed = memory.stage_memory(self.manifest, stage.first, stage.last)
+        self._memory = min(int(SHORTAGE * self._memory), needed - 1)
+        self._announce(memory_bytes=self._memory)
+        text = (
+            f"memory: it ran out in blocks {stage.first} to {stage.last - 1}; {self._memory / 1e6:.0f} MB are offered from now on,"
+            " offer no more than this machine has free with --memory"
+        )
+        self._emit(events.Warning(text=text))
+        return text
 
     def _look(
         self,
@@ -263,7 +282,7 @@ class StageInnerLoop:
         previous, following = await self._unless(
             stop, self._pipes.neighbours(plan, order.replica, order.generation, position)
         )
-        plain, most = memory.depths(self.manifest, stage.first, stage.last, self._config.memory_bytes)
+        plain, most = memory.depths(self.manifest, stage.first, stage.last, self._memory)
         assert self._trainer is not None
         try:
             setup = pipeline.StageSetup(

@@ -85,7 +85,7 @@ class MomentsExchange:
         except framing.FrameError as error:
             raise RemoteError(remote, f"moments: {error}") from None
         shard = asked.get("shard") if isinstance(asked, Mapping) else None
-        known = self._plan is not None and self._plan.held_by(remote) is not None
+        known = self._plan is not None and bool(self._plan.held_by(remote))
         if not known or shard not in layout.shard_names(self.manifest.model):
             return framing.pack_message({})
         async with self._making:

@@ -9,9 +9,6 @@ Nothing is decided here: what is kept, written and fetched follows from protocol
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,20 +20,21 @@ from numpy.typing import NDArray
 from peer import events
 from peer.net.base import Traffic
 from peer.net.clock import Clock
+from peer.node.attesting import Attester, digests
 from peer.node.moments import MomentsExchange
 from peer.node.orders import InnerLoop
 from peer.node.training import Training
+from peer.node.warm_up import WarmUp
 from peer.state.feedback_writer import FeedbackWriter
 from peer.state.giving import Giving
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
-from peer.state.storage import Checkpoint, Shards, Storage
+from peer.state.storage import Checkpoint, Storage
 from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.errors import LocalError
 from protocol.rounds import handover, member_events, part_lists, retention
 from protocol.rounds.member import Member
-from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
 from protocol.wire.commit import Commit, Part
@@ -81,10 +79,9 @@ class Rounds:
         self._seconds: dict[str, float] = {}
         self._scratch: list[NDArray[np.float32]] = []
         self._worker = ThreadPoolExecutor(1, "rounds")
-        self._quiet = ThreadPoolExecutor(1, "quiet", initializer=_be_quiet)
+        self._attester = Attester(self.put)
         self._events: asyncio.Queue[member_events.Event] = asyncio.Queue()
         self._looked_at = float("-inf")
-        self._attesting: asyncio.Task[None] | None = None
         self._checkpointed = -1 if restored is None else restored.round
         if restored is not None:
             self.outer.theta = dict(restored.theta)
@@ -113,14 +110,15 @@ class Rounds:
         self._moments = MomentsExchange(manifest, peer, self._exchange, around.inner_loop)
         log = self.member.commits
         self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, log, self._emit)
+        self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick()))
 
     def put(self, event: member_events.Event) -> None:
         """Hands an event to the machine."""
         self._events.put_nowait(event)
 
     def prefetch(self, offered: Offered) -> None:
-        """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold."""
-        held = tuple(self.outer.theta)
+        """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold, or soon will."""
+        held = tuple(dict.fromkeys((*self.outer.theta, *self._warm_up.shards)))
         if retention.fetches_ahead(self.member.applied, held, offered.round):
             for share in offered.shares:
                 self._exchange.prefetch(offered.round, share, held)
@@ -142,6 +140,7 @@ class Rounds:
                     if isinstance(effect, member_events.Finish):
                         return
                     await self._do(effect)
+                self._take_warm()
         except asyncio.CancelledError:
             giving.cancel()
             await self._leave()
@@ -149,15 +148,16 @@ class Rounds:
         finally:
             ticker.cancel(), giving.cancel()
             await self._training.end()
+            await self._warm_up.aclose()
             await self._taking.aclose()
             await self._moments.aclose()
             try:
-                await self._attested()
+                await self._attester.done()
                 await self._feedback.written()
                 await self._work(self._last_checkpoint)
             finally:
                 self._worker.shutdown(wait=False)
-                self._quiet.shutdown(wait=False)
+                self._attester.close()
 
     async def _leave(self) -> None:
         """Whoever is asked to end gives away what it has learned and not sent, where somebody else trains those shards."""
@@ -227,8 +227,8 @@ class Rounds:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock.steady() - began
 
     def _begin_training(self, order: member_events.TrainOrder) -> None:
-        held = retention.held_shards(self.manifest, order.plan, self.peer, warm=False)
-        theta = {shard: self.outer.theta[shard] for shard in held}
+        used = retention.used_shards(self.manifest, order.plan, self.peer)
+        theta = {shard: self.outer.theta[shard] for shard in used}
         if order.generation:  # a spare needs its memory for the stage
             self.outer.theta = dict(theta)
         self._training.begin(order, theta, ahead=order.plan.round > self.member.applied + 1)
@@ -295,7 +295,7 @@ class Rounds:
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
         scratch = None
         if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
-            await self._attested()
+            await self._attester.done()
             self._around.inner_loop.release()
             scratch = self._scratch
 
@@ -331,30 +331,32 @@ class Rounds:
         self._seconds = {}
 
     async def _hold_shards(self, commit: Commit) -> None:
-        await self._attested()
+        await self._attester.done()
         wanted = retention.held_shards(self.manifest, commit.plan, self.peer, self._around.warm)
         if wanted:
             for shard in [s for s in self.outer.theta if s not in wanted]:
                 del self.outer.theta[shard]
-        await self._recovery.build([s for s in wanted if s not in self.outer.theta], commit.round)
+        used = retention.used_shards(self.manifest, commit.plan, self.peer)
+        lacking = [s for s in wanted if s not in self.outer.theta]
+        later = [s for s in lacking if used and s not in used]  # who trains does not wait for what it will need
+        await self._warm_up.want(later)
+        await self._recovery.build([s for s in lacking if s not in later], commit.round)
         self._storage.blobs.protected = self._needed(commit.round)
         held = bool(self.outer.theta)
         due = retention.checkpoint_is_due(self.manifest, commit.round, self._checkpointed, held)
-        self._attesting = asyncio.create_task(self._attest(commit.round, dict(self.outer.theta), due))
+        self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         if due:  # the optimizer must not change meanwhile
-            await self._attested()
+            await self._attester.done()
 
-    async def _attest(self, round: int, theta: Shards, checkpoint: bool) -> None:
-        """Compares what we hold with the others': training goes on meanwhile, which does not change these arrays."""
-        digests = await asyncio.get_running_loop().run_in_executor(self._quiet, _digests, theta)
-        self.put(member_events.Digested(round, digests))
-        if checkpoint:
-            await self._work(self._checkpoint, round, digests)
-
-    async def _attested(self) -> None:
-        if self._attesting is not None:
-            attesting, self._attesting = self._attesting, None
-            await attesting
+    def _take_warm(self) -> None:
+        """Takes over the shards of a later role, if they are there, and attests them with the others."""
+        phase = self.member.phase
+        if phase in (member_events.Phase.APPLYING, member_events.Phase.HOLDING):
+            return  # it is done already, and the machine has not heard of it
+        found = self._warm_up.take()
+        if found is not None:
+            self.outer.theta.update(found)
+            self._attester.begin(self.member.applied, dict(self.outer.theta))
 
     def _settle(self, commit: Commit) -> None:
         """After `commit` is applied: says which payloads are still needed here (see peer/state/payloads.py)."""
@@ -374,23 +376,17 @@ class Rounds:
             if await self._recovery.is_shorter(held, before, head):
                 self.outer.theta.clear()
 
+    async def _write_checkpoint(self, round: int, digests: Mapping[str, str]) -> None:
+        await self._work(self._checkpoint, round, digests)
+
     def _checkpoint(self, round: int, digests: Mapping[str, str]) -> None:
         checkpoint = Checkpoint(round, self.outer.theta, self._around.inner_loop.optimizer())
         self._storage.save_checkpoint(checkpoint, digests)
         self._checkpointed = round
-        self._exchange.drop_states(self.member.commits)
+        if not self._warm_up.shards:
+            self._exchange.drop_states(self.member.commits)
 
     def _last_checkpoint(self) -> None:
         round, applying = self.member.applied, self.member.phase is member_events.Phase.APPLYING
         if retention.last_checkpoint_is_due(round, self._checkpointed, bool(self.outer.theta), applying):
-            self._checkpoint(round, _digests(self.outer.theta))
-
-
-def _be_quiet() -> None:
-    """Nobody waits for what this thread does: whoever computes goes first. Elsewhere than on Linux a thread has no priority."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
-
-
-def _digests(theta: Shards) -> dict[str, str]:
-    return {shard: layout.shard_digest(arrays) for shard, arrays in theta.items()}
+            self._checkpoint(round, digests(self.outer.theta))

@@ -56,20 +56,26 @@ class Recovery:
 
     async def build(self, shards: Sequence[str], round: int) -> None:
         """Makes `outer.theta` hold `shards` after `round`, all of them at once. Tries until it has them."""
-        if not shards:
-            return
+        if shards:
+            self.outer.theta.update((await self.beside(shards, round)).theta)
+
+    async def beside(self, shards: Sequence[str], round: int) -> Outer:
+        """An `Outer` of its own that holds `shards` after `round`; ours is as it was. Tries until it has them."""
         outer = self.outer
         beside = Outer(
             outer.spec, outer.codec, float(outer.beta), float(outer.eta), threads=outer.threads, empty=outer.empty
         )
         bases = await self._take_bases(beside, shards, round)
         for r in range(min(bases.values()) + 1, round + 1):
-            behind = [s for s in shards if bases[s] < r]
-            payloads = await self._exchange.payloads(self._log[r], behind, self._log)
-            for shard in behind:
-                await asyncio.to_thread(beside.apply, shard, payloads.by_shard[shard])
-            self._storage.blobs.protected.difference_update(payloads.names)  # until it is said again what is needed
-        self.outer.theta.update(beside.theta)
+            await self.advance(beside, [s for s in shards if bases[s] < r], r)
+        return beside
+
+    async def advance(self, beside: Outer, shards: Sequence[str], round: int) -> None:
+        """Applies the commit of `round` to `shards` of `beside`, which are at the state before it."""
+        payloads = await self._exchange.payloads(self._log[round], shards, self._log)
+        for shard in shards:
+            await asyncio.to_thread(beside.apply, shard, payloads.by_shard[shard])
+        self._storage.blobs.protected.difference_update(payloads.names)  # until it is said again what is needed
 
     def is_long(self, shards: Sequence[str], applied: int, round: int) -> bool:
         """Whether the payloads from `applied` to `round` are more bytes than the shards themselves."""

@@ -135,3 +135,15 @@ def peak_rss() -> int:
     """The most memory, in bytes, that this process has had resident so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: Python's own, a GPU's, or what torch says of the system's (a RuntimeError); or an error
+    that was raised from such a one."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_shortage, error.exceptions))
+    if error.__cause__ is not None:
+        return is_shortage(error.__cause__)
+    text = str(error)
+    allocator = isinstance(error, RuntimeError) and ("allocate memory" in text or "out of memory" in text)
+    return isinstance(error, MemoryError) or allocator

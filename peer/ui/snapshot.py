@@ -162,7 +162,7 @@ def _waits(plan: Plan | None, peer: str) -> str:
     """What a peer without a stage in the plan is there for."""
     if plan is not None and peer in plan.spares:
         return "spare"
-    return "joining" if plan is not None and plan.held_by(peer) is not None else "waiting"
+    return "joining" if plan is not None and plan.held_by(peer) else "waiting"
 
 
 def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:

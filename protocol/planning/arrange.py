@@ -28,7 +28,7 @@ from protocol.planning.memory import held_shards
 from protocol.planning.objective import Swarm, padded
 from protocol.planning.partition import GAIN, HORIZON_ROUNDS, Candidate, Ranges, split
 from protocol.planning.pools import UNITS, Allowed, Arrangement, Group
-from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Ints
+from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
@@ -73,6 +73,7 @@ def arrange(
         guessed = not all(swarm.known[list(group)].all() for group in (*before, *after))
         return not gone or (not guessed and _pays(manifest, swarm, everybody, gone, after))
 
+    pools.split_chains(swarm, now, allowed)
     if now.free or len(now.kept) < len(now.groups):
         _search(swarm, now, budget, allowed)
         _found(swarm, now)  # of those whom the search left over
@@ -92,20 +93,34 @@ def _search(swarm: Swarm, now: Arrangement, budget: int, allowed: Allowed) -> No
             break
 
 
+def rates(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged]) -> list[float]:
+    """Predicted tokens per second of replicas as they are; their members are candidates and can hold their blocks."""
+    everybody = sorted(candidates, key=lambda c: c.peer)
+    number = {c.peer: i for i, c in enumerate(everybody)}
+    groups = [tuple(number[peer] for peer in replica.members) for replica in replicas]
+    as_is, _, _ = _as_is(Swarm(manifest, everybody), groups, replicas)
+    found: list[float] = as_is.tolist()
+    return found
+
+
+def _as_is(swarm: Swarm, groups: Sequence[Group], replicas: Sequence[Arranged]) -> tuple[Floats, Floats, Ints]:
+    """[N] each: the rates of replicas with these members, as they are and at the best of the allowed ranks; and which that is."""
+    rows = padded(groups)
+    blocks = np.zeros_like(rows)
+    for row, replica in zip(blocks, replicas, strict=True):
+        row[: len(replica.ranges)] = [b - a for a, b in replica.ranges]
+    ranks = swarm.shapes.ranks
+    best, rank = swarm.rates(rows, blocks)
+    now = np.array([ranks.index(r.rank) if r.rank in ranks else int(n) for r, n in zip(replicas, rank, strict=True)])
+    return swarm.rates(rows, blocks, now)[0], best, rank
+
+
 def _as_they_are(swarm: Swarm, old: dict[Group, Arranged]) -> dict[Group, Arranged]:
     """Replicas with their rates, and with another rank where that pays: nothing has to travel for it."""
     if not old:
         return old
-    rows = padded(list(old))
-    blocks = np.zeros_like(rows)
-    for row, replica in zip(blocks, old.values(), strict=True):
-        row[: len(replica.ranges)] = [b - a for a, b in replica.ranges]
     ranks = swarm.shapes.ranks
-    best, rank = swarm.rates(rows, blocks)
-    as_is = np.array(
-        [ranks.index(r.rank) if r.rank in ranks else int(n) for r, n in zip(old.values(), rank, strict=True)]
-    )
-    same = swarm.rates(rows, blocks, as_is)[0]
+    same, best, rank = _as_is(swarm, list(old), list(old.values()))
     changes = (best * GAIN >= same) & [len(group) > 1 for group in old]
     return {
         group: dataclasses.replace(

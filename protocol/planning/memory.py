@@ -14,6 +14,7 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
                            that is trained as a whole, before they are added
     or, if more  8 T       than the last four, when nothing is in flight: AdamW on the largest tensor (T parameters);
                  4 E       or what the embedding of a compressed chain moved, in its first stage
+    later role   4 Q       θ of what it lacks for another role (Q parameters), while it trains in the one that it has; in files: nothing
     spare        4 M + scratch  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
 with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
@@ -107,10 +108,19 @@ def least_depth(manifest: Manifest, first: int, last: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def _all_in_memory(manifest: Manifest) -> int:
-    """Bytes for the most demanding stage there may be, without files."""
+    """Bytes for the most demanding stage there may be, and all other shards for a later role, without files."""
     layers, most = manifest.model.n_layers, window(manifest)
     stages = [(0, layers)] + [(a, b) for a, b in ((0, layers - 1), (1, layers)) if a < b]
-    return max(memory_at(manifest, a, b, in_flight(manifest, a, b), most, in_files=False) for a, b in stages)
+    return max(
+        memory_at(manifest, a, b, in_flight(manifest, a, b), most, in_files=False) + later_bytes(manifest, a, b)
+        for a, b in stages
+    )
+
+
+def later_bytes(manifest: Manifest, first: int, last: int) -> int:
+    """Bytes of the shards that a stage does not hold, and holds before it becomes another one."""
+    held = held_shards(manifest, first, last)
+    return sum(layout.shard_bytes(manifest.model, s) for s in layout.shard_names(manifest.model) if s not in held)
 
 
 def in_files(manifest: Manifest, memory_bytes: int) -> bool:

@@ -5,25 +5,27 @@ where that pays (protocol/planning/partition.py). protocol/planning/arrange.py f
 committed tokens per second, and which kept replicas are worth giving up for it. Who is left is a spare, and takes the place of
 a chain's member that is lost (protocol/rounds/chain_repair.py).
 
-A new replica whose members do not hold their shards yet is *forming*: they fetch them while the others train, and it begins in the
-first plan after all of them have attested that state. After FORMING_ROUNDS without that it is given up. What a stage needs: protocol/planning/memory.py.
+A new replica whose members do not hold their shards yet is *forming*: they fetch them while everybody trains as before, and it begins in
+the first plan after all of them have attested that state (protocol/planning/changes.py). What a stage needs:
+protocol/planning/memory.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from protocol.planning import arrange
 from protocol.planning.allotment import NEW, allot
 from protocol.planning.arrange import Arranged
+from protocol.planning.changes import FORMING_ROUNDS, Change, Holds, linked
 from protocol.planning.memory import needs_by_range
 from protocol.planning.partition import Candidate, balanced
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
-FORMING_ROUNDS = 16
-"""A replica that has not begun after so many rounds is given up."""
+WORTH = 1 - 1e-9
+"""A change brings at least this share of the tokens per second of what is there."""
 
 
 def make_plan(
@@ -33,51 +35,93 @@ def make_plan(
     round: int,
     previous: Plan | None,
     done: Mapping[int, int] | None = None,
-    holds: Callable[[StageSpec], bool] | None = None,
+    holds: Holds | None = None,
 ) -> Plan | None:
     """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
     protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a new replica
     one of whose members has not is forming, and nobody waits for it, unless there is no other."""
     candidates = sorted(candidates, key=lambda c: c.peer)
     there = {c.peer: c for c in candidates}
-    kept = [balanced(manifest, r, there) for r in still_fit(manifest, previous.replicas if previous else (), there)]
-    busy = {peer for replica in kept for peer in replica.peers}
-    forming, late = _still_forming(previous, there, busy, round, holds)
-    waiting = {peer for replica, _ in forming for peer in replica.peers} | late
-    others = [c for c in candidates if c.peer not in waiting]
-    found, spares = arrange.arrange(manifest, others, [arranged(replica) for replica in kept])
-    before = {replica.peers: replica for replica in kept}
-    replicas = [_spec(replica, before.get(replica.members)) for replica in found]
-    replicas += [replica for replica, _ in forming]
-    if not replicas:
+    kept = still_fit(manifest, previous.replicas if previous else (), there)
+    known, _ = _worth(manifest, candidates, _pending(manifest, previous, kept, there))
+    pending = [change for change in known if round - change.since < FORMING_ROUNDS or not change.lacking(holds)]
+    late = [change for change in known if round - change.since >= FORMING_ROUNDS and change.lacking(holds)]
+    resting = [replica for change in late for replica in change.before]
+    stuck = {p for change in late for p in change.lacking(holds)}.difference(*(replica.peers for replica in kept))
+    taken = stuck.union(*(change.peers for change in pending), *(replica.peers for replica in resting))
+    settled = [replica for replica in kept if taken.isdisjoint(replica.peers)]
+    staying, new = _arranged(manifest, [c for c in candidates if c.peer not in taken], settled, round)
+    worth, worse = _worth(manifest, candidates, new)
+    begin = [*resting, *staying, *(replica for change in worse for replica in change.before)]
+    waiting: list[Change] = []
+    for change in (*pending, *worth):
+        if change.lacking(holds):
+            waiting.append(change)
+        begin += change.before if change.lacking(holds) else change.begun()
+    if not begin:
+        begin, waiting = [replica for change in waiting for replica in change.after], []
+    if not begin:
         return None
-    begin = [r for r in replicas if r.number != NEW or holds is None or all(map(holds, r.stages))] or replicas
-    begun, since = set(map(id, begin)), {id(replica): first for replica, first in forming}
-    plan = allot(manifest, round, begin, spares, there, previous, done)
-    later = tuple(r for r in replicas if id(r) not in begun)
-    return dataclasses.replace(plan, forming=later, forming_since=tuple(since.get(id(r), round) for r in later))
+    begin.sort(key=lambda replica: (replica.number == NEW, replica.number))
+    forming = [(replica, change.since) for change in waiting for replica in change.after]
+    busy = stuck.union(*(replica.peers for replica in begin), *(replica.peers for replica, _ in forming))
+    plan = allot(manifest, round, begin, [c.peer for c in candidates if c.peer not in busy], there, previous, done)
+    return dataclasses.replace(
+        plan, forming=tuple(replica for replica, _ in forming), forming_since=tuple(since for _, since in forming)
+    )
 
 
-def _still_forming(
-    previous: Plan | None,
-    there: Mapping[str, Candidate],
-    busy: Collection[str],
-    round: int,
-    holds: Callable[[StageSpec], bool] | None,
-) -> tuple[list[tuple[ReplicaSpec, int]], set[str]]:
-    """The replicas that go on forming, with the rounds since which they do; and the peers of the others who kept them from beginning
-    for too long. They are not planned this time: the others may find together without them."""
-    found: list[tuple[ReplicaSpec, int]] = []
-    late: set[str] = set()
-    for replica, since in zip(previous.forming, previous.forming_since, strict=True) if previous else ():
-        missing = {s.peer for s in replica.stages if holds is not None and not holds(s)}
-        if not all(peer in there and peer not in busy for peer in replica.peers):
-            continue
-        if missing and round - since >= FORMING_ROUNDS:
-            late |= missing
+def _pending(
+    manifest: Manifest, previous: Plan | None, kept: Sequence[ReplicaSpec], there: Mapping[str, Candidate]
+) -> list[Change]:
+    """The changes of the previous plan that can go on; of what they replace, what is still there."""
+    if previous is None:
+        return []
+    found = [c for c in linked(previous.replicas, previous.forming, previous.forming_since) if c.after]
+    alive = set(kept)
+    return [
+        dataclasses.replace(change, before=tuple(replica for replica in change.before if replica in alive))
+        for change in found
+        if len(still_fit(manifest, change.after, there)) == len(change.after)
+    ]
+
+
+def _arranged(
+    manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[ReplicaSpec], round: int
+) -> tuple[list[ReplicaSpec], list[Change]]:
+    """Who of the `kept` stays as it is, and what else is best."""
+    there = {c.peer: c for c in candidates}
+    found, _ = arrange.arrange(manifest, candidates, [arranged(balanced(manifest, r, there)) for r in kept])
+    before = {replica.peers: replica for replica in kept}
+    staying: list[ReplicaSpec] = []
+    new: list[ReplicaSpec] = []
+    for one in found:
+        stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(one.members, one.ranges, strict=True))
+        old = before.get(one.members)
+        if old is not None and old.stages == stages:
+            staying.append(dataclasses.replace(old, rank=one.rank))
         else:
-            found.append((replica, since))
-    return found, late
+            new.append(ReplicaSpec(number=NEW, rank=one.rank, stages=stages))
+    stay = {replica.peers for replica in staying}
+    return staying, linked((r for r in kept if r.peers not in stay), new, [round] * len(new))
+
+
+def _worth(
+    manifest: Manifest, candidates: Sequence[Candidate], changes: Sequence[Change]
+) -> tuple[list[Change], list[Change]]:
+    """The changes that bring at least the tokens per second of what they replace, and those that do not. One that replaces nothing, or
+    only ends something, is worth it."""
+    replicas = [arranged(r) for c in changes if c.before and c.after for r in (*c.before, *c.after)]
+    rates = iter(arrange.rates(manifest, candidates, replicas) if replicas else ())
+    worth: list[Change] = []
+    worse: list[Change] = []
+    for change in changes:
+        better = True
+        if change.before and change.after:
+            before = sum(next(rates) for _ in change.before)
+            better = sum(next(rates) for _ in change.after) >= before * WORTH
+        (worth if better else worse).append(change)
+    return worth, worse
 
 
 def still_fit(manifest: Manifest, replicas: Sequence[ReplicaSpec], there: Mapping[str, Candidate]) -> list[ReplicaSpec]:
@@ -94,13 +138,3 @@ def arranged(replica: ReplicaSpec) -> Arranged:
     """A planned replica, for the search: its rate is found there."""
     ranges = tuple((stage.first, stage.last) for stage in replica.stages)
     return Arranged(members=replica.peers, ranges=ranges, rank=replica.rank, rate=0.0)
-
-
-def _spec(replica: Arranged, before: ReplicaSpec | None) -> ReplicaSpec:
-    """The replica in a plan; `before`: the kept one with the same members."""
-    stages = tuple(
-        StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip(replica.members, replica.ranges, strict=True)
-    )
-    if before is not None and before.stages == stages:
-        return dataclasses.replace(before, rank=replica.rank)
-    return ReplicaSpec(number=NEW, rank=replica.rank, stages=stages)

@@ -22,7 +22,7 @@ import numpy as np
 
 from protocol.planning import orders
 from protocol.planning.objective import Swarm, padded
-from protocol.planning.shapes import Floats, Ints
+from protocol.planning.shapes import WHOLE, Floats, Ints
 
 UNITS = 7
 GAIN = 1e-6
@@ -100,6 +100,14 @@ def solve_all(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) ->
             replicas[number] = ((1 << len(group)) - 1) << len(units)
         units += [(peer,) for peer in group]
     _solve(swarm, now, [Pool(units=tuple(units), replicas=replicas)], True, allowed)
+    tidy(now)
+
+
+def split_chains(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) -> None:
+    """Arranges anew each chain by itself that has a member who could hold the whole model: its memory may have grown since."""
+    some = [n for n, g in enumerate(now.groups) if 1 < len(g) <= UNITS and swarm.caps[WHOLE, list(g)].any()]
+    units = {n: tuple((peer,) for peer in now.groups[n]) for n in some}
+    _solve(swarm, now, [Pool(units=units[n], replicas={n: (1 << len(units[n])) - 1}) for n in some], True, allowed)
     tidy(now)
 
 

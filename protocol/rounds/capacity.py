@@ -137,7 +137,9 @@ def bounded(manifest: Manifest, plan: Plan, contributions: tuple[Contribution, .
     replicas, forming = plan.replicas[: len(kept)], tuple(kept[len(plan.replicas) :])
     if (replicas, forming) == (plan.replicas, plan.forming) and len(plan.spares) <= MAX_SPARES:
         return plan
-    over = [peer for replica in (*plan.replicas, *plan.forming)[len(kept) :] for peer in replica.peers]
+    members = {peer for replica in kept for peer in replica.peers}
+    cut = (*plan.replicas, *plan.forming)[len(kept) :]
+    over = {peer for replica in cut for peer in replica.peers if peer not in members}
     spares = tuple(sorted([*plan.spares, *over])[:MAX_SPARES])
     since = plan.forming_since[: len(forming)]
     return dataclasses.replace(plan, replicas=replicas, forming=forming, forming_since=since, spares=spares)

@@ -66,8 +66,8 @@ def trainers(manifest: Manifest, replicas: Sequence[ReplicaSpec], shard: str) ->
 
 def kept_shards(manifest: Manifest, plan: Plan, peer: str) -> tuple[str, ...]:
     """The shards whose feedback `peer` keeps: those that it trains or will train."""
-    stage = plan.held_by(peer)
-    return () if stage is None else memory.stage_shards(manifest, stage.first, stage.last)
+    kept = {shard for s in plan.held_by(peer) for shard in memory.stage_shards(manifest, s.first, s.last)}
+    return tuple(shard for shard in layout.shard_names(manifest.model) if shard in kept)
 
 
 def heir(manifest: Manifest, before: Plan | None, plan: Plan, peer: str, shard: str) -> str | None:
@@ -76,7 +76,9 @@ def heir(manifest: Manifest, before: Plan | None, plan: Plan, peer: str, shard: 
     nobody does. A peer that leaves knows of nobody new: `before` is None."""
     training = [p for p in trainers(manifest, plan.replicas, shard) if p != peer]
     if before is not None:
-        former = trainers(manifest, (*before.replicas, *before.forming), shard)
+        begun = {p for replica in before.replicas for p in replica.peers}
+        forming = [r for r in before.forming if begun.isdisjoint(r.peers)]  # nobody has stopped yet for the others
+        former = trainers(manifest, (*before.replicas, *forming), shard)
         now = (*training, *trainers(manifest, plan.forming, shard))
         new, stopped = [p for p in now if p not in former], [p for p in former if p not in now]
         if new and peer in stopped:
@@ -105,8 +107,7 @@ def why_refused(
 def _has_trained(manifest: Manifest, log: Mapping[int, Commit], peer: str, shard: str) -> bool:
     head = max(log, default=-1)
     plans = (log[r].plan for r in range(head, max(head - MEMORY_ROUNDS, -1), -1) if r in log)
-    stages = (plan.held_by(peer) for plan in plans if plan is not None)
-    return any(s is not None and shard in memory.stage_shards(manifest, s.first, s.last) for s in stages)
+    return any(shard in kept_shards(manifest, plan, peer) for plan in plans if plan is not None)
 
 
 def is_too_large(norm: float, own: float) -> bool:

@@ -36,17 +36,17 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
 
-A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and every
-payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an offer, or when its
-chain ended its round. Else it is *pending*. When the time to train is over, those that are pending are told so. They are waited
-for as long as that is worth it (protocol/rounds/grace.py), and never longer than the round's deadline. Its members are those of
-the newest reconfiguration (protocol/rounds/chain_repair.py).
+A planned replica is *complete* when every member has attested the state before the round and has offered its stage,
+and every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without
+an offer, or when its chain ended its round. Else it is *pending*. When the time to train is over, those that are
+pending are told so. They are waited for as long as that is worth it (protocol/rounds/grace.py), and never longer than
+the round's deadline. Its members are those of the newest reconfiguration (protocol/rounds/chain_repair.py).
 
-A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new plan, at the
-earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that has just restarted has
-heard of nobody yet. It is too late to attest the final state after `gone_after` for a member that is gone, and after
-`round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as it is; a member that was lost is
-planned again once it was heard again.
+A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
+plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
+has just restarted has heard of nobody yet. It is too late to attest the final state after `gone_after` for a member
+that is gone, and after `round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as it
+is; a member that was lost is planned again once it was heard again.
 """
 
 from __future__ import annotations
@@ -91,11 +91,8 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Ti
 
 
 class Leader:
-    """A run as a bootstrap node sees it; `handle` is the only entry.
-
-    `commits`: the log so far. `held`: names of the payloads and lists of parts that are durable here. `now`: seconds on the clock of
-    `handle`.
-    """
+    """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
+    of parts that are durable here. `now`: seconds on the clock of `handle`."""
 
     def __init__(self, manifest: Manifest, commits: Sequence[Commit], held: Sequence[str], now: float) -> None:
         self.manifest = manifest
@@ -261,10 +258,9 @@ class Leader:
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
-        replica = self.roster.replica_of(peer)
-        named = self.roster.find(offer.replica)
-        if named is not None and peer in named.peers:
-            replica = offer.replica  # a spare may have been named twice, by two leaders
+        named = self.roster.find(offer.replica)  # a spare may have been named twice, by two leaders
+        is_named = named is not None and peer in named.peers
+        replica = offer.replica if is_named else self.roster.replica_of(peer)
         spec = None if replica is None else self.roster.find(replica)
         if replica is None or offer.round != self.round or spec is None:
             return []
@@ -298,10 +294,9 @@ class Leader:
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
-        moved = [
-            Moved(commit.round + 1, number, old, new, partition.why_moved(self.manifest, old, new, self.ready))
-            for number, old, new in partition.moves(before, commit.plan)
-        ]
+        moves = partition.moves(before, commit.plan)
+        why = [partition.why_moved(self.manifest, old, new, self.ready) for _, old, new in moves]
+        moved = [Moved(commit.round + 1, *move, reason) for move, reason in zip(moves, why, strict=True)]
         return [*self.position.stay(Decided, moved)] if moved else []
 
     def _candidates(self) -> list[Candidate]:
@@ -322,9 +317,7 @@ class Leader:
             least = self.manifest.start_peers
             enough = len(self.ready) >= least and len(self._candidates()) >= least
             return self._propose(now, (), (), ()) if enough else []
-        if self.phase is Phase.OPEN and self._leads:
-            return self._decide(now, event)
-        return []
+        return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
 
     def _decide(self, now: float, event: Event) -> list[Effect]:
         """Proposes the open round's commit if nobody is to be waited for."""

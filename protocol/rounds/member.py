@@ -100,6 +100,8 @@ from protocol.wire.plan import Plan
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
 
 RESEND_SECONDS = 5.0
+FORGIVEN = 0.75
+"""Of the seconds by which a peer was asked to finish earlier than it would have, those that the next round ends earlier by."""
 COPIES = 2
 """A payload leaves its sender so many times (docs/protocol.md, Blobs)."""
 
@@ -143,6 +145,7 @@ class Member:
         self._chain_failure: ChainFailure | None = None
         self._up_bps = up_bps
         self._began = self._trained_at = self._lead = 0.0
+        self._ends = self._late = 0.0
 
     @property
     def phase(self) -> Phase:
@@ -174,6 +177,8 @@ class Member:
                 return self._finished(event, now)
             case TimeUp(round):
                 if self.phase is Phase.TRAINING and self._order is not None and self._order.plan.round == round:
+                    self._late += max(0.0, self._ends - now)
+                    self._ends = now
                     return self.position.stay(TimeUp, [EndIn(round, 0.0)])
             case ChainFailed():
                 return self._chain_failed(event)
@@ -315,10 +320,12 @@ class Member:
         return out
 
     def _end(self, now: float) -> EndIn:
-        """When the training of the round after the newest commit ends: early enough for our offer to be there in time."""
+        """When the training of the round after the newest commit ends: early enough for our offer to be there in time. On a slow line
+        commits come late; by how much shows when we are asked to finish."""
         seconds = self.manifest.timing.training_seconds
-        left = self._began + seconds - min(self._lead, seconds / 2) - now
-        return EndIn(self.head + 1, max(0.0, left))
+        self._late *= FORGIVEN
+        self._ends = max(now, self._began + seconds - min(self._lead + self._late, seconds / 2))
+        return EndIn(self.head + 1, self._ends - now)
 
     def _advance(self, now: float) -> list[Effect]:
         following = self.commits.get(self.applied + 1)

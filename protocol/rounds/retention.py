@@ -35,15 +35,22 @@ def trained_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[st
     return () if stage is None else memory.stage_shards(manifest, stage.first, stage.last)
 
 
+def used_shards(manifest: Manifest, plan: Plan | None, peer: str) -> tuple[str, ...]:
+    """The shards that `peer` reads when it trains: those that it trains, and the embedding."""
+    stage = plan.stage_of(peer) if plan is not None else None
+    return () if stage is None else memory.held_shards(manifest, stage.first, stage.last)
+
+
 def held_shards(manifest: Manifest, plan: Plan | None, peer: str, warm: bool) -> tuple[str, ...]:
-    """The shards that `peer` has to hold for `plan`, in canonical order. `warm`: a spare holds them all, so that it
-    can take any stage. Nobody who has nothing to do has to hold anything."""
+    """The shards that `peer` has to hold for `plan`, in canonical order: what it uses, and what it will use in a replica that is forming.
+    `warm`: a spare holds them all, so that it can take any stage. Nobody who has nothing to do has to hold anything."""
     if plan is None:
         return ()
-    stage = plan.held_by(peer)
-    if stage is not None:
-        return memory.held_shards(manifest, stage.first, stage.last)
-    return layout.shard_names(manifest.model) if warm and peer in plan.spares else ()
+    names, stages = layout.shard_names(manifest.model), plan.held_by(peer)
+    if stages:
+        wanted = {shard for stage in stages for shard in memory.held_shards(manifest, stage.first, stage.last)}
+        return tuple(name for name in names if name in wanted)
+    return names if warm and peer in plan.spares else ()
 
 
 def payloads_needed(

@@ -86,7 +86,8 @@ class Plan:
     replicas: tuple[ReplicaSpec, ...]
     """The replicas, in the order in which a commit adds their work."""
     forming: tuple[ReplicaSpec, ...] = ()
-    """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them."""
+    """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them. Whoever trains in
+    another replica meanwhile goes on there (protocol/planning/changes.py)."""
     forming_since: tuple[int, ...] = ()
     """The round of the first plan that named each of them."""
     spares: tuple[str, ...] = ()
@@ -114,7 +115,7 @@ class Plan:
     @property
     def count(self) -> int:
         """How many peers it names."""
-        return sum(len(replica.stages) for replica in (*self.replicas, *self.forming)) + len(self.spares)
+        return len({p for replica in (*self.replicas, *self.forming) for p in replica.peers}) + len(self.spares)
 
     def replica_of(self, peer: str) -> int | None:
         """The number of the replica that `peer` is a member of."""
@@ -124,9 +125,10 @@ class Plan:
         """What `peer` trains, if anything."""
         return _stage(self.replicas, peer)
 
-    def held_by(self, peer: str) -> StageSpec | None:
-        """The stage whose shards `peer` has to hold: what it trains, or will train."""
-        return _stage((*self.replicas, *self.forming), peer)
+    def held_by(self, peer: str) -> tuple[StageSpec, ...]:
+        """The stages whose shards `peer` has to hold: what it trains, and what it will train."""
+        found = (_stage(replicas, peer) for replicas in (self.replicas, self.forming))
+        return tuple(stage for stage in found if stage is not None)
 
     def replaced(self, replica: ReplicaSpec) -> Plan:
         """The plan with `replica` in the place of the one that has its number."""

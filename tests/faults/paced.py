@@ -2,6 +2,8 @@
 
 A stage's forward and backward then last as long as its share of the blocks says, a third and two thirds, however little there is to
 compute: so many peers can live on one machine without measuring that machine. The file may be written anew at any time.
+
+A file `room`, if there is one, says for how many blocks there is memory: with more the system refuses what is asked of it.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from peer.cli import main as cli
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.peer import Factories
 from peer.training.trainer import StageTrainer
 
 FORWARD = 1 / 3
+TOO_MUCH = 1 << 55
+"""Bytes that no machine has."""
 
 
 def paced(folder: Path) -> type[StageInnerLoop]:
@@ -25,6 +31,8 @@ def paced(folder: Path) -> type[StageInnerLoop]:
     class Trainer(StageTrainer):
         def forward(self, micro: int, *arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
+            if (folder / "room").exists() and self.blocks > int((folder / "room").read_text()):
+                torch.empty(TOO_MUCH, dtype=torch.uint8)
             result = super().forward(micro, *arguments, **options)
             self.rest(began, FORWARD)
             return result
@@ -35,9 +43,12 @@ def paced(folder: Path) -> type[StageInnerLoop]:
             self.rest(began, 1 - FORWARD)
             return result
 
+        @property
+        def blocks(self) -> int:
+            return sum(shard.startswith("block.") for shard in self.shards)
+
         def rest(self, began: float, part: float) -> None:
-            blocks = sum(shard.startswith("block.") for shard in self.shards)
-            seconds = part * pace(folder) * blocks / self.spec.n_layers
+            seconds = part * pace(folder) * self.blocks / self.spec.n_layers
             time.sleep(max(0.0, began + seconds - time.perf_counter()))
 
     class InnerLoop(StageInnerLoop):

@@ -62,6 +62,8 @@ class Swarm:
         self.folder = folder
         self.module = module
         self.memory = memory or {}
+        self.options: dict[str, list[str]] = {}
+        """More of a peer's options, by its name."""
         self.places = places or {}
         self.manifest = manifest
         self.file = folder / "run.toml"
@@ -96,7 +98,7 @@ class Swarm:
         else:
             whole = memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
             offer = ["--device", "cpu", "--memory", self.memory.get(name, whole), "--threads", 1]
-            arguments = ["join", self.addresses[0], *common, *offer]
+            arguments = ["join", self.addresses[0], *common, *offer, *self.options.get(name, [])]
         with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
             self.running[name] = subprocess.Popen(
                 [*prefix, sys.executable, "-m", self.module, *map(str, arguments)], stdout=out, stderr=errors

@@ -7,6 +7,7 @@ sessions and votes whole messages are lost, doubled and overtaken as well: the m
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 MESSAGES = (endpoints.SESSION, endpoints.QUORUM)
 """Streams on which each write is one message."""
+BULK = 8192
+"""Bytes that are more than a message."""
 HELD_SECONDS = 1.0
 """How often it is tried to pass on what a parted network holds up."""
 
@@ -55,7 +58,9 @@ class SimPipe(Pipe):
         for _ in range(copies):
             at = world.network.sent(*self._link, len(data)) + world.delay(self._rng)
             if not (lossy and world.chance(world.weather.overtake, self._rng)):
-                at = self._at = max(at, self._at)
+                at = self._at = max(
+                    at, math.nextafter(self._at, math.inf)
+                )  # a heap of timers mixes up what is due at once
             self._loop.call_at(at, self._arrive, data)
 
     def _arrive(self, data: bytes) -> None:
@@ -84,12 +89,13 @@ class SimNetwork(MemoryNetwork):
         self._world = world
         self.rates: dict[str, tuple[float, float]] = {}
         """Bits a second that a node sends and receives with, of those whose lines are not without limit."""
-        self._free: dict[tuple[str, bool], float] = {}
+        self._free: dict[tuple[str, bool, bool], float] = {}
 
     def sent(self, sender: str, receiver: str, size: int) -> float:
-        """When so many bytes that are sent now have passed the sender's uplink and then the receiver's downlink."""
-        at = self._world.now
-        for line in ((sender, True), (receiver, False)):
+        """When so many bytes that are sent now have passed the sender's uplink and then the receiver's downlink. What is in bulk goes
+        one after the other, and so do messages; but a message does not wait for the bulk, for streams share a line."""
+        at, bulk = self._world.now, size > BULK
+        for line in ((sender, True, bulk), (receiver, False, bulk)):
             if line[0] in self.rates:
                 up, down = self.rates[line[0]]
                 at = max(at, self._free.get(line, 0.0)) + 8 * size / (up if line[1] else down)

@@ -46,12 +46,14 @@ LEARNING = 0.01
 
 @dataclass(slots=True)
 class Machine:
-    """`pace`: seconds of an inner step of the whole model. `up`, `down`: bits a second. `whole`: it can train the whole model."""
+    """`pace`: seconds of an inner step of the whole model. `up`, `down`: bits a second. `whole`: it can train the whole model; else
+    three such, or with `half` two, make a chain."""
 
     pace: float
     up: float = 20e6
     down: float = 100e6
     whole: bool = True
+    half: bool = False
 
 
 @dataclass(slots=True)
@@ -210,7 +212,8 @@ class PacedSwarm:
         await self.leading.run()
 
     def _peer(self, machine: Machine, floor: Floor) -> Callable[[Process], Any]:
-        memory = tiny.full_memory(self.manifest) if machine.whole else tiny.third_memory(self.manifest)
+        whole = tiny.full_memory(self.manifest)
+        memory = whole if machine.whole else whole - 1 if machine.half else tiny.third_memory(self.manifest)
 
         async def live(process: Process) -> None:
             def inner_loop(manifest: Manifest, peer: str, *rest: Any) -> PacedTrainer:

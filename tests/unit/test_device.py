@@ -98,3 +98,16 @@ def test_memory_budget_respects_the_limit(tmp_path: Path) -> None:
 
 def test_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
     assert device.free_disk(tmp_path / "a" / "b") > 0
+
+
+def test_a_shortage_is_told_from_other_errors() -> None:
+    import torch
+
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 55, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as none_left:
+        bytearray(1 << 62)
+    assert device.is_shortage(refused.value)
+    assert device.is_shortage(ExceptionGroup("two tasks", [ValueError("other"), none_left.value]))
+    assert not device.is_shortage(RuntimeError("shapes differ"))
+    assert not device.is_shortage(ExceptionGroup("a task", [ValueError("other")]))

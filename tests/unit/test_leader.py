@@ -641,7 +641,7 @@ def test_a_stage_at_half_speed_loses_blocks_in_the_next_plan_and_is_named() -> N
     assert commit.plan is not None
     (chain,) = commit.plan.replicas
     assert chain.blocks == (2, 2)
-    driver.attest("c", "d")
+    driver.attest("c", "d", shards=SHARDS)
     _measured(driver, d=5 * 10**5)
     (proposal,) = driver.offered("c", "d")
     assert isinstance(proposal, Propose)

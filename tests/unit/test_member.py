@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.rounds.member import COPIES, RESEND_SECONDS, ForkError, Member
+from protocol.rounds.member import COPIES, FORGIVEN, RESEND_SECONDS, ForkError, Member
 from protocol.rounds.member_events import (
     Applied,
     Apply,
@@ -421,6 +421,19 @@ def test_who_is_asked_for_its_work_ends_at_once() -> None:
     assert driver.member.phase is Phase.TRAINING
     assert driver.do(TimeUp(1)) == [EndIn(1, 0.0)]
     assert driver.do(TimeUp(0), TimeUp(2)) == []
+
+
+def test_who_had_to_be_asked_ends_its_next_rounds_earlier() -> None:
+    """Its commits come late: by its own clock it would have ended 4 seconds after the others."""
+    driver, _ = training(1)
+    driver.now = SECONDS - 4.0
+    driver.do(TimeUp(1), TimeUp(1), Trained(1, 4, TOKENS, 2.0), UpdateEncoded(1, offer(1)))
+    ends = []
+    for commit in log(3)[1:3]:
+        round = commit.round
+        ends += ends_of(driver.settle(driver.learn(commit)))
+        driver.do(Trained(round + 1, 4, TOKENS, 2.0), UpdateEncoded(round + 1, offer(round + 1)))
+    assert ends == [EndIn(2, SECONDS - FORGIVEN * 4.0), EndIn(3, SECONDS - FORGIVEN**2 * 4.0)]
 
 
 def test_who_does_not_train_the_round_is_asked_in_vain() -> None:

@@ -315,9 +315,9 @@ def test_a_plan_knows_the_replica_of_a_peer() -> None:
 
 
 def test_a_plan_knows_what_a_peer_trains_and_what_it_holds() -> None:
-    assert PLAN.stage_of("c") == PLAN.held_by("c") == CHAIN.stages[1]
-    assert (PLAN.stage_of("e"), PLAN.held_by("e")) == (None, FORMING.stages[0])
-    assert PLAN.stage_of("d") is PLAN.held_by("d") is None
+    assert (PLAN.stage_of("c"), PLAN.held_by("c")) == (CHAIN.stages[1], (CHAIN.stages[1],))
+    assert (PLAN.stage_of("e"), PLAN.held_by("e")) == (None, (FORMING.stages[0],))
+    assert (PLAN.stage_of("d"), PLAN.held_by("d")) == (None, ())
 
 
 def test_a_replica_is_replaced_under_its_number() -> None:
