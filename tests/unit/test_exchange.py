@@ -112,3 +112,36 @@ def test_what_is_not_committed_is_dropped_and_what_is_needed_stays(
             assert not own & set(late.storage.blobs)
 
     run(work())
+
+
+def test_a_list_that_is_lost_or_damaged_after_it_came_is_fetched_again(tmp_path: Path) -> None:
+    """The files of one list and of one other's payloads go, the file of the other list is written over, before the commit comes."""
+
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
+            release = asyncio.Event()
+            slow = swarm.start("slow")
+
+            async def hold(peer: str, round: int) -> None:
+                if peer == slow.id:
+                    await release.wait()
+
+            swarm.hold = hold
+            fast = [swarm.start(name) for name in ("a", "b")]
+            await swarm.until(lambda: all(p.rounds and p.rounds.offer for p in fast))
+            offers = [p.rounds.offer for p in fast]
+            here = names(offers[0]) | names(offers[1])
+            await swarm.until(lambda: here <= set(slow.storage.blobs))
+            lost, damaged = (part_lists.root_of(offer.parts) for offer in offers)
+            for name in (lost, offers[1].parts[0].digest):
+                slow.storage.blobs.remove(name)
+            (slow.storage.blobs.folder / damaged).write_bytes(b"not a list")
+            release.set()
+            await swarm.round(2)
+            await swarm.until(lambda: slow.rounds.member.applied == 2)
+            assert {lost, offers[1].parts[0].digest} <= set(slow.storage.blobs), "they came again"
+            digests = {shard: slow.rounds.outer.digest(shard) for shard in slow.rounds.outer.theta}
+            assert digests == {shard: fast[0].rounds.outer.digest(shard) for shard in digests}
+            assert digests
+
+    run(work())
