@@ -35,7 +35,7 @@ def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str]
     return [
         Diverged(peer=peer, shard=shard)
         for peer, digests in sorted(attested.items())
-        for shard, digest in digests.items()
+        for shard, digest in sorted(digests.items())
         if (right[shard] != digest if shard in right else ties)
     ]
 
@@ -125,17 +125,12 @@ class _Round:
             self.split.pop(name, None)
 
     def diverged(self, ties: bool) -> list[Diverged]:
-        """Who has other bits than the majority, by peer, each in the order of what it attested."""
+        """Who has other bits than the majority, by peer and shard."""
         wrong: dict[str, set[str]] = {}
         for name in self.split:
             for peer in self._shards[name].wrong(ties):
                 wrong.setdefault(peer, set()).add(name)
-        return [
-            Diverged(peer=peer, shard=shard)
-            for peer in sorted(wrong)
-            for shard in self.known[peer]
-            if shard in wrong[peer]
-        ]
+        return [Diverged(peer=peer, shard=shard) for peer in sorted(wrong) for shard in sorted(wrong[peer])]
 
 
 class Attestations:
