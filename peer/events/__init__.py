@@ -42,6 +42,7 @@ from peer.events.volunteer import (
     Chain,
     ChainFailed,
     Finished,
+    Leaving,
     Means,
     Offered,
     Recovered,
@@ -80,6 +81,7 @@ __all__ = [
     "Finished",
     "Gone",
     "Leads",
+    "Leaving",
     "Listening",
     "Means",
     "Moved",
@@ -111,7 +113,7 @@ __all__ = [
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | RunFinished
     | Started | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
-    | ShardRebuilt | Finished | Warning
+    | ShardRebuilt | Leaving | Finished | Warning
 )  # fmt: skip
 """What may happen."""
 

@@ -176,6 +176,14 @@ class Withdrew:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leaving:
+    """A peer that was asked to end gives what it has learned, and not sent, to others that train its shards."""
+
+    seconds: float
+    """For so long at most; to ask it once more ends that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChainFailed:
     """A member noticed that its chain cannot go on."""
 

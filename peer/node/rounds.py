@@ -173,6 +173,7 @@ class Rounds:
             for shard in heirs:
                 await self._work(self.outer.accumulate, shard, self._around.inner_loop.displacement(shard))
             await self._feedback.changed_between()
+        self._emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
         await self._giving.leave(plan, self._around.up_bps, handover.LEAVE_SECONDS)
 
     async def _tick(self) -> None:

@@ -59,6 +59,8 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("error", f"{called(peer, names)} has other bits in {clean(shard)} after round {round}")]
         case events.Withdrew(round=round, reason=reason):
             return [Said("warning", f"{source} sits out round {round}: {readable(reason, names)}")]
+        case events.Leaving():
+            return [Said("info", f"{source} leaves")]
         case events.Restored(round=round):
             return [Said("info", f"{source} continues from round {round}")]
         case events.ShardRebuilt(shards=shards):
@@ -96,6 +98,9 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("warning", f"round {round}: the chain fails at {called(peer, names)}: {clean(reason)}")]
         case events.ChainReconfigured() as chain:
             return [Said("info", _goes_on(chain, names))]
+        case events.Leaving(seconds=seconds):
+            text = f"leaves: what it has learned goes to others, in {seconds:g} s at most; Ctrl-C once more ends that"
+            return [Said("info", text)]
         case events.Finished(round=round):
             return [Said("good", f"the run is over after round {round}")]
     return describe(event, names)

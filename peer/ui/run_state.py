@@ -266,6 +266,8 @@ class View:
                     p.sent_bytes, p.dense_bytes = payload, self._dense(p, 0)
             case events.Withdrew():
                 self._peer(source).phase = "withdrew"
+            case events.Leaving():
+                self._peer(source).phase = "leaving"
             case events.Round() as done:
                 self._applied(source, done.round, done.bytes_sent, done.boundary_tokens)
             case events.Restored():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from peer.net.base import Stream
 from peer.state.storage import Shards
+from protocol.rounds.handover import LEAVE_SECONDS
 from protocol.rounds.member_events import Phase
+from protocol.wire import endpoints
 from tests.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = pytest.mark.slow
@@ -78,5 +82,43 @@ def test_who_leaves_as_the_only_one_keeps_everything_and_does_not_wait(tmp_path:
                 for x, y in zip(before[shard], feedback(alone)[shard], strict=True)
             )
             assert not alone.storage.load_handovers()
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+
+
+def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with Swarm(tmp_path, manifest(rounds=9, start_peers=2)) as swarm:
+            asked = asyncio.Event()
+
+            async def hold(peer: str, round: int) -> None:
+                if round > 2:
+                    await asyncio.Event().wait()
+
+            async def keep_waiting(stream: Stream) -> None:
+                await stream.recv()
+                asked.set()
+                await asyncio.Event().wait()
+
+            swarm.hold = hold
+            leaver, heir = swarm.start("a"), swarm.start("b")
+            await swarm.until(
+                lambda: (
+                    all(p.rounds and p.rounds.member.phase is Phase.TRAINING for p in (leaver, heir))
+                    and leaver.rounds.member.applied == 2
+                )
+            )
+            await heir.transport.serve(endpoints.HANDOVER, keep_waiting)
+            before = feedback(leaver)
+            leaver.task.cancel()
+            await asked.wait()
+            assert not leaver.task.done()
+            assert [e.fields["seconds"] for e in leaver.events if e.kind == "leaving"] == [LEAVE_SECONDS]
+            began = time.monotonic()
+            await swarm.stop("a")
+            assert time.monotonic() - began < LEAVE_SECONDS
+            there = leaver.storage.load_handovers()
+            assert there, "what nobody took is on disk"
+            assert norm(before) > 0
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE))
