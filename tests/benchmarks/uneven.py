@@ -132,7 +132,7 @@ def possible(
 
 
 def measure(places: rounds.Places, chosen: argparse.Namespace) -> dict[str, Any]:
-    most = round(chosen.seconds / (UNIT * MICRO_BATCHES) * 1.5) if not chosen.barrier else chosen.steps
+    most = round(chosen.seconds / (UNIT * MICRO_BATCHES) * 1.5 * FACTOR) if not chosen.barrier else chosen.steps
     seconds = chosen.seconds if not chosen.barrier else 100 * chosen.seconds
     manifest = make_run(seconds, chosen.overlap, most)
     third = tiny.third_memory(manifest)
