@@ -12,7 +12,7 @@ takes as long as its pace says, so that two cores do not measure themselves. All
 Efficiency is the committed tokens a second, from the first commit that counts to the last one, over the sum of what each replica could
 train in that time if it never waited: a full replica by its own pace, a chain by the best prediction for its members
 (protocol/planning/pipeline_model.py, with the best blocks and no transfers). Who is not there could not train. `predicted` is what
-`potluck plan` says of the run when the warm rounds are over.
+`potluck plan` says of the run when the warm rounds are over: there chains have their links.
 """
 
 from __future__ import annotations
@@ -170,7 +170,8 @@ def measure(places: rounds.Places, chosen: argparse.Namespace) -> dict[str, Any]
         for name in list(swarm.running):
             swarm.kill(name)
         swarm.check()
-    return {"predicted": predicted, **figures(manifest, machines, ids, commits, warm)}
+    found = figures(manifest, machines, ids, commits, warm)
+    return {"predicted": predicted, "of_predicted": round(found["tokens_per_second"] / predicted, 3), **found}
 
 
 def predict(swarm: Swarm, places: rounds.Places) -> int:
