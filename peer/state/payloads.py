@@ -228,10 +228,12 @@ class Exchange:
         await self._fetcher.fetch(name, size, [holder])
 
     async def take(self, name: str, size: int, holder: str) -> bytes:
-        """A blob of one other peer, which is not kept. Raises RemoteError, UsageError."""
+        """A blob of one other peer, which is not kept, unless it was here before. Raises RemoteError, UsageError."""
+        was_here = self.store.has(name)
         await self.fetch(name, size, holder)
         data = await asyncio.to_thread(self.store.get, name)
-        self.drop(name)
+        if not was_here:
+            self.drop(name)
         if data is None:
             raise RemoteError(holder, f"blob {name[:12]}: it was removed while it was read; it is tried again")
         return data

@@ -775,3 +775,20 @@ def test_who_asks_in_a_circle_does_not_wait_in_vain(tmp_path: Path, size: int) -
                 assert sender.sent - before <= 3.2 * size + 2000, "one copy more than without the circle"
 
     run(work())
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "", "a" * 63, "A" * 64, "a" * 61 + "/.."])
+def test_what_is_not_a_name_is_not_fetched_and_makes_no_file(tmp_path: Path, name: str) -> None:
+    """A stranger names what it wants to give."""
+
+    async def work() -> None:
+        transport = MemoryNetwork().transport("peer")
+        fetcher = Fetcher(transport, BlobStore(tmp_path / "peer" / "blobs"))
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(RemoteError, match="not 64 hexadecimal digits"):
+            await fetcher.fetch(name, 10, ["stranger"])
+        assert sorted(tmp_path.rglob("*")) == before
+        await fetcher.aclose()
+        await transport.aclose()
+
+    asyncio.run(work())

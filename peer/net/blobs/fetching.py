@@ -97,6 +97,8 @@ class Fetcher:
         cancelled. Raises RemoteError naming the last holder to fail, UsageError where the disk refuses."""
         if self._store.has(name):
             return
+        if not blob_hash.is_name(name):  # it would be a path
+            raise RemoteError("nobody", "blob: its name is not 64 hexadecimal digits; nothing is fetched")
         if not 0 <= size <= blob_hash.MAX_BLOB:
             raise RemoteError("nobody", f"blob {name[:12]}: {size} bytes; at most {blob_hash.MAX_BLOB} are fetched")
         task = self._running.get(name)
