@@ -14,7 +14,7 @@ from protocol.rounds import part_lists
 from protocol.rounds.leader_events import Received
 from protocol.wire import endpoints
 from protocol.wire.session import Offer, Withdraw
-from tests.volunteers import Swarm, manifest
+from tests.volunteers import Swarm, Volunteer, manifest
 
 DEADLINE = 200.0
 
@@ -41,19 +41,25 @@ def names(offer: Offer) -> set[str]:
     return {part_lists.root_of(offer.parts), *(part.digest for part in offer.parts)}
 
 
+async def with_one_that_trains_on(swarm: Swarm) -> tuple[Volunteer, list[Volunteer], asyncio.Event]:
+    """Three peers, of whom two have offered, and one trains until the event is set."""
+    release = asyncio.Event()
+    slow = swarm.start("slow")
+
+    async def hold(peer: str, round: int) -> None:
+        if peer == slow.id:
+            await release.wait()
+
+    swarm.hold = hold
+    fast = [swarm.start(name) for name in ("a", "b")]
+    await swarm.until(lambda: all(p.rounds and p.rounds.offer for p in fast))
+    return slow, fast, release
+
+
 def test_a_payload_is_fetched_when_it_is_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
-            release = asyncio.Event()
-            slow = swarm.start("slow")
-
-            async def hold(peer: str, round: int) -> None:
-                if peer == slow.id:
-                    await release.wait()
-
-            swarm.hold = hold
-            fast = [swarm.start(name) for name in ("a", "b")]
-            await swarm.until(lambda: all(p.rounds and p.rounds.offer for p in fast))
+            slow, fast, release = await with_one_that_trains_on(swarm)
             offered = [names(p.rounds.offer) for p in fast]
             here = offered[0] | offered[1]
             await swarm.until(lambda: all(here <= set(p.storage.blobs) for p in (*fast, slow)))
@@ -119,16 +125,7 @@ def test_a_list_that_is_lost_or_damaged_after_it_came_is_fetched_again(tmp_path:
 
     async def work() -> None:
         async with Swarm(tmp_path, manifest(start_peers=3, rounds=2)) as swarm:
-            release = asyncio.Event()
-            slow = swarm.start("slow")
-
-            async def hold(peer: str, round: int) -> None:
-                if peer == slow.id:
-                    await release.wait()
-
-            swarm.hold = hold
-            fast = [swarm.start(name) for name in ("a", "b")]
-            await swarm.until(lambda: all(p.rounds and p.rounds.offer for p in fast))
+            slow, fast, release = await with_one_that_trains_on(swarm)
             offers = [p.rounds.offer for p in fast]
             here = names(offers[0]) | names(offers[1])
             await swarm.until(lambda: here <= set(slow.storage.blobs))
