@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from protocol.codec import blob_hash, sparse
-from protocol.errors import PotluckError
+from protocol.errors import PotluckError, shown
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -48,7 +48,7 @@ def unpack(raw: bytes) -> Parts:
             raise BadList("a list of parts is not in its canonical form")
         return parts
     except (framing.FrameError, SchemaError) as error:
-        raise BadList(f"no list of parts ({error})") from None
+        raise BadList(f"no list of parts ({shown(error)})") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,13 +60,15 @@ def test_a_list_is_read_as_it_was_written_and_its_root_is_its_name(parts: list[P
         msgpack.packb([["embed", b"d" * 32, 8, 1]]),
         msgpack.packb([["embed", b"d" * 32, 8, 1.0, "more"]]),
         msgpack.packb([["embed", b"d" * 32, 8, math.inf]]),
+        msgpack.packb([{"a name\x00of\nits own": 1}]),
         part_lists.pack(PARTS)[:-1],
         part_lists.pack(PARTS) + b"\x00",
     ],
 )
 def test_there_is_one_form_of_a_list(raw: bytes) -> None:
-    with pytest.raises(BadList, match="list of parts"):
+    with pytest.raises(BadList, match="list of parts") as refused:
         part_lists.unpack(raw)
+    assert str(refused.value).isprintable()
 
 
 def test_a_list_of_all_shards_may_be_fetched_and_none_that_is_longer() -> None:
