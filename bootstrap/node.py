@@ -135,6 +135,10 @@ class BootstrapNode:
         finally:
             await self._payloads.aclose()
 
+    def has_session(self, peer: str) -> bool:
+        """Whether `peer` is connected to us."""
+        return peer in self._sessions.open
+
     # --- the other operators' nodes
 
     async def _link(self, operator: str) -> None:
