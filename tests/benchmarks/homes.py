@@ -1,0 +1,137 @@
+"""A chain of four private homes: nobody but the bootstrap node can be reached, and every boundary goes through its relay.
+
+    python -m tests.benchmarks.homes --netlab PATH/netlab.sh
+
+Real processes, daemons and routers (port-restricted cones, --link). The machines are tests/faults/paced.py: a micro-batch takes as
+long as its pace says. Told are: the rounds, in how many of them the chain's work was committed, and with how many inner steps; tokens a
+second, beside what `potluck plan` said of the run when the warm rounds were over, and beside the same chain if bytes took no
+time (`ideal`); what the relay passed on, of its limit; and the seconds from the plan to the chain's first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from peer.demo import recipe
+from protocol.planning import memory, partition
+from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
+from tests import tiny
+from tests.benchmarks.uneven import Machines, predict, step_seconds
+from tests.e2e import swarms
+from tests.faults.processes import Swarm
+from tests.lab import Lab, lab
+
+NODE = "node-0"
+HOMES = tuple(f"home-{i}" for i in range(4))
+PACE = 0.4
+"""Seconds of a micro-batch through the whole model."""
+MICRO_BATCHES = 16
+
+
+def make_run(seconds: float, rounds: int) -> Manifest:
+    base = recipe.make_manifest(swarms.options(Path("unused"), full=1, rounds=rounds), swarms.MODEL)
+    return dataclasses.replace(
+        base,
+        operators=(tiny.OPERATOR.peer_id,),
+        start_peers=len(HOMES),
+        model=dataclasses.replace(swarms.MODEL, n_layers=len(HOMES), d_model=256, n_heads=4, d_ff=256),
+        train=TrainSpec(
+            inner_steps=1000,
+            micro_batches=MICRO_BATCHES,
+            rows=1,
+            sequence=128,
+            lr=1e-3,
+            warmup_steps=0,
+            total_steps=10**6,
+        ),
+        outer=OuterSpec(topk=32),
+        timing=TimingSpec(round_deadline=10 * seconds, round_seconds=seconds, heartbeat=1.0, gone_after=15.0),
+    )
+
+
+def quarter(manifest: Manifest) -> int:
+    """The least memory of which four peers make a chain; three of them do not."""
+    low, high = 0, memory.stage_memory(manifest, 0, manifest.model.n_layers)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if partition.split(manifest, [middle] * len(HOMES)) is None:
+            low = middle
+        else:
+            high = middle
+    assert partition.split(manifest, [high] * (len(HOMES) - 1)) is None
+    return high
+
+
+def measure(there: Lab, chosen: argparse.Namespace) -> dict[str, Any]:
+    manifest = make_run(chosen.seconds, chosen.warm + chosen.rounds)
+    places = {n: (host if n == NODE else "0.0.0.0", prefix) for n, (host, prefix) in there.places.items()}
+    with (
+        tempfile.TemporaryDirectory(prefix="potluck-homes-") as folder,
+        Swarm(
+            Path(folder) / "run", manifest, (tiny.OPERATOR,), dict.fromkeys(HOMES, quarter(manifest)), places
+        ) as swarm,
+    ):
+        machines = Machines(swarm)
+        swarm.start_node(NODE)
+        swarm.module = "tests.faults.paced"
+        for name in HOMES:
+            machines.set(name, PACE)
+            swarm.options[name] = ["--up", "20Mbps", "--down", "100Mbps", "--up-limit", "18Mbps"]
+            swarm.start(name)
+        warm, last = chosen.warm, chosen.warm + chosen.rounds
+        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == warm, f"round {warm}")
+        predicted = predict(swarm, places)
+        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] >= last, f"round {last}")
+        commits = [e for e in swarm.events(NODE) if e.kind == "commit"]
+        first = min(e.time for n in HOMES for e in swarm.events(n) if e.kind == "step")
+        planned = min(e.time for e in commits if e.fields["plan"])
+        relayed = [e.fields for e in swarm.events(NODE) if e.kind == "relayed"]
+        warnings = sorted({e.fields["text"] for n in (NODE, *HOMES) for e in swarm.events(n) if e.kind == "warning"})
+        for name in list(swarm.running):
+            swarm.kill(name)
+        swarm.check()
+    counted = [e for e in commits if e.fields["round"] > warm]
+    (begin,) = (e.time for e in commits if e.fields["round"] == warm)
+    spent = counted[-1].time - begin
+    tokens = sum(c["tokens"] for e in counted for c in e.fields["contributions"])
+    ideal = manifest.train.step_tokens / step_seconds(manifest, [PACE] * len(HOMES))
+    return {
+        "rounds": last,
+        "with_the_chain": sum(bool(e.fields["contributions"]) for e in commits if e.fields["round"]),
+        "steps": [[c["steps"] for c in e.fields["contributions"]] for e in commits if e.fields["round"]],
+        "left_out": [x["reason"] for e in commits for x in e.fields["left_out"]],
+        "tokens_per_second": round(tokens / spent, 1),
+        "predicted": predicted,
+        "ideal": round(ideal, 1),
+        "share_of_ideal": round(tokens / spent / ideal, 3),
+        "predicted_share": round(predicted / ideal, 3),
+        "plan_to_first_step": round(first - planned, 1),
+        "relayed": relayed[-1] if relayed else None,
+        "most_relayed_bps": max((fields["bps"] for fields in relayed), default=0.0),
+        "warnings": warnings,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--netlab", type=Path, required=True, help="the lab's script")
+    parser.add_argument("--link", default="20/100:40", help="of a home: Mb/s up/down:ms to the core and back")
+    parser.add_argument("--router", default="cone")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a round")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--warm", type=int, default=2, help="rounds that are not counted")
+    chosen = parser.parse_args()
+    links = {NODE: "200/200:10", **dict.fromkeys(HOMES, f"{chosen.link}:0:{chosen.router}")}
+    with lab(chosen.netlab, links) as there:
+        found = measure(there, chosen)
+    print(json.dumps(found, indent=1))
+    return 0 if found["with_the_chain"] == found["rounds"] else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
