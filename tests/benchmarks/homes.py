@@ -1,6 +1,7 @@
 """A chain of four private homes: nobody but the bootstrap node can be reached, and every boundary goes through its relay.
 
     python -m tests.benchmarks.homes --netlab PATH/netlab.sh
+    python -m tests.benchmarks.homes --netlab PATH/netlab.sh --kill      # three nodes; the relay of most streams is killed in a round
 
 Real processes, daemons and routers (port-restricted cones, --link). The machines are tests/faults/paced.py: a micro-batch takes as
 long as its pace says. Told are: the rounds, in how many of them the chain's work was committed, and with how many inner steps; tokens a
@@ -28,7 +29,7 @@ from tests.lab import Lab, lab
 
 NODE = "node-0"
 HOMES = tuple(f"home-{i}" for i in range(4))
-PACE = 0.4
+PACE = 0.8
 """Seconds of a micro-batch through the whole model."""
 MICRO_BATCHES = 16
 
@@ -39,12 +40,12 @@ def make_run(seconds: float, rounds: int) -> Manifest:
         base,
         operators=(tiny.OPERATOR.peer_id,),
         start_peers=len(HOMES),
-        model=dataclasses.replace(swarms.MODEL, n_layers=len(HOMES), d_model=256, n_heads=4, d_ff=256),
+        model=dataclasses.replace(swarms.MODEL, n_layers=2 * len(HOMES), d_model=256, n_heads=4, d_ff=256),
         train=TrainSpec(
             inner_steps=1000,
             micro_batches=MICRO_BATCHES,
             rows=1,
-            sequence=128,
+            sequence=64,
             lr=1e-3,
             warmup_steps=0,
             total_steps=10**6,
