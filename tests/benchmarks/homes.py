@@ -15,6 +15,8 @@ import argparse
 import dataclasses
 import json
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +29,18 @@ from tests.e2e import swarms
 from tests.faults.processes import Swarm
 from tests.lab import Lab, lab
 
-NODE = "node-0"
+NODES = ("node-0", "node-1", "node-2")
 HOMES = tuple(f"home-{i}" for i in range(4))
 PACE = 0.8
 """Seconds of a micro-batch through the whole model."""
 MICRO_BATCHES = 16
 
 
-def make_run(seconds: float, rounds: int) -> Manifest:
+def make_run(seconds: float, rounds: int, nodes: int) -> Manifest:
     base = recipe.make_manifest(swarms.options(Path("unused"), full=1, rounds=rounds), swarms.MODEL)
     return dataclasses.replace(
         base,
-        operators=(tiny.OPERATOR.peer_id,),
+        operators=tuple(key.peer_id for key in tiny.OPERATORS[:nodes]),
         start_peers=len(HOMES),
         model=dataclasses.replace(swarms.MODEL, n_layers=2 * len(HOMES), d_model=256, n_heads=4, d_ff=256),
         train=TrainSpec(
@@ -69,52 +71,73 @@ def quarter(manifest: Manifest) -> int:
 
 
 def measure(there: Lab, chosen: argparse.Namespace) -> dict[str, Any]:
-    manifest = make_run(chosen.seconds, chosen.warm + chosen.rounds)
-    places = {n: (host if n == NODE else "0.0.0.0", prefix) for n, (host, prefix) in there.places.items()}
+    nodes = [name for name in there.places if name in NODES]
+    manifest = make_run(chosen.seconds, chosen.warm + chosen.rounds, len(nodes))
+    places = {n: (host if n in nodes else "0.0.0.0", prefix) for n, (host, prefix) in there.places.items()}
+    keys, offered = tiny.OPERATORS[: len(nodes)], dict.fromkeys(HOMES, quarter(manifest))
     with (
         tempfile.TemporaryDirectory(prefix="potluck-homes-") as folder,
-        Swarm(
-            Path(folder) / "run", manifest, (tiny.OPERATOR,), dict.fromkeys(HOMES, quarter(manifest)), places
-        ) as swarm,
+        Swarm(Path(folder) / "run", manifest, keys, offered, places) as swarm,
     ):
         machines = Machines(swarm)
-        swarm.start_node(NODE)
+        for name in nodes:
+            swarm.start_node(name)
         swarm.module = "tests.faults.paced"
         for name in HOMES:
             machines.set(name, PACE)
             swarm.options[name] = ["--up", "20Mbps", "--down", "100Mbps", "--up-limit", "18Mbps"]
             swarm.start(name)
-        warm, last = chosen.warm, chosen.warm + chosen.rounds
-        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == warm, f"round {warm}")
-        predicted = predict(swarm, places)
-        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] >= last, f"round {last}")
-        commits = [e for e in swarm.events(NODE) if e.kind == "commit"]
-        first = min(e.time for n in HOMES for e in swarm.events(n) if e.kind == "step")
-        planned = min(e.time for e in commits if e.fields["plan"])
-        relayed = [e.fields for e in swarm.events(NODE) if e.kind == "relayed"]
-        warnings = sorted({e.fields["text"] for n in (NODE, *HOMES) for e in swarm.events(n) if e.kind == "warning"})
+        told, warm, last = nodes[0], chosen.warm, chosen.warm + chosen.rounds
+        swarm.wait(told, lambda e: e.kind == "commit" and e.fields["round"] == warm, f"round {warm}")
+        predicted, killed = predict(swarm, places), None
+        if chosen.kill:
+            killed = kill_relay(swarm, nodes, chosen.seconds)
+            told = next(name for name in nodes if name != killed)
+        swarm.wait(told, lambda e: e.kind == "commit" and e.fields["round"] >= last, f"round {last}")
+        found = {"killed": killed, **figures(swarm, nodes, told, warm)}
         for name in list(swarm.running):
             swarm.kill(name)
         swarm.check()
+    ideal = manifest.train.step_tokens / step_seconds(manifest, [PACE] * len(HOMES))
+    shares = {"share_of_ideal": found["tokens_per_second"] / ideal, "predicted_share": predicted / ideal}
+    return {**found, "predicted": predicted, "ideal": round(ideal, 1), **{k: round(v, 3) for k, v in shares.items()}}
+
+
+def kill_relay(swarm: Swarm, nodes: Sequence[str], seconds: float) -> str:
+    """Kills the node that relays most, in the middle of a round; its name."""
+
+    def circuits(name: str) -> int:
+        told = [e.fields["circuits"] for e in swarm.events(name) if e.kind == "relayed"]
+        return int(told[-1]) if told else 0
+
+    begun = len(swarm.events(nodes[0]))
+    swarm.wait(nodes[0], lambda e: e.kind == "commit", "the next commit", after=begun)
+    time.sleep(seconds / 3)
+    name = max(nodes, key=circuits)
+    swarm.kill(name)
+    return name
+
+
+def figures(swarm: Swarm, nodes: Sequence[str], told: str, warm: int) -> dict[str, Any]:
+    """What came of it, by the events of node `told`; rounds up to `warm` do not count for the speed."""
+    commits = [e for e in swarm.events(told) if e.kind == "commit"]
+    events = [e for name in (*nodes, *HOMES) for e in swarm.events(name)]
     counted = [e for e in commits if e.fields["round"] > warm]
     (begin,) = (e.time for e in commits if e.fields["round"] == warm)
-    spent = counted[-1].time - begin
     tokens = sum(c["tokens"] for e in counted for c in e.fields["contributions"])
-    ideal = manifest.train.step_tokens / step_seconds(manifest, [PACE] * len(HOMES))
+    relayed = [e.fields for e in events if e.kind == "relayed"]
+    planned = min(e.time for e in commits if e.fields["plan"])
     return {
-        "rounds": last,
+        "rounds": commits[-1].fields["round"],
         "with_the_chain": sum(bool(e.fields["contributions"]) for e in commits if e.fields["round"]),
-        "steps": [[c["steps"] for c in e.fields["contributions"]] for e in commits if e.fields["round"]],
+        "steps": [sum(c["steps"] for c in e.fields["contributions"]) for e in commits if e.fields["round"]],
         "left_out": [x["reason"] for e in commits for x in e.fields["left_out"]],
-        "tokens_per_second": round(tokens / spent, 1),
-        "predicted": predicted,
-        "ideal": round(ideal, 1),
-        "share_of_ideal": round(tokens / spent / ideal, 3),
-        "predicted_share": round(predicted / ideal, 3),
-        "plan_to_first_step": round(first - planned, 1),
-        "relayed": relayed[-1] if relayed else None,
-        "most_relayed_bps": max((fields["bps"] for fields in relayed), default=0.0),
-        "warnings": warnings,
+        "failures": sorted({e.fields["reason"] for e in events if e.kind == "chain_failed"}),
+        "tokens_per_second": round(tokens / (counted[-1].time - begin), 1),
+        "plan_to_first_step": round(min(e.time for e in events if e.kind == "step") - planned, 1),
+        "most_circuits": max((fields["circuits"] for fields in relayed), default=0),
+        "most_relayed_bps": round(max((fields["bps"] for fields in relayed), default=0.0)),
+        "warnings": sorted({e.fields["text"] for e in events if e.kind == "warning"}),
     }
 
 
@@ -122,12 +145,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--netlab", type=Path, required=True, help="the lab's script")
     parser.add_argument("--link", default="20/100:40", help="of a home: Mb/s up/down:ms to the core and back")
-    parser.add_argument("--router", default="cone")
+    parser.add_argument("--router", default="cone", help="cone, sym; none: homes reach each other")
     parser.add_argument("--seconds", type=float, default=30.0, help="of a round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm", type=int, default=2, help="rounds that are not counted")
+    parser.add_argument("--kill", action="store_true", help="a relay, in the middle of a round that counts")
     chosen = parser.parse_args()
-    links = {NODE: "200/200:10", **dict.fromkeys(HOMES, f"{chosen.link}:0:{chosen.router}")}
+    nodes = NODES if chosen.kill else NODES[:1]
+    links = {**dict.fromkeys(nodes, "200/200:10"), **dict.fromkeys(HOMES, f"{chosen.link}:0:{chosen.router}")}
     with lab(chosen.netlab, links) as there:
         found = measure(there, chosen)
     print(json.dumps(found, indent=1))

@@ -98,7 +98,8 @@ class Channel:
         self._woken = asyncio.Event()  # credit came, or the end
         self._to_say = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._heard = self._used = self._loop.time()
+        self._used = self._loop.time()
+        self._quiet = 0.0  # seconds of waking in which nothing came
         self._hearing = asyncio.create_task(self._hear())
         self._saying = asyncio.create_task(self._say())
         self._ending: asyncio.Task[None] | None = None
@@ -157,11 +158,11 @@ class Channel:
         try:
             while True:
                 kind, body = relaying.record_of(self._open.open(await self._carrier.recv(relaying.MAX_RECORD)))
-                self._heard = self._loop.time()
+                self._quiet = 0.0
                 if kind == DATA:
                     if len(body) > self._may_come:
                         raise FrameError("more than it may")
-                    self._used = self._heard
+                    self._used = self._loop.time()
                     self._may_come -= len(body)
                     self.reader.feed_data(body)
                 elif kind == CREDIT:
@@ -205,18 +206,21 @@ class Channel:
                     await self._put(CREDIT, relaying.credit(size))
 
     def _watch(self) -> None:
-        """Now and then: whether the other side is still to be heard."""
+        """Now and then: whether the other side is still to be heard. What counts is how often nothing was, not the time: when our own process
+        was stopped for a while, others are not to blame."""
         if self._error is not None or self._ending is not None:
             return
-        now = self._loop.time()
-        if now - self._used > self._signs.rest:
-            self._heard = now  # nothing is expected
-        elif now - self._heard >= self._signs.silent:
+        every = self._signs.ask / 2
+        if self._loop.time() - self._used > self._signs.rest:
+            self._quiet = 0.0  # nothing is expected
+        else:
+            self._quiet += every
+        if self._quiet >= self._signs.silent:
             self._fail(f"{SILENT} for {self._signs.silent:g} s")
-        elif now - self._heard >= self._signs.ask:
+        elif self._quiet >= self._signs.ask:
             self._owes_ping = True
             self._to_say.set()
-        self._watching = self._loop.call_later(self._signs.ask / 2, self._watch)
+        self._watching = self._loop.call_later(every, self._watch)
 
     def _was_read(self, size: int) -> None:
         self._to_credit += size

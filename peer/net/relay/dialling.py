@@ -31,7 +31,7 @@ class Patience:
     direct way is tried again; `changed`, `silent`, `gone`: that a relay is avoided which changed something, passed nothing on, or broke off
     (which may have been the peer behind it)."""
 
-    direct: float = 1.0
+    direct: float = 2.0
     offer: float = 5.0
     kept: float = 600.0
     next: float = 1.0

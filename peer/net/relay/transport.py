@@ -23,6 +23,8 @@ from protocol.wire.relaying import MAX_HELLO
 MOST_ACCEPTED = 256
 """Streams through relays that others have open to us."""
 HANDSHAKE_SECONDS = 10.0
+NOT_SERVED = "does not serve"
+"""What transports say of a peer whom they have reached, and who has nothing under that name: no relay helps."""
 
 
 class Inside(Traffic):
@@ -95,7 +97,7 @@ class RelayedTransport:
                         return await self._direct.open(peer, name, timeout=timeout)
                     except (Unreachable, Timeout) as error:
                         why = error
-                        if not self._may_relay(peer):
+                        if not self._may_relay(peer) or NOT_SERVED in str(error):
                             raise
                 else:
                     self._dial_again(peer)
