@@ -12,6 +12,7 @@ time (`ideal`); what the relay passed on, of its limit; and the seconds from the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import tempfile
@@ -76,7 +77,9 @@ def measure(there: Lab, chosen: argparse.Namespace) -> dict[str, Any]:
     places = {n: (host if n in nodes else "0.0.0.0", prefix) for n, (host, prefix) in there.places.items()}
     keys, offered = tiny.OPERATORS[: len(nodes)], dict.fromkeys(HOMES, quarter(manifest))
     with (
-        tempfile.TemporaryDirectory(prefix="potluck-homes-") as folder,
+        contextlib.nullcontext(chosen.keep)
+        if chosen.keep
+        else tempfile.TemporaryDirectory(prefix="potluck-homes-") as folder,
         Swarm(Path(folder) / "run", manifest, keys, offered, places) as swarm,
     ):
         machines = Machines(swarm)
@@ -149,6 +152,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=30.0, help="of a round")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--warm", type=int, default=2, help="rounds that are not counted")
+    parser.add_argument("--keep", type=Path, help="folder for what the processes write, to be looked at afterwards")
     parser.add_argument("--kill", action="store_true", help="a relay, in the middle of a round that counts")
     chosen = parser.parse_args()
     nodes = NODES if chosen.kill else NODES[:1]

@@ -441,6 +441,43 @@ def test_a_relay_that_passes_nothing_on_is_named_and_the_next_stream_takes_anoth
     run(story)
 
 
+def test_a_relay_that_is_late_is_avoided_by_the_next_stream() -> None:
+    async def story(lab: Lab) -> None:
+        late = asyncio.Event()
+
+        async def relay(stream: Stream) -> None:
+            """Holds everything back for longer than its peers put up with."""
+            peer = relaying.ask_of(await stream.recv())
+            onward = await transport.open(peer, endpoints.RELAYED, timeout=10.0)
+            await stream.send(relaying.pack_answer(relaying.HERE))
+
+            async def pump(source: Stream, target: Stream) -> None:
+                with contextlib.suppress(RemoteError):
+                    while True:
+                        record = await source.recv()
+                        if late.is_set():
+                            await asyncio.sleep(0.2)
+                        await target.send(record)
+                await target.close()
+
+            await asyncio.gather(pump(stream, onward), pump(onward, stream))
+
+        transport = lab.network.transport(R1)
+        await transport.serve(endpoints.RELAY, relay)
+        a = await lab.home(A, [R1], signs=Signs(ask=0.05, silent=DEADLINE, late=0.15))
+        b = await lab.home(B, [R1])
+        await b.serve("echo", echo)
+        stream = await a.open(B.peer_id, "echo", timeout=10.0)
+        late.set()
+        await eventually(lambda: a.relays.is_avoided(R1))
+        assert a.relays.kept(B.peer_id) is None
+        await stream.send(b"still")
+        assert await stream.recv() == b"still"
+        await stream.close()
+
+    run(story)
+
+
 def test_a_relay_that_dies_ends_the_stream_at_once_and_the_next_takes_another() -> None:
     async def story(lab: Lab) -> None:
         for relay in (R1, R2, R3):

@@ -29,11 +29,12 @@ CHANGED, SILENT, GONE = (
     "passed nothing on",
     "is gone, or the peer behind it",
 )
+LATE = "takes seconds to pass something on"
 """What a relay is blamed for."""
 
 
 class RelayFault(Closed):
-    """A relayed stream is over because of its relay. `what`: CHANGED, GONE, or what begins with SILENT."""
+    """A relayed stream is over because of its relay. `what`: CHANGED, GONE, LATE, or what begins with SILENT."""
 
     def __init__(self, peer: str, relay: str, name: str, what: str) -> None:
         text = f"stream {name} with {short_peer(peer)}: relay {short_peer(relay)} {what}; open it again"
@@ -44,11 +45,12 @@ class RelayFault(Closed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signs:
-    """Seconds: after which a side that heard nothing asks for a sign of life; after which it gives up; and for which it goes on asking on a
-    stream that carries nothing."""
+    """Seconds: between two questions for a sign of life; after which a side that heard nothing gives up; that an answer may take before
+    another relay is preferred; and for which it goes on asking on a stream that carries nothing."""
 
     ask: float = 5.0
     silent: float = 15.0
+    late: float = 3.0
     rest: float = 60.0
 
 
@@ -99,6 +101,7 @@ class Channel:
         self._to_say = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._used = self._loop.time()
+        self._asked: float | None = None  # when a sign was asked for that has not come
         self._quiet = 0.0  # seconds of waking in which nothing came
         self._hearing = asyncio.create_task(self._hear())
         self._saying = asyncio.create_task(self._say())
@@ -173,6 +176,8 @@ class Channel:
                 elif kind == PING:
                     self._owes_pong = True
                     self._to_say.set()
+                elif kind == PONG:
+                    self._answered()
                 elif kind == CLOSE:
                     self._over(self._gone())
                     with contextlib.suppress(RemoteError):
@@ -195,7 +200,7 @@ class Channel:
                 await self._to_say.wait()
                 self._to_say.clear()
                 if self._owes_ping:
-                    self._owes_ping = False
+                    self._owes_ping, self._asked = False, self._loop.time()
                     await self._put(PING)
                 if self._owes_pong:
                     self._owes_pong = False
@@ -217,10 +222,16 @@ class Channel:
             self._quiet += every
         if self._quiet >= self._signs.silent:
             self._fail(f"{SILENT} for {self._signs.silent:g} s")
-        elif self._quiet >= self._signs.ask:
+        elif self._asked is None:
             self._owes_ping = True
             self._to_say.set()
         self._watching = self._loop.call_later(every, self._watch)
+
+    def _answered(self) -> None:
+        """A sign has come. One that took long ends nothing, but the next stream should take another relay."""
+        if self._asked is not None and self._loop.time() - self._asked > self._signs.late:
+            self._told(RelayFault(self._peer, self._carrier.remote, self._name, LATE))
+        self._asked = None
 
     def _was_read(self, size: int) -> None:
         self._to_credit += size

@@ -11,8 +11,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peer.net.base import Stream, Timeout, Transport, Unreachable
-from peer.net.relay.channel import CHANGED, GONE, SIGNS, Channel, RelayFault, Signs
+from peer.net.base import Stream, Timeout, Transport, Unreachable, log
+from peer.net.relay.channel import CHANGED, GONE, LATE, SIGNS, Channel, RelayFault, Signs
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.wire import endpoints, relaying
@@ -28,7 +28,7 @@ RACED = 3
 class Patience:
     """Seconds. `direct`: that a direct way has before relays are asked too; `offer`: that one relay and the peer behind it may take to answer;
     `kept`: that a relay which was the quickest is asked first; `next`: after which others are asked besides it; `again`: before a
-    direct way is tried again; `changed`, `silent`, `gone`: that a relay is avoided which changed something, passed nothing on, or broke off
+    direct way is tried again; `changed`, `silent`, `gone`: that a relay is avoided which changed something, passed nothing on or late, or broke off
     (which may have been the peer behind it)."""
 
     direct: float = 2.0
@@ -105,7 +105,9 @@ class Relays:
         return Channel(offer.stream, ciphers, peer, name, fault=self.blame, asks=True, signs=self._signs)
 
     def blame(self, fault: RelayFault) -> None:
-        """A relayed stream is over because of its relay."""
+        """A relayed stream is over because of its relay, or should have taken another."""
+        if fault.what == LATE and not self.is_avoided(fault.relay):
+            log.warning("relay %s: %s; others are preferred for a while", short_peer(fault.relay), LATE)
         if self._kept.get(fault.peer, ("", 0.0))[0] == fault.relay:
             del self._kept[fault.peer]
         seconds = {CHANGED: self._patience.changed, GONE: self._patience.gone}.get(fault.what, self._patience.silent)
