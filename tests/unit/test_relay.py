@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from peer.net.base import Closed, Ended, Stream, Timeout, Unreachable, call, ser
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.relay import RelayServer, dialling
 from peer.net.relay.channel import CHANGED, SILENT, RelayFault, Signs
-from peer.net.relay.dialling import Patience
+from peer.net.relay.dialling import Patience, Relays
 from peer.net.relay.server import LIMITS, Limits
 from peer.net.relay.transport import RelayedTransport
 from peer.net.stream import CHUNK
@@ -23,6 +24,7 @@ from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.wire import endpoints, relaying
 from protocol.wire.relaying import WINDOW
+from tests import tiny, volunteers
 
 A, B, C, D = (Identity(bytes([9, i] * 16)) for i in range(4))
 R1, R2, R3 = (Identity(bytes([8, i] * 16)).peer_id for i in range(3))
@@ -84,8 +86,8 @@ def run(story: Callable[[Lab], Awaitable[Any]]) -> None:
                     server.close()
                 for transport in list(lab.network.peers.values()):
                     await transport.aclose()
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        assert not left, f"tasks are left: {left}"
+        async with asyncio.timeout(DEADLINE):  # nothing is left
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
 
     asyncio.run(main())
 
@@ -693,6 +695,28 @@ def test_a_circuit_that_carries_nothing_ends() -> None:
         await stream.close()
 
     run(story)
+
+
+def test_a_bootstrap_node_relays_between_those_who_have_sessions_with_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        swarm = volunteers.Swarm(tmp_path, volunteers.manifest())
+        swarm.relay_bps = PLENTY
+        async with asyncio.timeout(DEADLINE), swarm:
+            x, y = swarm.start("x"), swarm.start("y")
+            await swarm.until(lambda: swarm.machine.has_session(x.id) and swarm.machine.has_session(y.id))
+            nodes = [tiny.OPERATOR.peer_id]
+            await RelayedTransport(y.transport, y.identity, lambda: nodes).accept()
+            relays = Relays(x.identity, x.transport, lambda: nodes)
+            await relays.reach(y.id)
+            stranger = Relays(C, swarm.network.transport(C.peer_id), lambda: nodes)
+            with pytest.raises(Unreachable, match="not connected"):
+                await stranger.reach(y.id)
+            await swarm.stop("y")
+            await swarm.until(lambda: not swarm.machine.has_session(y.id))
+            with pytest.raises(Unreachable, match="not connected"):
+                await relays.reach(y.id)
+
+    asyncio.run(story())
 
 
 # --- strangers
