@@ -83,9 +83,12 @@ class Line:
 
     async def carry(self, size: int) -> None:
         """Returns when so many bytes have come through."""
-        while size > 0 and (bps := self._bps()):
-            piece = min(size, max(self.LEAST, int(bps / 8 * self.SECONDS)))
+        while size > 0:
             async with self._turn:
+                bps = self._bps()
+                if bps is None:
+                    return
+                piece = min(size, max(self.LEAST, int(bps / 8 * self.SECONDS)))
                 await asyncio.sleep(8 * piece / bps)
             size -= piece
 

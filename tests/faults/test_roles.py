@@ -31,10 +31,11 @@ def make_manifest(start_peers: int) -> Manifest:
 
 
 def test_nobody_waits_for_a_newcomer_a_mover_or_who_comes_back(tmp_path: Path) -> None:
-    """And the one chain becomes a full replica and a spare within one round plus the transfer."""
+    """And the one chain becomes a full replica and a spare within one round plus the transfer. Here a round counts as longer if it takes twice
+    its time: the machine may have other work to do."""
     with roles.running(tmp_path / "run") as swarm:
         found = roles.live(swarm)
-    assert not roles.held_up(found)
+    assert not roles.held_up(found, longer=roles.SECONDS)
 
 
 def test_who_runs_out_of_memory_says_so_and_comes_back_with_a_smaller_role(tmp_path: Path) -> None:
