@@ -179,7 +179,7 @@ def make_manifest() -> Manifest:
         train=dataclasses.replace(made.train, micro_batches=2, rows=1, sequence=16),
         outer=OuterSpec(topk=64),
         checkpoint_rounds=PAST,
-        timing=TimingSpec(round_deadline=300.0, round_seconds=SECONDS, heartbeat=0.5, gone_after=250.0),
+        timing=TimingSpec(round_deadline=300.0, round_seconds=SECONDS, heartbeat=0.5, gone_after=100.0),
     )
 
 
