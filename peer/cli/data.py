@@ -49,6 +49,9 @@ async def build(options: BuildOptions, say: Callable[[str], None]) -> None:
     stop = threading.Event()
     try:
         index = await asyncio.to_thread(corpora.build, request, LocalDisk(), say, stop)
+    except asyncio.CancelledError:
+        say("stopping; type the same command again to go on")
+        raise
     finally:
         stop.set()
     for line in described(index, options.out):
@@ -72,8 +75,7 @@ def tokenizer_file(name: str) -> bytes:
 
 def show(folder: Path, say: Callable[[str], None]) -> None:
     """`potluck data show`. Raises UsageError."""
-    from peer.corpus.build import TOKENIZER
-    from peer.corpus.reader import CorpusReader
+    from peer.corpus.reader import TOKENIZER, CorpusReader
     from peer.corpus.tokenizer import load_tokenizer
     from peer.net.disk import LocalDisk
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from peer.corpus import records, sources, spills
 from peer.corpus.chunks import ChunkWriter, write_all
+from peer.corpus.reader import CHUNKS, INDEX, TOKENIZER
 from peer.corpus.records import Counts, Cutter, Records
 from peer.corpus.sources import Reading, Source, Unit
 from peer.corpus.spills import Position, Spill
@@ -35,9 +36,6 @@ from protocol.errors import LocalError, UsageError
 from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex
 
-INDEX = "index"
-CHUNKS = "chunks"
-TOKENIZER = "tokenizer.json"
 BUILDING = "building"
 _REQUEST = "request.json"
 PROGRESS_SECONDS = 5.0
@@ -102,17 +100,20 @@ def build(request: Request, disk: Disk, say: Callable[[str], None], stop: thread
     asked = _description(request)
     is_new = not out.exists()
     _check_folder(out, asked)
+    sources.forbid_the_hub(request.sources)
     lock = disk.lock(building, "`potluck data build`")
     try:
-        if not (building / _REQUEST).exists():
-            disk.write(building / _REQUEST, asked)
-            disk.write(out / TOKENIZER, request.tokenizer)
+        disk.write(building / _REQUEST, asked)
+        disk.write(out / TOKENIZER, request.tokenizer)
         disk.make_folder(out / CHUNKS)
         found = spills.find(disk, building)
         if not (found and found[-1].position is not None and found[-1].position.done):
             _read_all(request, disk, found, dtype, say, stop)
         index = _finish(request, disk, found, vocab_size, say, stop)
+        for path in (*out.glob(".*"), *(out / CHUNKS).glob(".*")):  # what a kill left in the middle of a write
+            disk.remove(path)
         disk.write(out / INDEX, index.to_bytes())
+        disk.remove(building / _REQUEST)  # first, since what is left of a build after a kill cannot be gone on with
     except LocalError:
         if not any(building.glob("spill-*")):  # nothing was done yet that is worth keeping
             disk.remove(out if is_new else building)

@@ -8,12 +8,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.corpus.build import CHUNKS, INDEX
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.run import corpus
 from protocol.run.corpus import Extent
+
+INDEX = "index"
+CHUNKS = "chunks"
+TOKENIZER = "tokenizer.json"
+"""What is in a corpus's folder."""
 
 
 class CorpusReader:

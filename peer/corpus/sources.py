@@ -17,7 +17,7 @@ import glob
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,12 @@ def fingerprint(source: Source) -> list[Any]:
     except OSError as error:
         raise UsageError(f"source {source}: {error.strerror}; check the disk") from None
     return [source.kind, *found]
+
+
+def forbid_the_hub(found: Sequence[Source]) -> None:
+    """Nothing is asked of any hub in this process, unless one of these sources is there. To be called before any is read."""
+    if not any(source.kind == "hub" for source in found):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def units(source: Source, reading: Reading, state: Any = None) -> Iterator[Unit]:
@@ -252,8 +258,6 @@ def _column(source: Source, reading: Reading, table: Any, number: int) -> list[o
 
 def _open(source: Source, reading: Reading) -> Any:
     """The stream of arrow tables with the one column; None for an empty file. Raises UsageError."""
-    if source.kind != "hub":
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is asked of any hub
     import datasets
 
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises

@@ -9,6 +9,7 @@ when it was written: so a build that was killed goes on behind its last spill. S
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -88,9 +89,9 @@ def write(disk: Disk, folder: Path, number: int, records: Records, counts: Count
 
 def find(disk: Disk, folder: Path) -> list[Spill]:
     """The spills that a build can go on behind, in order; those after the last one with a position are removed."""
-    prefix = _NAME.partition("{")[0]
-    names = [name for name in disk.names(folder) if name.startswith(prefix)]
-    spills = [_read_head(disk, folder / name) for name in names]
+    names = set(disk.names(folder))
+    count = next(i for i in itertools.count() if _NAME.format(i) not in names)
+    spills = [_read_head(disk, folder / _NAME.format(i)) for i in range(count)]
     while spills and spills[-1].position is None:
         disk.remove(spills.pop().path)
     return spills

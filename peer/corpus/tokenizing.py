@@ -142,4 +142,5 @@ def serve(tokenizer_file: Path, id_bytes: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who feeds us
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and nobody is told when that one has died
     serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -24,7 +24,8 @@ from tokenizers import Tokenizer
 from peer.cli.data import tokenizer_file
 from peer.corpus import build, sources
 from peer.corpus.build import Request
-from peer.corpus.reader import CorpusReader
+from peer.corpus.reader import CHUNKS, INDEX, CorpusReader
+from peer.corpus.reader import TOKENIZER as TOKENIZER_FILE
 from peer.corpus.records import HELD_OUT, HELD_OUT_TOKENS, RANKS, Counts, held_out_rank
 from peer.corpus.sources import Unit
 from peer.corpus.tokenizing import Pool
@@ -211,7 +212,7 @@ def test_wide_vocabularies_have_four_bytes(source: Path, tmp_path: Path) -> None
 
 def test_chunks_are_blobs_that_a_store_serves(source: Path, tmp_path: Path) -> None:
     index = made(request(tmp_path / "out", source))
-    store = BlobStore(tmp_path / "out" / build.CHUNKS)
+    store = BlobStore(tmp_path / "out" / CHUNKS)
     chunk = store.get(index.chunk(0).name)
     assert chunk is not None
     assert len(chunk) == index.chunk(0).size == index.sequences * index.stride
@@ -242,15 +243,17 @@ def test_a_disk_that_is_full_at_any_time_is_gone_on_from(source: Path, tmp_path:
     plain = made(request(tmp_path / "plain", source))
     asked = request(tmp_path / "out", source, spill_ids=1)
     refused = 0
-    while not (tmp_path / "out" / build.INDEX).exists():
+    while not (tmp_path / "out" / INDEX).exists():
         with contextlib.suppress(Refused):
             index = made(asked, Full(4))
             break
         refused += 1
+        (tmp_path / "out" / CHUNKS / f".torn.{refused}").touch()
     assert refused >= 3, "it was refused in both halves"
     assert index == plain
     assert CorpusReader(tmp_path / "out", LocalDisk()).missing() == []
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [build.CHUNKS, build.INDEX, build.TOKENIZER]
+    assert len(list((tmp_path / "out" / CHUNKS).iterdir())) == 2
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [CHUNKS, INDEX, TOKENIZER_FILE]
 
 
 def test_a_build_that_was_asked_to_stop_goes_on(source: Path, tmp_path: Path) -> None:
@@ -299,6 +302,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.slow
 def test_a_build_that_is_killed_again_and_again_gives_the_same_corpus(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(1500)))
@@ -321,7 +325,7 @@ def test_a_build_that_is_killed_again_and_again_gives_the_same_corpus(tmp_path: 
             assert time.monotonic() < end, "workers end with the one that they work for"
             time.sleep(0.01)
         assert len(list((out / build.BUILDING).glob("spill-*"))) > kill
-        assert not (out / build.INDEX).exists()
+        assert not (out / INDEX).exists()
     assert made(request(out, *names)) == made(request(tmp_path / "plain", *names))
 
 
@@ -404,7 +408,7 @@ def test_a_request_without_a_source_or_with_a_wrong_length_is_refused(source: Pa
 
 def test_a_damaged_or_missing_chunk_is_found_when_it_is_first_used(source: Path, tmp_path: Path) -> None:
     index = made(request(tmp_path / "out", source))
-    path = tmp_path / "out" / build.CHUNKS / index.chunk(0).name
+    path = tmp_path / "out" / CHUNKS / index.chunk(0).name
     whole = path.read_bytes()
     for damaged, told in ((bytes([whole[0] ^ 1]) + whole[1:], "is damaged"), (whole[:-2], "is missing")):
         path.write_bytes(damaged)
