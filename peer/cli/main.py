@@ -201,7 +201,9 @@ def log_verify(
 
 
 @data.command(
-    "build", epilog="Example: potluck data build text/*.parquet --tokenizer tokenizer.json --sequence 1024 --out corpus"
+    "build",
+    help="Tokenize and shuffle text into a corpus, which one digest names. Killed or stopped, it goes on where it was.",
+    epilog="Example: potluck data build text/*.parquet --tokenizer tokenizer.json --sequence 1024 --out corpus",
 )
 def data_build(
     sources: Annotated[
@@ -224,8 +226,10 @@ def data_build(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order and of the held-out part.")] = 0,
     threads: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1,
 ) -> None:
-    """Tokenize and shuffle text into a corpus, which one digest names. Killed or stopped, it goes on where it was."""
+    """`potluck data build`.
 
+    Long because typer reads a command's options from its function's parameters.
+    """
     options = corpora.BuildOptions(
         sources=sources,
         tokenizer=tokenizer,
