@@ -6,8 +6,8 @@
     OUT/building/            while it is being built: what was asked for, and the spills (peer/corpus/spills.py)
 
 The source is read once. All cores tokenize it, its documents are cut into records, and the records sorted by their keys in an
-external merge sort (Knuth, volume 3, section 5.4): about SPILL_IDS ids are in memory, whatever the source's size, and on disk, until
-the build is done, the ids twice. A build that was killed goes on behind its last spill.
+external merge sort (Knuth, volume 3, section 5.4): at most `most_ids` ids are held in memory, whatever the source's size, and on
+disk, until the build is done, all ids twice. A build that was killed goes on behind its last spill.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from peer.corpus.sources import Reading, Source, Unit
 from peer.corpus.spills import Position, Spill
 from peer.corpus.tokenizer import parse_tokenizer, vocabulary
 from peer.corpus.tokenizing import Pool
-from peer.net.disk import Disk
+from peer.net.disk import Disk, disk_error
 from protocol.errors import LocalError, UsageError
 from protocol.run import corpus
 from protocol.run.corpus import CorpusIndex
@@ -114,6 +114,8 @@ def build(request: Request, disk: Disk, say: Callable[[str], None], stop: thread
             disk.remove(path)
         disk.write(out / INDEX, index.to_bytes())
         disk.remove(building / _REQUEST)  # first, since what is left of a build after a kill cannot be gone on with
+    except OSError as error:
+        raise disk_error(out, error) from None
     except LocalError:
         if not any(building.glob("spill-*")):  # nothing was done yet that is worth keeping
             disk.remove(out if is_new else building)
@@ -205,6 +207,8 @@ def _read_all(
                 gathered.spill(where)
     if not seen.tokens:
         raise UsageError("source: has no text; name a source that has, or its column with --column")
+    if _description(request) != disk.read(request.out / BUILDING / _REQUEST):
+        raise UsageError("source: changed while it was read; remove the folder of --out, and start again")
     gathered.spill(Position(source=len(request.sources), document=cutter.document, done=True))
 
 

@@ -376,6 +376,18 @@ def test_a_source_that_changed_is_not_gone_on_with(source: Path, tmp_path: Path)
         made(asked)
 
 
+def test_a_source_that_changes_while_it_is_read_is_refused(source: Path, tmp_path: Path) -> None:
+    class Changing(LocalDisk):
+        def write(self, path: Path, *pieces: Any, **options: Any) -> None:
+            super().write(path, *pieces, **options)
+            if path.name.startswith("spill-"):
+                source.write_text(source.read_text() + "\n")
+
+    with pytest.raises(UsageError, match="source: changed while it was read; remove the folder"):
+        made(request(tmp_path / "out", source, spill_ids=1), Changing())
+    assert not (tmp_path / "out" / INDEX).exists()
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
