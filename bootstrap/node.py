@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from bootstrap.archive import Archive
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
+from bootstrap.planning import Planning
 from bootstrap.roster import Allowance, Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
@@ -97,6 +98,7 @@ class BootstrapNode:
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
+        self._planning = Planning(self._events.put_nowait)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -126,6 +128,7 @@ class BootstrapNode:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
+                group.create_task(self._planning.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
                 group.create_task(self._news.run())
@@ -286,6 +289,8 @@ class BootstrapNode:
                     self._payloads.keep(parts, self.leader.round)
                 case leader_events.Tell(round, share):
                     self._news.add(round, share)
+                case leader_events.MakePlan(question):
+                    self._planning.ask(question)
                 case leader_events.Propose(commit):
                     dated = dataclasses.replace(commit, time=self._clock.wall())
                     following.append(paxos_events.Proposed(dated))
