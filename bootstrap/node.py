@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bootstrap.archive import Archive
 from bootstrap.news import News
@@ -33,6 +33,7 @@ from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
+from protocol.rounds.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
@@ -40,6 +41,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
+from protocol.wire.plan import Plan
 from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import (
     Announced,
@@ -61,7 +63,8 @@ HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
 
 
 class BootstrapNode:
-    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known."""
+    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known; `answer` makes plans,
+    on a thread."""
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class BootstrapNode:
         emit: events.Emit,
         initial_peers: Sequence[str] = (),
         clock: Clock | None = None,
+        answer: Callable[[Question], Plan | None] = Question.answer,
     ) -> None:
         self.manifest = manifest
         self.archive = archive
@@ -98,7 +102,7 @@ class BootstrapNode:
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
-        self._planning = Planning(self._events.put_nowait)
+        self._planning = Planning(self._events.put_nowait, answer)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()

@@ -16,11 +16,9 @@ from protocol.wire.plan import Plan
 
 
 class Planning:
-    """`put` takes the answers."""
+    """`answer` finds an answer, `put` takes it."""
 
-    def __init__(
-        self, put: Callable[[Planned], None], answer: Callable[[Question], Plan | None] = Question.answer
-    ) -> None:
+    def __init__(self, put: Callable[[Planned], None], answer: Callable[[Question], Plan | None]) -> None:
         self._put = put
         self._answer = answer
         self._questions: asyncio.Queue[Question] = asyncio.Queue()

@@ -5,17 +5,30 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
+from bootstrap.archive import Archive
+from bootstrap.node import BootstrapNode
 from bootstrap.planning import Planning
+from peer.events import Emitter
+from peer.net import directory
+from peer.net.base import Stream, Unreachable
+from peer.net.memory import MemoryNetwork
+from protocol.identity import Identity
 from protocol.planning.partition import Candidate
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Decided, Effect, Event, Lead, MakePlan, Phase, Planned, Propose, Ready, Tick
 from protocol.rounds.questions import Question
+from protocol.run.manifest import Manifest
+from protocol.wire import encoding, endpoints, sealed
+from protocol.wire.announcement import VERSION, Announcement
+from protocol.wire.commit import Record
 from protocol.wire.plan import Plan
-from protocol.wire.session import Attest
+from protocol.wire.session import Announced, Attest, Heartbeat, Hello
 from tests import tiny
+from tests.volunteers import QuickDisk
 
 M = tiny.manifest(rounds=3)
 FULL = tiny.full_memory(M)
@@ -100,6 +113,58 @@ def test_of_questions_that_nobody_waits_for_any_more_only_the_one_under_way_is_a
         assert (await planners.came.get()).question == question("c")
 
     beside(test)
+
+
+def test_a_node_answers_its_peers_while_a_plan_is_made(tmp_path: Path) -> None:
+    async def test(planners: Planners) -> None:
+        manifest = tiny.manifest(start_peers=1)
+        network, me = MemoryNetwork(), Identity(b"9" * 32)
+        boot = network.transport(tiny.OPERATOR.peer_id, directory.valid_record(manifest.run_id))
+        archive = Archive(tmp_path, manifest, QuickDisk())
+        node = BootstrapNode(
+            manifest, tiny.OPERATOR, boot, archive, Emitter("node", lambda event: None), answer=planners.answer
+        )
+        serving = asyncio.create_task(node.run())
+        try:
+            stream = await opened(network, manifest, me)
+            assert await planners.begun.get() == [me.peer_id]
+            await stream.send(encoding.encode(Heartbeat(phase="waiting", round=0)))
+            heard = encoding.decode(bytes(await stream.recv()), tiny.OPERATOR.peer_id)
+            assert heard == Heartbeat(phase="leading", round=0)
+            planners.go_on.release()
+            record = encoding.decode_any(bytes(await stream.recv()), tiny.OPERATOR.peer_id)
+            assert isinstance(record, Record)
+            assert record.commit.plan is not None
+            assert [r.peers for r in record.commit.plan.replicas] == [(me.peer_id,)]
+        finally:
+            planners.go_on.release()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            archive.close()
+
+    beside(test)
+
+
+async def opened(network: MemoryNetwork, manifest: Manifest, me: Identity) -> Stream:
+    """A session of somebody who is ready."""
+    transport = network.transport(me.peer_id)
+    while True:
+        try:
+            stream = await transport.open(tiny.OPERATOR.peer_id, endpoints.SESSION, timeout=DEADLINE)
+            break
+        except Unreachable:  # it does not serve yet
+            await asyncio.sleep(0)
+    about = Announcement(
+        run=manifest.run_id,
+        peer=me.peer_id,
+        addresses=transport.addresses,
+        memory_bytes=tiny.full_memory(manifest),
+        up_bps=10**7,
+        serial=1,
+    )
+    await stream.send(encoding.encode(Hello(run=manifest.run_id, version=VERSION)))
+    await stream.send(encoding.encode(Announced(sealed=sealed.seal(me, about))))
+    return stream
 
 
 # --- as the machine sees it
