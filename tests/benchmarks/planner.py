@@ -36,6 +36,7 @@ from protocol.rounds.leader_events import Decided, Lead, MakePlan, Planned, Prop
 from protocol.rounds.questions import Question
 from tests import bounds, plans
 
+IDLE_SECONDS = 5.0
 Row = dict[str, Any]
 
 
@@ -180,35 +181,42 @@ def loop(count: int, model: str) -> None:
     last = dataclasses.replace(plans.volunteers(random.Random(1), 1)[0], peer="last")
     (asked,) = timed("asking for a plan", leader.handle, Ready(last), 0.0)
     assert isinstance(asked, MakePlan)
-    planned, gaps, seconds = asyncio.run(beside(asked.question))
+    planned, gaps, idle = asyncio.run(beside(asked.question))
     (proposed,) = timed("proposing it", leader.handle, planned, 0.0)
     assert isinstance(proposed, Propose)
     timed("its digest", lambda: proposed.commit.digest)
     timed("beginning its round", leader.handle, Decided(proposed.commit), 0.0)
-    gaps.sort()
     print(
-        f"{model}: {count} peers: a plan in {seconds:.2f} s; {len(gaps)} beats, the longest gap {1e3 * gaps[-1]:.1f} ms, the"
+        f"{model}: {count} peers: a plan in {sum(gaps):.2f} s; {len(gaps)} beats, the longest gap {1e3 * gaps[-1]:.1f} ms (before"
+        f" the plan {1e3 * idle[-1]:.1f}), the"
         f" 99th percentile {1e3 * gaps[len(gaps) * 99 // 100]:.1f} ms, the median {1e3 * gaps[len(gaps) // 2]:.1f} ms; in the"
         f" loop, ms of CPU: {', '.join(f'{what} {1e3 * s:.1f}' for what, s in took.items())}",
         flush=True,
     )
 
 
-async def beside(question: Question) -> tuple[Planned, list[float], float]:
-    """The plan, the seconds from each beat to the next, and those that the plan took."""
+async def beside(question: Question) -> tuple[Planned, list[float], list[float]]:
+    """The plan, the seconds from each beat to the next while it was made, and before that while nothing was done."""
     answered: asyncio.Queue[Planned] = asyncio.Queue()
     planning = Planning(answered.put_nowait, Question.answer)
     working = asyncio.create_task(planning.run())
-    began = last = time.perf_counter()
-    gaps: list[float] = []
+    end = time.perf_counter() + IDLE_SECONDS
+    idle = await beats(lambda: time.perf_counter() < end)
     planning.ask(question)
-    while answered.empty():
+    gaps = await beats(answered.empty)
+    working.cancel()
+    return answered.get_nowait(), gaps, idle
+
+
+async def beats(goes_on: Callable[[], bool]) -> list[float]:
+    """Seconds from each beat to the next."""
+    last, gaps = time.perf_counter(), list[float]()
+    while goes_on():
         await asyncio.sleep(0.001)
         now = time.perf_counter()
         gaps.append(now - last)
         last = now
-    working.cancel()
-    return answered.get_nowait(), gaps, last - began
+    return sorted(gaps)
 
 
 def main() -> int:
