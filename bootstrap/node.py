@@ -11,11 +11,12 @@ import asyncio
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bootstrap.archive import Archive
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
+from bootstrap.planning import Planning
 from bootstrap.roster import Allowance, Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
@@ -32,6 +33,7 @@ from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
+from protocol.rounds.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
@@ -39,6 +41,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
+from protocol.wire.plan import Plan
 from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import (
     Announced,
@@ -60,7 +63,8 @@ HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
 
 
 class BootstrapNode:
-    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known."""
+    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known; `answer` makes plans,
+    on a thread."""
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class BootstrapNode:
         emit: events.Emit,
         initial_peers: Sequence[str] = (),
         clock: Clock | None = None,
+        answer: Callable[[Question], Plan | None] = Question.answer,
     ) -> None:
         self.manifest = manifest
         self.archive = archive
@@ -97,6 +102,7 @@ class BootstrapNode:
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
+        self._planning = Planning(self._events.put_nowait, answer)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -126,6 +132,7 @@ class BootstrapNode:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
+                group.create_task(self._planning.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
                 group.create_task(self._news.run())
@@ -286,6 +293,8 @@ class BootstrapNode:
                     self._payloads.keep(parts, self.leader.round)
                 case leader_events.Tell(round, share):
                     self._news.add(round, share)
+                case leader_events.MakePlan(question):
+                    self._planning.ask(question)
                 case leader_events.Propose(commit):
                     dated = dataclasses.replace(commit, time=self._clock.wall())
                     following.append(paxos_events.Proposed(dated))
