@@ -84,9 +84,11 @@ class BootstrapNode:
             device="bootstrap",
             phase="serving",
         )
-        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock)
+        self._directory = Directory(
+            manifest, identity, transport, initial_peers, announcement, self._clock, self._listens
+        )
         self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
-        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened)
+        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport.doubt)
         self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
@@ -128,6 +130,7 @@ class BootstrapNode:
                 group.create_task(self._watch())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
+                group.create_task(self._directory.watch())
                 group.create_task(self._news.run())
                 group.create_task(self._latency.run(lambda: tuple(self._sessions.open)))
                 for operator in self._links:
@@ -160,6 +163,7 @@ class BootstrapNode:
         node = stream.remote
         if node not in self._links:
             raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
+        self._transport.doubt(node)  # it may have moved, and our own stream to it be dead
         while True:
             message = encoding.decode_any(bytes(await stream.recv()), node)
             match message:
@@ -186,6 +190,9 @@ class BootstrapNode:
 
     def _placed(self, coordinates: tuple[float, ...]) -> None:
         self._directory.update(coordinates=coordinates)
+
+    def _listens(self, addresses: Sequence[str]) -> None:
+        self._emit(events.listening(self.manifest.run_id, addresses))
 
     def _announce_own(self, sealed: bytes) -> None:
         self.roster.take(self._transport.peer_id, sealed)

@@ -18,7 +18,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from peer.net.base import Closed, Stream, Transport
+from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer
 from peer.net.blobs.holders import Holders, Speed, rank
 from peer.net.blobs.idle import IdleStreams
 from peer.net.blobs.jobs import OVERDUE_SECONDS, Job
@@ -42,8 +42,8 @@ class Corrupt(RemoteError):
 
 
 class Fetcher:
-    """Fetches into `store`. `reach(peer)` is awaited before a holder is asked; `warn` hears of holders that cannot be
-    trusted. `timeout`: seconds of silence after which a holder counts as gone. `sync`: whether what came survives a loss of
+    """Fetches into `store`. `reach(peer)` is awaited before a holder is asked, `lost(peer)` called when it is gone; `warn` hears of
+    holders that cannot be trusted. `timeout`: seconds of silence after which a holder counts as gone. `sync`: whether what came survives a loss of
     power; without it, it is fetched again."""
 
     def __init__(
@@ -52,6 +52,7 @@ class Fetcher:
         store: BlobStore,
         *,
         reach: Callable[[str], Awaitable[None]] | None = None,
+        lost: Callable[[str], None] = lambda peer: None,
         warn: Callable[[str], None] = lambda text: None,
         timeout: float = 20.0,
         sync: bool = False,
@@ -60,6 +61,7 @@ class Fetcher:
         self._transport = transport
         self._store = store
         self._reach = reach
+        self._lost = lost
         self._timeout = timeout
         self._gate = asyncio.Semaphore(JOBS)
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -183,6 +185,8 @@ class Fetcher:
                         last = error
                         if isinstance(error, Corrupt):
                             self._holders.distrust(peer, str(error))
+                        elif isinstance(error, Unreachable | Closed | Timeout):
+                            self._lost(peer)
                         continue
                     if others:
                         busy.append(peer)
@@ -225,21 +229,21 @@ class Fetcher:
             if job.part is None:
                 job.ask(mine, 0)
             waited = False
-            while (answer := answer_of(reply, what)).get("state") == "wait":
-                waited, reply = True, await stream.recv(4096, timeout=self._timeout)
-            usable = job.part is None and answer.get("state") in ("busy", "absent")
-            if answer.get("state") == "busy":
-                others = [p for p in _names(answer.get("ask")) if p != self._transport.peer_id]
-                if answer.get("sure") is True:
+            while (said := answer_of(reply, what)).get("state") == "wait":
+                waited, reply = True, await self._answer(stream, 4096)
+            usable = job.part is None and said.get("state") in ("busy", "absent")
+            if said.get("state") == "busy":
+                others = [p for p in _names(said.get("ask")) if p != self._transport.peer_id]
+                if said.get("sure") is True:
                     job.named_by.update(dict.fromkeys(others, peer))
                 return others or [peer]
-            if answer.get("state") != "here":
+            if said.get("state") != "here":
                 raise RemoteError(peer, f"{what} does not have it; another is asked")
             job.served = True
             speed = self._holders.speed(peer)
             if leaves:
                 assert job.part is not None
-                digests = await stream.recv(blob_hash.LEAF * blob_hash.count(job.size), timeout=self._timeout)
+                digests = await self._answer(stream, blob_hash.LEAF * blob_hash.count(job.size))
                 if not job.known.is_set():
                     if not await asyncio.to_thread(job.part.learn, digests):
                         raise Corrupt(peer, f"{what} sent digests that are not those of the blob")
@@ -269,11 +273,14 @@ class Fetcher:
             stream = kept or await self._transport.open(peer, endpoints.BLOB, timeout=self._timeout)
             try:
                 await stream.send(ask)
-                return stream, await stream.recv(4096, timeout=self._timeout)
+                return stream, await self._answer(stream, 4096)
             except BaseException as error:
                 await stream.close()
                 if kept is None or not isinstance(error, Closed):
                     raise
+
+    async def _answer(self, stream: Stream, limit: int) -> bytes:
+        return await answer(stream, self._transport.doubt, limit, timeout=self._timeout)
 
     async def _take(
         self, stream: Stream, job: Job, peer: str, mine: deque[int], speed: Speed, what: str, waited: bool
@@ -293,7 +300,7 @@ class Fetcher:
                 continue
             index = mine[0]
             begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)
-            data = await stream.recv(blob_hash.WHOLE, timeout=self._timeout)
+            data = await self._answer(stream, blob_hash.WHOLE)
             now = clock()
             if not measured:
                 measured = True
