@@ -132,7 +132,7 @@ class Fetcher:
             part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
             missing = sorted(part.missing) if part is not None else [0]
             self._begun[name] = job = Job(name, size, part, deque(missing))
-            if part is None or part.leaves is not None:
+            if part is not None and part.leaves is not None:
                 job.known.set()
             if missing:
                 await self._gather(job, holders)
@@ -156,7 +156,7 @@ class Fetcher:
         late = 0
         try:
             while not job.done.is_set():
-                # one holder tells the digests of the ranges; another is asked when it takes its time
+                # one holder tells the digests of the ranges, or gives a small blob; another is asked when it takes its time
                 while len(workers) < (parallel if job.known.is_set() else 1 + late) and (
                     waiting or (busy and not workers)
                 ):
@@ -216,7 +216,7 @@ class Fetcher:
         try:
             if self._reach is not None:
                 await self._reach(peer)
-            leaves = not job.known.is_set()
+            leaves = job.part is not None and not job.known.is_set()
             request = {
                 "blob": job.name,
                 "size": job.size,
@@ -227,6 +227,7 @@ class Fetcher:
             }
             stream, reply = await self._begin(peer, framing.pack_message(request))
             if job.part is None:
+                job.known.set()  # it is there, even if it does not have the blob yet
                 job.ask(mine, 0)
             waited = False
             while (said := answer_of(reply, what)).get("state") == "wait":
@@ -278,6 +279,9 @@ class Fetcher:
                 await stream.close()
                 if kept is None or not isinstance(error, Closed):
                     raise
+            self._lost(peer)  # it may be elsewhere now
+            if self._reach is not None:
+                await self._reach(peer)
 
     async def _answer(self, stream: Stream, limit: int) -> bytes:
         return await answer(stream, self._transport.doubt, limit, timeout=self._timeout)
