@@ -52,7 +52,8 @@ class Session:
 
 class Sessions:
     """All of them. `heard`: when each peer gave its last sign of life, in steady seconds. `hear(peer, session, message)` is called with
-    whatever a peer says, `opened(session)` once it has said who it is, `doubt(peer)` when it has been silent for some heartbeats."""
+    whatever a peer says, `opened(session)` once it has said who it is, `doubt(peer)` when it has been silent for some heartbeats, or
+    begins anew."""
 
     def __init__(
         self,
@@ -77,6 +78,8 @@ class Sessions:
         hello = encoding.expect(Hello, encoding.decode(await stream.recv(timeout=REQUEST_SECONDS), peer), peer)
         if hello.run != self._manifest.run_id or hello.version != VERSION:
             raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
+        if peer in self.open:
+            self._doubt(peer)  # it has moved: that session's connection is dead, and others would be opened on it
         session = Session()
         self.open[peer] = session
         self.heard[peer] = self._clock.steady()

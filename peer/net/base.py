@@ -148,7 +148,8 @@ class Transport(Protocol):
         connections on which nobody answers any more. Raises TransportLost."""
 
     def doubt(self, peer: str) -> None:
-        """Asks `peer` whether it is there. If it does not answer within seconds, the connections to it end, and so do their streams."""
+        """Asks `peer` whether it is there. If it does not answer within seconds, or one of several connections may be dead, the
+        connections to it end, and so do their streams."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         """Stores a signed value for `ttl` seconds; False if it was refused. Raises UsageError over MAX_RECORD or MAX_TTL,

@@ -180,7 +180,7 @@ class Daemon:
                 writer.transport.abort()
 
     async def connected(self) -> list[str]:
-        """The peers to whom there is a connection, alive or not."""
+        """The peer of every connection there is, alive or not."""
         return [peer.peer_id.to_base58() for peer in await self.p2p.list_peers()]
 
     async def answers(self, peer: str, timeout: float) -> bool:

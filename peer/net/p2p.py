@@ -21,6 +21,7 @@ from peer.net.address import parse
 from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
 from peer.net.daemon import ANSWER_SECONDS, CLOSE_SECONDS, PASSING, START_SECONDS, Daemon, dial_bytes, raw_id
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht
+from peer.net.own_addresses import OwnAddresses, interface_hosts
 from peer.net.stream import Endpoint, FrameStream
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -34,10 +35,11 @@ CHECKS = 32
 class P2PTransport(Endpoint):
     """See peer.net.base.Transport. Made by `start`."""
 
-    def __init__(self, daemon: Daemon, dht: Dht, addresses: Sequence[str]) -> None:
+    def __init__(self, daemon: Daemon, dht: Dht, own: OwnAddresses) -> None:
         super().__init__()
         self.peer_id = daemon.peer_id
-        self.addresses = tuple(addresses)
+        self.addresses = own.listed
+        self._own = own
         self.lost = daemon.lost
         self.daemon = daemon
         self.dht = dht
@@ -119,49 +121,49 @@ class P2PTransport(Endpoint):
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
 
     def doubt(self, peer: str) -> None:
-        self._check(peer)
+        self._check(peer, several=False)
 
-    def _check(self, peer: str, seconds: float = ANSWER_SECONDS) -> asyncio.Task[bool]:
+    def _check(self, peer: str, seconds: float = ANSWER_SECONDS, *, several: bool = True) -> asyncio.Task[bool]:
         """Whether `peer` answers, for which it has so many `seconds` besides those that what we sent it takes; if it does not, the
-        connections to it are ended. Everybody who asks meanwhile gets the same answer."""
+        connections to it are ended. Everybody who asks meanwhile gets the same answer. An answer comes on one connection only: `several`
+        says whether there may be others, or one of them counts as dead."""
         task = self._checks.get(peer)
         if task is None:
-            self._checks[peer] = task = asyncio.create_task(self._answers(peer, seconds))
+            self._checks[peer] = task = asyncio.create_task(self._answers(peer, seconds, several))
             task.add_done_callback(lambda task: self._checks.pop(peer))
             self.own(task)
         return task
 
-    async def _answers(self, peer: str, seconds: float) -> bool:
+    async def _answers(self, peer: str, seconds: float, several: bool) -> bool:
         flow = self.flow(peer)
         received = flow.received
         seconds += flow.queue_seconds(asyncio.get_running_loop().time())
         with contextlib.suppress(RemoteError, TransportLost):
             if await self.daemon.answers(peer, seconds) or flow.received > received:
-                return True
+                connected = [] if several else await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS)
+                if connected.count(peer) < 2:
+                    return True
             await self.daemon.disconnect(peer)
         return False
 
     async def look(self) -> bool:
-        try:
+        before = self.addresses
+        with contextlib.suppress(TimeoutError):  # the daemon is busy
             listed = await self.daemon.within(self.daemon.addresses(), CLOSE_SECONDS)
-            found, before = tuple(a for a in listed if _usable(a)), self.addresses
-            if not found or set(found) == set(before):
-                return False
-            self.addresses = found
-            if not set(before) <= set(found):
+            lost = self._own.update(listed, interface_hosts())
+            self.addresses = self._own.listed
+            if lost:
                 await self._check_all(await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS))
-        except TimeoutError:
-            return False  # the daemon is busy
-        return True
+        return set(self.addresses) != set(before)
 
     async def _check_all(self, peers: Sequence[str]) -> None:
         gate = asyncio.Semaphore(CHECKS)
 
         async def check(peer: str) -> None:
             async with gate:
-                await asyncio.shield(self._check(peer, MOVED_SECONDS))
+                await asyncio.shield(self._check(peer, MOVED_SECONDS, several=False))
 
-        await asyncio.gather(*(check(peer) for peer in peers))
+        await asyncio.gather(*(check(peer) for peer in set(peers)))
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return await self.dht.store(key, subkey, value, ttl)
@@ -179,14 +181,6 @@ class P2PTransport(Endpoint):
         self.daemon.closing()
         await self.shut()
         await self.daemon.aclose()
-
-
-def _usable(address: str) -> bool:
-    try:
-        parse(address)
-    except BadAddress:
-        return False
-    return True
 
 
 async def start(
@@ -219,7 +213,9 @@ async def start(
         if daemon.peer_id != identity.peer_id:
             raise StartFailed(f"{identity_file}: the network daemon reads another identity from it; remove the file")
         dht = await Dht.begin(daemon, validate, rpc_seconds)
-        transport = P2PTransport(daemon, dht, [a for a in await daemon.addresses() if _usable(a)])
+        own = OwnAddresses()
+        own.update(await daemon.addresses(), interface_hosts())
+        transport = P2PTransport(daemon, dht, own)
         close = transport.aclose
         if bootstrap:
             await transport.connect(bootstrap, timeout=timeout)

@@ -143,7 +143,7 @@ class Sessions:
         timing = self.manifest.timing
         try:
             silence = SILENT_HEARTBEATS * timing.heartbeat
-            return bytes(await answer(stream, self._transport.doubt, timeout=2 * timing.gone_after, silence=silence))
+            return bytes(await answer(stream, self._transport.doubt, timeout=timing.gone_after, silence=silence))
         except Timeout:
             raise RemoteError(node, "it is silent; dialling again") from None
 

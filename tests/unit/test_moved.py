@@ -17,6 +17,7 @@ from peer.net.clock import Clock
 from peer.net.directory import PUBLISH_SECONDS, Directory
 from peer.net.flow import LONGEST_SECONDS, SLOW_BYTES_PER_SECOND, Flow
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
+from peer.net.own_addresses import OwnAddresses, interface_hosts
 from peer.net.stream import FrameStream
 from peer.node.sessions import Sessions
 from protocol.identity import Identity
@@ -347,3 +348,24 @@ def test_what_was_sent_before_a_question_gives_its_answer_more_time() -> None:
     assert flow.queue_seconds(now=20.0) == 0.0
     flow.sent(1 << 30, now=20.0)
     assert flow.queue_seconds(now=20.0) == LONGEST_SECONDS
+
+
+def test_an_address_that_the_machine_has_lost_is_not_ours_although_others_saw_us_there() -> None:
+    def at(*hosts: str) -> list[str]:
+        return [f"/ip4/{host}/tcp/4001/p2p/{A.peer_id}" for host in hosts]
+
+    home, cafe, router, here = "192.168.1.7", "10.0.0.9", "203.0.113.5", "127.0.0.1"
+    own = OwnAddresses()
+    assert own.update([*at(home, here), "/ip4/1.2.3.4/udp/1/quic-v1"], frozenset({home, here})) is False
+    assert own.listed == tuple(at(home, here))
+    assert own.update(at(home, here, router), frozenset({home, here})) is False, "somebody saw us behind our router"
+    assert own.listed == tuple(at(home, here, router))
+    assert own.update(at(home, here), frozenset({here})) is True, "between two networks"
+    assert own.listed == tuple(at(home, here, router)), "there is no other yet"
+    assert own.update(at(cafe, here, home), frozenset({cafe, here})) is False, "it has gone before"
+    assert own.listed == tuple(at(cafe, here))
+    assert own.update(at(here), frozenset({home, here})) is True, "back home, and the daemon does not know it yet"
+    assert own.listed == tuple(at(cafe, here))
+    assert own.update(at(home, here), frozenset({home, here})) is False
+    assert own.listed == tuple(at(home, here))
+    assert here in interface_hosts()
