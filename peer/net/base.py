@@ -141,7 +141,8 @@ class Transport(Protocol):
 
     async def connect(self, addresses: Sequence[str], *, timeout: float) -> None:
         """Tries all addresses at once, joins the DHT there if we are not in it, and returns when one peer or more was
-        reached and answered. A connection that was there before and is dead is made anew. Raises Unreachable when none was, ClockWrong, TransportLost."""
+        reached and answered. A connection that was there before and is dead is made anew. Raises Unreachable when none was,
+        ClockWrong, TransportLost."""
 
     async def look(self) -> bool:
         """Asks again where others reach us, and whether that has changed; `addresses` has the answer. Where an address is lost, ends the

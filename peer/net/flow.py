@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SLOW_BYTES_PER_SECOND = 125_000.0
+ASK_SECONDS = 1.0
+"""How often a peer is asked whether it is there, at most: what it does, or does not, must not cost us much."""
 LONGEST_SECONDS = 30.0
 """Of waiting for what is under way; by then libp2p finds out by itself."""
 
@@ -21,6 +23,14 @@ class Flow:
     received: int = 0
     _queued: float = 0.0
     _at: float = 0.0
+    _asked_at: float = float("-inf")
+
+    def may_ask(self, now: float) -> bool:
+        """Whether the peer may be asked again at `now`; it is then."""
+        if now - self._asked_at < ASK_SECONDS:
+            return False
+        self._asked_at = now
+        return True
 
     def sent(self, size: int, now: float) -> None:
         """So many bytes were handed to the daemon at `now`, in steady seconds."""

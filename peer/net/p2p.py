@@ -121,7 +121,8 @@ class P2PTransport(Endpoint):
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
 
     def doubt(self, peer: str) -> None:
-        self._check(peer, several=False)
+        if self.flow(peer).may_ask(asyncio.get_running_loop().time()):
+            self._check(peer, several=False)
 
     def _check(self, peer: str, seconds: float = ANSWER_SECONDS, *, several: bool = True) -> asyncio.Task[bool]:
         """Whether `peer` answers, for which it has so many `seconds` besides those that what we sent it takes; if it does not, the
@@ -138,7 +139,7 @@ class P2PTransport(Endpoint):
         flow = self.flow(peer)
         received = flow.received
         seconds += flow.queue_seconds(asyncio.get_running_loop().time())
-        with contextlib.suppress(RemoteError, TransportLost):
+        with contextlib.suppress(RemoteError, TransportLost, TimeoutError):
             if await self.daemon.answers(peer, seconds) or flow.received > received:
                 connected = [] if several else await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS)
                 if connected.count(peer) < 2:

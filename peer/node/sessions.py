@@ -1,8 +1,9 @@
 """A peer's sessions with the bootstrap nodes.
 
-A session is one stream to a bootstrap node: Hello, then messages both ways, a Heartbeat at least every `heartbeat` seconds. When it breaks, or
-nobody answers on its connection any more, it is opened again with growing pauses, for ever, and the member machine tells again what matters. There is one with every operator's node, so that
-whoever leads next knows what the one before knew, and hears from us what we announce.
+A session is one stream to a bootstrap node: Hello, then messages both ways, a Heartbeat at least every `heartbeat` seconds. When it
+breaks, or nobody answers on its connection any more, it is opened again with growing pauses, for ever, and the member machine tells
+again what matters. There is one with every operator's node, so that whoever leads next knows what the one before knew, and hears
+from us what we announce.
 """
 
 from __future__ import annotations
