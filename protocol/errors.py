@@ -8,7 +8,7 @@ from __future__ import annotations
 
 def shown(text: object) -> str:
     """What a stranger wrote, safe to show: the beginning, in printable ASCII on one line."""
-    return ascii(str(text)[:400])[1:-1]
+    return ascii(str(text)[:400])[1:-1][:400]
 
 
 class PotluckError(Exception):

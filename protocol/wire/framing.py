@@ -21,7 +21,7 @@ MAX_FRAME = 16 * 1024 * 1024
 END = b"\xff\xff\xff\xff"
 MAX_MESSAGE = 4 * 1024 * 1024
 MAX_DEPTH = 16
-MAX_VALUES = 262_144
+MAX_VALUES = 320_000
 
 
 class FrameError(PotluckError):

@@ -36,12 +36,13 @@ from peer.log import reader
 from peer.net import address, daemon, dht, directory
 from peer.net.base import Closed, Ended, Handler
 from peer.net.blobs import BlobServer, BlobStore, Fetcher
+from peer.training import moments
 from protocol import identity
 from protocol.codec import blob_hash, boundary_formats, sparse
 from protocol.codec.sparse import Codec, PayloadError
 from protocol.errors import PotluckError, RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.rounds import part_lists, validation
+from protocol.rounds import handover, part_lists, validation
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.wire import encoding, endpoints, framing, logfile, sealed
@@ -49,8 +50,9 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.commit import DOMAIN, Commit, Part, Record, vote_body
 from protocol.wire.encoding import MessageError
 from protocol.wire.framing import FrameError, FrameReader
+from protocol.wire.handover import Handover, HandoverAnswer, Step
 from protocol.wire.plan import Plan
-from protocol.wire.schema import packed
+from protocol.wire.schema import SchemaError, build, packed, plain
 from protocol.wire.session import LogRequest
 from tests import tiny
 from tests.e2e import swarms
@@ -419,6 +421,57 @@ def log_reply(raw: bytes) -> object:
     return len(LOOP.run_until_complete(read()))
 
 
+def hand_over(raw: bytes) -> object:
+    """What a giver says to an heir, as peer/state/taking.py reads it, and what is decided before anything is fetched."""
+    said = build(Handover, framing.unpack_message(raw), ignore_unknown=True)
+    reason = handover.why_refused(MANIFEST, {}, example(Plan), said.heir, KEY.peer_id, said)
+    check(reason is not None and reason.isprintable(), "somebody who trained nothing gives something")
+    return reason
+
+
+def hand_over_answer(raw: bytes) -> object:
+    """What an heir says to a giver, as peer/state/giving.py reads it."""
+    return Step(build(HandoverAnswer, framing.unpack_message(raw), ignore_unknown=True).step)
+
+
+HANDOVERS = [
+    framing.pack_message(plain(Handover(serial=1, heir=KEY.peer_id, shard=shard, topk=256, blob=BLOB_NAME, size=40)))
+    for shard in ("block.0", "head")
+]
+HANDOVER_ANSWERS = [framing.pack_message(plain(HandoverAnswer(step=step, reason="why"))) for step in Step]
+
+
+# --- moments
+
+MOMENTS_SHARD = "block.0"
+
+
+def adam(raw: bytes) -> object:
+    """AdamW's moments that another peer sends."""
+    train = MANIFEST.train
+    found = moments.unpack(MANIFEST.model, train, MOMENTS_SHARD, raw)
+    total = 0.0
+    for name, shape in layout.tensors(MANIFEST.model, MOMENTS_SHARD):
+        m, v = found[f"{name}/exp_avg"], found[f"{name}/exp_avg_sq"]
+        check(m.shape == v.shape == tuple(shape), "another shape")
+        check(bool(np.isfinite(m).all() and np.isfinite(v).all() and (v >= 0).all()), "a moment is no number in range")
+        check(bool((np.abs(m) <= 10 * np.sqrt(v)).all()), "a first update would be larger than others are")
+        total += float(v.sum(dtype=np.float64))
+    check(total <= 1.01 * train.clip**2, "more than clipped gradients have")
+    return len(found)
+
+
+def _moments() -> list[bytes]:
+    rng, state = np.random.default_rng(0), {}
+    for name, shape in layout.tensors(MANIFEST.model, MOMENTS_SHARD):
+        state[f"{name}/exp_avg"] = 1e-4 * rng.standard_normal(shape).astype(np.float32)
+        state[f"{name}/exp_avg_sq"] = np.square(1e-4 * rng.standard_normal(shape).astype(np.float32))
+        state[f"{name}/step"] = np.array(7, np.float32)
+    packed_moments = moments.pack(MANIFEST.model, MOMENTS_SHARD, state)
+    assert packed_moments is not None
+    return [packed_moments]
+
+
 # --- files and text
 
 
@@ -541,6 +594,9 @@ TARGETS = [
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
     Target("log requests", call_request, (MessageError,), [encoding.encode(LogRequest(after=3))], change_msgpack, 4),
     Target("log replies", log_reply, (RemoteError,), [framing.pack_message(RECORDS * 2), framing.pack_message([])], change_msgpack, 2),
+    Target("hand-overs", hand_over, (FrameError, SchemaError), HANDOVERS, change_msgpack, 3),
+    Target("answers to hand-overs", hand_over_answer, (FrameError, SchemaError, ValueError), HANDOVER_ANSWERS, change_msgpack, 2),
+    Target("moments", adam, (PayloadError,), _moments(), change_bytes, 4),
     Target("log file", log_file, (logfile.Damaged,), [_records(RECORDS * 3), b""], change_log, 6),
     Target("addresses", addresses, (address.BadAddress,), [
         f"/ip4/203.0.113.5/tcp/4001/p2p/{KEY.peer_id}".encode(),
