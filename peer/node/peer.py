@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.connect import Pipes
 from peer.config import JoinConfig
+from peer.corpus.tokenizer import load_tokenizer
 from peer.net.base import Transport
 from peer.net.blobs import fetch_named
 from peer.net.clock import Clock
@@ -52,7 +53,7 @@ async def run_corpus(manifest: Manifest, transport: Transport, storage: Storage)
     return await asyncio.to_thread(
         data.prepare,
         manifest.data,
-        data.load_tokenizer(tokenizer, manifest.tokenizer.digest),
+        load_tokenizer(tokenizer, manifest.tokenizer.digest),
         manifest.train.sequence,
         data.cache_folder(),
         manifest.model.vocab_size,
@@ -61,10 +62,12 @@ async def run_corpus(manifest: Manifest, transport: Transport, storage: Storage)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factories:
-    """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `corpus(manifest, transport,
-    storage)` is the text, and whatever it gives goes to `inner_loop`, which is called as `StageInnerLoop` is."""
+    """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `line(transport)` is what it talks
+    to others through. `corpus(manifest, transport, storage)` is the text, and whatever it gives goes to `inner_loop`, which is called as
+    `StageInnerLoop` is."""
 
     clock: Clock = field(default_factory=Clock)
+    line: Callable[[Transport], Transport] = lambda transport: transport
     corpus: Callable[[Manifest, Transport, Storage], Awaitable[Any]] = run_corpus
     inner_loop: Callable[..., InnerLoop] = StageInnerLoop
 
@@ -87,10 +90,10 @@ class Peer:
         self.identity = identity
         self.rounds: Rounds | None = None
         """The loop at the round boundaries, as soon as it runs."""
-        self._transport = transport
+        self._factories = factories or Factories()
+        self._transport = transport = self._factories.line(transport)
         self._storage = storage
         self._config = config
-        self._factories = factories or Factories()
         self._emit = emit
         announcement = Announcement(
             run=manifest.run_id,
