@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from bootstrap.archive import Archive
@@ -82,17 +82,19 @@ class BootstrapNode:
         self._transport = transport
         self._emit = emit
         self._clock = clock or Clock()
+        own, addresses = identity.peer_id, tuple(transport.addresses)
         announcement = Announcement(
-            run=manifest.run_id,
-            peer=identity.peer_id,
-            addresses=tuple(transport.addresses),
-            device="bootstrap",
-            phase="serving",
+            run=manifest.run_id, peer=own, addresses=addresses, device="bootstrap", phase="serving"
         )
-        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock)
+
+        def listens(addresses: Sequence[str]) -> None:
+            emit(events.listening(manifest.run_id, addresses))
+
+        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock, listens)
         self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
-        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened)
+        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport.doubt)
         self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
+        self._votes = Counter[str]()  # streams of the others that are open
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
@@ -135,6 +137,7 @@ class BootstrapNode:
                 group.create_task(self._planning.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
+                group.create_task(self._directory.watch())
                 group.create_task(self._news.run())
                 group.create_task(self._latency.run(lambda: tuple(self._sessions.open)))
                 for operator in self._links:
@@ -167,17 +170,25 @@ class BootstrapNode:
         node = stream.remote
         if node not in self._links:
             raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
-        while True:
-            message = encoding.decode_any(bytes(await stream.recv()), node)
-            match message:
-                case Record():
-                    self._events.put_nowait(paxos_events.Learned(node, message))
-                case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
-                    self._events.put_nowait(paxos_events.Heard(node, message))
-                case LogRequest(after=after):
-                    self._send_log(self._links[node], after)
-                case _:
-                    raise unexpected(node, "votes", message)
+        if self._votes[node]:
+            self._transport.doubt(node)  # it has moved: this stream's forerunner is dead, and so is our own to it
+        self._votes[node] += 1
+        try:
+            while True:
+                self._vote(node, encoding.decode_any(bytes(await stream.recv()), node))
+        finally:
+            self._votes[node] -= 1
+
+    def _vote(self, node: str, message: Message | Record) -> None:
+        match message:
+            case Record():
+                self._events.put_nowait(paxos_events.Learned(node, message))
+            case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
+                self._events.put_nowait(paxos_events.Heard(node, message))
+            case LogRequest(after=after):
+                self._send_log(self._links[node], after)
+            case _:
+                raise unexpected(node, "votes", message)
 
     # --- the peers
 
