@@ -11,27 +11,29 @@ import asyncio
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bootstrap.archive import Archive
+from bootstrap.links import Links
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
+from bootstrap.planning import Planning
 from bootstrap.roster import Allowance, Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
-from peer.net.base import Stream, Transport, serve_calls
+from peer.net.base import Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.clock import Clock
 from peer.net.directory import Directory
 from peer.net.latency import Latency
 from protocol import identity as identities
-from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
+from protocol.rounds.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
@@ -39,6 +41,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
+from protocol.wire.plan import Plan
 from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import (
     Announced,
@@ -54,13 +57,13 @@ from protocol.wire.session import (
 )
 
 POLL_SECONDS = 1.0
-RETRY_SECONDS = 2.0
 HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
 """Announcements that are looked at, besides the first one of each session."""
 
 
 class BootstrapNode:
-    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known."""
+    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known; `answer` makes plans,
+    on a thread."""
 
     def __init__(
         self,
@@ -71,23 +74,25 @@ class BootstrapNode:
         emit: events.Emit,
         initial_peers: Sequence[str] = (),
         clock: Clock | None = None,
+        answer: Callable[[Question], Plan | None] = Question.answer,
     ) -> None:
         self.manifest = manifest
         self.archive = archive
         self._transport = transport
         self._emit = emit
         self._clock = clock or Clock()
+        own, addresses = identity.peer_id, tuple(transport.addresses)
         announcement = Announcement(
-            run=manifest.run_id,
-            peer=identity.peer_id,
-            addresses=tuple(transport.addresses),
-            device="bootstrap",
-            phase="serving",
+            run=manifest.run_id, peer=own, addresses=addresses, device="bootstrap", phase="serving"
         )
-        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock)
+
+        def listens(addresses: Sequence[str]) -> None:
+            emit(events.listening(manifest.run_id, addresses))
+
+        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock, listens)
         self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
-        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened)
-        self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
+        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport.doubt)
+        self._links = Links(transport, self._directory, [o for o in manifest.operators if o != own], self._vote)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
@@ -97,6 +102,7 @@ class BootstrapNode:
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
+        self._planning = Planning(self._events.put_nowait, answer)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -109,7 +115,7 @@ class BootstrapNode:
     async def run(self) -> None:
         """Serves until it is cancelled. Raises UsageError when the disk refuses."""
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
-        await self._transport.serve(endpoints.QUORUM, self._vote_stream)
+        await self._links.serve()
         await serve_calls(self._transport, endpoints.LOG, self._log)
         await self._latency.serve()
         await serve_calls(self._transport, endpoints.ROSTER, self._who_is_there, limit=8192)
@@ -126,12 +132,13 @@ class BootstrapNode:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
+                group.create_task(self._planning.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
+                group.create_task(self._directory.watch())
                 group.create_task(self._news.run())
                 group.create_task(self._latency.run(lambda: tuple(self._sessions.open)))
-                for operator in self._links:
-                    group.create_task(self._link(operator))
+                group.create_task(self._links.run())
         finally:
             await self._payloads.aclose()
 
@@ -141,40 +148,16 @@ class BootstrapNode:
 
     # --- the other operators' nodes
 
-    async def _link(self, operator: str) -> None:
-        """Keeps a stream to another node open and sends what is queued for it; what could not be sent is made again."""
-        queue = self._links[operator].outbox
-        while True:
-            try:
-                await self._directory.reach(operator)
-                stream = await self._transport.open(operator, endpoints.QUORUM, timeout=10.0)
-                try:
-                    while not queue.empty():
-                        queue.get_nowait()
-                    while True:
-                        await stream.send(await queue.get())
-                finally:
-                    await stream.close()
-            except RemoteError:
-                self._directory.lost(operator)
-                await self._directory.connect()
-            await asyncio.sleep(RETRY_SECONDS)
-
-    async def _vote_stream(self, stream: Stream) -> None:
-        node = stream.remote
-        if node not in self._links:
-            raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
-        while True:
-            message = encoding.decode_any(bytes(await stream.recv()), node)
-            match message:
-                case Record():
-                    self._events.put_nowait(paxos_events.Learned(node, message))
-                case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
-                    self._events.put_nowait(paxos_events.Heard(node, message))
-                case LogRequest(after=after):
-                    self._send_log(self._links[node], after)
-                case _:
-                    raise unexpected(node, "votes", message)
+    def _vote(self, node: str, message: Message | Record) -> None:
+        match message:
+            case Record():
+                self._events.put_nowait(paxos_events.Learned(node, message))
+            case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
+                self._events.put_nowait(paxos_events.Heard(node, message))
+            case LogRequest(after=after):
+                self._send_log(self._links.to[node], after)
+            case _:
+                raise unexpected(node, "votes", message)
 
     # --- the peers
 
@@ -240,7 +223,7 @@ class BootstrapNode:
                 self._events.put_nowait(leader_events.Gone(peer))
                 self._emit(events.Gone(peer=peer))
             self._sessions.forget(self._ready)
-            known, there = self._directory.known, (self._ready, self._sessions.open, self._links)
+            known, there = self._directory.known, (self._ready, self._sessions.open, self._links.to)
             for peer in [p for p in known if not any(p in some for some in there)]:
                 self._directory.lost(peer)
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
@@ -290,6 +273,8 @@ class BootstrapNode:
                     self._payloads.keep(parts, self.leader.round)
                 case leader_events.Tell(round, share):
                     self._news.add(round, share)
+                case leader_events.MakePlan(question):
+                    self._planning.ask(question)
                 case leader_events.Propose(commit):
                     dated = dataclasses.replace(commit, time=self._clock.wall())
                     following.append(paxos_events.Proposed(dated))
@@ -317,9 +302,9 @@ class BootstrapNode:
                 case paxos_events.Save(vote):
                     await asyncio.to_thread(self.archive.save_vote, vote)
                 case paxos_events.Send(peer, message):
-                    self._links[peer].post(encoding.encode(message))
+                    self._links.to[peer].post(encoding.encode(message))
                 case paxos_events.SendLog(peer, after):
-                    self._send_log(self._links[peer], after)
+                    self._send_log(self._links.to[peer], after)
                 case paxos_events.Fetch(holders, part):
                     self._payloads.fetch(holders, part, holders[-1], self.leader.round)
                 case paxos_events.FetchList(holders, share):

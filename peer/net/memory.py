@@ -65,6 +65,7 @@ class MemoryTransport(Endpoint):
         super().__init__()
         self.peer_id = peer_id
         self.addresses: tuple[str, ...] = (f"/memory/p2p/{peer_id}",)
+        self._seen: tuple[str, ...] = self.addresses
         self.lost = asyncio.Event()
         self.validate = validate
         self._network = network
@@ -106,6 +107,14 @@ class MemoryTransport(Endpoint):
         raise Unreachable(
             first.rpartition("/p2p/")[2], f"address {first}: nobody is there; check the address and that it runs"
         )
+
+    async def look(self) -> bool:
+        self._check()
+        before, self._seen = self._seen, self.addresses
+        return self._seen != before
+
+    def doubt(self, peer: str) -> None:
+        """Nobody here is silent and gone."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         check_record(value, ttl)

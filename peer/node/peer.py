@@ -104,7 +104,9 @@ class Peer:
             down_bps=config.down_bps,
             device=config.device,
         )
-        self._directory = Directory(manifest, identity, transport, bootstrap, announcement, self._factories.clock)
+        self._directory = Directory(
+            manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved
+        )
         self._sessions = Sessions(self._directory, transport, emit)
         self._latency = Latency(transport, self._factories.clock, self._placed, random.Random(identity.peer_id))
 
@@ -140,6 +142,7 @@ class Peer:
             self._storage,
             self._emit,
             reach=self._directory.reach,
+            lost=self._directory.lost,
             peers=self._directory.peers,
             uplink=uplink,
         )
@@ -205,6 +208,7 @@ class Peer:
         background = [
             asyncio.create_task(self._directory.announce(self._announced)),
             asyncio.create_task(self._directory.publish()),
+            asyncio.create_task(self._directory.watch()),
             asyncio.create_task(self._sessions.run(on_message, on_open)),
             asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
         ]
@@ -224,6 +228,9 @@ class Peer:
 
     def _announced(self, sealed: bytes) -> None:
         self._sessions.tell(Announced(sealed=sealed))
+
+    def _moved(self, addresses: Sequence[str]) -> None:
+        self._warn(f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}")
 
     def _placed(self, coordinates: tuple[float, ...]) -> None:
         self._directory.update(coordinates=coordinates)
