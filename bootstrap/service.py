@@ -13,11 +13,9 @@ RELAYED_SECONDS = 60.0
 """How often it is told what was relayed, while something is."""
 
 
-<<<<<<< HEAD
 async def serve_bootstrap(node: BootstrapNode, transport: Transport, emit: events.Emit, relay_bps: int = 0) -> None:
     """Runs until it is cancelled. `relay_bps`: bits a second that it relays, at most. Raises UsageError when the disk refuses."""
-    address = next((a for a in transport.addresses if "/127." not in a), transport.addresses[0])
-    emit(events.Listening(address=f"{address}#{node.manifest.run_id}", addresses=tuple(transport.addresses)))
+    emit(events.listening(node.manifest.run_id, transport.addresses))
     if not relay_bps:
         return await node.run()
     relay = RelayServer(transport, relay_bps, node.has_session)
@@ -45,9 +43,3 @@ async def _tell(relay: RelayServer, emit: events.Emit) -> None:
                 )
             )
             told = relay.passed, relay.refused
-=======
-async def serve_bootstrap(node: BootstrapNode, transport: Transport, emit: events.Emit) -> None:
-    """Runs until it is cancelled. Raises UsageError when the disk refuses."""
-    emit(events.listening(node.manifest.run_id, transport.addresses))
-    await node.run()
->>>>>>> main

@@ -214,6 +214,14 @@ class RelayedTransport:
             self._behind[peer] = addresses, now
             self._dial(peer, addresses, 10.0)
 
+    async def look(self) -> bool:
+        return await self._direct.look()
+
+    def doubt(self, peer: str) -> None:
+        """Who is behind a relay is asked for signs of life on each stream anyhow (peer/net/relay/channel.py)."""
+        if peer not in self._behind:
+            self._direct.doubt(peer)
+
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return await self._direct.store(key, subkey, value, ttl=ttl)
 
