@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from bootstrap.archive import Archive
+from bootstrap.bandwidth import Bandwidth
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
 from bootstrap.roster import Allowance, Heard
@@ -112,6 +113,7 @@ class BootstrapNode:
         await self._transport.serve(endpoints.QUORUM, self._vote_stream)
         await serve_calls(self._transport, endpoints.LOG, self._log)
         await self._latency.serve()
+        await Bandwidth(self._clock).serve(self._transport)
         await serve_calls(self._transport, endpoints.ROSTER, self._who_is_there, limit=8192)
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:

@@ -1,0 +1,104 @@
+"""Answers peers that measure their lines (peer/net/bandwidth.py says how), as far as our own line and time allow.
+
+One probe of a peer at a time, and AT_ONCE of all: more would measure each other. Before one begins, all the bytes that it may take are
+set aside from BYTES_PER_MINUTE, and what it did not take is given back. Whoever finds no room is told so by the end of its stream, at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from peer.net.bandwidth import HEAD, PIECE, WAY_BYTES
+from peer.net.base import Ended, Stream, Transport
+from peer.net.clock import Clock
+from peer.net.striped_stream import STRIPES
+from protocol.errors import RemoteError
+from protocol.identity import short_peer
+from protocol.wire import endpoints
+
+AT_ONCE = 2
+PROBE_BYTES = 2 * WAY_BYTES + 1_000_000
+"""Both ways, with what requests and pings take."""
+BYTES_PER_MINUTE = 16 * PROBE_BYTES
+LEAST_BYTES = 512
+"""A request and its answer count as so many at least: they take our time, too."""
+PROBE_SECONDS = 30.0
+IDLE_SECONDS = 10.0
+STREAMS = 2 * STRIPES + 1
+"""Of one probe: those of the way before may not be closed yet."""
+
+
+@dataclass(slots=True)
+class _Probe:
+    """One that is under way: bytes that it may still take, until when, and its open streams."""
+
+    left: int
+    until: float
+    streams: int = 0
+
+
+class Bandwidth:
+    """One per node."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._probes: dict[str, _Probe] = {}
+        self._free = float(BYTES_PER_MINUTE)
+        self._free_at = clock.steady()
+
+    @property
+    def probes(self) -> int:
+        """How many are under way."""
+        return len(self._probes)
+
+    async def serve(self, transport: Transport) -> None:
+        """Lets peers measure."""
+        await transport.serve(endpoints.BANDWIDTH, self._handle)
+
+    async def _handle(self, stream: Stream) -> None:
+        probe = self._admit(stream.remote)
+        if probe is None:
+            return  # which tells the peer that we are busy
+        probe.streams += 1
+        try:
+            async with asyncio.timeout(max(0.0, probe.until - self._clock.steady())):
+                while True:
+                    await self._answer(stream, probe)
+        except Ended:
+            return
+        except TimeoutError:
+            raise self._bad(stream, f"longer than {PROBE_SECONDS:g} s") from None
+        finally:
+            probe.streams -= 1
+            if not probe.streams:
+                del self._probes[stream.remote]
+                self._free += probe.left
+
+    def _admit(self, peer: str) -> _Probe | None:
+        """The probe that a stream of `peer` belongs to, or None where there is no room for it."""
+        probe = self._probes.get(peer)
+        if probe is not None:
+            return probe if probe.streams < STREAMS else None
+        now = self._clock.steady()
+        self._free = min(BYTES_PER_MINUTE, self._free + (now - self._free_at) * BYTES_PER_MINUTE / 60)
+        self._free_at = now
+        if len(self._probes) >= AT_ONCE or self._free < PROBE_BYTES:
+            return None
+        self._free -= PROBE_BYTES
+        self._probes[peer] = probe = _Probe(PROBE_BYTES, now + PROBE_SECONDS)
+        return probe
+
+    async def _answer(self, stream: Stream, probe: _Probe) -> None:
+        request = await stream.recv(HEAD + PIECE, timeout=IDLE_SECONDS)
+        wanted = int.from_bytes(request[:HEAD], "big")
+        if len(request) < HEAD or wanted > PIECE:
+            raise self._bad(stream, f"{wanted} bytes at once")
+        taken = max(LEAST_BYTES, len(request) + wanted)
+        if taken > probe.left:
+            raise self._bad(stream, f"more than {PROBE_BYTES} bytes")
+        probe.left -= taken
+        await stream.send(bytes(wanted), timeout=IDLE_SECONDS)
+
+    def _bad(self, stream: Stream, what: str) -> RemoteError:
+        return RemoteError(stream.remote, f"bandwidth of {short_peer(stream.remote)}: wants {what}; it was closed")

@@ -1,0 +1,77 @@
+"""What came when, and the rate of the line that follows.
+
+A connection begins slowly: TCP doubles its window once in a round trip until the line is full. So the first half of the bytes says
+nothing of the line. The later half is cut into SLICES of equally many bytes, and the rate is the median of theirs: a moment in which the
+machine or the line was busy with something else does not count.
+"""
+
+from __future__ import annotations
+
+import statistics
+from bisect import bisect_left
+
+SLICES = 7
+AGREE = 0.1
+"""Slices agree when the largest and the smallest rate, but for one of each, differ by at most this share of the median."""
+LEAST_SECONDS = 0.25
+LEAST_TRIPS = 3.0
+"""Of the later half, before it is believed: while the window doubles, half of all bytes come in the last round trip."""
+LEAST_ARRIVALS = 2 * SLICES
+"""In the later half."""
+
+
+class Arrivals:
+    """Of one direction. `trip`: seconds there and back when the line is idle. All times are of one steady clock."""
+
+    def __init__(self, began: float, trip: float) -> None:
+        self.total = 0
+        self._trip = trip
+        self._times = [began]
+        self._totals = [0]
+
+    def add(self, now: float, size: int) -> None:
+        """So many bytes have come."""
+        self.total += size
+        self._times.append(now)
+        self._totals.append(self.total)
+
+    def recent(self, seconds: float) -> float:
+        """Bytes a second in that time before the last arrival."""
+        first = bisect_left(self._times, self._times[-1] - seconds)
+        return (self.total - self._totals[first]) / seconds
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second, or None where too little has come to say."""
+        found = self._rates()
+        return statistics.median(found) if found else None
+
+    @property
+    def steady(self) -> bool:
+        """Whether more would not change the rate."""
+        found = sorted(self._rates())
+        if len(found) < SLICES or self._lasted() < max(LEAST_SECONDS, LEAST_TRIPS * self._trip):
+            return False
+        return found[-2] - found[1] <= AGREE * found[SLICES // 2]
+
+    def _middle(self) -> int:
+        """The arrival with which the later half begins."""
+        return bisect_left(self._totals, self.total / 2)
+
+    def _lasted(self) -> float:
+        return self._times[-1] - self._times[self._middle()]
+
+    def _rates(self) -> list[float]:
+        """Of the slices of the later half, in their order; none where there are too few arrivals."""
+        first, last = self._middle(), len(self._totals) - 1
+        if last - first < LEAST_ARRIVALS:
+            return []
+        begin, rates = first, list[float]()
+        for number in range(1, SLICES + 1):
+            upto = self._totals[first] + (self.total - self._totals[first]) * number / SLICES
+            end = bisect_left(self._totals, upto)
+            if end > begin:
+                seconds = max(self._times[end] - self._times[begin], 1e-9)
+                rates.append((self._totals[end] - self._totals[begin]) / seconds)
+            begin = end
+        return rates
