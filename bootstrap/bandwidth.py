@@ -18,9 +18,9 @@ from protocol.identity import short_peer
 from protocol.wire import endpoints
 
 AT_ONCE = 2
-PROBE_BYTES = 2 * WAY_BYTES + 1_000_000
-"""Both ways, with what requests and pings take."""
-BYTES_PER_MINUTE = 16 * PROBE_BYTES
+PROBE_BYTES = WAY_BYTES + 1_000_000
+"""One way, with what requests and pings take."""
+BYTES_PER_MINUTE = 32 * PROBE_BYTES
 LEAST_BYTES = 512
 """A request and its answer count as so many at least: they take our time, too."""
 PROBE_SECONDS = 30.0
@@ -54,9 +54,10 @@ class Bandwidth:
 
     async def serve(self, transport: Transport) -> None:
         """Lets peers measure."""
-        await transport.serve(endpoints.BANDWIDTH, self._handle)
+        await transport.serve(endpoints.BANDWIDTH, self.answer)
 
-    async def _handle(self, stream: Stream) -> None:
+    async def answer(self, stream: Stream) -> None:
+        """One stream of a probe. Raises RemoteError."""
         probe = self._admit(stream.remote)
         if probe is None:
             return  # which tells the peer that we are busy
@@ -64,7 +65,7 @@ class Bandwidth:
         try:
             async with asyncio.timeout(max(0.0, probe.until - self._clock.steady())):
                 while True:
-                    await self._answer(stream, probe)
+                    await self._next(stream, probe)
         except Ended:
             return
         except TimeoutError:
@@ -89,7 +90,7 @@ class Bandwidth:
         self._probes[peer] = probe = _Probe(PROBE_BYTES, now + PROBE_SECONDS)
         return probe
 
-    async def _answer(self, stream: Stream, probe: _Probe) -> None:
+    async def _next(self, stream: Stream, probe: _Probe) -> None:
         request = await stream.recv(HEAD + PIECE, timeout=IDLE_SECONDS)
         wanted = int.from_bytes(request[:HEAD], "big")
         if len(request) < HEAD or wanted > PIECE:

@@ -44,6 +44,7 @@ from peer.events.volunteer import (
     Finished,
     Leaving,
     Means,
+    Measured,
     Offered,
     Recovered,
     Restored,
@@ -84,6 +85,7 @@ __all__ = [
     "Leaving",
     "Listening",
     "Means",
+    "Measured",
     "Moved",
     "Offered",
     "Ready",
@@ -112,7 +114,7 @@ __all__ = [
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | RunFinished
-    | Started | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
+    | Started | Measured | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
     | ShardRebuilt | Leaving | Finished | Warning
 )  # fmt: skip
 """What may happen."""

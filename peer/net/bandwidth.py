@@ -25,17 +25,13 @@ from protocol.wire import endpoints
 HEAD = 4
 PIECE = 64 * 1024
 """Bytes asked for, or sent, at once, at most."""
-WAY_BYTES = 7_600_000
-"""Most bytes of one way: with headers, both take less than 16 MB."""
+WAY_BYTES = 15_000_000
+"""Most bytes of one way: less than 16 MB with all headers."""
 PINGS = 5
-ANSWER_SECONDS = 5.0
-"""A node that answers nothing for so long is left."""
-WAY_SECONDS = 5.0
-"""Then what came has to do."""
 UNDER_WAY = (32 * 1024, 4 * 1024 * 1024)
 """Least and most bytes under way."""
-AHEAD = 3.0
-"""Times what comes in a round trip is under way: TCP doubles its window in one, and must not have to wait for us."""
+AHEAD = 2.0
+"""Times what came in the last round trip is under way: TCP doubles its window in one. More would only fill the router's queue."""
 GRAIN_SECONDS = 0.02
 """Added to the round trip: what the machines at both ends take."""
 GOODPUT = 0.95
@@ -51,14 +47,23 @@ class Busy(RemoteError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """What a probe found: rates of the line, None for a way that was not asked for; seconds there and back; and what it cost."""
+class Patience:
+    """Seconds: a node that answers nothing for `answer` is left; what came of one way in `way` has to do."""
 
-    up_bps: int | None
-    down_bps: int | None
+    answer: float = 5.0
+    way: float = 5.0
+
+
+PATIENCE = Patience()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found of one way: the line's rate, seconds there and back, and the bytes that it took."""
+
+    bps: int
     trip: float
-    bytes_sent: int
-    bytes_received: int
+    bytes: int
 
 
 def line_bps(goodput: float) -> int:
@@ -68,66 +73,49 @@ def line_bps(goodput: float) -> int:
 
 
 async def measure(
-    transport: Transport, node: str, clock: Clock, *, up: bool, down: bool, most: int = WAY_BYTES
+    transport: Transport,
+    node: str,
+    clock: Clock,
+    *,
+    up: bool,
+    most: int = WAY_BYTES,
+    patience: Patience = PATIENCE,
 ) -> Measured:
-    """Measures one way or both, with at most so many bytes each. Raises Busy, RemoteError, TransportLost."""
-    stream = await transport.open(node, endpoints.BANDWIDTH, timeout=ANSWER_SECONDS)
+    """Measures one way with at most so many bytes: `up` to the node, else from it. Raises Busy, RemoteError, TransportLost."""
+    first = await transport.open(node, endpoints.BANDWIDTH, timeout=patience.answer)
+    streams = [first]
     try:
-        trip = await _trip(stream, clock)
-        sent = received = None
-        if down:
-            received = await _measure_way(transport, node, clock, trip, False, most)
-        if up:
-            sent = await _measure_way(transport, node, clock, trip, True, most)
-        await stream.finish()
+        trip = await _trip(first, clock, patience.answer)
+        opening = [transport.open(node, endpoints.BANDWIDTH, timeout=patience.answer) for _ in range(STRIPES)]
+        opened = await asyncio.gather(*opening, return_exceptions=True)
+        streams += [stream for stream in opened if not isinstance(stream, BaseException)]
+        for stream in opened:
+            if isinstance(stream, BaseException):
+                raise stream
+        way = _Way(streams[1:], clock, trip, up, most, patience)
+        await way.run()
+        if way.is_over:
+            await asyncio.gather(*(stream.finish() for stream in streams))
     finally:
-        await stream.close()
-    return Measured(
-        up_bps=None if sent is None else _rate(node, sent),
-        down_bps=None if received is None else _rate(node, received),
-        trip=trip,
-        bytes_sent=0 if sent is None else sent.total,
-        bytes_received=0 if received is None else received.total,
-    )
+        await asyncio.gather(*(stream.close() for stream in streams))
+    rate, came = way.arrivals.rate, way.arrivals.total
+    if rate is None:
+        raise RemoteError(node, f"bandwidth by {short_peer(node)}: only {came} bytes came in {patience.way:g} s")
+    return Measured(bps=line_bps(rate), trip=trip, bytes=came)
 
 
-def _rate(node: str, arrivals: Arrivals) -> int:
-    if arrivals.rate is None:
-        raise RemoteError(node, f"bandwidth by {short_peer(node)}: only {arrivals.total} bytes came in {WAY_SECONDS:g} s")
-    return line_bps(arrivals.rate)
-
-
-async def _trip(stream: Stream, clock: Clock) -> float:
+async def _trip(stream: Stream, clock: Clock, timeout: float) -> float:
     """Seconds there and back; the quickest counts, the others met a busy machine."""
     quickest = float("inf")
     for _ in range(PINGS):
         began = clock.steady()
         try:
-            await stream.send(bytes(HEAD), timeout=ANSWER_SECONDS)
-            await stream.recv(0, timeout=ANSWER_SECONDS)
+            await stream.send(bytes(HEAD), timeout=timeout)
+            await stream.recv(0, timeout=timeout)
         except Ended:
             raise Busy(stream.remote, f"bandwidth by {short_peer(stream.remote)}: it is busy with others") from None
         quickest = min(quickest, clock.steady() - began)
     return quickest
-
-
-async def _measure_way(
-    transport: Transport, node: str, clock: Clock, trip: float, up: bool, most: int
-) -> Arrivals:
-    opening = [transport.open(node, endpoints.BANDWIDTH, timeout=ANSWER_SECONDS) for _ in range(STRIPES)]
-    opened = await asyncio.gather(*opening, return_exceptions=True)
-    streams = [stream for stream in opened if not isinstance(stream, BaseException)]
-    try:
-        for stream in opened:
-            if isinstance(stream, BaseException):
-                raise stream
-        way = _Way(streams, clock, trip, up, most)
-        await way.run()
-        if way.is_over:
-            await asyncio.gather(*(stream.finish() for stream in streams))
-        return way.arrivals
-    finally:
-        await asyncio.gather(*(stream.close() for stream in streams))
 
 
 class _Lane:
@@ -143,12 +131,15 @@ class _Lane:
 class _Way:
     """One direction, over all streams at once."""
 
-    def __init__(self, streams: Sequence[Stream], clock: Clock, trip: float, up: bool, most: int) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], clock: Clock, trip: float, up: bool, most: int, patience: Patience
+    ) -> None:
         self.arrivals = Arrivals(clock.steady(), trip)
         self._lanes = [_Lane(stream) for stream in streams]
         self._clock = clock
         self._span = trip + GRAIN_SECONDS
         self._up = up
+        self._patience = patience
         self._left = most
         self._under_way = 0
         self._window = UNDER_WAY[0]
@@ -165,7 +156,7 @@ class _Way:
         for lane in self._lanes:
             tasks += [asyncio.create_task(self._ask(lane)), asyncio.create_task(self._take(lane))]
         try:
-            done, _ = await asyncio.wait(tasks, timeout=WAY_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, timeout=self._patience.way, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
@@ -194,15 +185,15 @@ class _Way:
             size = await lane.to_ask.get()
             lane.asked.put_nowait(size)
             if self._up:
-                await lane.stream.send(bytes(HEAD), memoryview(_PADDING)[:size], timeout=ANSWER_SECONDS)
+                await lane.stream.send(bytes(HEAD), memoryview(_PADDING)[:size], timeout=self._patience.answer)
             else:
-                await lane.stream.send(size.to_bytes(HEAD, "big"), timeout=ANSWER_SECONDS)
+                await lane.stream.send(size.to_bytes(HEAD, "big"), timeout=self._patience.answer)
 
     async def _take(self, lane: _Lane) -> None:
         while True:
             size = await lane.asked.get()
             wanted = 0 if self._up else size
-            answer = await lane.stream.recv(wanted, timeout=ANSWER_SECONDS)
+            answer = await lane.stream.recv(wanted, timeout=self._patience.answer)
             if len(answer) != wanted:
                 node = lane.stream.remote
                 text = f"bandwidth by {short_peer(node)}: {len(answer)} bytes came where {wanted} were asked for"

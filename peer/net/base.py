@@ -159,6 +159,10 @@ class Transport(Protocol):
         """Tries all addresses at once, joins the DHT there if we are not in it, and returns when one peer or more was
         reached. Raises Unreachable when none was, ClockWrong, TransportLost."""
 
+    async def disconnect(self, peer: str) -> None:
+        """Ends the connections to `peer`, and so all streams: the next one begins with nothing that TCP has learned. Raises Timeout,
+        TransportLost."""
+
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         """Stores a signed value for `ttl` seconds; False if it was refused. Raises UsageError over MAX_RECORD or MAX_TTL,
         TransportLost."""

@@ -173,6 +173,15 @@ class Daemon:
             if writer is not None and not agreed:
                 writer.transport.abort()
 
+    async def disconnect(self, peer: str) -> None:
+        """Ends all connections to `peer`, and so all streams. Raises Timeout, TransportLost."""
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.DISCONNECT, disconnect=p2pd_pb2.DisconnectRequest(peer=raw_id(peer))
+        )
+        with contextlib.suppress(Unreachable):
+            _, writer = await self.ask(request, peer, f"peer {short_peer(peer)}", CLOSE_SECONDS)
+            writer.close()
+
     async def within(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         """`work` under a deadline (TimeoutError) and only as long as the daemon lives (TransportLost)."""
         try:

@@ -107,6 +107,9 @@ class MemoryTransport(Endpoint):
             first.rpartition("/p2p/")[2], f"address {first}: nobody is there; check the address and that it runs"
         )
 
+    async def disconnect(self, peer: str) -> None:
+        """There is nothing to begin anew."""
+
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         check_record(value, ttl)
         self._check()

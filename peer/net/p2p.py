@@ -108,6 +108,9 @@ class P2PTransport(Endpoint):
                 writer.close()
                 return peer
 
+    async def disconnect(self, peer: str) -> None:
+        await self.daemon.disconnect(peer)
+
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return await self.dht.store(key, subkey, value, ttl)
 

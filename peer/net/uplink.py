@@ -22,7 +22,7 @@ class Uplink:
 
     def limit(self, bps: int | None) -> None:
         """From now on so much; whoever waits goes on."""
-        self._bps = bps
+        self.bps = bps
         self.piece = MAX_FRAME if bps is None else max(4096, int(bps / 8 * self.BURST_SECONDS))
 
     @property
@@ -32,7 +32,7 @@ class Uplink:
 
     async def turn(self, peer: str, size: int) -> None:
         """Returns when `size` bytes may be sent to `peer`."""
-        if self._bps is None:
+        if self.bps is None:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(peer, deque()).append((size, future))
@@ -49,7 +49,7 @@ class Uplink:
             size, future = queue.popleft()
             if not future.cancelled():
                 granted = min(size, self.piece)
-                seconds = 8 * granted / self._bps if self._bps is not None else 0.0
+                seconds = 8 * granted / self.bps if self.bps is not None else 0.0
                 self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + seconds
                 if granted < size:
                     queue.appendleft((size - granted, future))
