@@ -20,8 +20,8 @@ from protocol.wire import endpoints
 AT_ONCE = 2
 PROBE_BYTES = WAY_BYTES + 1_000_000
 """One way, with what requests and pings take."""
-BYTES_PER_MINUTE = 32 * PROBE_BYTES
-LEAST_BYTES = 512
+BYTES_PER_MINUTE = 16 * PROBE_BYTES
+LEAST_BYTES = 2048
 """A request and its answer count as so many at least: they take our time, too."""
 PROBE_SECONDS = 30.0
 IDLE_SECONDS = 10.0
@@ -41,10 +41,11 @@ class _Probe:
 class Bandwidth:
     """One per node."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, bytes_per_minute: int = BYTES_PER_MINUTE) -> None:
         self._clock = clock
+        self._bytes_per_minute = bytes_per_minute
         self._probes: dict[str, _Probe] = {}
-        self._free = float(BYTES_PER_MINUTE)
+        self._free = float(bytes_per_minute)
         self._free_at = clock.steady()
 
     @property
@@ -82,7 +83,8 @@ class Bandwidth:
         if probe is not None:
             return probe if probe.streams < STREAMS else None
         now = self._clock.steady()
-        self._free = min(BYTES_PER_MINUTE, self._free + (now - self._free_at) * BYTES_PER_MINUTE / 60)
+        most = self._bytes_per_minute
+        self._free = min(most, self._free + (now - self._free_at) * most / 60)
         self._free_at = now
         if len(self._probes) >= AT_ONCE or self._free < PROBE_BYTES:
             return None

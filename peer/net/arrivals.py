@@ -12,8 +12,8 @@ from bisect import bisect_left
 
 SLICES = 7
 AGREE = 0.1
-"""Slices agree when the largest and the smallest rate, but for one of each, differ by at most this share of the median."""
-LEAST_SECONDS = 0.25
+"""By this share of the median the rate of the later half, and that of its own later half, may differ from it at most."""
+LEAST_SECONDS = 0.3
 LEAST_TRIPS = 3.0
 """Of the later half, before it is believed: while the window doubles, half of all bytes come in the last round trip."""
 LEAST_ARRIVALS = 2 * SLICES
@@ -49,17 +49,20 @@ class Arrivals:
     @property
     def steady(self) -> bool:
         """Whether more would not change the rate."""
-        found = sorted(self._rates())
-        if len(found) < SLICES or self._lasted() < max(LEAST_SECONDS, LEAST_TRIPS * self._trip):
+        found, first, last = self._rates(), self._middle(), len(self._totals) - 1
+        if not found or self._times[last] - self._times[first] < max(LEAST_SECONDS, LEAST_TRIPS * self._trip):
             return False
-        return found[-2] - found[1] <= AGREE * found[SLICES // 2]
+        middle = bisect_left(self._totals, (self._totals[first] + self.total) / 2)
+        middling, whole = statistics.median(found), self._between(first, last)
+        return all(abs(rate - middling) <= AGREE * middling for rate in (whole, self._between(middle, last)))
 
     def _middle(self) -> int:
         """The arrival with which the later half begins."""
         return bisect_left(self._totals, self.total / 2)
 
-    def _lasted(self) -> float:
-        return self._times[-1] - self._times[self._middle()]
+    def _between(self, begin: int, end: int) -> float:
+        """Bytes a second between two arrivals."""
+        return (self._totals[end] - self._totals[begin]) / max(self._times[end] - self._times[begin], 1e-9)
 
     def _rates(self) -> list[float]:
         """Of the slices of the later half, in their order; none where there are too few arrivals."""
@@ -71,7 +74,6 @@ class Arrivals:
             upto = self._totals[first] + (self.total - self._totals[first]) * number / SLICES
             end = bisect_left(self._totals, upto)
             if end > begin:
-                seconds = max(self._times[end] - self._times[begin], 1e-9)
-                rates.append((self._totals[end] - self._totals[begin]) / seconds)
+                rates.append(self._between(begin, end))
             begin = end
         return rates

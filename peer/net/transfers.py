@@ -18,7 +18,8 @@ from peer.net.bandwidth import line_bps
 FAST_SECONDS = 30
 SLOW_SECONDS = 60
 HELD_SECONDS = 60
-FASTER, SLOWER = 1.15, 0.85
+FASTER, SLOWER = 1.15, 0.97
+"""Times what we thought. Less is close: an uplink that peers wait for is full, and nine tenths of too much is too much."""
 MOSTLY = 0.9
 """Of the seconds."""
 MOST_DOWN, MOST_UP = 0.5, 2.0
@@ -73,7 +74,9 @@ class Transfers:
         if now < self._rests_until:
             return None
         slow = self._passed(SLOW_SECONDS)
-        if 0 < slow < SLOWER * known and self._mostly(SLOW_SECONDS, [s.waiting > 1 for s in self._seconds]):
+        if 0 < slow < SLOWER * known and self._mostly(
+            SLOW_SECONDS, [s.waiting > 1 and not s.held for s in self._seconds]
+        ):
             self._rests_until = now + REST_SECONDS
             return slow
         if self._mostly(HELD_SECONDS, [s.held and not s.waiting for s in self._seconds]):
