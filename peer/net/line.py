@@ -78,7 +78,7 @@ class Line:
         self._tell = tell
         self._missing = [up for up, bps in ((False, given.down_bps), (True, given.up_bps)) if bps is None]
         self._transfers: Transfers | None = None
-        self._sent = self._received = 0
+        self._passed: dict[str, list[int]] = {}
 
     @property
     def is_given(self) -> bool:
@@ -194,15 +194,16 @@ class Line:
         self._transfers = Transfers(up, down)
 
     def _hear(self, peer: str, sent: int, received: int) -> None:
-        if self._is_elsewhere(peer):
-            self._sent += sent
-            self._received += received
+        passed = self._passed.setdefault(peer, [0, 0])
+        passed[0] += sent
+        passed[1] += received
 
     def _sample(self, now: float) -> None:
         assert self._transfers is not None
         waiting = sum(1 for peer in self._around.transport.traffic.waiting if self._is_elsewhere(peer))
-        second = Second(self._sent, self._received, waiting, self.uplink.holds)
-        self._sent = self._received = 0
+        counted = [passed for peer, passed in self._passed.items() if self._is_elsewhere(peer)]
+        second = Second(sum(p[0] for p in counted), sum(p[1] for p in counted), waiting, self.uplink.holds)
+        self._passed.clear()
         if self._transfers.take(now, second):
             self.up_bps = self._transfers.up_bps or self.up_bps
             self.down_bps = self._transfers.down_bps or self.down_bps
