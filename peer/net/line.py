@@ -78,6 +78,8 @@ class Line:
         self._tell = tell
         self._missing = [up for up, bps in ((False, given.down_bps), (True, given.up_bps)) if bps is None]
         self._transfers: Transfers | None = None
+        self._found: dict[bool, tuple[str, Measured]] = {}
+        self._used: set[str] = set()
         self._passed: dict[str, list[int]] = {}
 
     @property
@@ -89,7 +91,7 @@ class Line:
 
     async def measure(self) -> None:
         """Measures what was not given; takes START_SECONDS at most. What cannot be measured is taken to be USUAL_BPS. Raises TransportLost."""
-        why = "no node answered in time"
+        began, why = self._around.clock.steady(), "no node answered in time"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
                 while self._missing:
@@ -103,36 +105,40 @@ class Line:
                         break
         for up in self._missing:
             self._set(up, USUAL_BPS[up])
+        self._report(began)
         if self._missing:
             usual = " and ".join(f"{USUAL_BPS[up] / 1e6:g} Mb/s {'up' if up else 'down'}" for up in self._missing)
             text = f"bandwidth: not measured ({why}); {usual} are announced; to say what the line has, give --up and --down"
             self._tell(events.Warning(text=text))
 
     async def _measure(self, *, fresh: bool) -> None:
-        """Measures every way that is missing. `fresh`: over connections that have carried nothing: what fills one way's queue makes
-        TCP careful in the other, for good. Raises Busy, RemoteError, TransportLost."""
-        began, used, found = self._around.clock.steady(), set[str](), dict[bool, tuple[str, Measured]]()
-        try:
-            for up in list(self._missing):
-                found[up] = await self._ask(up, used, fresh)
-                self._set(up, found[up][1].bps)
-                self._missing.remove(up)
-        finally:
-            if found:
-                self._follow()
-                self._tell(
-                    events.Measured(
-                        up_bps=self.up_bps,
-                        down_bps=self.down_bps,
-                        round_trip_ms=round(1000 * min(m.trip for _, m in found.values()), 1),
-                        bytes_sent=found[True][1].bytes if True in found else 0,
-                        bytes_received=found[False][1].bytes if False in found else 0,
-                        seconds=round(self._around.clock.steady() - began, 3),
-                        by=" ".join(dict.fromkeys(node for node, _ in found.values())),
-                    )
-                )
+        """Measures every way that is missing. `fresh`: over connections that have carried nothing, since what fills one way's queue makes
+        TCP careful in the other, for good; else the line is in use, and may have more than was found. Raises Busy, RemoteError, TransportLost."""
+        for up in list(self._missing):
+            node, found = await self._ask(up, fresh)
+            self._found[up] = node, found
+            self._set(up, found.bps if fresh else max(found.bps, self.up_bps if up else self.down_bps))
+            self._missing.remove(up)
+            self._follow()
 
-    async def _ask(self, up: bool, used: set[str], fresh: bool) -> tuple[str, Measured]:
+    def _report(self, began: float) -> None:
+        """Tells what was measured since then, if anything."""
+        if self._found:
+            sent, received = ([m.bytes for way, (_, m) in self._found.items() if way is up] for up in (True, False))
+            self._tell(
+                events.Measured(
+                    up_bps=self.up_bps,
+                    down_bps=self.down_bps,
+                    by=" ".join(dict.fromkeys(node for node, _ in self._found.values())),
+                    round_trip_ms=round(1000 * min(m.trip for _, m in self._found.values()), 1),
+                    bytes_sent=sum(sent),
+                    bytes_received=sum(received),
+                    seconds=round(self._around.clock.steady() - began, 3),
+                )
+            )
+        self._found.clear()
+
+    async def _ask(self, up: bool, fresh: bool) -> tuple[str, Measured]:
         """The best that one of the nodes finds of one way, and who. Raises Busy, RemoteError, TransportLost."""
         nodes = [node for node in self._nodes if node != self._around.transport.peer_id]
         self._around.draw.shuffle(nodes)
@@ -141,10 +147,10 @@ class Line:
         left = bandwidth.WAY_BYTES
         for asked, node in enumerate(nodes):
             try:
-                if fresh and node in used:
+                if fresh and node in self._used:
                     await self._around.transport.disconnect(node)
                     self._around.lost(node)
-                used.add(node)
+                self._used.add(node)
                 await self._around.reach(node)
                 found = await bandwidth.measure(self._around.transport, node, self._around.clock, up=up, most=left)
             except RemoteError as error:
@@ -185,6 +191,7 @@ class Line:
                 tried = now
                 with contextlib.suppress(RemoteError):
                     await self._measure(fresh=False)
+                self._report(now)
                 self._begin()
             self._sample(now)
 

@@ -18,7 +18,7 @@ from peer.net.arrivals import Arrivals
 from peer.net.bandwidth import BOUNDS_BPS, HEAD, PATIENCE, PIECE, WAY_BYTES, Busy, measure
 from peer.net.base import Closed, Ended, Handler, Stream
 from peer.net.clock import Clock
-from peer.net.line import Around, Given, Line
+from peer.net.line import LATER_SECONDS, Around, Given, Line
 from peer.net.memory import IN_FLIGHT, MemoryNetwork, MemoryTransport, Pipe
 from peer.net.stream import FrameStream
 from protocol.errors import RemoteError
@@ -394,6 +394,49 @@ def test_who_is_busy_is_asked_again() -> None:
         await line.measure()
         assert busy_until < loop.time() < busy_until + 10
         assert line.up_bps == pytest.approx(20 * MBPS, rel=0.15)
+
+    virtually(work())
+
+
+def test_one_way_is_measured_and_the_other_is_not() -> None:
+    async def work() -> None:
+        async def only_down(stream: Stream, wanted: int) -> None:
+            await stream.send(bytes(wanted) if wanted else b"x")
+
+        network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
+        line = a_line(await at_home(network, node=after_pings(only_down)), heard)
+        await line.measure()
+        assert line.down_bps == pytest.approx(100 * MBPS, rel=0.15)
+        (told,) = heard.measured
+        assert (told.up_bps, told.down_bps, told.bytes_sent) == (10_000_000, line.down_bps, 0)
+        (warning,) = heard.warnings
+        assert "10 Mb/s up are announced" in warning
+        assert line.uplink.bps is None
+
+    virtually(work())
+
+
+def test_what_could_not_be_measured_is_measured_later() -> None:
+    async def work() -> None:
+        network, heard, loop = Shaped(20 * MBPS, 100 * MBPS), Heard(), asyncio.get_running_loop()
+        good = Bandwidth(clock())
+
+        async def serve(stream: Stream) -> None:
+            if loop.time() > 60:
+                await good.answer(stream)
+
+        home = await at_home(network, node=serve)
+        line = a_line(home, heard)
+        await line.measure()
+        assert (line.up_bps, heard.measured) == (10_000_000, [])
+        running = asyncio.create_task(line.run())
+        await asyncio.sleep(LATER_SECONDS + 30)
+        running.cancel()
+        (told,) = heard.measured
+        assert line.up_bps == told.up_bps == pytest.approx(20 * MBPS, rel=0.15)
+        assert line.down_bps == told.down_bps == pytest.approx(100 * MBPS, rel=0.15)
+        assert line.uplink.bps == round(0.9 * line.up_bps)
+        await asyncio.gather(running, return_exceptions=True)
 
     virtually(work())
 
