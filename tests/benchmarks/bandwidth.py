@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bootstrap.bandwidth import Bandwidth
 from peer.net import bandwidth, p2p
+from peer.net.bandwidth import PATIENCE
 from peer.net.clock import Clock
-from tests.lab import Place, lab
+from tests.lab import Lab, Place, lab
 
 ROWS = ("5/1", "20/5", "100/20", "100/40", "250/50", "500/500")
 """Down and up, Mb/s, as lines are sold."""
@@ -47,26 +50,29 @@ async def be_node(host: str, folder: Path) -> None:
     await asyncio.Event().wait()
 
 
-async def be_home(host: str, folder: Path, node: str, slower: int) -> None:
-    """Measures both ways once, as a peer does at its start."""
+async def be_home(host: str, folder: Path, node: str) -> None:
+    """Measures both ways for each line of standard input that says how slowly time goes, over new connections, as a peer does at its start."""
     transport = await p2p.start(folder / "home", host=host, validate=lambda *_: False)
-    await transport.connect([node], timeout=30.0)
-    peer, clock = node.rpartition("/p2p/")[2], Clock(steady=lambda: time.monotonic() / slower)
-    patience = bandwidth.Patience(answer=5.0 * slower, way=5.0 * slower)
-    before, began = _interface(), clock.steady()
-    down = await bandwidth.measure(transport, peer, clock, up=False, patience=patience)
-    await transport.disconnect(peer)
-    await transport.connect([node], timeout=30.0)
-    up = await bandwidth.measure(transport, peer, clock, up=True, patience=patience)
-    seconds, after = clock.steady() - began, _interface()
-    say(
-        up=up.bps,
-        down=down.bps,
-        trip=1000 * min(up.trip, down.trip),
-        sent=after[0] - before[0],
-        received=after[1] - before[1],
-        seconds=seconds,
-    )
+    peer = node.rpartition("/p2p/")[2]
+    while text := await asyncio.to_thread(sys.stdin.readline):
+        slower = int(text)
+        clock = Clock(steady=lambda slower=slower: time.monotonic() / slower)
+        patience = bandwidth.Patience(answer=PATIENCE.answer * slower, way=PATIENCE.way * slower)
+        before, began = _interface(), clock.steady()
+        found = {}
+        for up in (False, True):
+            await transport.disconnect(peer)
+            await transport.connect([node], timeout=30.0)
+            found[up] = await bandwidth.measure(transport, peer, clock, up=up, patience=patience)
+        seconds, after = clock.steady() - began, _interface()
+        say(
+            up=found[True].bps,
+            down=found[False].bps,
+            trip=1000 * min(way.trip for way in found.values()),
+            sent=after[0] - before[0],
+            received=after[1] - before[1],
+            seconds=seconds,
+        )
     await transport.aclose()
 
 
@@ -98,40 +104,49 @@ def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
 def begin(place: Place, folder: str, *arguments: str) -> subprocess.Popen[str]:
     host, prefix = place
     command = [*prefix, sys.executable, "-m", "tests.benchmarks.bandwidth", "--host", host, "--folder", folder]
-    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([*command, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def probe(netlab: Path, down: float, up: float, trip: float, slower: int) -> dict[str, Any]:
-    """What a home with such a line finds, as if time went `slower` times as fast as it does here."""
-    links = {"node": "0/0:0", "home": f"{up / slower:g}/{down / slower:g}:{trip * slower:g}"}
-    with lab(netlab, links) as there, tempfile.TemporaryDirectory(prefix="potluck-bandwidth-") as folder:
-        there.control("set", "home", f"queue={QUEUE_MS * slower}")
-        node = begin(there.places["node"], folder, "--role", "node")
-        try:
-            home = begin(
-                there.places["home"],
-                folder,
-                "--role",
-                "home",
-                "--node",
-                heard(node)["address"],
-                "--slower",
-                str(slower),
-            )
+class Home:
+    """A node and a home whose line can be changed; use as `with Home.start(...)`."""
+
+    def __init__(self, there: Lab, process: subprocess.Popen[str]) -> None:
+        self._lab = there
+        self._process = process
+
+    @classmethod
+    @contextlib.contextmanager
+    def start(cls, netlab: Path) -> Iterator[Home]:
+        with (
+            lab(netlab, {"node": "0/0:0", "home": "100/100:40"}) as there,
+            tempfile.TemporaryDirectory(prefix="potluck-bandwidth-") as folder,
+        ):
+            node = begin(there.places["node"], folder, "--role", "node")
             try:
-                return heard(home)
+                home = begin(there.places["home"], folder, "--role", "home", "--node", heard(node)["address"])
+                try:
+                    yield cls(there, home)
+                finally:
+                    home.kill()
+                    home.communicate()
             finally:
-                home.kill()
-                home.communicate()
-        finally:
-            node.kill()
-            node.communicate()
+                node.kill()
+                node.communicate()
+
+    def probe(self, down: float, up: float, trip: float, slower: int) -> dict[str, Any]:
+        """What a home with such a line finds, as if time went `slower` times as fast as it does here."""
+        line = f"up={up / slower:g} down={down / slower:g} rtt={trip * slower:g} queue={QUEUE_MS * slower}"
+        self._lab.control("set", "home", line)
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{slower}\n")
+        self._process.stdin.flush()
+        return heard(self._process)
 
 
-def measure(netlab: Path, row: str, trip: float, times: int, slower: int) -> bool:
+def measure(home: Home, row: str, trip: float, times: int, slower: int) -> bool:
     """One row, the worst of `times` probes; whether all of them were right."""
     down, up = map(float, row.split("/"))
-    found = [probe(netlab, down, up, trip, slower) for _ in range(times)]
+    found = [home.probe(down, up, trip, slower) for _ in range(times)]
     off = {way: [1e-6 * f[way] / rate - 1 for f in found] for way, rate in (("down", down), ("up", up))}
     late = [f["trip"] - trip for f in found]
 
@@ -173,13 +188,14 @@ def main() -> int:
     if chosen.role == "node":
         asyncio.run(be_node(chosen.host, chosen.folder))
     elif chosen.role == "home":
-        asyncio.run(be_home(chosen.host, chosen.folder, chosen.node, chosen.slower))
+        asyncio.run(be_home(chosen.host, chosen.folder, chosen.node))
     elif chosen.netlab is None:
         parser.error("--netlab is needed: the peers live behind emulated links")
     else:
         print(HEAD)
         rows = [(row, trip) for row in chosen.rows for trip in chosen.trips]
-        wrong = [row for row, trip in rows if not measure(chosen.netlab, row, trip, chosen.times, chosen.slower)]
+        with Home.start(chosen.netlab) as home:
+            wrong = [row for row, trip in rows if not measure(home, row, trip, chosen.times, chosen.slower)]
         if wrong:
             print(f"not within {WITHIN:.0%}, {WITHIN_MS:g} ms and {MOST_BYTES / 1e6:g} MB: {', '.join(wrong)}")
         return 1 if wrong else 0
