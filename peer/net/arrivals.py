@@ -13,6 +13,8 @@ from bisect import bisect_left
 SLICES = 7
 AGREE = 0.1
 """By this share of the median the rate of the later half, and that of its own later half, may differ from it at most."""
+SPARED = 1.25
+"""Times the mean, of the later half or of its own, is the most that we believe: on a machine that is late to read, what waited in its buffers comes faster than any line."""
 LEAST_SECONDS = 0.3
 LEAST_TRIPS = 3.0
 """Of the later half, before it is believed: while the window doubles, half of all bytes come in the last round trip."""
@@ -44,21 +46,25 @@ class Arrivals:
     def rate(self) -> float | None:
         """Bytes a second, or None where too little has come to say."""
         found = self._rates()
-        return statistics.median(found) if found else None
+        if not found:
+            return None
+        first, middle, last = self._cuts()
+        mean = max(self._between(first, last), self._between(middle, last))
+        return min(statistics.median(found), SPARED * mean)
 
     @property
     def steady(self) -> bool:
         """Whether more would not change the rate."""
-        found, first, last = self._rates(), self._middle(), len(self._totals) - 1
+        found, (first, middle, last) = self._rates(), self._cuts()
         if not found or self._times[last] - self._times[first] < max(LEAST_SECONDS, LEAST_TRIPS * self._trip):
             return False
-        middle = bisect_left(self._totals, (self._totals[first] + self.total) / 2)
         middling, whole = statistics.median(found), self._between(first, last)
         return all(abs(rate - middling) <= AGREE * middling for rate in (whole, self._between(middle, last)))
 
-    def _middle(self) -> int:
-        """The arrival with which the later half begins."""
-        return bisect_left(self._totals, self.total / 2)
+    def _cuts(self) -> tuple[int, int, int]:
+        """The arrivals with which the later half, and its own later half, begin, and the last one."""
+        first = bisect_left(self._totals, self.total / 2)
+        return first, bisect_left(self._totals, (self._totals[first] + self.total) / 2), len(self._totals) - 1
 
     def _between(self, begin: int, end: int) -> float:
         """Bytes a second between two arrivals."""
@@ -66,7 +72,7 @@ class Arrivals:
 
     def _rates(self) -> list[float]:
         """Of the slices of the later half, in their order; none where there are too few arrivals."""
-        first, last = self._middle(), len(self._totals) - 1
+        first, _, last = self._cuts()
         if last - first < LEAST_ARRIVALS:
             return []
         begin, rates = first, list[float]()

@@ -180,9 +180,18 @@ def test_a_slow_line_costs_far_less() -> None:
 def test_a_moment_of_nothing_does_not_count() -> None:
     arrivals = Arrivals(0.0, 0.01)
     for number in range(1, 201):
-        pause = 0.5 if number > 150 else 0.0
+        pause = 0.2 if number > 150 else 0.0
         arrivals.add(number * 0.01 + pause, 10_000)
     assert arrivals.rate == pytest.approx(1e6, rel=0.01)
+
+
+def test_what_waited_in_our_buffers_is_no_line() -> None:
+    """A machine that is late reads a tenth of a second's bytes at once."""
+    arrivals = Arrivals(0.0, 0.01)
+    for number in range(1, 401):
+        moment = number // 20 * 0.2 if number % 20 < 15 else number * 0.01
+        arrivals.add(moment + number * 1e-6, 10_000)
+    assert 0.9e6 < (arrivals.rate or 0.0) < 1.3e6
 
 
 def test_a_beginning_is_not_taken_for_the_line() -> None:
