@@ -28,7 +28,7 @@ PIECE = 64 * 1024
 WAY_BYTES = 15_000_000
 """Most bytes of one way: less than 16 MB with all headers."""
 PINGS = 5
-UNDER_WAY = (32 * 1024, 4 * 1024 * 1024)
+UNDER_WAY = (32 * 1024, 16 * 1024 * 1024)
 """Least and most bytes under way."""
 AHEAD = 2.0
 """Times what came in the last round trip is under way: TCP doubles its window in one. More would only fill the router's queue."""
