@@ -1,7 +1,7 @@
 """Answers peers that measure their lines (peer/net/bandwidth.py says how), as far as our own line and time allow.
 
 One probe of a peer at a time, and AT_ONCE of all: more would measure each other. Before one begins, all the bytes that it may take are
-set aside from BYTES_PER_MINUTE, and what it did not take is given back. Whoever finds no room is told so by the end of its stream, at once.
+set aside from what it gives in a minute, and what it did not take is given back. Whoever finds no room is told so by the end of its stream, at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ from protocol.wire import endpoints
 AT_ONCE = 2
 PROBE_BYTES = WAY_BYTES + 1_000_000
 """One way, with what requests and pings take."""
-BYTES_PER_MINUTE = 16 * PROBE_BYTES
 LEAST_BYTES = 2048
 """A request and its answer count as so many at least: they take our time, too."""
-PROBE_SECONDS = 30.0
-IDLE_SECONDS = 10.0
 STREAMS = 2 * STRIPES + 1
 """Of one probe: those of the way before may not be closed yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a node gives all peers together in a minute, and how many seconds it has for a probe and waits for a request."""
+
+    bytes_per_minute: int = 16 * PROBE_BYTES
+    probe_s: float = 30.0
+    idle_s: float = 10.0
+
+
+BOUNDS = Bounds()
 
 
 @dataclass(slots=True)
@@ -41,11 +50,11 @@ class _Probe:
 class Bandwidth:
     """One per node."""
 
-    def __init__(self, clock: Clock, bytes_per_minute: int = BYTES_PER_MINUTE) -> None:
+    def __init__(self, clock: Clock, bounds: Bounds = BOUNDS) -> None:
         self._clock = clock
-        self._bytes_per_minute = bytes_per_minute
+        self._bounds = bounds
         self._probes: dict[str, _Probe] = {}
-        self._free = float(bytes_per_minute)
+        self._free = float(bounds.bytes_per_minute)
         self._free_at = clock.steady()
 
     @property
@@ -70,7 +79,7 @@ class Bandwidth:
         except Ended:
             return
         except TimeoutError:
-            raise self._bad(stream, f"longer than {PROBE_SECONDS:g} s") from None
+            raise self._bad(stream, f"longer than {self._bounds.probe_s:g} s") from None
         finally:
             probe.streams -= 1
             if not probe.streams:
@@ -83,17 +92,17 @@ class Bandwidth:
         if probe is not None:
             return probe if probe.streams < STREAMS else None
         now = self._clock.steady()
-        most = self._bytes_per_minute
+        most = self._bounds.bytes_per_minute
         self._free = min(most, self._free + (now - self._free_at) * most / 60)
         self._free_at = now
         if len(self._probes) >= AT_ONCE or self._free < PROBE_BYTES:
             return None
         self._free -= PROBE_BYTES
-        self._probes[peer] = probe = _Probe(PROBE_BYTES, now + PROBE_SECONDS)
+        self._probes[peer] = probe = _Probe(PROBE_BYTES, now + self._bounds.probe_s)
         return probe
 
     async def _next(self, stream: Stream, probe: _Probe) -> None:
-        request = await stream.recv(HEAD + PIECE, timeout=IDLE_SECONDS)
+        request = await stream.recv(HEAD + PIECE, timeout=self._bounds.idle_s)
         wanted = int.from_bytes(request[:HEAD], "big")
         if len(request) < HEAD or wanted > PIECE:
             raise self._bad(stream, f"{wanted} bytes at once")
@@ -101,7 +110,7 @@ class Bandwidth:
         if taken > probe.left:
             raise self._bad(stream, f"more than {PROBE_BYTES} bytes")
         probe.left -= taken
-        await stream.send(bytes(wanted), timeout=IDLE_SECONDS)
+        await stream.send(bytes(wanted), timeout=self._bounds.idle_s)
 
     def _bad(self, stream: Stream, what: str) -> RemoteError:
         return RemoteError(stream.remote, f"bandwidth of {short_peer(stream.remote)}: wants {what}; it was closed")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bootstrap import bandwidth as served
-from bootstrap.bandwidth import Bandwidth
+from bootstrap.bandwidth import Bandwidth, Bounds
 from peer import events
 from peer.net import bandwidth, line
 from peer.net.arrivals import Arrivals
@@ -473,7 +473,7 @@ def test_a_node_measures_with_few_at_once_and_gives_back_what_was_not_taken() ->
             await stream.close()
         while node_side.probes:
             await asyncio.sleep(0.01)
-        for _ in range(3 * served.BYTES_PER_MINUTE // served.PROBE_BYTES):  # each takes a ping's worth
+        for _ in range(3 * served.BOUNDS.bytes_per_minute // served.PROBE_BYTES):  # each takes a ping's worth
             stream = await peers[0].open("node", endpoints.BANDWIDTH, timeout=1.0)
             await stream.send(bytes(HEAD))
             await stream.recv(0)
@@ -491,7 +491,7 @@ def test_a_node_gives_so_much_a_minute() -> None:
         loop, network = asyncio.get_running_loop(), MemoryNetwork()
         node, home = network.transport("node"), network.transport("home")
         most = 2 * served.PROBE_BYTES
-        await Bandwidth(clock(), most).serve(node)
+        await Bandwidth(clock(), Bounds(bytes_per_minute=most)).serve(node)
         taken, refused, end = 0, 0, loop.time() + 180
         while loop.time() < end:
             try:
@@ -557,11 +557,11 @@ def test_a_node_does_not_wait_for_who_does_nothing() -> None:
         began = loop.time()
         with pytest.raises(Closed):
             await idle.recv()
-        assert loop.time() - began <= served.IDLE_SECONDS
+        assert loop.time() - began <= served.BOUNDS.idle_s
         slow = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
         began = loop.time()
-        assert await pings(slow, 0, every=1.0) <= served.PROBE_SECONDS
-        assert loop.time() - began <= served.PROBE_SECONDS + 1
+        assert await pings(slow, 0, every=1.0) <= served.BOUNDS.probe_s
+        assert loop.time() - began <= served.BOUNDS.probe_s + 1
         assert node_side.probes == 0
 
     virtually(work())
