@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from peer.cli import commands
+from peer.cli import data as corpora
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
 from protocol.errors import PotluckError
@@ -39,6 +40,19 @@ log = typer.Typer(
     help="Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the network.",
 )
 app.add_typer(log, name="log")
+
+data = typer.Typer(
+    no_args_is_help=True,
+    help="Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
+)
+app.add_typer(data, name="data")
+
+
+@app.callback()
+def before_any_command(context: typer.Context) -> None:
+    if context.invoked_subcommand != "data":  # only a build may read from a hub, and only if its source is there
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: docs/events.md).")]
@@ -191,6 +205,60 @@ def log_verify(
     _run(commands.log_verify(where, checkpoint), interrupted=1)
 
 
+@data.command(
+    "build",
+    help="Tokenize and shuffle text into a corpus, which one digest names. Killed or stopped, it goes on where it was.",
+    epilog="Example: potluck data build text/*.parquet --tokenizer tokenizer.json --sequence 1024 --out corpus",
+)
+def data_build(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE",
+            help="Files (.parquet, .jsonl, .csv; any other: UTF-8 text), folders with a data set,"
+            " hub:OWNER/NAME@REVISION, or sotu, the text that comes with Potluck.",
+            show_default=False,
+        ),
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(help="JSON file of the run's tokenizer, or the name of one that comes with Potluck.")
+    ],
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence: the manifest's train.sequence.")],
+    out: Annotated[Path, typer.Option(help="Folder for the corpus; one in which a build was begun is gone on with.")],
+    column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Split of a folder or of a hub data set.")] = "train",
+    subset: Annotated[str, typer.Option(help="Subset (configuration) of one that has several.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order and of the held-out part.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1,
+) -> None:
+    """`potluck data build`.
+
+    Long because typer reads a command's options from its function's parameters.
+    """
+    options = corpora.BuildOptions(
+        sources=sources,
+        tokenizer=tokenizer,
+        sequence=sequence,
+        out=out,
+        column=column,
+        split=split,
+        subset=subset,
+        seed=seed,
+        threads=threads,
+    )
+    _run(corpora.build(options, lambda line: print(line, flush=True)), interrupted=1)
+
+
+@data.command("show", epilog="Example: potluck data show corpus")
+def data_show(folder: Annotated[Path, typer.Argument(help="Folder of a corpus.", show_default=False)]) -> None:
+    """Show a corpus: its digest, what it was made of, and how its text looks."""
+
+    async def work() -> None:
+        corpora.show(folder, lambda line: print(line, flush=True))
+
+    _run(work())
+
+
 @app.command(
     help="Train a small model on this machine with a whole swarm of processes: the same code as bootstrap and join.",
     epilog="Example: potluck demo --full 2 --chains 1 --stages 3 --out demo-run --json result.json",
@@ -293,5 +361,4 @@ def _fail(error: BaseException) -> None:
 def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:
     """Entry point of the command. `arguments`: what is typed after `potluck` (default: what was). `factories`: what
     `potluck join` makes a peer's parts with (default: the usual)."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     app(arguments, prog_name="potluck", obj=factories)

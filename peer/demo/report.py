@@ -8,6 +8,7 @@ from typing import Any
 
 from bootstrap.archive import Archive
 from peer import events
+from peer.corpus.tokenizer import load_tokenizer
 from peer.demo.recipe import TOKENIZER, DemoOptions
 from peer.events import Event
 from peer.log import replay
@@ -88,7 +89,7 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
     torch.set_num_threads(1)  # more threads than free cores spin against each other
     archive = Archive(options.out / "bootstrap", manifest)
     tokenizer_json = (open_run.ASSETS / TOKENIZER).read_bytes()
-    tokenizer = data.load_tokenizer(tokenizer_json, manifest.tokenizer.digest)
+    tokenizer = load_tokenizer(tokenizer_json, manifest.tokenizer.digest)
     corpus = data.prepare(
         manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), manifest.model.vocab_size
     )

@@ -94,7 +94,7 @@ class Lock(Protocol):
 def disk_error(path: Path, error: OSError) -> LocalError:
     """One line for a failed write under `path`; exit code 2, since only the user can mend it."""
     return UsageError(
-        f"directory {path}: {error.strerror or error}; free space or choose another with --dir, then start again"
+        f"directory {path}: {error.strerror or error}; free space or choose another folder, then start again"
         " (nothing half-written is kept)"
     )
 
@@ -123,7 +123,7 @@ class LocalDisk:
         except OSError:
             file.close()
             raise UsageError(
-                f"directory {folder}: another {who} uses it; stop that one or choose another with --dir"
+                f"directory {folder}: another {who} uses it; stop that one or choose another folder"
             ) from None
         return file
 

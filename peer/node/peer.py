@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.connect import Pipes
 from peer.config import JoinConfig
+from peer.corpus.tokenizer import load_tokenizer
 from peer.net.base import Transport
 from peer.net.blobs import fetch_named
 from peer.net.clock import Clock
@@ -52,7 +53,7 @@ async def run_corpus(manifest: Manifest, transport: Transport, storage: Storage)
     return await asyncio.to_thread(
         data.prepare,
         manifest.data,
-        data.load_tokenizer(tokenizer, manifest.tokenizer.digest),
+        load_tokenizer(tokenizer, manifest.tokenizer.digest),
         manifest.train.sequence,
         data.cache_folder(),
         manifest.model.vocab_size,

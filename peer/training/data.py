@@ -33,6 +33,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from peer.corpus.tokenizer import end_of_text, first_line
 from protocol.errors import UsageError
 from protocol.run.manifest import DataSpec
 
@@ -40,7 +41,6 @@ FORMAT = 1
 HELD_OUT = 20
 """One in so many documents, or tokens, is held out."""
 
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 _HEADER_BYTES = 4096
 _BLOCK_BYTES = 1 << 22
 _PIECE_CHARS = 1 << 16
@@ -87,27 +87,6 @@ class Corpus:
     def _cut(self, ids: NDArray[Any], indices: NDArray[np.int64]) -> NDArray[np.int64]:
         at = indices[:, None] * self.sequence + np.arange(self.sequence + 1)
         return np.asarray(ids[at], dtype=np.int64)
-
-
-def load_tokenizer(source: Path | bytes, digest: str) -> Tokenizer:
-    """The tokenizer in a JSON file (or its bytes), whose sha256 must be the manifest's `digest`. Raises UsageError."""
-    name = "tokenizer" if isinstance(source, bytes) else f"tokenizer {source}"
-    try:
-        raw = source if isinstance(source, bytes) else source.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{name}: {error.strerror}; put the run's tokenizer.json there") from None
-    found = hashlib.sha256(raw).hexdigest()
-    if found != digest:
-        raise UsageError(
-            f"{name}: its digest is {found[:12]}…, the manifest says {digest[:12]}…; use the run's own tokenizer.json"
-        )
-    try:
-        tokenizer = Tokenizer.from_str(raw.decode("utf-8"))
-    except Exception as error:  # the library raises plain Exception
-        raise UsageError(f"{name}: not a tokenizer: {_line(error)}; use a tokenizer.json of `tokenizers`") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def cache_folder() -> Path:
@@ -247,7 +226,7 @@ def _rows(name: str, path: Path) -> Iterator[str]:
     except KeyError:
         raise UsageError(f"text file {name}: has no column `text`; rename the column") from None
     except Exception as error:  # whatever datasets, pyarrow or a decompressor raise
-        raise UsageError(f"text file {name}: {_line(error)}; it must be {kind} with a column `text`") from None
+        raise UsageError(f"text file {name}: {first_line(error)}; it must be {kind} with a column `text`") from None
 
 
 def _pieces(chunks: Iterable[str]) -> Iterator[str]:
@@ -311,7 +290,7 @@ def _encode(
     valid: IO[bytes],
 ) -> int:
     """Writes each document's ids to the file of its side; returns the held-out bytes of text."""
-    end = next((i for i in map(tokenizer.token_to_id, END_OF_TEXT) if i is not None), None)
+    end = end_of_text(tokenizer)
     batch: list[tuple[IO[bytes], str]] = []
     chars = valid_bytes = 0
 
@@ -389,8 +368,3 @@ def _open(path: Path, sequence: int, dtype: np.dtype[Any]) -> Corpus | None:
         return Corpus(sequence, ids[:n_train], ids[n_train:], str(header["digest"]), entropy, per_token)
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _line(error: BaseException) -> str:
-    """An exception's first line, short."""
-    return (str(error).splitlines() or [type(error).__name__])[0][:160]

@@ -104,7 +104,7 @@ class ChainRoster:
     def follows(self, peer: str, reconfig: ChainReconfig) -> None:
         """`peer` says that it follows `reconfig`. It may be news to this node; only a known member can bring news."""
         logged = self._logged.find(reconfig.replica) if self._logged is not None else None
-        if logged is None or peer not in (reconfig.peers or logged.peers):
+        if logged is None or peer not in (reconfig.peers or logged.peers) or reconfig.generation > MAX_GENERATIONS:
             return
         if reconfig.generation > self.generation(reconfig.replica) and peer in self.audience(reconfig.replica):
             self._adopt(reconfig)

@@ -39,6 +39,32 @@ def windows(seed: bytes, n_windows: int, at: range) -> NDArray[np.int64]:
     return out
 
 
+def sequences(seed: bytes, count: int, at: range) -> list[range]:
+    """The sequences of a corpus of `count` sequences (protocol/run/corpus.py) that the slots `at` read, in order, as ranges of
+    numbers in [0, count).
+
+    They were put in a pseudo-random order when the corpus was built. So every epoch walks through them as they lie, from a
+    place that follows from (seed, epoch): what one replica reads in a round lies together, and little more than that has to be
+    fetched (docs/adr/0021-a-corpus-is-shuffled-sequences.md). Micro-batch m of step s of a replica reads
+    `slots(first, s * micro_batches + m, rows)`.
+    """
+    if count < 1:
+        raise ValueError("the corpus has no sequence")
+    found: list[range] = []
+    slot = at.start
+    while slot < at.stop:
+        epoch, position = divmod(slot, count)
+        key = hashlib.sha256(seed + b"/sequences/" + str(epoch).encode()).digest()
+        first = (position + int.from_bytes(key[:8], "little")) % count
+        end = min(count, first + min(at.stop - slot, count - position))
+        if found and found[-1].stop == first:
+            found[-1] = range(found[-1].start, end)
+        else:
+            found.append(range(first, end))
+        slot += end - first
+    return found
+
+
 def _permute(key: bytes, n: int, x: NDArray[np.uint64]) -> NDArray[np.int64]:
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)

@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
 from peer.node import open_run
 from peer.state.outer_optimizer import Outer
@@ -47,7 +48,7 @@ DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", f"{D // 8}:int4:int4", "22:in
 
 @functools.cache
 def _corpus(manifest: Manifest) -> data.Corpus:
-    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     folder, vocabulary = data.cache_folder(), manifest.model.vocab_size
     return data.prepare(manifest.data, tokenizer, manifest.train.sequence, folder, vocabulary)
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
 from peer.node import open_run
 from peer.state.outer_optimizer import Array, Outer
@@ -256,7 +257,7 @@ def make_manifest(seed: int, topk: int) -> Manifest:
 
 def read_corpus(manifest: Manifest) -> data.Corpus:
     """The demo's text."""
-    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     return data.prepare(manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), MODEL.vocab_size)
 
 

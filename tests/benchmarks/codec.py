@@ -26,6 +26,7 @@ import zstandard
 from hivemind.compression import serialize_torch_tensor
 from hivemind.proto.runtime_pb2 import CompressionType
 
+from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
 from peer.node import open_run
 from peer.state.outer_optimizer import Outer
@@ -57,7 +58,7 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
     """Error feedback of every shard of the first replica as each round encodes it."""
     manifest = recipe.make_manifest(options(Path("unused"), rounds=None, full=2, inner_steps=None))
     train, model, shards = manifest.train, manifest.model, layout.shard_names(manifest.model)
-    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
     outers = [Outer(model, Codec(k), manifest.outer.beta, manifest.outer.eta) for _ in range(2)]
     trainers = [StageTrainer(model, train, shards) for _ in outers]

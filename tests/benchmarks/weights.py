@@ -41,6 +41,7 @@ from pathlib import Path
 
 import torch
 
+from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
 from peer.node import open_run
 from peer.state.outer_optimizer import Outer
@@ -108,7 +109,7 @@ ARMS = {
 
 @functools.cache
 def _corpus(manifest: Manifest) -> data.Corpus:
-    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     folder, vocabulary = data.cache_folder(), manifest.model.vocab_size
     return data.prepare(manifest.data, tokenizer, manifest.train.sequence, folder, vocabulary)
 

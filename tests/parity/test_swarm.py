@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bootstrap.archive import Archive
+from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
 from peer.node import open_run
 from peer.training import data
@@ -31,7 +32,7 @@ def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int)
     plan = commits[0].plan
     assert plan is not None
     assert [len(r.stages) for r in plan.replicas] == [1, 3]
-    tokenizer = data.load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
+    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     train, model = manifest.train, manifest.model
     corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
 

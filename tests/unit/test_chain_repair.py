@@ -246,6 +246,8 @@ def test_a_new_leader_learns_of_reconfigurations_from_those_who_follow() -> None
     assert driver.leader.roster.generation(0) == 0, "a spare cannot appoint itself"
     driver.do(*(Received("c", dataclasses.replace(found, peers=p)) for p in (("c", "x", "e"), ("c", "e", "d"), ("c",))))
     assert driver.leader.roster.generation(0) == 0, "nor a member somebody whom the plan does not know"
+    driver.do(Received("c", dataclasses.replace(found, generation=2**64 - 1)))
+    assert driver.leader.roster.generation(0) == 0, "nor a member a number that no leader gives"
     driver.do(Received("c", found))
     assert driver.leader.roster.generation(0) == 3
     assert reconfig(driver.failure("e", "f", generation=3)).generation == 4

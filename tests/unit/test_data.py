@@ -17,6 +17,7 @@ import pytest
 import zstandard
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from peer.corpus.tokenizer import load_tokenizer
 from peer.training import data
 from protocol.errors import UsageError
 from protocol.run.manifest import DataSpec
@@ -227,11 +228,11 @@ def test_the_tokenizer_is_the_manifests(tokenizer: Tokenizer, tmp_path: Path) ->
     digest = hashlib.sha256(raw).hexdigest()
     path = tmp_path / "t.json"
     path.write_bytes(raw)
-    assert data.load_tokenizer(path, digest).get_vocab_size() == tokenizer.get_vocab_size()
-    assert data.load_tokenizer(raw, digest).encode(TEXT).ids == tokenizer.encode(TEXT).ids
+    assert load_tokenizer(path, digest).get_vocab_size() == tokenizer.get_vocab_size()
+    assert load_tokenizer(raw, digest).encode(TEXT).ids == tokenizer.encode(TEXT).ids
     with pytest.raises(UsageError, match=rf"t\.json: its digest is {digest[:12]}.*says 000000000000"):
-        data.load_tokenizer(path, "0" * 64)
+        load_tokenizer(path, "0" * 64)
     with pytest.raises(UsageError, match="No such file"):
-        data.load_tokenizer(tmp_path / "missing.json", digest)
+        load_tokenizer(tmp_path / "missing.json", digest)
     with pytest.raises(UsageError, match="not a tokenizer"):
-        data.load_tokenizer(b"{}", hashlib.sha256(b"{}").hexdigest())
+        load_tokenizer(b"{}", hashlib.sha256(b"{}").hexdigest())

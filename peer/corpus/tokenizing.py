@@ -1,0 +1,146 @@
+"""Tokenizes on all cores: one process a core, each fed by a thread.
+
+Processes instead of the library's own threads, since turning its results into arrays takes Python's lock. A worker is
+`python -m peer.corpus.tokenizing TOKENIZER ID-BYTES`. It reads messages from its standard input and answers each on its standard
+output, both with their length in front, and ends with its input: so it outlives nobody.
+
+    -> [pieces of text, for each piece whether a document ends with it]
+    <- [ids of all pieces (little-endian), how many there are of each piece (int64)]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.corpus.sources import Unit
+from peer.corpus.tokenizer import end_of_text, parse_tokenizer
+from protocol.errors import LocalError
+
+AHEAD = 2
+"""Units that wait for each worker, so that none waits for the reader."""
+_LENGTH = 8
+
+
+@dataclass(slots=True)
+class Tokenized:
+    """A unit, its ids, and how many of them each piece has."""
+
+    unit: Unit
+    ids: NDArray[np.unsignedinteger]
+    lengths: NDArray[np.int64]
+
+
+class Pool:
+    """The workers; a context manager. `tokenizer`: its JSON file. `id_bytes`: 2 or 4."""
+
+    def __init__(self, tokenizer: Path, id_bytes: int, workers: int) -> None:
+        self._dtype = np.dtype(f"<u{id_bytes}")
+        command = [sys.executable, "-m", "peer.corpus.tokenizing", str(tokenizer), str(id_bytes)]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            for _ in range(workers)
+        ]
+        self._free: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        for process in self._processes:
+            self._free.put(process)
+        self._threads = ThreadPoolExecutor(workers, "tokenize")
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._threads.shutdown()
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with_no_error(pipe)
+
+    def run(self, units: Iterable[Unit]) -> Iterator[Tokenized]:
+        """Every unit tokenized, in the order in which they come. Raises LocalError where a worker dies, and what `units` raises."""
+        waiting: deque[Future[Tokenized]] = deque()
+        for unit in units:
+            waiting.append(self._threads.submit(self._tokenize, unit))
+            if len(waiting) > (1 + AHEAD) * len(self._processes):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _tokenize(self, unit: Unit) -> Tokenized:
+        process = self._free.get()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _send(process.stdin, msgpack.packb([unit.pieces, unit.ends]))
+            answer = _receive(process.stdout)
+        except OSError:
+            answer = b""
+        finally:
+            self._free.put(process)
+        if not answer:
+            raise LocalError(
+                f"tokenizer: a process that tokenizes ended (exit code {process.wait()}); see the lines above, free memory or"
+                " use fewer --threads, then start again: it goes on where it was"
+            )
+        ids, lengths = msgpack.unpackb(answer)
+        return Tokenized(unit, np.frombuffer(ids, self._dtype), np.frombuffer(lengths, "<i8"))
+
+
+def with_no_error(pipe: IO[bytes]) -> None:
+    """Closes a pipe, whether anybody still reads it or not."""
+    try:
+        pipe.close()
+    except OSError:
+        return
+
+
+def _send(pipe: IO[bytes], data: bytes) -> None:
+    pipe.write(len(data).to_bytes(_LENGTH, "little"))
+    pipe.write(data)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes]) -> bytes:
+    """The next message; empty where there is none."""
+    head = pipe.read(_LENGTH)
+    return pipe.read(int.from_bytes(head, "little")) if len(head) == _LENGTH else b""
+
+
+def serve(tokenizer_file: Path, id_bytes: int) -> None:
+    """What a worker does, until its input ends."""
+    tokenizer = parse_tokenizer(tokenizer_file.read_bytes(), f"tokenizer {tokenizer_file}")
+    end, dtype = end_of_text(tokenizer), np.dtype(f"<u{id_bytes}")
+    tail = [] if end is None else [end]
+    while request := _receive(sys.stdin.buffer):
+        pieces, ends = msgpack.unpackb(request)
+        encodings = tokenizer.encode_batch_fast([piece.decode() for piece in pieces], add_special_tokens=False)
+        arrays = [
+            np.array(encoding.ids + tail if piece and last else encoding.ids, dtype)
+            for encoding, piece, last in zip(encodings, pieces, ends, strict=True)
+        ]
+        lengths = np.array([len(array) for array in arrays], "<i8")
+        _send(sys.stdout.buffer, msgpack.packb([b"".join(array.tobytes() for array in arrays), lengths.tobytes()]))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who feeds us
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and nobody is told when that one has died
+    serve(Path(sys.argv[1]), int(sys.argv[2]))

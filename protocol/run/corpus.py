@@ -1,0 +1,160 @@
+"""A corpus: text as sequences of token ids, in chunks that are named by their digests.
+
+A sequence of L tokens is L + 1 ids: its inputs are all but the last, its targets all but the first. So it stands by itself,
+and nothing else has to be read to train on it. Ids are little-endian, 2 bytes each where the vocabulary has at most 65,536
+tokens, else 4. A *chunk* is as many sequences, one after the other, as fit into CHUNK_BYTES; the last one has fewer. Every
+chunk is a blob (protocol/codec/blob_hash.py): whoever knows its name can check each of its ranges by itself.
+
+The *index* names the chunks in order, and the one chunk of the held-out part. It is one canonical msgpack value. Its own name
+as a blob is the corpus's digest. Sequences are in a pseudo-random order when the corpus is built (peer/corpus/), so that what
+lies side by side can be read side by side: protocol/run/data_order.py says who reads which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from protocol.codec import blob_hash
+from protocol.errors import UsageError, shown
+from protocol.wire import framing
+from protocol.wire.schema import Digest, SchemaError, build, packed
+
+FORMAT = 1
+CHUNK_BYTES = 16 << 20
+"""Bytes. Large enough that the index of a million million tokens fits into a message; small enough that the digests of a chunk's
+ranges (16 KiB) are little beside what is read of it."""
+MAX_SEQUENCE = 1 << 20
+"""Tokens."""
+MAX_VOCABULARY = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes `start` to `end` of the chunk `name`, which has `size` bytes."""
+
+    name: str
+    size: int
+    start: int
+    end: int
+
+    @property
+    def ranges(self) -> range:
+        """The blob's ranges in which these bytes lie: what has to be fetched to read them."""
+        return range(self.start // blob_hash.RANGE, -(-self.end // blob_hash.RANGE))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorpusIndex:
+    """What a corpus is made of.
+
+    `tokenizer`: sha256 of the tokenizer's JSON file. `vocab_size`: ids are smaller than this. `seed`: of the order. `sequence`: L.
+    `sequences` and `held_out_sequences`: how many there are to train on, and in the held-out part. `chunks`: the chunks' names, 32
+    bytes each. `held_out`: the name of the held-out part's chunk. `documents`, `tokens` and `text_bytes` (UTF-8) count the
+    whole source; `held_out_tokens` and `held_out_bytes` the documents that are held out.
+    """
+
+    tokenizer: Digest
+    vocab_size: int
+    seed: int
+    sequence: int
+    sequences: int
+    chunks: bytes
+    held_out: Digest
+    held_out_sequences: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    held_out_tokens: int
+    held_out_bytes: int
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format} is not known to this version (knows {FORMAT})")
+        if not 1 <= self.sequence <= MAX_SEQUENCE or not 1 <= self.vocab_size <= MAX_VOCABULARY:
+            raise ValueError(f"sequence must be in 1..{MAX_SEQUENCE} and vocab_size in 1..{MAX_VOCABULARY}")
+        if not 1 <= self.held_out_sequences <= self.sequences_per_chunk:
+            raise ValueError("the held-out part must have one chunk")
+        if self.sequences < 1 or len(self.chunks) != blob_hash.LEAF * -(-self.sequences // self.sequences_per_chunk):
+            raise ValueError("the number of chunks must be that of the sequences")
+        if min(self.seed, self.documents, self.tokens, self.text_bytes) < 0:
+            raise ValueError("nothing can be negative")
+        if min(self.held_out_tokens, self.held_out_bytes) < 1:
+            raise ValueError("the held-out part must have text")
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of an id."""
+        return id_bytes(self.vocab_size)
+
+    @property
+    def stride(self) -> int:
+        """Bytes of a sequence."""
+        return (self.sequence + 1) * self.id_bytes
+
+    @property
+    def sequences_per_chunk(self) -> int:
+        """In every chunk but the last."""
+        return sequences_per_chunk(self.sequence, self.vocab_size)
+
+    @property
+    def n_chunks(self) -> int:
+        """Without the held-out part's."""
+        return len(self.chunks) // blob_hash.LEAF
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of a held-out token; bits per byte = nats per token / ln 2 / bytes_per_token."""
+        return self.held_out_bytes / self.held_out_tokens
+
+    @property
+    def digest(self) -> str:
+        """The corpus's name."""
+        return blob_hash.name_of(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The form that has the digest; `from_bytes` reads it."""
+        return framing.pack_message(packed(self))
+
+    def chunk(self, number: int) -> Extent:
+        """The whole chunk `number`, from 0."""
+        count = min(self.sequences_per_chunk, self.sequences - number * self.sequences_per_chunk)
+        name = self.chunks[number * blob_hash.LEAF : (number + 1) * blob_hash.LEAF].hex()
+        return Extent(name, count * self.stride, 0, count * self.stride)
+
+    def held_out_chunk(self) -> Extent:
+        """The whole held-out part."""
+        size = self.held_out_sequences * self.stride
+        return Extent(self.held_out, size, 0, size)
+
+    def extents(self, at: range) -> Iterator[Extent]:
+        """Where the sequences `at`, numbers in [0, sequences) one after the other, lie, in order; one extent for each chunk. Raises
+        IndexError for a number that is outside."""
+        if at and not 0 <= at.start < at.stop <= self.sequences:
+            raise IndexError(f"sequence outside 0..{self.sequences - 1}")
+        each, first = self.sequences_per_chunk, at.start
+        while first < at.stop:
+            number = first // each
+            end = min(at.stop, (number + 1) * each)
+            chunk, skipped = self.chunk(number), number * each
+            yield Extent(chunk.name, chunk.size, (first - skipped) * self.stride, (end - skipped) * self.stride)
+            first = end
+
+
+def id_bytes(vocab_size: int) -> int:
+    """Bytes of an id of a vocabulary of this size."""
+    return 2 if vocab_size <= 1 << 16 else 4
+
+
+def sequences_per_chunk(sequence: int, vocab_size: int) -> int:
+    """How many sequences of so many tokens fit into a chunk."""
+    return CHUNK_BYTES // ((sequence + 1) * id_bytes(vocab_size))
+
+
+def from_bytes(raw: bytes, source: str) -> CorpusIndex:
+    """Reads an index; `source` names it in errors. Raises UsageError."""
+    try:
+        return build(CorpusIndex, framing.unpack_message(raw))
+    except (framing.FrameError, SchemaError) as error:
+        raise UsageError(f"corpus {source}: its index: {shown(error)}; build it again, or get it again") from None
