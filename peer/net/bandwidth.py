@@ -28,7 +28,7 @@ PIECE = 64 * 1024
 """Bytes asked for, or sent, at once, at most."""
 WAY_BYTES = 15_000_000
 """Most bytes of one way: less than 16 MB with all headers."""
-PINGS = 5
+PINGS = 8
 UNDER_WAY = (32 * 1024, 16 * 1024 * 1024)
 """Least and most bytes under way."""
 AHEAD = 2.0
