@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 
 from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
+from bootstrap.planning import Planning
 from bootstrap.roster import Allowance, Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
@@ -33,6 +34,7 @@ from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
+from protocol.rounds.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
@@ -40,6 +42,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
+from protocol.wire.plan import Plan
 from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import (
     Announced,
@@ -61,7 +64,8 @@ HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
 
 
 class BootstrapNode:
-    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known."""
+    """See the module's docstring. `initial_peers`: addresses of other bootstrap nodes of the run, as far as known; `answer` makes plans,
+    on a thread."""
 
     def __init__(
         self,
@@ -72,23 +76,26 @@ class BootstrapNode:
         emit: events.Emit,
         initial_peers: Sequence[str] = (),
         clock: Clock | None = None,
+        answer: Callable[[Question], Plan | None] = Question.answer,
     ) -> None:
         self.manifest = manifest
         self.archive = archive
         self._transport = transport
         self._emit = emit
         self._clock = clock or Clock()
+        own, addresses = identity.peer_id, tuple(transport.addresses)
         announcement = Announcement(
-            run=manifest.run_id,
-            peer=identity.peer_id,
-            addresses=tuple(transport.addresses),
-            device="bootstrap",
-            phase="serving",
+            run=manifest.run_id, peer=own, addresses=addresses, device="bootstrap", phase="serving"
         )
-        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock)
+
+        def listens(addresses: Sequence[str]) -> None:
+            emit(events.listening(manifest.run_id, addresses))
+
+        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock, listens)
         self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
-        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened)
+        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport.doubt)
         self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
+        self._votes = Counter[str]()  # streams of the others that are open
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
@@ -98,6 +105,7 @@ class BootstrapNode:
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
+        self._planning = Planning(self._events.put_nowait, answer)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -128,8 +136,10 @@ class BootstrapNode:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
+                group.create_task(self._planning.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
+                group.create_task(self._directory.watch())
                 group.create_task(self._news.run())
                 group.create_task(self._latency.run(lambda: tuple(self._sessions.open)))
                 for operator in self._links:
@@ -162,17 +172,25 @@ class BootstrapNode:
         node = stream.remote
         if node not in self._links:
             raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
-        while True:
-            message = encoding.decode_any(bytes(await stream.recv()), node)
-            match message:
-                case Record():
-                    self._events.put_nowait(paxos_events.Learned(node, message))
-                case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
-                    self._events.put_nowait(paxos_events.Heard(node, message))
-                case LogRequest(after=after):
-                    self._send_log(self._links[node], after)
-                case _:
-                    raise unexpected(node, "votes", message)
+        if self._votes[node]:
+            self._transport.doubt(node)  # it has moved: this stream's forerunner is dead, and so is our own to it
+        self._votes[node] += 1
+        try:
+            while True:
+                self._vote(node, encoding.decode_any(bytes(await stream.recv()), node))
+        finally:
+            self._votes[node] -= 1
+
+    def _vote(self, node: str, message: Message | Record) -> None:
+        match message:
+            case Record():
+                self._events.put_nowait(paxos_events.Learned(node, message))
+            case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
+                self._events.put_nowait(paxos_events.Heard(node, message))
+            case LogRequest(after=after):
+                self._send_log(self._links[node], after)
+            case _:
+                raise unexpected(node, "votes", message)
 
     # --- the peers
 
@@ -288,6 +306,8 @@ class BootstrapNode:
                     self._payloads.keep(parts, self.leader.round)
                 case leader_events.Tell(round, share):
                     self._news.add(round, share)
+                case leader_events.MakePlan(question):
+                    self._planning.ask(question)
                 case leader_events.Propose(commit):
                     dated = dataclasses.replace(commit, time=self._clock.wall())
                     following.append(paxos_events.Proposed(dated))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from bootstrap.roster import Allowance
-from peer.net.base import REQUEST_SECONDS, Stream
+from peer.net.base import REQUEST_SECONDS, Stream, answer
 from peer.net.clock import Clock
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -20,6 +20,8 @@ from protocol.wire.session import Hello
 
 ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE = 0.5, 4.0
 """Announcements of one peer that are looked at."""
+SILENT_HEARTBEATS = 3
+"""After so many heartbeats without a word from a peer we make sure that there is still a way to it."""
 OUTBOX = 1024
 """Messages that wait for one peer; to somebody who does not read, later ones are dropped."""
 
@@ -50,7 +52,8 @@ class Session:
 
 class Sessions:
     """All of them. `heard`: when each peer gave its last sign of life, in steady seconds. `hear(peer, session, message)` is called with
-    whatever a peer says, `opened(session)` once it has said who it is."""
+    whatever a peer says, `opened(session)` once it has said who it is, `doubt(peer)` when it has been silent for some heartbeats, or
+    begins anew."""
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class Sessions:
         clock: Clock,
         hear: Callable[[str, Session, Message], None],
         opened: Callable[[Session], None],
+        doubt: Callable[[str], None],
     ) -> None:
         self.open: dict[str, Session] = {}
         self.heard: dict[str, float] = {}
@@ -65,6 +69,8 @@ class Sessions:
         self._clock = clock
         self._hear = hear
         self._opened = opened
+        self._doubt = doubt
+        self._silence = SILENT_HEARTBEATS * manifest.timing.heartbeat
 
     async def serve(self, stream: Stream) -> None:
         """One session, from Hello to its end."""
@@ -72,6 +78,8 @@ class Sessions:
         hello = encoding.expect(Hello, encoding.decode(await stream.recv(timeout=REQUEST_SECONDS), peer), peer)
         if hello.run != self._manifest.run_id or hello.version != VERSION:
             raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
+        if peer in self.open:
+            self._doubt(peer)  # it has moved: that session's connection is dead, and others would be opened on it
         session = Session()
         self.open[peer] = session
         self.heard[peer] = self._clock.steady()
@@ -79,7 +87,7 @@ class Sessions:
         try:
             self._opened(session)
             while True:
-                message = encoding.decode(await stream.recv(), peer)
+                message = encoding.decode(await answer(stream, self._doubt, silence=self._silence), peer)
                 self.heard[peer] = self._clock.steady()
                 self._hear(peer, session, message)
         finally:

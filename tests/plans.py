@@ -22,6 +22,8 @@ from protocol.run.manifest import ChainSpec, Manifest, OuterSpec, TimingSpec, Tr
 from tests import tiny
 
 Ranges = tuple[tuple[int, int], ...]
+CARRIED = 0.9
+"""Of a link's rate."""
 
 
 def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank: int) -> float:
@@ -30,7 +32,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
     if any(memory.stage_memory(manifest, a, b) > c.memory_bytes for c, (a, b) in zip(members, ranges, strict=True)):
         return 0.0
     tokens, last = train.rows * train.sequence, len(members) - 1
-    stages = [_seconds(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)]
+    stages = [seconds(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)]
     width = rank or model.d_model
     there = 8 * tokens * boundary_formats.bytes_per_token(manifest.chains.forward, width)
     back = 8 * tokens * boundary_formats.bytes_per_token(manifest.chains.backward, width)
@@ -41,8 +43,8 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
 
     wires, round_trip = [], sum(stages)
     for i, (x, y) in enumerate(itertools.pairwise(members)):
-        forward = max(busy(i, there, back) / x.up_bps, busy(i + 1, there, back) / y.down_bps) / 0.9
-        backward = max(busy(i + 1, back, there) / y.up_bps, busy(i, back, there) / x.down_bps) / 0.9
+        forward = max(busy(i, there, back) / x.up_bps, busy(i + 1, there, back) / y.down_bps) / CARRIED
+        backward = max(busy(i + 1, back, there) / y.up_bps, busy(i, back, there) / x.down_bps) / CARRIED
         wires += [forward, backward]
         round_trip += forward + backward + 2 * math.dist(x.coordinates, y.coordinates) / 1000
     step = min(
@@ -55,7 +57,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
         * sum(
             sparse.max_payload_size(codec, layout.shapes(model, shard)) for shard in memory.stage_shards(manifest, a, b)
         )
-        / (0.9 * c.up_bps)
+        / (CARRIED * c.up_bps)
         for c, (a, b) in zip(members, ranges, strict=True)
     )
     length = manifest.timing.training_seconds
@@ -66,7 +68,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
     return train.micro_batches * tokens / step * share * there_at_all
 
 
-def _seconds(manifest: Manifest, c: Candidate, a: int, b: int) -> float:
+def seconds(manifest: Manifest, c: Candidate, a: int, b: int) -> float:
     """Of a stage per micro-batch: 6 operations a matrix parameter and token, and attention's."""
     spec, train = manifest.model, manifest.train
     blocks = (b - a) * (6 * (4 * spec.d_model**2 + 3 * spec.d_model * spec.d_ff) + 12 * train.sequence * spec.d_model)
@@ -244,6 +246,26 @@ def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
         ranges = partition.split(manifest, [x.memory_bytes for x in members], [x.speed_flops for x in members])
         if ranges is not None:
             replicas.append(_best_rank(manifest, members, ranges))
+            run = []
+        elif len(run) == layers:
+            run.remove(min(run, key=lambda x: x.memory_bytes))
+    return replicas
+
+
+def blind(manifest: Manifest, order: Sequence[Candidate], rng: random.Random) -> list[Arranged]:
+    """Whoever comes joins the replica that is being formed, which is complete as soon as its members' memory holds the model in the order
+    in which they came; blocks go by memory alone, the rank by chance."""
+    layers, whole = manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
+    replicas: list[Arranged] = []
+    run: list[Candidate] = []
+    for c in order:
+        run.append(c)
+        enough = sum(layers if x.memory_bytes >= whole else _blocks(manifest, x.memory_bytes) for x in run) >= layers
+        ranges = partition.split(manifest, [x.memory_bytes for x in run]) if enough else None
+        if ranges is not None:
+            rank = rng.choice(manifest.chains.rank) if len(run) > 1 else 0
+            rate = worth(manifest, run, ranges, rank)
+            replicas.append(Arranged(members=tuple(x.peer for x in run), ranges=ranges, rank=rank, rate=rate))
             run = []
         elif len(run) == layers:
             run.remove(min(run, key=lambda x: x.memory_bytes))

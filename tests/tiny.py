@@ -8,6 +8,7 @@ from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.planning import memory, partition
 from protocol.rounds import leader_events, part_lists
+from protocol.rounds.leader import Leader
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec, TrainSpec
 from protocol.wire.commit import Commit, Record, vote_body
@@ -63,6 +64,17 @@ def third_memory(m: Manifest) -> int:
 def digest(text: str) -> str:
     """A blob's name, of a blob that says `text`."""
     return blob_hash.name_of(text.encode())
+
+
+def handle(leader: Leader, event: leader_events.Event, now: float) -> list[leader_events.Effect]:
+    """What the machine does upon an event, where every plan that it asks for is made at once."""
+    effects: list[leader_events.Effect] = []
+    for effect in leader.handle(event, now):
+        if isinstance(effect, leader_events.MakePlan):
+            effects += handle(leader, leader_events.Planned(effect.question, effect.question.answer()), now)
+        else:
+            effects.append(effect)
+    return effects
 
 
 def names(effect: object) -> tuple[str, ...]:

@@ -76,6 +76,11 @@ class Pipes:
         """Streams that were dialled to us for chains that are not over."""
         return sum(len(stripes) for stripes in self._stripes.values())
 
+    def doubt(self, peer: str) -> None:
+        """It is silent; it may be elsewhere now, and our connection to it be dead."""
+        self._transport.doubt(peer)
+        self._lost(peer)
+
     async def neighbours(
         self, plan: Plan, replica: int, generation: int, position: int
     ) -> tuple[Stream | None, Stream | None]:

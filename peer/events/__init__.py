@@ -18,7 +18,7 @@ import re
 import sys
 import time
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -182,6 +182,12 @@ def commit_of(commit: WireCommit) -> Commit:
         diverged=commit.diverged,
         plan=commit.plan,
     )
+
+
+def listening(run: str, addresses: Sequence[str]) -> Listening:
+    """The event that tells where a bootstrap node can be joined."""
+    address = next((a for a in addresses if "/127." not in a), addresses[0])
+    return Listening(address=f"{address}#{run}", addresses=tuple(addresses))
 
 
 def ready(announcement: Announcement) -> Ready:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ MAX_TTL = 600.0
 """A DHT record may expire at most this many seconds ahead."""
 REQUEST_SECONDS = 30.0
 """How long a called peer waits for the request of a call."""
+SILENT_SECONDS = 3.0
+"""After which it is made sure that there is still a way to a peer who owes us an answer."""
 SEND_SECONDS = 60.0
 """How long one send waits for a peer that does not read, unless told otherwise."""
 
@@ -157,7 +160,16 @@ class Transport(Protocol):
 
     async def connect(self, addresses: Sequence[str], *, timeout: float) -> None:
         """Tries all addresses at once, joins the DHT there if we are not in it, and returns when one peer or more was
-        reached. Raises Unreachable when none was, ClockWrong, TransportLost."""
+        reached and answered. A connection that was there before and is dead is made anew. Raises Unreachable when none was,
+        ClockWrong, TransportLost."""
+
+    async def look(self) -> bool:
+        """Asks again where others reach us, and whether that has changed; `addresses` has the answer. Where an address is lost, ends the
+        connections on which nobody answers any more. Raises TransportLost."""
+
+    def doubt(self, peer: str) -> None:
+        """Asks `peer` whether it is there. If it does not answer within seconds, or one of several connections may be dead, the
+        connections to it end, and so do their streams."""
 
     async def disconnect(self, peer: str) -> None:
         """Ends the connections to `peer`, and so all streams: the next one begins with nothing that TCP has learned. Raises Timeout,
@@ -172,6 +184,29 @@ class Transport(Protocol):
 
     async def aclose(self) -> None:
         """Closes all streams and leaves; never raises."""
+
+
+async def answer(
+    stream: Stream,
+    doubt: Callable[[str], None],
+    limit: int = MAX_FRAME,
+    *,
+    timeout: float | None = None,
+    silence: float = SILENT_SECONDS,
+) -> bytes:
+    """The next frame of a peer who owes us one, as `recv` gives it. Whenever nothing came for so much silence, `doubt(peer)` is called:
+    the transport ends the stream (Closed) if there is no way to the peer any more."""
+    clock = asyncio.get_running_loop().time
+    end = math.inf if timeout is None else clock() + timeout
+    while True:
+        received = stream.received
+        try:
+            return await stream.recv(limit, timeout=max(0.0, min(silence, end - clock())))
+        except Timeout:
+            if clock() >= end:
+                raise nothing_came(stream, timeout) from None
+            if stream.received == received:
+                doubt(stream.remote)
 
 
 def nothing_came(stream: Stream, timeout: float | None) -> Timeout:
@@ -201,7 +236,7 @@ async def call(
             try:
                 await stream.send(request, timeout=timeout)
                 await stream.finish()
-                reply = await stream.recv(limit + 1)
+                reply = await answer(stream, transport.doubt, limit + 1)
             finally:
                 await stream.close()
     except TimeoutError:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import shutil
 import socket
@@ -31,7 +32,7 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from peer.net.address import Address
 from peer.net.base import BadAddress, PortInUse, StartFailed, Timeout, TransportLost, Unreachable, log
-from protocol.errors import UsageError, shown
+from protocol.errors import RemoteError, UsageError, shown
 from protocol.identity import short_peer
 
 T = TypeVar("T")
@@ -40,6 +41,11 @@ START_SECONDS = 60.0
 CLOSE_SECONDS = 5.0
 BACKLOG = 4096
 """Streams that wait until our loop takes them; the system may allow fewer (Linux: net.core.somaxconn, 4096 unless set)."""
+PING = "/ipfs/ping/1.0.0"
+"""libp2p's ping: 32 bytes that come back. The other daemon answers, however busy its process is."""
+PING_BYTES = 32
+ANSWER_SECONDS = 5.0
+"""After which a connection without an answer is dead. libp2p itself takes 40 s to find that out."""
 _FOLDER = "potluck-net-"
 _FOLDER_PATH_MAX = 48
 """The path of a Unix socket has at most 103 bytes; its name takes 50 of them."""
@@ -173,6 +179,28 @@ class Daemon:
             if writer is not None and not agreed:
                 writer.transport.abort()
 
+    async def connected(self) -> list[str]:
+        """The peer of every connection there is, alive or not."""
+        return [peer.peer_id.to_base58() for peer in await self.p2p.list_peers()]
+
+    async def answers(self, peer: str, timeout: float) -> bool:
+        """Whether `peer` answers a ping, over the connection that a stream would take. Raises TransportLost."""
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_OPEN,
+            streamOpen=p2pd_pb2.StreamOpenRequest(peer=raw_id(peer), proto=[PING], timeout=math.ceil(timeout)),
+        )
+        try:
+            async with asyncio.timeout(timeout):
+                reader, writer = await self.ask(request, peer, f"peer {short_peer(peer)}", timeout)
+                try:
+                    writer.write(bytes(PING_BYTES))
+                    await reader.readexactly(PING_BYTES)
+                finally:
+                    writer.transport.abort()
+        except (RemoteError, OSError, EOFError, TimeoutError) as error:
+            return NOT_SERVED in str(error)  # that is an answer too
+        return True
+
     async def disconnect(self, peer: str) -> None:
         """Ends all connections to `peer`, and so all streams. Raises Timeout, TransportLost."""
         request = p2pd_pb2.Request(
@@ -247,11 +275,12 @@ def raw_id(peer: str) -> bytes:
         raise Unreachable(peer, f"peer {short_peer(peer)}: not a peer id; check it") from None
 
 
+NOT_SERVED = "does not serve this; it may be another version"
 _REASONS = (
     ("connection refused", "connection refused"),
     ("peer id mismatch", "another peer answers at this address"),
-    ("protocols not supported", "does not serve this; it may be another version"),
-    ("protocol not supported", "does not serve this; it may be another version"),
+    ("protocols not supported", NOT_SERVED),
+    ("protocol not supported", NOT_SERVED),
     ("no addresses", "its address is not known"),
     ("failed to find any peer", "its address is not known"),
     ("routing: not found", "its address is not known"),

@@ -32,6 +32,10 @@ TOGETHER = 100.0
 """Announcements that all peers together make in a second, at most."""
 REPEAT_SECONDS = 60.0
 """After which an announcement is told again although nothing changed: one may have been dropped."""
+LOOK_SECONDS = 2.0
+"""How often we ask the daemon whether our own addresses have changed; it looks every five seconds."""
+DIALS = 32
+"""Peers that are dialled at once when they have."""
 SAMPLE = 32
 """Peers that are in the DHT, about. Each store makes each of the five who keep the key send all of it: 10 kB a second."""
 
@@ -45,7 +49,8 @@ async def announcements(transport: Transport, run: str) -> dict[str, Announcemen
 
 class Directory:
     """Who is where: our announcement and everybody else's. `bootstrap`: addresses to begin with. `crowd`: how many peers the run has, as
-    far as we know. `sealed`: our newest announcement as others get it; empty before the first."""
+    far as we know. `sealed`: our newest announcement as others get it; empty before the first. `moved(addresses)` is called when others
+    reach us elsewhere than before."""
 
     def __init__(
         self,
@@ -55,17 +60,20 @@ class Directory:
         bootstrap: Sequence[str],
         announcement: Announcement,
         clock: Clock | None = None,
+        moved: Callable[[Sequence[str]], None] = lambda addresses: None,
     ) -> None:
         self.manifest = manifest
         self.announcement = announcement
         self.known: dict[str, Announcement] = {}
         self.crowd = manifest.start_peers
         self.sealed = b""
+        self._said: Announcement | None = None
         self._identity = identity
         self._transport = transport
         self._bootstrap = tuple(bootstrap)
         self._reached: set[str] = set()
         self._clock = clock or Clock()
+        self._moved = moved
         self._wanted: dict[str, None] = {}
         self._asking = asyncio.Lock()
         self._is_operator = identity.peer_id in manifest.operators
@@ -89,28 +97,46 @@ class Directory:
 
     async def announce(self, tell: Callable[[bytes], None]) -> None:
         """Seals the announcement and has it told whenever it changed, and again now and then. Never returns."""
-        said: Announcement | None = None
         said_at, serial = float("-inf"), 0
         while True:
             quiet = self._clock.steady() - said_at
-            if (self.announcement != said and quiet >= self.pace) or quiet >= max(REPEAT_SECONDS, self.pace):
-                said, said_at = self.announcement, self._clock.steady()
+            if (self.announcement != self._said and quiet >= self.pace) or quiet >= max(REPEAT_SECONDS, self.pace):
+                self._said, said_at = self.announcement, self._clock.steady()
                 serial = max(serial + 1, int(1000 * self._clock.wall()))  # the time of day may go back
-                self.sealed = sealed.seal(self._identity, dataclasses.replace(said, serial=serial))
+                self.sealed = sealed.seal(self._identity, dataclasses.replace(self._said, serial=serial))
                 tell(self.sealed)
             await asyncio.sleep(PUBLISH_SECONDS)
 
     async def publish(self) -> None:
         """Keeps an announcement in the DHT, if we are one of those whose is; `announce` is begun before. What it says besides addresses
         gets old there. Never returns. Raises TransportLost."""
-        stored_at = float("-inf")
+        stored_at, stored = float("-inf"), tuple[str, ...]()
         while True:
-            if self.sealed and self.is_sampled and self._clock.steady() - stored_at > TTL_SECONDS / 3:
+            quiet, said = self._clock.steady() - stored_at, self._said
+            if said is not None and self.is_sampled and (quiet > TTL_SECONDS / 3 or said.addresses != stored):
                 with contextlib.suppress(RemoteError):
                     key = endpoints.announcements_key(self.manifest.run_id)
                     if await self._transport.store(key, self._transport.peer_id, self.sealed, ttl=TTL_SECONDS):
-                        stored_at = self._clock.steady()
+                        stored_at, stored = self._clock.steady(), said.addresses
             await asyncio.sleep(PUBLISH_SECONDS)
+
+    async def watch(self) -> None:
+        """Notices when our own addresses have changed: the next announcement says so, and whomever we know is dialled again, because
+        they may not find us. Never returns. Raises TransportLost."""
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            if await self._transport.look():
+                addresses = tuple(self._transport.addresses)
+                self.update(addresses=addresses)
+                self._moved(addresses)
+                self._reached.clear()
+                gate = asyncio.Semaphore(DIALS)
+                await asyncio.gather(*(self._dial(peer, gate) for peer in list(self.known)))
+
+    async def _dial(self, peer: str, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            with contextlib.suppress(RemoteError):  # it finds us by our announcement
+                await self.reach(peer)
 
     # --- where others are
 
@@ -126,11 +152,14 @@ class Directory:
         return list(found)
 
     def learn(self, found: Iterable[Announcement]) -> None:
-        """Remembers announcements; one that is older than what we know changes nothing."""
+        """Remembers announcements; one that is older than what we know changes nothing. Who is elsewhere now is dialled there."""
         for announcement in found:
             known = self.known.get(announcement.peer)
-            if known is None or known.serial < announcement.serial:
-                self.known[announcement.peer] = announcement
+            if known is not None and known.serial >= announcement.serial:
+                continue
+            if known is not None and known.addresses != announcement.addresses:
+                self._reached.discard(announcement.peer)
+            self.known[announcement.peer] = announcement
 
     async def reach(self, peer: str) -> None:
         """Connects to `peer`, once, at the addresses it announced or that we began with. Raises RemoteError."""

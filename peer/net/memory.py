@@ -65,6 +65,7 @@ class MemoryTransport(Endpoint):
         super().__init__()
         self.peer_id = peer_id
         self.addresses: tuple[str, ...] = (f"/memory/p2p/{peer_id}",)
+        self._seen: tuple[str, ...] = self.addresses
         self.lost = asyncio.Event()
         self.validate = validate
         self._network = network
@@ -109,6 +110,14 @@ class MemoryTransport(Endpoint):
 
     async def disconnect(self, peer: str) -> None:
         """There is nothing to begin anew."""
+
+    async def look(self) -> bool:
+        self._check()
+        before, self._seen = self._seen, self.addresses
+        return self._seen != before
+
+    def doubt(self, peer: str) -> None:
+        """Nobody here is silent and gone."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         check_record(value, ttl)

@@ -18,25 +18,33 @@ from hivemind.proto import p2pd_pb2
 from peer.net import daemon as daemons
 from peer.net import keyfile
 from peer.net.address import parse
-from peer.net.base import BadAddress, Handler, StartFailed, Unreachable, Validate
-from peer.net.daemon import CLOSE_SECONDS, PASSING, START_SECONDS, Daemon, dial_bytes, raw_id
+from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
+from peer.net.daemon import ANSWER_SECONDS, CLOSE_SECONDS, PASSING, START_SECONDS, Daemon, dial_bytes, raw_id
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht
+from peer.net.own_addresses import OwnAddresses, interface_hosts
 from peer.net.stream import Endpoint, FrameStream
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
+
+MOVED_SECONDS = 2.0
+"""That a peer has to answer when we have lost an address: its connection is on another one and alive, or dead for sure."""
+CHECKS = 32
+"""Peers that are asked at once whether they answer."""
 
 
 class P2PTransport(Endpoint):
     """See peer.net.base.Transport. Made by `start`."""
 
-    def __init__(self, daemon: Daemon, dht: Dht, addresses: Sequence[str]) -> None:
+    def __init__(self, daemon: Daemon, dht: Dht, own: OwnAddresses) -> None:
         super().__init__()
         self.peer_id = daemon.peer_id
-        self.addresses = tuple(addresses)
+        self.addresses = own.listed
+        self._own = own
         self.lost = daemon.lost
         self.daemon = daemon
         self.dht = dht
         self._closed = False
+        self._checks: dict[str, asyncio.Task[bool]] = {}
         daemon.watch(self.abort_all)
 
     # --- streams
@@ -89,7 +97,8 @@ class P2PTransport(Endpoint):
         await self.dht.join(reached, timeout)
 
     async def _connect(self, peer: str, known: dict[str, bytes], timeout: float) -> str | RemoteError:
-        """The peer, whose addresses are `known` as text and as bytes, or why it was not reached."""
+        """The peer, whose addresses are `known` as text and as bytes, or why it was not reached. The daemon takes a connection that it
+        has for one that lives, so the peer has to answer on it."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.CONNECT,
             connect=p2pd_pb2.ConnectRequest(peer=raw_id(peer), addrs=list(known.values()), timeout=math.ceil(timeout)),
@@ -106,7 +115,56 @@ class P2PTransport(Endpoint):
                 await asyncio.sleep(RETRY_SECONDS)
             else:
                 writer.close()
-                return peer
+                if await asyncio.shield(self._check(peer)):
+                    return peer
+                if deadline - asyncio.get_running_loop().time() < RETRY_SECONDS:
+                    return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
+
+    def doubt(self, peer: str) -> None:
+        if self.flow(peer).may_ask(asyncio.get_running_loop().time()):
+            self._check(peer, several=False)
+
+    def _check(self, peer: str, seconds: float = ANSWER_SECONDS, *, several: bool = True) -> asyncio.Task[bool]:
+        """Whether `peer` answers, for which it has so many `seconds` besides those that what we sent it takes; if it does not, the
+        connections to it are ended. Everybody who asks meanwhile gets the same answer. An answer comes on one connection only: `several`
+        says whether there may be others, or one of them counts as dead."""
+        task = self._checks.get(peer)
+        if task is None:
+            self._checks[peer] = task = asyncio.create_task(self._answers(peer, seconds, several))
+            task.add_done_callback(lambda task: self._checks.pop(peer))
+            self.own(task)
+        return task
+
+    async def _answers(self, peer: str, seconds: float, several: bool) -> bool:
+        flow = self.flow(peer)
+        received = flow.received
+        seconds += flow.queue_seconds(asyncio.get_running_loop().time())
+        with contextlib.suppress(RemoteError, TransportLost, TimeoutError):
+            if await self.daemon.answers(peer, seconds) or flow.received > received:
+                connected = [] if several else await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS)
+                if connected.count(peer) < 2:
+                    return True
+            await self.daemon.disconnect(peer)
+        return False
+
+    async def look(self) -> bool:
+        before = self.addresses
+        with contextlib.suppress(TimeoutError):  # the daemon is busy
+            listed = await self.daemon.within(self.daemon.addresses(), CLOSE_SECONDS)
+            lost = self._own.update(listed, interface_hosts())
+            self.addresses = self._own.listed
+            if lost:
+                await self._check_all(await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS))
+        return set(self.addresses) != set(before)
+
+    async def _check_all(self, peers: Sequence[str]) -> None:
+        gate = asyncio.Semaphore(CHECKS)
+
+        async def check(peer: str) -> None:
+            async with gate:
+                await asyncio.shield(self._check(peer, MOVED_SECONDS, several=False))
+
+        await asyncio.gather(*(check(peer) for peer in set(peers)))
 
     async def disconnect(self, peer: str) -> None:
         await self.daemon.disconnect(peer)
@@ -127,14 +185,6 @@ class P2PTransport(Endpoint):
         self.daemon.closing()
         await self.shut()
         await self.daemon.aclose()
-
-
-def _usable(address: str) -> bool:
-    try:
-        parse(address)
-    except BadAddress:
-        return False
-    return True
 
 
 async def start(
@@ -167,7 +217,9 @@ async def start(
         if daemon.peer_id != identity.peer_id:
             raise StartFailed(f"{identity_file}: the network daemon reads another identity from it; remove the file")
         dht = await Dht.begin(daemon, validate, rpc_seconds)
-        transport = P2PTransport(daemon, dht, [a for a in await daemon.addresses() if _usable(a)])
+        own = OwnAddresses()
+        own.update(await daemon.addresses(), interface_hosts())
+        transport = P2PTransport(daemon, dht, own)
         close = transport.aclose
         if bootstrap:
             await transport.connect(bootstrap, timeout=timeout)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came
+from peer.net.flow import Flow
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import framing
@@ -43,6 +44,7 @@ class FrameStream:
         writer: ByteWriter,
         abort: Callable[[], None],
         traffic: Traffic,
+        flow: Flow,
     ) -> None:
         self.remote = remote
         self.name = name
@@ -51,6 +53,7 @@ class FrameStream:
         self._writer = writer
         self._abort = abort
         self._traffic = traffic
+        self._flow = flow
         self._frames = FrameReader()
         self._sending = asyncio.Lock()
         self._receiving = False
@@ -113,6 +116,7 @@ class FrameStream:
         self._writer.write(whole)
         del whole
         self._traffic.count_sent(self.name, self.remote, size)
+        self._flow.sent(size, asyncio.get_running_loop().time())
         with self._traffic.waits(self.remote):
             await self._writer.drain()
 
@@ -150,6 +154,7 @@ class FrameStream:
             if not data:
                 raise EOFError
             self.received += len(data)
+            self._flow.received += len(data)
             self._frames.feed(data)
 
     def _over(self, reason: str) -> Closed:
@@ -192,6 +197,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.traffic = Traffic()
         self._streams: dict[FrameStream, None] = {}  # in the order in which they were opened
+        self._flows: dict[str, Flow] = {}
         self._tasks: set[asyncio.Task[object]] = set()
 
     @property
@@ -205,12 +211,22 @@ class Endpoint:
         """A stream that `abort_all` ends too."""
 
         def gone() -> None:
-            self._streams.pop(stream, None)
+            if stream in self._streams:
+                del self._streams[stream]
+                flow.streams -= 1
+                if not flow.streams:
+                    del self._flows[remote]
             abort()
 
-        stream = FrameStream(remote, name, reader, writer, gone, self.traffic)
+        flow = self._flows.setdefault(remote, Flow())
+        flow.streams += 1
+        stream = FrameStream(remote, name, reader, writer, gone, self.traffic, flow)
         self._streams[stream] = None
         return stream
+
+    def flow(self, peer: str) -> Flow:
+        """What passes between us and `peer`."""
+        return self._flows.get(peer, Flow())
 
     async def run(self, handler: Handler, stream: FrameStream) -> None:
         """Serves one stream in the current task."""

@@ -249,6 +249,7 @@ class StageInnerLoop:
                     chain.result()
                     return None
                 except pipeline.NeighbourLost as error:
+                    self._pipes.doubt(error.peer)
                     chain_orders.failed(generation, error.peer, error.reason)
                     await asyncio.wait({newer, over}, return_when=asyncio.FIRST_COMPLETED)
                     if not newer.done():

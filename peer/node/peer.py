@@ -62,10 +62,12 @@ async def run_corpus(manifest: Manifest, transport: Transport, storage: Storage)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factories:
-    """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `corpus(manifest, transport,
-    storage)` is the text, and whatever it gives goes to `inner_loop`, which is called as `StageInnerLoop` is."""
+    """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `line(transport)` is what it talks
+    to others through. `corpus(manifest, transport, storage)` is the text, and whatever it gives goes to `inner_loop`, which is called as
+    `StageInnerLoop` is."""
 
     clock: Clock = field(default_factory=Clock)
+    line: Callable[[Transport], Transport] = lambda transport: transport
     corpus: Callable[[Manifest, Transport, Storage], Awaitable[Any]] = run_corpus
     inner_loop: Callable[..., InnerLoop] = StageInnerLoop
 
@@ -88,10 +90,10 @@ class Peer:
         self.identity = identity
         self.rounds: Rounds | None = None
         """The loop at the round boundaries, as soon as it runs."""
-        self._transport = transport
+        self._factories = factories or Factories()
+        self._transport = transport = self._factories.line(transport)
         self._storage = storage
         self._config = config
-        self._factories = factories or Factories()
         self._emit = emit
         announcement = Announcement(
             run=manifest.run_id,
@@ -102,7 +104,9 @@ class Peer:
             down_bps=config.down_bps or 0,
             device=config.device,
         )
-        self._directory = Directory(manifest, identity, transport, bootstrap, announcement, self._factories.clock)
+        self._directory = Directory(
+            manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved
+        )
         self._sessions = Sessions(self._directory, transport, emit)
         self._latency = Latency(transport, self._factories.clock, self._placed, random.Random(identity.peer_id))
         self._line = self._make_line()
@@ -141,6 +145,7 @@ class Peer:
             self._storage,
             self._emit,
             reach=self._directory.reach,
+            lost=self._directory.lost,
             peers=self._directory.peers,
             uplink=self._line.uplink,
         )
@@ -222,6 +227,7 @@ class Peer:
         background = [
             asyncio.create_task(self._directory.announce(self._announced)),
             asyncio.create_task(self._directory.publish()),
+            asyncio.create_task(self._directory.watch()),
             asyncio.create_task(self._sessions.run(on_message, on_open)),
             asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
         ]
@@ -243,6 +249,9 @@ class Peer:
 
     def _announced(self, sealed: bytes) -> None:
         self._sessions.tell(Announced(sealed=sealed))
+
+    def _moved(self, addresses: Sequence[str]) -> None:
+        self._warn(f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}")
 
     def _placed(self, coordinates: tuple[float, ...]) -> None:
         self._directory.update(coordinates=coordinates)

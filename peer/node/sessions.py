@@ -1,8 +1,9 @@
 """A peer's sessions with the bootstrap nodes.
 
-A session is one stream to a bootstrap node: Hello, then messages both ways, a Heartbeat at least every `heartbeat` seconds. When it breaks, it is
-opened again with growing pauses, for ever, and the member machine tells again what matters. There is one with every operator's node, so that
-whoever leads next knows what the one before knew, and hears from us what we announce.
+A session is one stream to a bootstrap node: Hello, then messages both ways, a Heartbeat at least every `heartbeat` seconds. When it
+breaks, or nobody answers on its connection any more, it is opened again with growing pauses, for ever, and the member machine tells
+again what matters. There is one with every operator's node, so that whoever leads next knows what the one before knew, and hears
+from us what we announce.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from peer import events
-from peer.net.base import Stream, Transport
+from peer.net.base import Stream, Timeout, Transport, answer
 from peer.net.directory import Directory
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -34,6 +35,8 @@ from protocol.wire.session import (
 )
 
 RETRY_SECONDS = (0.5, 10.0)
+SILENT_HEARTBEATS = 3
+"""After so many heartbeats without a word from a node we make sure that there is still a way to it."""
 OUTBOX = 256
 
 
@@ -118,12 +121,7 @@ class Sessions:
 
         async def receive() -> None:
             while True:
-                try:
-                    async with asyncio.timeout(2 * self.manifest.timing.gone_after):
-                        raw = await stream.recv()
-                except TimeoutError:
-                    raise RemoteError(node, "it is silent; dialling again") from None
-                message = encoding.decode_any(bytes(raw), node)
+                message = encoding.decode_any(await self._next(node, stream), node)
                 if isinstance(message, Heartbeat):
                     self._watch(node, message)
                 elif isinstance(message, Record | Finished | Offered | ChainReconfig | TimeUp):
@@ -140,6 +138,15 @@ class Sessions:
             for task in (sender, receiver):
                 task.cancel()
             await asyncio.gather(sender, receiver, return_exceptions=True)
+
+    async def _next(self, node: str, stream: Stream) -> bytes:
+        """The next message. Raises RemoteError."""
+        timing = self.manifest.timing
+        try:
+            silence = SILENT_HEARTBEATS * timing.heartbeat
+            return bytes(await answer(stream, self._transport.doubt, timeout=timing.gone_after, silence=silence))
+        except Timeout:
+            raise RemoteError(node, "it is silent; dialling again") from None
 
     def _watch(self, node: str, beat: Heartbeat) -> None:
         """Says once why nothing is decided."""

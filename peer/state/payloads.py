@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
-from peer.net.base import CallHandler, Transport, call, serve_calls
+from peer.net.base import CallHandler, Closed, Timeout, Transport, Unreachable, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
 from peer.net.uplink import Uplink
 from peer.state import tensor_file
@@ -61,7 +61,7 @@ class Committed:
 
 class Exchange:
     """One per daemon. It serves the payloads and checkpoints in `storage`, in turns of `uplink`. `reach(peer)` connects to a peer,
-    `peers()` are those who may have states."""
+    `lost(peer)` forgets how it was reached, `peers()` are those who may have states."""
 
     def __init__(
         self,
@@ -71,6 +71,7 @@ class Exchange:
         emit: events.Emit,
         *,
         reach: Callable[[str], Awaitable[None]],
+        lost: Callable[[str], None] = lambda peer: None,
         peers: Callable[[], Awaitable[Sequence[str]]],
         uplink: Uplink,
     ) -> None:
@@ -78,11 +79,12 @@ class Exchange:
         self.store = store = storage.blobs
         self._transport = transport
         self._emit = emit
-        self._fetcher = Fetcher(transport, store, reach=reach, warn=self._warn)
+        self._fetcher = Fetcher(transport, store, reach=reach, lost=lost, warn=self._warn)
         self._server = BlobServer(
             store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn
         )
         self._reach = reach
+        self._lost = lost
         self._peers = peers
         self._storage = storage
         self.lists = PartLists(store)
@@ -217,7 +219,11 @@ class Exchange:
     async def ask(self, peer: str, name: str, request: bytes, limit: int) -> bytes:
         """A call to another peer. Raises RemoteError."""
         await self._reach(peer)
-        return await call(self._transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
+        try:
+            return await call(self._transport, peer, name, request, timeout=ASK_SECONDS, limit=limit)
+        except (Unreachable, Closed, Timeout):
+            self._lost(peer)  # it may be elsewhere now
+            raise
 
     async def answer(self, name: str, handler: CallHandler, limit: int) -> None:
         """Answers such calls."""

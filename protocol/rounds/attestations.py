@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from protocol.wire.commit import Diverged
 from protocol.wire.session import Attest
@@ -38,6 +39,22 @@ def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str]
         for shard, digest in sorted(digests.items())
         if (right[shard] != digest if shard in right else ties)
     ]
+
+
+def _holds(known: Mapping[str, str], right: Mapping[str, str], shards: Iterable[str]) -> bool:
+    return all(shard in known and known[shard] == right.get(shard, known[shard]) for shard in shards)
+
+
+@dataclass(frozen=True, slots=True)
+class Attested:
+    """What was attested of one round up to now, {peer: {shard: digest}}, and what most have; what comes later does not change it."""
+
+    known: Mapping[str, Mapping[str, str]]
+    majority: Mapping[str, str]
+
+    def holds(self, peer: str, shards: Iterable[str]) -> bool:
+        """As `Attestations.holds`."""
+        return _holds(self.known.get(peer, {}), self.majority, shards)
 
 
 class _Shard:
@@ -180,5 +197,10 @@ class Attestations:
 
     def holds(self, peer: str, round: int, shards: Iterable[str]) -> bool:
         """Whether `peer` attested all of `shards` after `round`, and nothing speaks against its bits."""
-        known, right = self.of(round).get(peer, {}), self._rounds[round].majority if round in self._rounds else {}
-        return all(shard in known and known[shard] == right.get(shard, known[shard]) for shard in shards)
+        return _holds(
+            self.of(round).get(peer, {}), self._rounds[round].majority if round in self._rounds else {}, shards
+        )
+
+    def snapshot(self, round: int) -> Attested:
+        """What was attested after `round`. As many steps as that are peers, and no copy of what they attested: that is never changed."""
+        return Attested(dict(self.of(round)), self.majority(round))

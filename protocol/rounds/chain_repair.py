@@ -34,7 +34,7 @@ import dataclasses
 from collections.abc import Callable
 
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
-from protocol.wire.session import ChainReconfig
+from protocol.wire.session import ChainFailure, ChainReconfig
 
 MAX_GENERATIONS = 32
 """A chain whose generation would reach this ends its round."""
@@ -110,6 +110,17 @@ class ChainRoster:
             self._adopt(reconfig)
         if self.reconfigs.get(reconfig.replica) == reconfig:
             self._followers.add((reconfig.replica, reconfig.generation, peer))
+
+    def reported(self, peer: str, failure: ChainFailure) -> ChainReconfig | ReplicaSpec | None:
+        """What `peer` is to hear of its report: the newest reconfiguration, which it does not know; or its chain, which has to change; or
+        nothing."""
+        spec, known = self.find(failure.replica), self.reconfigs.get(failure.replica)
+        if spec is None or failure.generation > self.generation(failure.replica):
+            return None
+        is_member = peer in spec.peers
+        if known is not None and (failure.generation < known.generation or not known.peers or not is_member):
+            return known
+        return spec if is_member and spec.is_chain else None
 
     def _adopt(self, reconfig: ChainReconfig) -> None:
         """Makes `reconfig` the newest one of its chain, unless the plan does not allow it."""

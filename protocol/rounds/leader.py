@@ -1,13 +1,19 @@
 """A bootstrap node's view of a round: a state machine without I/O. Every node runs it, and the leading one proposes.
 
 What happens comes in as events, what is to be done goes out as effects (protocol/rounds/leader_events.py). The loop
-that carries the effects out is bootstrap/node.py. What this node proposed may or may not be decided
-(protocol/rounds/paxos.py): the round goes on when some commit of it is.
+that carries the effects out is bootstrap/node.py. Plans take time, and are made beside it (protocol/rounds/questions.py).
+What is proposed may or may not be decided (protocol/rounds/paxos.py): the round goes on when some commit of it is.
 
     leader     event         next       effects              condition
-    GATHERING                DECIDING   Propose              we lead, `start_peers` are ready and make a plan
-    OPEN                     DECIDING   Propose              we lead and no replica is pending, or none that is
-                                                             worth waiting for
+    GATHERING                PLANNING   MakePlan             we lead and `start_peers` are ready
+    OPEN                     PLANNING   MakePlan             we lead and no pending replica is worth waiting for
+    OPEN                     DECIDING   Propose              the same in the last round, which no plan follows
+    PLANNING   Planned       DECIDING   Propose              the plan, or what was trained, is worth a commit
+    PLANNING   Planned       OPEN                            nothing was trained, and who is ready makes no replica
+    PLANNING   Planned       GATHERING                       who is ready makes no replica
+    PLANNING   Lead          OPEN                            who leads has changed
+    PLANNING   Lead          GATHERING                       who leads has changed, no round is decided yet
+    PLANNING   Decided       OPEN                            another node led
     DECIDING   Decided       OPEN                            the next round begins
     DECIDING   Decided       CLOSING                         it was the last round
     DECIDING   Lead          OPEN                            who leads has changed
@@ -36,11 +42,11 @@ that carries the effects out is bootstrap/node.py. What this node proposed may o
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
 
-A planned replica is *complete* when every member has attested the state before the round and has offered its stage,
-and every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without
-an offer, or when its chain ended its round. Else it is *pending*. When the time to train is over, those that are
-pending are told so. They are waited for as long as that is worth it (protocol/rounds/grace.py), and never longer than
-the round's deadline. Its members are those of the newest reconfiguration (protocol/rounds/chain_repair.py).
+A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
+every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an
+offer, or when its chain ended its round. Else it is *pending*. When the time to train is over, those that are pending
+are told so. They are waited for as long as that is worth it (protocol/rounds/grace.py), and never longer than the
+round's deadline. Its members are those of the newest reconfiguration (protocol/rounds/chain_repair.py).
 
 A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
 plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
@@ -55,12 +61,13 @@ import dataclasses
 from collections.abc import Sequence, Set
 
 from protocol.identity import short_peer
-from protocol.planning import memory, partition, planner
+from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
 from protocol.rounds import admission, capacity, grace, presence
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
+    SETTLED,
     TABLE,
     Decided,
     Done,
@@ -71,8 +78,10 @@ from protocol.rounds.leader_events import (
     Held,
     Keep,
     Lead,
+    MakePlan,
     Moved,
     Phase,
+    Planned,
     Propose,
     Ready,
     Received,
@@ -82,8 +91,9 @@ from protocol.rounds.leader_events import (
     Tick,
 )
 from protocol.rounds.offers import Offers
+from protocol.rounds.questions import Question
 from protocol.rounds.table import Position
-from protocol.rounds.verdicts import Verdicts
+from protocol.rounds.verdicts import Seen, Verdicts
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -104,10 +114,8 @@ class Leader:
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
-        self._complete: dict[int, float] = {}
         self._verdicts = Verdicts()
-        self._seen = (False, 0)
-        self._wrong: Set[str] = frozenset()
+        self._asked: tuple[Question, Commit] | None = None
         self._final: frozenset[str] | None = None
         self._leads = False
         self._began = now
@@ -154,8 +162,11 @@ class Leader:
                 return self._received(event)
             case Lead(leads):
                 self._leads = leads
-                if self.phase is Phase.DECIDING:
+                self._asked = None
+                if self.phase in SETTLED:
                     return self.position.step(Lead, self._between())
+            case Planned():
+                return self._planned(event)
             case Decided(commit):
                 return self._begin(commit, now)
             case Tick(absent):
@@ -190,22 +201,16 @@ class Leader:
         return self.position.stay(event, [Send(self.roster.audience(reconfig.replica), reconfig, True)])
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
-        roster, replica = self.roster, failure.replica
-        if not self._leads or failure.round != self.round or roster.plan is None:
+        found = self.roster.reported(peer, failure) if self._leads and failure.round == self.round else None
+        if isinstance(found, ChainReconfig):
+            return self.position.stay(ChainFailure, [Send((peer,), found, False)])
+        if found is None:
             return []
-        spec = roster.plan.find(replica)
-        if spec is None or failure.generation > roster.generation(replica):
-            return []
-        known = roster.reconfigs.get(replica)
-        if known is not None and (failure.generation < known.generation or not known.peers or peer not in spec.peers):
-            return self.position.stay(ChainFailure, [Send((peer,), known, False)])
-        if peer not in spec.peers or not spec.is_chain:
-            return []
-        if failure.peer in spec.peers:
-            found = self._lost(failure.peer, failure.reason, must_go_on=failure.reason != SLOW)
+        if failure.peer in found.peers:
+            news = self._lost(failure.peer, failure.reason, must_go_on=failure.reason != SLOW)
         else:
-            found = roster.renew(replica, spec.peers, "its members knew different chains", 0)
-        return self._reconfigure(ChainFailure, found)
+            news = self.roster.renew(found.number, found.peers, "its members knew different chains", 0)
+        return self._reconfigure(ChainFailure, news)
 
     def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> ChainReconfig | None:
         """How the chain of `peer`, if it is in one, goes on: with a spare in its place. None: it is waited for.
@@ -213,27 +218,25 @@ class Leader:
         `must_go_on`: without a spare, the chain does not wait.
         """
         replica, roster = self.roster.replica_of(peer), self.roster
-        if replica is None or roster.plan is None or not self._leads or self.phase is Phase.DECIDING:
+        if replica is None or roster.plan is None or not self._leads or self.phase in SETTLED:
             return None
         spec = roster.plan.replica(replica)
         if roster.ended(replica) or not spec.is_chain:
             return None
-        steps = self.offers.steps(spec)
-        text = f"peer {short_peer(peer)}: {reason}"
+        steps, text = self.offers.steps(spec), f"peer {short_peer(peer)}: {reason}"
         if self.offers.of(replica, peer) is not None:
             return roster.renew(replica, spec.peers, text, steps) if must_go_on else None
-        reconfig = roster.replace(replica, peer, text, steps, self._suits)
-        if reconfig is None and must_go_on:
-            reconfig = roster.go_on_without_spare(
-                replica, peer, text, steps, may_return=not self.offers.has_failed(peer)
-            )
-        return reconfig
+        found = roster.replace(replica, peer, text, steps, self._suits)
+        if found is not None or not must_go_on:
+            return found
+        return roster.go_on_without_spare(replica, peer, text, steps, may_return=not self.offers.has_failed(peer))
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
-        if spare not in self.ready or spare in self._absent or not self._holds(dataclasses.replace(stage, peer=spare)):
+        wanted, known = memory.held_shards(self.manifest, stage.first, stage.last), self.ready.get(spare)
+        if known is None or spare in self._absent or not self.attestations.holds(spare, self.round - 1, wanted):
             return False
-        return partition.can_take(self.manifest, self.ready[spare], stage)
+        return partition.can_take(self.manifest, known, stage)
 
     def _tick(self, absent: frozenset[str], now: float) -> list[Effect]:
         self._absent = absent
@@ -245,7 +248,7 @@ class Leader:
             effects += self._reconfigure(Tick, self._lost(peer, "its session ended"))
         if self.phase is Phase.OPEN and self._leads and now - self._began >= self.manifest.timing.training_seconds:
             late = self.offers.missing(self._verdicts.pending.values())
-            if late and self._complete:
+            if late and self._verdicts.since:
                 effects += self.position.stay(Tick, [Send(late, TimeUp(round=self.round), False)])
         return effects
 
@@ -288,15 +291,16 @@ class Leader:
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
         self.offers.begin()
-        self._complete, self._verdicts = {}, Verdicts()
+        self._verdicts = Verdicts()
         away, self.roster = self.roster.away, ChainRoster(commit.plan)
         self.roster.away = away
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
-        moves = partition.moves(before, commit.plan)
-        why = [partition.why_moved(self.manifest, old, new, self.ready) for _, old, new in moves]
-        moved = [Moved(commit.round + 1, *move, reason) for move, reason in zip(moves, why, strict=True)]
+        moved = [
+            Moved(commit.round + 1, number, old, new, partition.why_moved(self.manifest, old, new, self.ready))
+            for number, old, new in partition.moves(before, commit.plan)
+        ]
         return [*self.position.stay(Decided, moved)] if moved else []
 
     def _candidates(self) -> list[Candidate]:
@@ -304,11 +308,6 @@ class Leader:
         there = [c for p, c in sorted(self.ready.items()) if p not in self.roster.away]
         forming = {p for r in (self._last_plan.forming if self._last_plan else ()) for p in r.peers}
         return [c for c in there if c.peer in forming or self.attestations.newest(c.peer) >= self.round - 1]
-
-    def _holds(self, stage: StageSpec) -> bool:
-        """Whether a peer attested all shards that a stage needs, in the state before the open round."""
-        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
-        return self.attestations.holds(stage.peer, self.round - 1, wanted)
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
@@ -327,21 +326,18 @@ class Leader:
         if verdicts.pending and waited < timing.round_deadline:
             if not news and isinstance(event, Received | Held | Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
-            offered = ((self._complete[number], c.tokens) for number, c in verdicts.complete.items())
+            offered = ((verdicts.since[number], c.tokens) for number, c in verdicts.complete.items())
             if not grace.is_over(self.manifest, offered, verdicts.pending.values(), waited):
                 return []
         complete, outliers = admission.without_outliers(verdicts.contributions())
         left_out = sorted([*verdicts.left_out(waited), *outliers], key=lambda x: x.replica)
         if not complete and waited < timing.gone_after:
             return []
-        return self._propose(now, tuple(complete), tuple(left_out), tuple(diverged))
+        return self._propose(now, complete, left_out, diverged)
 
     def _judged(self, wrong: Set[str], waited: float) -> bool:
         """Judges the replicas to which something happened; whether there are any. `wrong`: peers that diverged."""
         silent = waited >= self.manifest.timing.gone_after
-        again = (silent, self.roster.changes) != self._seen
-        self._verdicts.touch(wrong ^ self._wrong)
-        self._seen, self._wrong = (silent, self.roster.changes), wrong
         based = self.attestations.of(self.round - 1)
 
         def judge(replica: ReplicaSpec) -> Contribution | str | None:
@@ -350,45 +346,49 @@ class Leader:
                 reason = self.offers.gone(replica, self.ready)
             if reason is not None or not self.offers.is_complete(replica, based):
                 return reason
-            self._complete.setdefault(replica.number, waited)
             return self.offers.contribution(replica)
 
-        return self._verdicts.renew(self.roster.plan, again, judge)
+        return self._verdicts.renew(Seen(self.roster.plan, wrong, (silent, self.roster.changes)), judge, waited)
 
     def _propose(
-        self,
-        now: float,
-        contributions: tuple[Contribution, ...],
-        left_out: tuple[LeftOut, ...],
-        diverged: tuple[Diverged, ...],
+        self, now: float, contributions: Sequence[Contribution], left_out: Sequence[LeftOut], wrong: Sequence[Diverged]
     ) -> list[Effect]:
-        manifest, round = self.manifest, self.round
-        plan = None
-        if round < manifest.rounds:
-            previous, done = self.roster.plan or self._last_plan, {c.replica: c.steps for c in contributions}
-            plan = planner.make_plan(
-                manifest,
-                self._candidates(),
-                round=round + 1,
-                previous=previous,
-                done=done,
-                holds=self._holds if round else None,
-            )
-            if plan is None and not contributions:
-                return []
-            plan = plan and capacity.bounded(manifest, plan, contributions, len(left_out))
+        """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""
         commit = Commit(
-            run=manifest.run_id,
-            round=round,
-            parent=self.head.digest if self.head else manifest.run_id,
+            run=self.manifest.run_id,
+            round=self.round,
+            parent=self.head.digest if self.head else self.manifest.run_id,
             time=now,
-            contributions=contributions,
+            contributions=tuple(contributions),
             left_out=capacity.shortened(left_out),
-            diverged=capacity.foremost(diverged, self.roster.plan),
-            digests=self.attestations.majority(round - 1),
-            plan=plan,
+            diverged=capacity.foremost(wrong, self.roster.plan),
+            digests=self.attestations.majority(self.round - 1),
+            plan=None,
         )
-        return self.position.step(None, Phase.DECIDING, [Propose(commit)])
+        if self.round >= self.manifest.rounds:
+            return self.position.step(None, Phase.DECIDING, [Propose(commit)])
+        question = Question(
+            manifest=self.manifest,
+            candidates=tuple(self._candidates()),
+            round=self.round + 1,
+            previous=self.roster.plan or self._last_plan,
+            contributions=tuple(contributions),
+            left_out=len(left_out),
+            attested=self.attestations.snapshot(self.round - 1) if self.round else None,
+        )
+        if self._asked is not None and question == self._asked[0]:
+            return []  # these candidates make no replica
+        self._asked = question, commit
+        return self.position.step(None, Phase.PLANNING, [MakePlan(question)])
+
+    def _planned(self, event: Planned) -> list[Effect]:
+        """A plan is made; one that nobody waits for any more is of no use."""
+        if self.phase is not Phase.PLANNING or self._asked is None or event.question != self._asked[0]:
+            return []
+        commit = dataclasses.replace(self._asked[1], plan=event.plan)
+        if commit.plan is None and not commit.contributions:
+            return self.position.step(Planned, self._between())
+        return self.position.step(Planned, Phase.DECIDING, [Propose(commit)])
 
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""

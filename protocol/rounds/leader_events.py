@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from protocol.planning.partition import Candidate
+from protocol.rounds.questions import Question
 from protocol.rounds.table import Table, Transition
 from protocol.wire.commit import Commit, Part, Share
-from protocol.wire.plan import ReplicaSpec
+from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
 
@@ -19,12 +20,18 @@ class Phase(Enum):
     """Too few peers are ready for a first plan."""
     OPEN = "open"
     """A round is being trained; offers come in."""
+    PLANNING = "planning"
+    """What the round's commit says of the round is settled; the next plan is being made."""
     DECIDING = "deciding"
     """This node has proposed the round's commit."""
     CLOSING = "closing"
     """The last round is decided; the peers apply it and attest the final state."""
     OVER = "over"
     """The final state was compared."""
+
+
+SETTLED = (Phase.PLANNING, Phase.DECIDING)
+"""Phases in which nothing that happens changes what the round's commit says of the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,14 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """Event: the answer to `MakePlan`, however late; None where the candidates make not even one replica."""
+
+    question: Question
+    plan: Plan | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time.
 
@@ -104,6 +119,14 @@ class Tell:
 
     round: int
     share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class MakePlan:
+    """Effect: find the answer to this question, which takes seconds where there are many peers, while events are handled as ever;
+    the answer is `Planned`. Who asks anew does not wait for the last answer any more."""
+
+    question: Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,19 +172,20 @@ class Done:
     round: int
 
 
-Event = Ready | Gone | Received | Held | Lead | Decided | Tick
-Effect = Fetch | Keep | Tell | Propose | Send | Report | Moved | Done
+Event = Ready | Gone | Received | Held | Lead | Decided | Planned | Tick
+Effect = Fetch | Keep | Tell | MakePlan | Propose | Send | Report | Moved | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
-    Transition(Phase.GATHERING, None, Phase.DECIDING, (Propose,), "we lead, `start_peers` are ready and make a plan"),
-    Transition(
-        Phase.OPEN,
-        None,
-        Phase.DECIDING,
-        (Propose,),
-        "we lead and no replica is pending, or none that is worth waiting for",
-    ),
+    Transition(Phase.GATHERING, None, Phase.PLANNING, (MakePlan,), "we lead and `start_peers` are ready"),
+    Transition(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "we lead and no pending replica is worth waiting for"),
+    Transition(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Transition(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
+    Transition(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
+    Transition(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),
+    Transition(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Transition(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
+    Transition(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),
     Transition(Phase.DECIDING, Decided, Phase.OPEN, (), "the next round begins"),
     Transition(Phase.DECIDING, Decided, Phase.CLOSING, (), "it was the last round"),
     Transition(Phase.DECIDING, Lead, Phase.OPEN, (), "who leads has changed"),

@@ -6,7 +6,8 @@ many replicas there are; what is collected of all of them is collected once, for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
 
 from protocol.wire.commit import Contribution, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec
@@ -15,14 +16,26 @@ Judge = Callable[[ReplicaSpec], Contribution | str | None]
 """A replica -> what it contributes, why it has failed, or None while it is pending."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What judging goes by beside what happened to single peers. `wrong`: peers that diverged; whenever `all_anew` is another one, every
+    replica is judged again."""
+
+    plan: Plan | None
+    wrong: Set[str] = frozenset()
+    all_anew: object = None
+
+
 class Verdicts:
-    """By the replicas' numbers: what the `complete` ones contribute, why others have `failed`, and the `pending` ones."""
+    """By the replicas' numbers: what the `complete` ones contribute, why others have `failed`, and the `pending` ones; and `since` when
+    each that was ever complete was so."""
 
     def __init__(self) -> None:
         self.complete: dict[int, Contribution] = {}
         self.failed: dict[int, str] = {}
         self.pending: dict[int, ReplicaSpec] = {}
-        self._plan: Plan | None = None
+        self.since: dict[int, float] = {}
+        self._seen = Seen(None)
         self._of: dict[str, list[ReplicaSpec]] = {}
         self._touched: set[str] = set()
 
@@ -30,21 +43,26 @@ class Verdicts:
         """Something happened to these peers."""
         self._touched.update(peers)
 
-    def renew(self, plan: Plan | None, again: bool, judge: Judge) -> bool:
-        """Judges the replicas of `plan`: those to whose members something happened, or all of them where the plan is another one
-        than the last time, or `again`. Whether any verdict is another one now."""
+    def renew(self, seen: Seen, judge: Judge, waited: float) -> bool:
+        """Judges the replicas of the plan, `waited` seconds after the round began: those to whose members something happened, or all of
+        them where the plan is another one than the last time, or all are to be judged anew. Whether any verdict is another one now."""
+        plan, before, self._seen = seen.plan, self._seen, seen
         todo: Iterable[ReplicaSpec]
-        if again or plan is not self._plan:
-            self._plan, self._of = plan, {}
+        if plan is not before.plan or seen.all_anew != before.all_anew:
+            self._of = {}
             self.complete, self.failed, self.pending = {}, {}, {}
             todo = plan.replicas if plan is not None else ()
             for replica in todo:
                 for peer in replica.peers:
                     self._of.setdefault(peer, []).append(replica)
         else:
-            todo = [replica for peer in self._touched for replica in self._of.get(peer, ())]
+            touched = self._touched | (seen.wrong ^ before.wrong)
+            todo = [replica for peer in touched for replica in self._of.get(peer, ())]
         self._touched.clear()
-        return sum([self._enter(replica, judge(replica)) for replica in todo]) > 0
+        news = sum([self._enter(replica, judge(replica)) for replica in todo]) > 0
+        for number in self.complete.keys() - self.since.keys():
+            self.since[number] = waited
+        return news
 
     def _enter(self, replica: ReplicaSpec, found: Contribution | str | None) -> bool:
         """Whether that is news."""
@@ -64,7 +82,7 @@ class Verdicts:
 
     def contributions(self) -> list[Contribution]:
         """Those of the complete replicas, in the order of the plan."""
-        replicas = self._plan.replicas if self._plan is not None else ()
+        replicas = self._seen.plan.replicas if self._seen.plan is not None else ()
         return [self.complete[r.number] for r in replicas if r.number in self.complete]
 
     def left_out(self, waited: float) -> list[LeftOut]:

@@ -52,7 +52,7 @@ class Driver:
 
     def do(self, event: Event) -> list[Effect]:
         self.events += 1
-        return self.leader.handle(event, self.now)
+        return tiny.handle(self.leader, event, self.now)
 
     def decide(self, effects: list[Effect]) -> bool:
         """The commit that was proposed, if one was, is written, read and decided."""

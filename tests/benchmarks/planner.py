@@ -1,74 +1,141 @@
 """How good the planner's plans are, and how long they take.
 
     python -m tests.benchmarks.planner --small 2000          # against every possible plan of up to seven peers (half an hour)
-    python -m tests.benchmarks.planner --swarms 200          # 50 to 500 home machines: against random and greedy grouping (half an hour)
+    python -m tests.benchmarks.planner --swarms 200          # 50 to 500 home machines: against others' plans and bounds (an hour)
     python -m tests.benchmarks.planner --swarms 20 --climb 100   # and against a local search with a hundred times the time (hours)
     python -m tests.benchmarks.planner --many 10000          # seconds of CPU for so many peers, and after 1 % of them changed
+    python -m tests.benchmarks.planner --loop 300 10000      # what a loop suffers while a plan is made beside it
+
+With `--rows FILE` each swarm's figures are added to FILE as they come, and those that it has are not computed again: so a campaign may be
+interrupted, or shared between processes with a FILE each (`--from`).
 
 What a plan is worth is computed by tests/plans.py, which shares no code with the planner's cost model. There the distributions of
-machines are described, with their sources. Greedy: the order of uplinks or that of speeds, whichever is better.
+machines are described, with their sources, and there are the other plans. Random: as good as ours in who is a full replica, in cuts
+and ranks, but chains of peers in random order (mean of three). Greedy: the same in the order of uplinks or that of speeds, whichever is
+better. Blind: nothing is chosen at all (mean of three). What no plan can exceed: tests/bounds.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
+import itertools
+import json
 import random
 import statistics
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from protocol.planning.arrange import arrange
-from tests import plans
+from bootstrap.planning import Planning
+from protocol.planning.arrange import Arranged, arrange
+from protocol.rounds.leader import Leader
+from protocol.rounds.leader_events import Decided, Lead, MakePlan, Planned, Propose, Ready
+from protocol.rounds.questions import Question
+from tests import bounds, plans
+
+IDLE_SECONDS = 5.0
+Row = dict[str, Any]
 
 
-def small(count: int) -> None:
+class Rows:
+    """What is known of each swarm, by what it is; kept in `path`, a line each, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        self._known = {_key(row): row for row in map(json.loads, lines)}
+
+    def get(self, about: Row, compute: Callable[..., Row], *args: Any) -> Row:
+        """The row of what `about` says, computed from `args` if it is not known, with the CPU seconds that it took."""
+        if _key(about) not in self._known:
+            began = time.process_time()
+            found = {**about, **compute(*args)}
+            row = {**found, "cpu_seconds": round(time.process_time() - began, 2)}
+            self._known[_key(about)] = row
+            if self._path is not None:
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+        return self._known[_key(about)]
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("kind", "model", "climb", "seed"))
+
+
+def small(seeds: range, rows: Rows) -> None:
     """Shares of the optimum."""
-    shares = []
-    for seed in range(count):
+
+    def one(seed: int) -> Row:
         rng = random.Random(seed)
         manifest = plans.small_manifest(rng)
         peers = plans.small_swarm(rng, manifest)
         best = plans.optimum(manifest, peers)
         found = plans.total(manifest, peers, arrange(manifest, peers)[0])
-        if best > 0:
-            shares.append(found / best)
-        if (seed + 1) % 100 == 0:
-            print(f"{seed + 1} swarms: mean {statistics.mean(shares):.2%}, worst {min(shares):.2%}", flush=True)
+        return {"peers": len(peers), "share": found / best if best > 0 else None}
+
+    found = [rows.get({"kind": "small", "seed": seed}, one, seed) for seed in seeds]
+    shares = [row["share"] for row in found if row["share"] is not None]
     exact = sum(share > 1 - 1e-9 for share in shares)
     print(
-        f"{count} swarms, {len(shares)} of which can train: mean {statistics.mean(shares):.2%} of the optimum, worst {min(shares):.2%}; {exact} exact"
+        f"{len(found)} swarms, {len(shares)} of which can train: mean {statistics.mean(shares):.2%} of the optimum,"
+        f" worst {min(shares):.2%}; {exact} exact"
     )
 
 
-def swarms(count: int, climb: float, models: list[str]) -> None:
-    """Against others' plans."""
-    print(
-        "| model | swarms | over random | worst | over greedy | worst | of a local search | worst | CPU seconds a plan |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+def compared(model: str, seed: int, climb: float) -> Row:
+    """One swarm: tokens per second of our plan and of others."""
+    rng = random.Random(seed)
+    manifest, peers = plans.manifest_of(model), plans.volunteers(rng, rng.randint(50, 500))
+    began = time.process_time()
+    replicas, spares = arrange(manifest, peers)
+    took = time.process_time() - began
+
+    def total(found: list[Arranged]) -> float:
+        return plans.total(manifest, peers, found)
+
+    ours = plans.total(manifest, peers, replicas)
+    by_chance = [rng.sample(peers, len(peers)) for _ in range(3)]
+    keys = (lambda c: -c.up_bps, lambda c: -c.speed_flops)
+    row = {
+        "peers": len(peers),
+        "spares": len(spares),
+        "plan_seconds": round(took, 2),
+        "ours": ours,
+        "random": statistics.mean(total(plans.grouped(manifest, order)) for order in by_chance),
+        "blind": statistics.mean(total(plans.blind(manifest, order, rng)) for order in by_chance),
+        "greedy": max(total(plans.grouped(manifest, sorted(peers, key=key))) for key in keys),
+        "paces": bounds.paces(manifest, peers),
+        "priced": bounds.priced(manifest, peers, [(r.members, r.rate) for r in replicas]),
+    }
+    return {**row, "searched": plans.climbed(manifest, peers, replicas, climb * took, rng)} if climb else row
+
+
+def swarms(seeds: range, climb: float, models: list[str], rows: Rows) -> None:
+    """Against others' plans, and against what none can exceed."""
+    tables = []
     for model in models:
-        rows = []
-        for seed in range(count):
-            rng = random.Random(seed)
-            manifest, peers = plans.manifest_of(model), plans.volunteers(rng, rng.randint(50, 500))
-            began = time.process_time()
-            replicas, _ = arrange(manifest, peers)
-            took = time.process_time() - began
-            ours = plans.total(manifest, peers, replicas)
-            by_chance = [
-                plans.total(manifest, peers, plans.grouped(manifest, rng.sample(peers, len(peers)))) for _ in range(3)
-            ]
-            keys = (lambda c: -c.up_bps, lambda c: -c.speed_flops)
-            greedy = max(plans.total(manifest, peers, plans.grouped(manifest, sorted(peers, key=key))) for key in keys)
-            searched = plans.climbed(manifest, peers, replicas, climb * took, rng) if climb else ours
-            rows.append((ours / statistics.mean(by_chance), ours / greedy, ours / searched, took))
-        random_, greedy_, search_, seconds = zip(*rows, strict=True)
-        compared = f"{statistics.mean(search_):.2%} | {min(search_):.2%}" if climb else "- | -"
-        print(
-            f"| {model} | {count} | {statistics.mean(random_):.2f} | {min(random_):.2f} | {statistics.mean(greedy_):.2f} |"
-            f" {min(greedy_):.2f} | {compared} | {statistics.mean(seconds):.2f} |",
-            flush=True,
-        )
+        about = {"kind": "swarm", "model": model, "climb": climb}
+        found = [rows.get({**about, "seed": seed}, compared, model, seed, climb) for seed in seeds]
+
+        def ratio(one: str, other: str, worst: Callable[..., float] = min, found: list[Row] = found) -> str:
+            values = [row[one] / row[other] for row in found]
+            return f"{statistics.mean(values):.3f} ({worst(values):.3f})"
+
+        cells = [ratio("ours", "random"), ratio("ours", "greedy"), ratio("ours", "blind")]
+        cells += [ratio("priced", "random", max), ratio("priced", "greedy", max), ratio("ours", "priced")]
+        cells += [ratio("paces", "random", max), ratio("ours", "paces"), ratio("ours", "searched") if climb else "-"]
+        seconds = statistics.mean(row["plan_seconds"] for row in found)
+        tables.append(f"| {model} | {len(found)} | {' | '.join(cells)} | {seconds:.2f} |")
+    print(
+        "| model | swarms | over random | over greedy | over blind | bound over random | bound over greedy | of the bound |"
+        " all paces over random | of all paces | of a local search | CPU seconds a plan |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
+    print("\n".join(tables), "\nmean, and in brackets the worst; of bounds, the largest", sep="")
 
 
 def many(count: int, models: list[str]) -> None:
@@ -96,20 +163,82 @@ def many(count: int, models: list[str]) -> None:
         )
 
 
+def loop(count: int, model: str) -> None:
+    """A heartbeat of a millisecond in a loop beside which a fresh plan is made, and what the leader's machine itself takes."""
+    manifest = dataclasses.replace(plans.manifest_of(model), start_peers=count)
+    leader = Leader(manifest, (), (), 0.0)
+    leader.handle(Lead(True), 0.0)
+    took: dict[str, float] = {}
+
+    def timed(what: str, work: Callable[..., Any], *args: Any) -> Any:
+        began = time.thread_time()
+        found = work(*args)
+        took[what] = max(took.get(what, 0.0), time.thread_time() - began)
+        return found
+
+    for c in plans.volunteers(random.Random(0), count - 1):
+        assert not timed("hearing of a peer", leader.handle, Ready(c), 0.0)
+    last = dataclasses.replace(plans.volunteers(random.Random(1), 1)[0], peer="last")
+    (asked,) = timed("asking for a plan", leader.handle, Ready(last), 0.0)
+    assert isinstance(asked, MakePlan)
+    planned, gaps, idle = asyncio.run(beside(asked.question))
+    (proposed,) = timed("proposing it", leader.handle, planned, 0.0)
+    assert isinstance(proposed, Propose)
+    timed("its digest", lambda: proposed.commit.digest)
+    timed("beginning its round", leader.handle, Decided(proposed.commit), 0.0)
+    print(
+        f"{model}: {count} peers: a plan in {sum(gaps):.2f} s; {len(gaps)} beats, the longest gap {1e3 * gaps[-1]:.1f} ms (before"
+        f" the plan {1e3 * idle[-1]:.1f}), the"
+        f" 99th percentile {1e3 * gaps[len(gaps) * 99 // 100]:.1f} ms, the median {1e3 * gaps[len(gaps) // 2]:.1f} ms; in the"
+        f" loop, ms of CPU: {', '.join(f'{what} {1e3 * s:.1f}' for what, s in took.items())}",
+        flush=True,
+    )
+
+
+async def beside(question: Question) -> tuple[Planned, list[float], list[float]]:
+    """The plan, the seconds from each beat to the next while it was made, and before that while nothing was done."""
+    answered: asyncio.Queue[Planned] = asyncio.Queue()
+    planning = Planning(answered.put_nowait, Question.answer)
+    working = asyncio.create_task(planning.run())
+    end = time.perf_counter() + IDLE_SECONDS
+    idle = await beats(lambda: time.perf_counter() < end)
+    planning.ask(question)
+    gaps = await beats(answered.empty)
+    working.cancel()
+    return answered.get_nowait(), gaps, idle
+
+
+async def beats(goes_on: Callable[[], bool]) -> list[float]:
+    """Seconds from each beat to the next."""
+    last, gaps = time.perf_counter(), list[float]()
+    while goes_on():
+        await asyncio.sleep(0.001)
+        now = time.perf_counter()
+        gaps.append(now - last)
+        last = now
+    return sorted(gaps)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", type=int, default=0, help="so many swarms of up to seven peers")
     parser.add_argument("--swarms", type=int, default=0, help="so many swarms of 50 to 500 peers, of each model")
+    parser.add_argument("--from", type=int, default=0, dest="begin", help="the first swarm's number")
+    parser.add_argument("--rows", type=Path, help="where each swarm's figures are kept")
     parser.add_argument("--climb", type=float, default=0, help="a local search with so many times the planner's time")
     parser.add_argument("--many", type=int, default=0, help="one swarm of so many peers, of each model")
+    parser.add_argument("--loop", type=int, nargs="*", default=[], help="a plan of so many peers beside a loop")
     parser.add_argument("--models", nargs="*", default=list(plans.SHAPES), choices=list(plans.SHAPES))
     chosen = parser.parse_args()
+    rows = Rows(chosen.rows)
     if chosen.small:
-        small(chosen.small)
+        small(range(chosen.begin, chosen.begin + chosen.small), rows)
     if chosen.swarms:
-        swarms(chosen.swarms, chosen.climb, chosen.models)
+        swarms(range(chosen.begin, chosen.begin + chosen.swarms), chosen.climb, chosen.models, rows)
     if chosen.many:
         many(chosen.many, chosen.models)
+    for count, model in itertools.product(chosen.loop, chosen.models):
+        loop(count, model)
     return 0
 
 

@@ -92,6 +92,11 @@ class SocketTransport(Endpoint):
 
     async def connect(self, addresses: Sequence[str], *, timeout: float) -> None: ...
 
+    async def look(self) -> bool:
+        return False
+
+    def doubt(self, peer: str) -> None: ...
+
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return True
 

@@ -4,10 +4,14 @@ A stage's forward and backward then last as long as its share of the blocks says
 compute: so many peers can live on one machine without measuring that machine. The file may be written anew at any time.
 
 A file `room`, if there is one, says for how many blocks there is memory: with more the system refuses what is asked of it.
+
+A file `line`, if there is one, says how many bits a second of states and payloads come in. It may be written anew, or removed, too.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -16,9 +20,11 @@ from typing import Any
 import torch
 
 from peer.cli import main as cli
+from peer.net.base import Stream, Transport
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.peer import Factories
 from peer.training.trainer import StageTrainer
+from protocol.wire import endpoints
 
 FORWARD = 1 / 3
 TOO_MUCH = 1 << 55
@@ -57,6 +63,56 @@ def paced(folder: Path) -> type[StageInnerLoop]:
     return InnerLoop
 
 
+class Line:
+    """A transport over which blobs come no faster than the file `line` in `folder` says, a piece of each stream in turn, as on a line
+    that many connections share."""
+
+    LEAST, SECONDS = 256, 0.02
+    """Bytes of a piece, and how long it takes, at least."""
+
+    def __init__(self, transport: Transport, folder: Path) -> None:
+        self._transport, self._folder = transport, folder
+        self._turn = asyncio.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    async def open(self, peer: str, name: str, *, timeout: float) -> Any:
+        stream = await self._transport.open(peer, name, timeout=timeout)
+        return Incoming(stream, self) if name == endpoints.BLOB else stream
+
+    async def carry(self, size: int) -> None:
+        """Returns when so many bytes have come through."""
+        while size > 0:
+            async with self._turn:
+                bps = self._bps()
+                if bps is None:
+                    return
+                piece = min(size, max(self.LEAST, int(bps / 8 * self.SECONDS)))
+                await asyncio.sleep(8 * piece / bps)
+            size -= piece
+
+    def _bps(self) -> float | None:
+        with contextlib.suppress(FileNotFoundError):
+            return float((self._folder / "line").read_text())
+        return None
+
+
+class Incoming:
+    """A stream through a `Line`."""
+
+    def __init__(self, stream: Stream, line: Line) -> None:
+        self._stream, self._line = stream, line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def recv(self, *arguments: Any, **options: Any) -> bytes:
+        data = await self._stream.recv(*arguments, **options)
+        await self._line.carry(len(data))
+        return data
+
+
 def pace(folder: Path) -> float:
     """As it is now; a bootstrap node has none."""
     return float((folder / "pace").read_text())
@@ -64,14 +120,27 @@ def pace(folder: Path) -> float:
 
 def set_pace(folder: Path, seconds: float) -> None:
     """From the next micro-batch on."""
+    _say(folder, "pace", seconds)
+
+
+def set_line(folder: Path, bps: float | None) -> None:
+    """From the next piece on. None: as fast as it can."""
+    if bps is None:
+        (folder / "line").unlink()
+    else:
+        _say(folder, "line", bps)
+
+
+def _say(folder: Path, name: str, value: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pace.new").write_text(repr(seconds))
-    (folder / "pace.new").rename(folder / "pace")
+    (folder / f"{name}.new").write_text(repr(value))
+    (folder / f"{name}.new").rename(folder / name)
 
 
 def main() -> None:
     folder = Path(sys.argv[sys.argv.index("--dir") + 1])
-    cli.main(factories=Factories(inner_loop=paced(folder)))
+    line: Any = Line
+    cli.main(factories=Factories(inner_loop=paced(folder), line=lambda transport: line(transport, folder)))
 
 
 if __name__ == "__main__":

@@ -1,57 +1,22 @@
-"""A role changes in a running swarm of real processes: who runs out of memory says so, and comes back by itself with a smaller one."""
+"""Roles change in a running swarm of real processes; no process is started again for it, and all bits agree."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from peer.demo import recipe
+from peer.events import Event
+from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
 from tests import tiny
 from tests.e2e import swarms
-from tests.faults import paced
+from tests.faults import roles
 from tests.faults.processes import Swarm
+from tests.faults.roles import NODE, Roles
 
-NODE = "node-0"
 SECONDS = 3.0
 """Of a round."""
-
-
-class Roles:
-    """A swarm whose commits are told by the peers' names."""
-
-    def __init__(self, swarm: Swarm) -> None:
-        self.swarm = swarm
-        self.ids: dict[str, str] = {}
-
-    def start(self, *names: str) -> None:
-        for name in names:
-            paced.set_pace(self.swarm.folder / name, 0.05)
-            self.swarm.start(name)
-        for name in names:
-            started = self.swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]
-            self.ids[started] = name
-
-    def commits(self) -> list[tuple[float, dict[str, Any]]]:
-        return [(e.time, e.fields) for e in self.swarm.events(NODE) if e.kind == "commit"]
-
-    def trained(self, commit: dict[str, Any]) -> set[frozenset[str]]:
-        """Who trained together and was committed."""
-        return {frozenset(self.ids[p] for p in c["peers"]) for c in commit["contributions"]}
-
-    def until(self, wanted: Callable[[set[frozenset[str]]], bool], what: str) -> int:
-        """Waits for a commit of work that is `wanted`, begun from now on; its round."""
-        first = self.commits()[-1][1]["round"] if self.commits() else 0
-        found: list[int] = []
-
-        def reached() -> bool:
-            found.extend(c["round"] for _, c in self.commits() if c["round"] > first and wanted(self.trained(c)))
-            return bool(found)
-
-        self.swarm.wait(NODE, lambda e: e.kind == "commit" and reached(), what)
-        return found[0]
 
 
 def make_manifest(start_peers: int) -> Manifest:
@@ -65,36 +30,58 @@ def make_manifest(start_peers: int) -> Manifest:
     )
 
 
-def names(trained: set[frozenset[str]]) -> set[str]:
-    """Everybody whose work counts."""
-    return set().union(*trained)
+def test_nobody_waits_for_a_newcomer_a_mover_or_who_comes_back(tmp_path: Path) -> None:
+    """And the one chain becomes a full replica and a spare within one round plus the transfer. Here a round counts as longer if it takes twice
+    its time: the machine may have other work to do."""
+    with roles.running(tmp_path / "run") as swarm:
+        found = roles.live(swarm)
+    assert not roles.held_up(found, longer=roles.SECONDS)
 
 
 def test_who_runs_out_of_memory_says_so_and_comes_back_with_a_smaller_role(tmp_path: Path) -> None:
-    """What fails is an allocation that the system refuses."""
+    """What fails is an allocation that the system refuses. The full replica becomes a stage of a chain with the one who was a spare:
+    neither of the two could train alone."""
     manifest = make_manifest(start_peers=2)
-    with Swarm(tmp_path / "run", manifest, tiny.OPERATORS[:1], module="tests.faults.paced") as swarm:
+    memory = {"weak": tiny.full_memory(manifest) - 1}
+    with Swarm(tmp_path / "run", manifest, tiny.OPERATORS[:1], memory) as swarm:
         roles = Roles(swarm)
-        swarm.module = "peer.cli"
-        swarm.start_node(NODE)
-        swarm.module = "tests.faults.paced"
         roles.start("a", "b")
         roles.until(lambda trained: trained == {frozenset("a"), frozenset("b")}, "two full replicas")
+        roles.start("weak")
+        spare = next(peer for peer, name in roles.ids.items() if name == "weak")
+        roles.wait(lambda commit: spare in commit.fields["plan"]["spares"], "a plan with a spare")
+        swarm.wait(NODE, lambda e: attests(e, spare, manifest), "a spare that holds the state")
         (swarm.folder / "b" / "room").write_text(str(manifest.model.n_layers - 1))
-        lost = swarm.wait(NODE, lambda e: e.kind == "commit" and bool(e.fields["left_out"]), "a round without b").fields
-        assert "memory: it ran out in blocks 0 to" in lost["left_out"][0]["reason"]
-        assert names(roles.trained(lost)) == {"a"}, "nobody else loses anything"
+        lost = roles.wait(lambda commit: bool(commit.fields["left_out"]), "a round without b")
+        commit = roles.commits[lost]
+        assert "memory: it ran out in blocks 0 to" in commit.fields["left_out"][0]["reason"]
+        assert roles.trained(commit) == {frozenset("a")}, "nobody else loses anything"
         less = swarm.wait(
             "b", lambda e: e.kind == "warning" and "offered from now on" in e.fields["text"], "its warning"
         )
-        assert less.time < roles.commits()[-1][0]
-        (peer,) = (peer for peer, name in roles.ids.items() if name == "b")
+        assert less.time < commit.time
+        chain = roles.until(lambda trained: frozenset({"b", "weak"}) in trained, "a chain of the two")
+        assert frozenset("a") in roles.trained(roles.commits[chain])
+        roles.end()
+        plans = plans_after_less_memory(roles, "b", tiny.full_memory(manifest))
+    chains = [next((set(replica) for replica in plan if len(replica) > 1), None) for plan in plans]
+    assert {"b", "weak"} in chains[:2], (
+        "the first plan, but for one that was being decided when the leading node heard of it"
+    )
 
-        def smaller(plan: dict[str, Any]) -> bool:
-            stages = [len(r["stages"]) for r in plan["replicas"] for s in r["stages"] if s["peer"] == peer]
-            return peer in plan["spares"] if not stages else stages[0] > 1
 
-        swarm.wait(NODE, lambda e: e.kind == "commit" and smaller(e.fields["plan"]), "b as a spare or a stage")
-        for name in list(swarm.running):
-            swarm.kill(name)
-        swarm.check()
+def attests(event: Event, peer: str, manifest: Manifest) -> bool:
+    """Whether it says that `peer` holds the whole state."""
+    whole = len(layout.shard_names(manifest.model))
+    return event.kind == "attest" and event.fields["peer"] == peer and len(event.fields["digests"]) == whole
+
+
+def plans_after_less_memory(roles: Roles, name: str, full: int) -> list[list[tuple[str, ...]]]:
+    """The plans since the leading node has known that a peer has less memory than a full replica needs."""
+    events = roles.swarm.events(NODE)
+    knows = next(
+        i
+        for i, e in enumerate(events)
+        if e.kind == "ready" and roles.ids[e.fields["peer"]] == name and e.fields["memory_bytes"] < full
+    )
+    return [roles.planned(e) for e in events[knows:] if e.kind == "commit"]

@@ -792,3 +792,31 @@ def test_what_is_not_a_name_is_not_fetched_and_makes_no_file(tmp_path: Path, nam
         await transport.aclose()
 
     asyncio.run(work())
+
+
+def test_a_holder_that_says_nothing_does_not_keep_a_small_blob_from_us(tmp_path: Path) -> None:
+    """It may have moved, and nothing tells us; another is asked long before the first is given up."""
+
+    async def work() -> None:
+        network = MemoryNetwork()
+        silent, store = network.transport("silent"), BlobStore(tmp_path / "ours")
+        holder = Peer(network.transport("holder"), tmp_path / "theirs")
+        name = holder.store.put(b"small")
+        asked = asyncio.Event()
+
+        async def say_nothing(stream: Stream) -> None:
+            await stream.recv()
+            asked.set()
+            await asyncio.Event().wait()
+
+        await silent.serve(endpoints.BLOB, say_nothing)
+        await holder.serve()
+        fetcher = Fetcher(network.transport("us"), store, timeout=1e6)
+        await fetcher.fetch(name, 5, ["silent", "holder"])
+        assert asked.is_set()
+        assert store.get(name) == b"small"
+        await fetcher.aclose()
+        for transport in list(network.peers.values()):
+            await transport.aclose()
+
+    run(work())

@@ -188,7 +188,7 @@ def test_a_leader_plans_no_more_than_a_commit_can_say() -> None:
     effects = [
         effect
         for i in range(12_000)
-        for effect in leader.handle(Ready(Candidate(peer=peer(i), memory_bytes=full, up_bps=10**7)), 0.0)
+        for effect in tiny.handle(leader, Ready(Candidate(peer=peer(i), memory_bytes=full, up_bps=10**7)), 0.0)
     ]
     (proposed,) = [e.commit for e in effects if isinstance(e, Propose)]
     assert proposed.plan is not None

@@ -12,7 +12,7 @@ from peer.chain.connect import MAX_PIPES, PATIENCE, Patience, Pipes
 from peer.chain.frames import BEAT, Head, NeighbourLost
 from peer.chain.link import Liveness
 from peer.net.base import Closed
-from peer.net.memory import MemoryNetwork
+from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.striped_stream import SLICE, STRIPES, StripedStream
 from peer.net.uplink import Uplink
 from protocol.wire import endpoints, framing
@@ -192,3 +192,23 @@ def test_waiting_pipes_are_bounded() -> None:
         return made["b"].waiting
 
     assert run(story) == MAX_PIPES
+
+
+def test_a_silent_neighbour_is_doubted_and_looked_for_anew() -> None:
+    """It may have moved: the transport makes sure of its connection, and the next dial asks where it is."""
+    lost, doubted = list[str](), list[str]()
+
+    class Doubting(MemoryTransport):
+        def doubt(self, peer: str) -> None:
+            doubted.append(peer)
+
+    async def main() -> None:
+        transport = Doubting(MemoryNetwork(), "a", lambda key, subkey, value: True)
+
+        async def reach(peer: str) -> None: ...
+
+        Pipes(transport, reach, lost.append, Uplink(None)).doubt("b")
+        await transport.aclose()
+
+    asyncio.run(main())
+    assert lost == doubted == ["b"]

@@ -66,7 +66,7 @@ class Driver:
         self.leader.handle(Lead(True), self.now)
 
     def do(self, *events: Event) -> list[Effect]:
-        return [effect for event in events for effect in self.leader.handle(event, self.now)]
+        return [effect for event in events for effect in tiny.handle(self.leader, event, self.now)]
 
     def at(self, now: float) -> list[Effect]:
         self.now = now

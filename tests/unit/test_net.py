@@ -575,6 +575,34 @@ def test_the_limit_of_open_files_is_raised_and_told_where_it_is_low(soft: int, h
         assert ";" in text
 
 
+def test_a_connection_on_which_nobody_answers_ends_when_it_is_doubted(tmp_path: Path) -> None:
+    """The other daemon is stopped, as silent as one whose address is gone; libp2p itself would notice after 40 s."""
+
+    async def work() -> None:
+        async with swarm("p2p", tmp_path, 2) as (a, b):
+            assert isinstance(b, p2p.P2PTransport)
+            await b.serve("echo", echo)
+            stream = await a.open(b.peer_id, "echo", timeout=SOON)
+            a.doubt(b.peer_id)
+            await a.connect(b.addresses, timeout=SOON)  # it waits for the same answer
+            await stream.send(b"alive")
+            assert await stream.recv(timeout=SOON) == b"alive"
+            os.kill(b.daemon.pid, signal.SIGSTOP)
+            try:
+                a.doubt(b.peer_id)
+                with pytest.raises(Closed):
+                    await stream.recv(timeout=30.0)
+            finally:
+                os.kill(b.daemon.pid, signal.SIGCONT)
+            await a.connect(b.addresses, timeout=SOON)
+            stream = await a.open(b.peer_id, "echo", timeout=SOON)
+            await stream.send(b"again")
+            assert await stream.recv(timeout=SOON) == b"again"
+            assert await a.look() is False, "its addresses are as they were"
+
+    run(work())
+
+
 def test_our_daemon_dies(tmp_path: Path) -> None:
     async def work() -> None:
         async with swarm("p2p", tmp_path, 2) as (a, b):

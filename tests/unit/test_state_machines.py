@@ -23,6 +23,7 @@ from protocol.rounds.chain_repair import SLOW
 from protocol.rounds.leader import Leader
 from protocol.rounds.member import Member
 from protocol.rounds.part_lists import share_of
+from protocol.rounds.questions import Question
 from protocol.rounds.table import Position, Table, TableError, Transition
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
@@ -238,8 +239,10 @@ CROWDS = (
     dict.fromkeys("cdefg", THIRD),
     dict.fromkeys("cdf", FULL - 1),
     {"a": FULL, "b": FULL, **dict.fromkeys("cdef", THIRD)},
+    dict.fromkeys("ab", FULL),
+    dict.fromkeys("cd", THIRD),
 )
-"""The memory of each peer: enough for a chain and spares, in the last one besides full replicas."""
+"""The memory of each peer: enough for a chain and spares, in the third one besides full replicas; for full replicas alone; for none."""
 
 
 class Twins:
@@ -253,6 +256,7 @@ class Twins:
         self.now = 0.0
         self.commit: Commit | None = None
         self.sent: list[ChainReconfig] = []
+        self.questions: list[tuple[Leader, Question]] = []
         self.lead(0)
 
     def lead(self, index: int) -> None:
@@ -262,6 +266,8 @@ class Twins:
     def tell(self, node: Leader, event: leading.Event) -> None:
         for effect in node.handle(event, self.now):
             match effect:
+                case leading.MakePlan(question):
+                    self.questions.append((node, question))
                 case leading.Propose(commit):
                     self.commit = commit
                 case leading.Send(_, ChainReconfig() as message):
@@ -271,6 +277,10 @@ class Twins:
         for _ in range(steps):
             if self.rng.random() < 0.03:
                 self.lead(self.rng.randrange(2))
+                continue
+            if self.questions and self.rng.random() < 0.5:
+                node, question = self.questions.pop(0)
+                self.tell(node, leading.Planned(question, question.answer()))
                 continue
             event = self.happens()
             for node in self.nodes:
@@ -285,12 +295,12 @@ class Twins:
                 return leading.Ready(dataclasses.replace(known, speed_flops=speed))
             case 2 if rng.random() < 0.1:
                 return leading.Gone(peer)
-            case 3 if self.commit is not None:
+            case 3 if self.commit is not None and rng.random() < 0.4:
                 return leading.Decided(self.commit)
             case 4 if (head := self.nodes[0].head) is not None and head.round == M.rounds and rng.random() < 0.1:
                 return leading.Decided(dataclasses.replace(head, round=head.round + 1, parent=head.digest))
             case 5:
-                self.now += rng.choice((1.0, 1.0, 1.0, 30.0, 70.0))
+                self.now += rng.choice((1.0, 1.0, 30.0, 50.0, 70.0))
                 return leading.Tick(frozenset({peer} if rng.random() < 0.1 else ()))
             case 6 | 7 | 8:
                 digest = "other" if rng.random() < 0.05 else "same"
@@ -335,7 +345,10 @@ class Twins:
         names = [part_lists.root_of(parts), *(p.digest for p in parts)]
         missing = [name for name in names if name not in self.nodes[0].offers.held]
         if missing and self.rng.random() < 0.7:
-            return leading.Held(self.rng.choice(missing))
+            for name in missing[1:] if self.rng.random() < 0.6 else ():
+                for node in self.nodes:
+                    self.tell(node, leading.Held(name))
+            return leading.Held(missing[0])
         tokens, loss = M.train.tokens(1, spec.work.micro_batches), self.rng.choice((None, 2.0))
         offer = Offer(round=plan.round, replica=replica, parts=parts, tokens=tokens, steps=1, loss=loss)
         return self.says(peer, offer)

@@ -18,7 +18,7 @@ import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from peer.net.base import Closed, Stream, Transport
+from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer
 from peer.net.blobs.holders import Holders, Speed, rank
 from peer.net.blobs.idle import IdleStreams
 from peer.net.blobs.jobs import OVERDUE_SECONDS, Job
@@ -42,8 +42,8 @@ class Corrupt(RemoteError):
 
 
 class Fetcher:
-    """Fetches into `store`. `reach(peer)` is awaited before a holder is asked; `warn` hears of holders that cannot be
-    trusted. `timeout`: seconds of silence after which a holder counts as gone. `sync`: whether what came survives a loss of
+    """Fetches into `store`. `reach(peer)` is awaited before a holder is asked, `lost(peer)` called when it is gone; `warn` hears of
+    holders that cannot be trusted. `timeout`: seconds of silence after which a holder counts as gone. `sync`: whether what came survives a loss of
     power; without it, it is fetched again."""
 
     def __init__(
@@ -52,6 +52,7 @@ class Fetcher:
         store: BlobStore,
         *,
         reach: Callable[[str], Awaitable[None]] | None = None,
+        lost: Callable[[str], None] = lambda peer: None,
         warn: Callable[[str], None] = lambda text: None,
         timeout: float = 20.0,
         sync: bool = False,
@@ -60,6 +61,7 @@ class Fetcher:
         self._transport = transport
         self._store = store
         self._reach = reach
+        self._lost = lost
         self._timeout = timeout
         self._gate = asyncio.Semaphore(JOBS)
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -130,7 +132,7 @@ class Fetcher:
             part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
             missing = sorted(part.missing) if part is not None else [0]
             self._begun[name] = job = Job(name, size, part, deque(missing))
-            if part is None or part.leaves is not None:
+            if part is not None and part.leaves is not None:
                 job.known.set()
             if missing:
                 await self._gather(job, holders)
@@ -154,7 +156,7 @@ class Fetcher:
         late = 0
         try:
             while not job.done.is_set():
-                # one holder tells the digests of the ranges; another is asked when it takes its time
+                # one holder tells the digests of the ranges, or gives a small blob; another is asked when it takes its time
                 while len(workers) < (parallel if job.known.is_set() else 1 + late) and (
                     waiting or (busy and not workers)
                 ):
@@ -183,6 +185,8 @@ class Fetcher:
                         last = error
                         if isinstance(error, Corrupt):
                             self._holders.distrust(peer, str(error))
+                        elif isinstance(error, Unreachable | Closed | Timeout):
+                            self._lost(peer)
                         continue
                     if others:
                         busy.append(peer)
@@ -212,7 +216,7 @@ class Fetcher:
         try:
             if self._reach is not None:
                 await self._reach(peer)
-            leaves = not job.known.is_set()
+            leaves = job.part is not None and not job.known.is_set()
             request = {
                 "blob": job.name,
                 "size": job.size,
@@ -223,23 +227,24 @@ class Fetcher:
             }
             stream, reply = await self._begin(peer, framing.pack_message(request))
             if job.part is None:
+                job.known.set()  # it is there, even if it does not have the blob yet
                 job.ask(mine, 0)
             waited = False
-            while (answer := answer_of(reply, what)).get("state") == "wait":
-                waited, reply = True, await stream.recv(4096, timeout=self._timeout)
-            usable = job.part is None and answer.get("state") in ("busy", "absent")
-            if answer.get("state") == "busy":
-                others = [p for p in _names(answer.get("ask")) if p != self._transport.peer_id]
-                if answer.get("sure") is True:
+            while (said := answer_of(reply, what)).get("state") == "wait":
+                waited, reply = True, await self._answer(stream, 4096)
+            usable = job.part is None and said.get("state") in ("busy", "absent")
+            if said.get("state") == "busy":
+                others = [p for p in _names(said.get("ask")) if p != self._transport.peer_id]
+                if said.get("sure") is True:
                     job.named_by.update(dict.fromkeys(others, peer))
                 return others or [peer]
-            if answer.get("state") != "here":
+            if said.get("state") != "here":
                 raise RemoteError(peer, f"{what} does not have it; another is asked")
             job.served = True
             speed = self._holders.speed(peer)
             if leaves:
                 assert job.part is not None
-                digests = await stream.recv(blob_hash.LEAF * blob_hash.count(job.size), timeout=self._timeout)
+                digests = await self._answer(stream, blob_hash.LEAF * blob_hash.count(job.size))
                 if not job.known.is_set():
                     if not await asyncio.to_thread(job.part.learn, digests):
                         raise Corrupt(peer, f"{what} sent digests that are not those of the blob")
@@ -269,11 +274,17 @@ class Fetcher:
             stream = kept or await self._transport.open(peer, endpoints.BLOB, timeout=self._timeout)
             try:
                 await stream.send(ask)
-                return stream, await stream.recv(4096, timeout=self._timeout)
+                return stream, await self._answer(stream, 4096)
             except BaseException as error:
                 await stream.close()
                 if kept is None or not isinstance(error, Closed):
                     raise
+            self._lost(peer)  # it may be elsewhere now
+            if self._reach is not None:
+                await self._reach(peer)
+
+    async def _answer(self, stream: Stream, limit: int) -> bytes:
+        return await answer(stream, self._transport.doubt, limit, timeout=self._timeout)
 
     async def _take(
         self, stream: Stream, job: Job, peer: str, mine: deque[int], speed: Speed, what: str, waited: bool
@@ -293,7 +304,7 @@ class Fetcher:
                 continue
             index = mine[0]
             begin, end = (0, job.size) if job.part is None else blob_hash.span(job.size, index)
-            data = await stream.recv(blob_hash.WHOLE, timeout=self._timeout)
+            data = await self._answer(stream, blob_hash.WHOLE)
             now = clock()
             if not measured:
                 measured = True

@@ -23,7 +23,7 @@ class Job:
     `part`: what is here of a large blob; `data`: a small blob, once it is here. `todo`: ranges that nobody was asked for (of a small blob
     the one piece that it comes in); `asked`: when the others were asked for. `asking`: the holders that were asked and have not
     ended; `served`: one of them has the blob; `named_by`: peers that somebody sure named, and who. `known` is set when the digests of
-    all ranges are, `done` when nothing is missing, `changed` now and then.
+    all ranges are known, and of a small blob when anybody has answered; `done` when nothing is missing, `changed` now and then.
     """
 
     name: str

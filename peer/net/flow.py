@@ -1,0 +1,44 @@
+"""What passes between us and one peer, as far as it tells how long the peer may take to answer.
+
+A question waits behind what we have sent before it: in the system's buffers, in the daemon's and at a narrow uplink may be many
+megabytes. What may still be under way is a bucket that fills with what is sent and empties at the pace of a slow link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SLOW_BYTES_PER_SECOND = 125_000.0
+ASK_SECONDS = 1.0
+"""How often a peer is asked whether it is there, at most: what it does, or does not, must not cost us much."""
+LONGEST_SECONDS = 30.0
+"""Of waiting for what is under way; by then libp2p finds out by itself."""
+
+
+@dataclass(slots=True)
+class Flow:
+    """All streams with one peer. `received`: bytes that came so far."""
+
+    streams: int = 0
+    received: int = 0
+    _queued: float = 0.0
+    _at: float = 0.0
+    _asked_at: float = float("-inf")
+
+    def may_ask(self, now: float) -> bool:
+        """Whether the peer may be asked again at `now`; it is then."""
+        if now - self._asked_at < ASK_SECONDS:
+            return False
+        self._asked_at = now
+        return True
+
+    def sent(self, size: int, now: float) -> None:
+        """So many bytes were handed to the daemon at `now`, in steady seconds."""
+        self._queued, self._at = self._left(now) + size, now
+
+    def queue_seconds(self, now: float) -> float:
+        """For how long what was sent may keep a slow link busy."""
+        return min(LONGEST_SECONDS, self._left(now) / SLOW_BYTES_PER_SECOND)
+
+    def _left(self, now: float) -> float:
+        return max(0.0, self._queued - (now - self._at) * SLOW_BYTES_PER_SECOND)

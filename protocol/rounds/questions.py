@@ -1,0 +1,51 @@
+"""The question which plan comes next, with all that the answer depends on, as it was when it was asked. Pure.
+
+A fresh plan of 300 peers takes seconds, one of 10,000 takes ten (docs/results/planner.md), and a bootstrap node has to answer its
+peers meanwhile. So the leader's machine does not make plans: it asks (leader_events.py: MakePlan), somebody finds the answer in
+his own time (bootstrap/planning.py), and the answer comes back as an event (Planned). Nothing of a question ever changes. So it can be
+answered on another thread, and an answer that comes too late is known by its question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.planning import memory, planner
+from protocol.planning.partition import Candidate
+from protocol.rounds import capacity
+from protocol.rounds.attestations import Attested
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Contribution
+from protocol.wire.plan import Plan, StageSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """`round`: the plan's. `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit
+    that brings the plan says of the round before, and of how many replicas it says why they are left out. `attested`: of the state
+    before that round; None: everybody has what the first plan needs."""
+
+    manifest: Manifest
+    candidates: tuple[Candidate, ...]
+    round: int
+    previous: Plan | None
+    contributions: tuple[Contribution, ...]
+    left_out: int
+    attested: Attested | None
+
+    def answer(self) -> Plan | None:
+        """The plan, no longer than a commit can say; None where the candidates make not even one replica."""
+        plan = planner.make_plan(
+            self.manifest,
+            self.candidates,
+            round=self.round,
+            previous=self.previous,
+            done={c.replica: c.steps for c in self.contributions},
+            holds=self._holds if self.attested is not None else None,
+        )
+        return plan and capacity.bounded(self.manifest, plan, self.contributions, self.left_out)
+
+    def _holds(self, stage: StageSpec) -> bool:
+        """Whether a peer attested all shards that a stage needs."""
+        wanted = memory.held_shards(self.manifest, stage.first, stage.last)
+        return self.attested is not None and self.attested.holds(stage.peer, wanted)
