@@ -13,8 +13,8 @@ from bisect import bisect_left
 SLICES = 7
 AGREE = 0.1
 """By this share of the median the rate of the later half, and that of its own later half, may differ from it at most."""
-SPARED = 1.25
-"""Times the mean, of the later half or of its own, is the most that we believe: on a machine that is late to read, what waited in its buffers comes faster than any line."""
+SPARED = 1.05
+"""Times the mean, of the later half or of a half of it, is the most that we believe: on a machine that is late to read, what waited in its buffers comes faster than any line."""
 LEAST_SECONDS = 0.3
 LEAST_TRIPS = 3.0
 """Of the later half, before it is believed: while the window doubles, half of all bytes come in the last round trip."""
@@ -49,7 +49,7 @@ class Arrivals:
         if not found:
             return None
         first, middle, last = self._cuts()
-        mean = max(self._between(first, last), self._between(middle, last))
+        mean = max(self._between(a, b) for a, b in ((first, middle), (middle, last), (first, last)))
         return min(statistics.median(found), SPARED * mean)
 
     @property
