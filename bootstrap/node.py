@@ -10,24 +10,24 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
+from bootstrap.links import Links
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
 from bootstrap.planning import Planning
 from bootstrap.roster import Allowance, Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
-from peer.net.base import Stream, Transport, serve_calls
+from peer.net.base import Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.clock import Clock
 from peer.net.directory import Directory
 from peer.net.latency import Latency
 from protocol import identity as identities
-from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
@@ -58,7 +58,6 @@ from protocol.wire.session import (
 )
 
 POLL_SECONDS = 1.0
-RETRY_SECONDS = 2.0
 HEARD_PER_SECOND, HEARD_AT_ONCE = 200.0, 1000.0
 """Announcements that are looked at, besides the first one of each session."""
 
@@ -94,8 +93,7 @@ class BootstrapNode:
         self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock, listens)
         self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport.doubt)
-        self._links = {o: Session() for o in manifest.operators if o != identity.peer_id}
-        self._votes = Counter[str]()  # streams of the others that are open
+        self._links = Links(transport, self._directory, [o for o in manifest.operators if o != own], self._vote)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
@@ -118,7 +116,7 @@ class BootstrapNode:
     async def run(self) -> None:
         """Serves until it is cancelled. Raises UsageError when the disk refuses."""
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
-        await self._transport.serve(endpoints.QUORUM, self._vote_stream)
+        await self._links.serve()
         await serve_calls(self._transport, endpoints.LOG, self._log)
         await self._latency.serve()
         await Bandwidth(self._clock).serve(self._transport)
@@ -142,44 +140,15 @@ class BootstrapNode:
                 group.create_task(self._directory.watch())
                 group.create_task(self._news.run())
                 group.create_task(self._latency.run(lambda: tuple(self._sessions.open)))
-                for operator in self._links:
-                    group.create_task(self._link(operator))
+                group.create_task(self._links.run())
         finally:
             await self._payloads.aclose()
 
+    def has_session(self, peer: str) -> bool:
+        """Whether `peer` is connected to us."""
+        return peer in self._sessions.open
+
     # --- the other operators' nodes
-
-    async def _link(self, operator: str) -> None:
-        """Keeps a stream to another node open and sends what is queued for it; what could not be sent is made again."""
-        queue = self._links[operator].outbox
-        while True:
-            try:
-                await self._directory.reach(operator)
-                stream = await self._transport.open(operator, endpoints.QUORUM, timeout=10.0)
-                try:
-                    while not queue.empty():
-                        queue.get_nowait()
-                    while True:
-                        await stream.send(await queue.get())
-                finally:
-                    await stream.close()
-            except RemoteError:
-                self._directory.lost(operator)
-                await self._directory.connect()
-            await asyncio.sleep(RETRY_SECONDS)
-
-    async def _vote_stream(self, stream: Stream) -> None:
-        node = stream.remote
-        if node not in self._links:
-            raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
-        if self._votes[node]:
-            self._transport.doubt(node)  # it has moved: this stream's forerunner is dead, and so is our own to it
-        self._votes[node] += 1
-        try:
-            while True:
-                self._vote(node, encoding.decode_any(bytes(await stream.recv()), node))
-        finally:
-            self._votes[node] -= 1
 
     def _vote(self, node: str, message: Message | Record) -> None:
         match message:
@@ -188,7 +157,7 @@ class BootstrapNode:
             case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
                 self._events.put_nowait(paxos_events.Heard(node, message))
             case LogRequest(after=after):
-                self._send_log(self._links[node], after)
+                self._send_log(self._links.to[node], after)
             case _:
                 raise unexpected(node, "votes", message)
 
@@ -256,7 +225,7 @@ class BootstrapNode:
                 self._events.put_nowait(leader_events.Gone(peer))
                 self._emit(events.Gone(peer=peer))
             self._sessions.forget(self._ready)
-            known, there = self._directory.known, (self._ready, self._sessions.open, self._links)
+            known, there = self._directory.known, (self._ready, self._sessions.open, self._links.to)
             for peer in [p for p in known if not any(p in some for some in there)]:
                 self._directory.lost(peer)
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
@@ -335,9 +304,9 @@ class BootstrapNode:
                 case paxos_events.Save(vote):
                     await asyncio.to_thread(self.archive.save_vote, vote)
                 case paxos_events.Send(peer, message):
-                    self._links[peer].post(encoding.encode(message))
+                    self._links.to[peer].post(encoding.encode(message))
                 case paxos_events.SendLog(peer, after):
-                    self._send_log(self._links[peer], after)
+                    self._send_log(self._links.to[peer], after)
                 case paxos_events.Fetch(holders, part):
                     self._payloads.fetch(holders, part, holders[-1], self.leader.round)
                 case paxos_events.FetchList(holders, share):

@@ -161,6 +161,8 @@ class Swarm:
         self.inner_loop: Callable[..., InnerLoop] = self._noise
         """What a peer is given to train with."""
         self.disk = QuickDisk()
+        self.relay_bps = 0
+        """Bits a second that the bootstrap node relays, if it is set before the swarm begins."""
 
     async def _at_once(self, peer: str, round: int) -> None: ...
 
@@ -170,7 +172,7 @@ class Swarm:
         self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
         self.machine = BootstrapNode(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
-        self.node = asyncio.create_task(serve_bootstrap(self.machine, self.boot, emit))
+        self.node = asyncio.create_task(serve_bootstrap(self.machine, self.boot, emit, self.relay_bps))
         return self
 
     async def __aexit__(self, *_: object) -> None:

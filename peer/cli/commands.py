@@ -24,6 +24,7 @@ from peer.net.address import parse
 from peer.net.base import TransportLost
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
+from peer.net.relay import RelayedTransport
 from peer.node.open_run import (
     KEY,
     manifest_of,
@@ -58,9 +59,14 @@ def _raise_limits(emit: events.Emit) -> None:
         emit(events.Warning(text=too_low))
 
 
-async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peers: Sequence[str], json: bool) -> None:
+async def bootstrap(
+    path: Path, folder: Path, host: str, port: int, initial_peers: Sequence[str], relay_limit: str, json: bool
+) -> None:
     """`potluck bootstrap`."""
+    from peer.training.device import parse_rate
+
     manifest = read_manifest(path)
+    relay_bps = 0 if relay_limit.strip() == "0" else parse_rate(relay_limit)
     others = (*(address.partition("#")[0] for address in initial_peers), *manifest.hints.bootstrap)
     for address in others:
         parse(address)
@@ -84,7 +90,8 @@ async def bootstrap(path: Path, folder: Path, host: str, port: int, initial_peer
         _raise_limits(emit)
         transport = await start_transport(folder, host, port, manifest.run_id)
         try:
-            await serve_bootstrap(BootstrapNode(manifest, key, transport, archive, emit, others), transport, emit)
+            node = BootstrapNode(manifest, key, transport, archive, emit, others)
+            await serve_bootstrap(node, transport, emit, relay_bps)
         finally:
             await transport.aclose()
     finally:
@@ -152,6 +159,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                     manifest = await manifest_of(run, transport)
                     if run.manifest is None:
                         refuse_local_files(manifest, manifest.operators[0])
+                transport = await RelayedTransport.begin(transport, key, manifest.operators)
                 await Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories).run()
                 return
             except TransportLost as error:

@@ -81,11 +81,15 @@ def bootstrap(
         list[str] | None,
         typer.Option(help="Address of another bootstrap node of this run, as it prints it; may be repeated."),
     ] = None,
+    relay_limit: Annotated[
+        str,
+        typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing."),
+    ] = "100Mbps",
     json: Json = False,
 ) -> None:
     """Run a bootstrap node: entry point, log, matchmaker and archive of a run."""
 
-    _run(commands.bootstrap(manifest, dir, host, port, initial_peer or (), json))
+    _run(commands.bootstrap(manifest, dir, host, port, initial_peer or (), relay_limit, json))
 
 
 @app.command(

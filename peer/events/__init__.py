@@ -33,6 +33,7 @@ from peer.events.node import (
     Listening,
     Moved,
     Ready,
+    Relayed,
     RunFinished,
 )
 from peer.events.volunteer import (
@@ -90,6 +91,7 @@ __all__ = [
     "Offered",
     "Ready",
     "Recovered",
+    "Relayed",
     "Restored",
     "Role",
     "Round",
@@ -113,7 +115,7 @@ __all__ = [
 ]
 
 Body = (
-    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | RunFinished
+    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | RunFinished
     | Started | Measured | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
     | ShardRebuilt | Leaving | Finished | Warning
 )  # fmt: skip

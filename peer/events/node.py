@@ -140,6 +140,20 @@ class Diverged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Relayed:
+    """A bootstrap node has passed on, or refused to pass on, what peers send each other who cannot connect; once a minute."""
+
+    circuits: int
+    """Streams that go through it now."""
+    bytes: int
+    """What it has passed on since its start."""
+    bps: float
+    """Bits per second in the last minute."""
+    refused: int
+    """How often it has said no since its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leads:
     """A bootstrap node begins to lead the quorum, or no longer does."""
 

@@ -147,9 +147,13 @@ class Transport(Protocol):
     """One peer's access to the network. `lost` is set when it has failed for good (its daemon died)."""
 
     peer_id: str
-    addresses: tuple[str, ...]
     traffic: Traffic
     lost: asyncio.Event
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where others may reach us."""
+        ...
 
     async def serve(self, name: str, handler: Handler) -> None:
         """Lets others open streams under `name`."""

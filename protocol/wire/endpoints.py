@@ -35,6 +35,12 @@ BANDWIDTH = "potluck/bandwidth/1"
 ROSTER = "potluck/roster/1"
 """Call to a bootstrap node: Lookup or RosterRequest -> Roster of at most ROSTER_REPLY bytes."""
 
+RELAY = "potluck/relay/1"
+"""Stream to a relay: the peer that is meant, then what is passed on to it (protocol/wire/relaying.py)."""
+
+RELAYED = "potluck/relayed/1"
+"""Stream from a relay: what somebody else sends through it."""
+
 LOG_REPLY = 1024 * 1024
 ROSTER_REPLY = 512 * 1024
 MANIFEST_NAME = "manifest"

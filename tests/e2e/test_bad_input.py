@@ -96,6 +96,11 @@ def test_limits(option: str, value: str, tmp_path: Path, capsys: pytest.CaptureF
     assert not (tmp_path / "peer").exists()
 
 
+def test_relay_limit(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    boot = run_file.parent / "boot"
+    assert 'rate "fast"' in potluck(capsys, "bootstrap", run_file, "--dir", boot, "--relay-limit", "fast")
+
+
 def test_tokenizer_with_another_digest(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_file.parent / recipe.TOKENIZER).write_text("{}")
     line = potluck(capsys, "bootstrap", run_file, "--dir", run_file.parent / "boot")

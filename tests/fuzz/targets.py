@@ -45,12 +45,13 @@ from protocol.identity import Identity
 from protocol.rounds import handover, part_lists, validation
 from protocol.run import layout
 from protocol.run import manifest as manifests
-from protocol.wire import encoding, endpoints, framing, logfile, sealed
+from protocol.wire import encoding, endpoints, framing, logfile, relaying, sealed
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import DOMAIN, Commit, Part, Record, vote_body
 from protocol.wire.encoding import MessageError
 from protocol.wire.framing import FrameError, FrameReader
 from protocol.wire.handover import Handover, HandoverAnswer, Step
+from protocol.wire.noise import Handshake, NoiseError
 from protocol.wire.plan import Plan
 from protocol.wire.schema import SchemaError, build, packed, plain
 from protocol.wire.session import LogRequest
@@ -314,6 +315,73 @@ PIPE = [
         for i, form in enumerate(boundary_formats.FORMATS)
     ),
     b"\0" + chain_frames.Head(chain_frames.ABORT).pack() + KEY.peer_id.encode(),
+]
+
+# --- relayed streams
+
+
+def relay_words(raw: bytes) -> object:
+    """What a relay is asked, and what it answers."""
+    if raw[:1] == b"\0":
+        answer = relaying.answer_of(raw[1:])
+        check(answer in relaying.ANSWERS, "an answer that is none")
+        return answer
+    return type(relaying.ask_of(raw[1:]))
+
+
+def shaken(turns: int) -> tuple[Handshake, Handshake]:
+    """Two sides of a handshake after so many messages."""
+    both = [
+        Handshake(initiator=i == 0, static=bytes([i + 1] * 32), fresh=bytes([i + 3] * 32), prologue=b"fuzz")
+        for i in range(2)
+    ]
+    for turn in range(turns):
+        writer, other = both[turn % 2], both[(turn + 1) % 2]
+        other.read(writer.write(relaying.pack_hello(KEY, writer.own_static, "fuzz") if turn else b""))
+    return both[0], both[1]
+
+
+def handshake_message(raw: bytes) -> object:
+    """The first byte says which of the three messages comes."""
+    turn = (raw or b"\0")[0] % 3
+    reader = shaken(turn)[(turn + 1) % 2]
+    payload = reader.read(raw[1:])
+    if turn:
+        check(relaying.hello_of(payload, reader.their_static).peer == KEY.peer_id, "somebody else's name")
+    return turn
+
+
+def _handshake_messages() -> list[bytes]:
+    made = []
+    for turn in range(3):
+        writer = shaken(turn)[turn % 2]
+        made.append(bytes([turn]) + writer.write(relaying.pack_hello(KEY, writer.own_static, "fuzz") if turn else b""))
+    return made
+
+
+def relay_hello(raw: bytes) -> object:
+    """A proof of who is there; strangers can seal what they like."""
+    found = relaying.hello_of(raw, STATIC)
+    check(found.peer == KEY.peer_id and len(found.name) <= relaying.MAX_NAME, "not what was signed")
+    return found
+
+
+def sealed_record(raw: bytes) -> object:
+    """What an opened record says."""
+    kind, body = relaying.record_of(raw)
+    check(len(body) <= relaying.RECORD, "more than a record")
+    return kind
+
+
+STATIC = bytes(range(32))
+RELAY_WORDS = [
+    b"\1" + relaying.pack_ask(KEY.peer_id),
+    *(b"\0" + relaying.pack_answer(state) for state in relaying.ANSWERS),
+]
+SEALED_RECORDS = [
+    bytes([relaying.DATA]) + b"data",
+    bytes([relaying.CREDIT]) + relaying.credit(4096),
+    *(bytes([kind]) for kind in (relaying.PING, relaying.PONG, relaying.CLOSE)),
 ]
 
 # --- blobs
@@ -590,6 +658,10 @@ TARGETS = [
     Target("part_lists.unpack", part_lists.unpack, (part_lists.BadList,), [part_lists.pack(PARTS)], change_msgpack, 3),
     Target("sparse.decode", payload, (PayloadError,), _payloads(), change_bytes, 12),
     Target("pipeline frames", pipe, (chain_frames.NeighbourLost, quantize.BadTensor), PIPE, change_bytes, 8),
+    Target("relay words", relay_words, (FrameError,), RELAY_WORDS, change_msgpack, 4),
+    Target("relayed handshakes", handshake_message, (NoiseError, FrameError), _handshake_messages(), change_bytes, 2),
+    Target("relayed hellos", relay_hello, (FrameError,), [relaying.pack_hello(KEY, STATIC, "potluck/pipe/1")], change_msgpack, 3),
+    Target("relayed records", sealed_record, (FrameError,), SEALED_RECORDS, change_bytes, 4),
     Target("blob requests", blob_request, (RemoteError,), BLOB_REQUESTS, change_msgpack, 2),
     Target("blob replies", blob_reply, (RemoteError,), BLOB_REPLIES, change_blob_reply, 2),
     Target("log requests", call_request, (MessageError,), [encoding.encode(LogRequest(after=3))], change_msgpack, 4),

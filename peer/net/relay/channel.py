@@ -1,0 +1,289 @@
+"""One end of a relayed stream: bytes both ways in sealed records over a stream to the relay (protocol/wire/relaying.py).
+
+It stands where a socket does: `FrameStream` reads from `reader` and writes to the channel itself. At most WINDOW bytes are under way in
+one direction, for the receiver says how many more may come: that, and not its good will, bounds what an honest pair lets a relay hold.
+The receiver's window is always free, so signs of life are answered even when nobody reads: who gets no answer knows that
+the relay, or the way, is at fault, and not a reader that is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from peer.net.base import Closed, Stream
+from peer.net.stream import LINGER_SECONDS
+from protocol.errors import RemoteError
+from protocol.identity import short_peer
+from protocol.wire import relaying
+from protocol.wire.framing import FrameError
+from protocol.wire.noise import Cipher, NoiseError
+from protocol.wire.relaying import CLOSE, CREDIT, DATA, PING, PONG, RECORD, WINDOW
+
+CREDIT_STEP = WINDOW // 8
+"""Bytes that were read before more are asked for."""
+CHANGED, SILENT, GONE = (
+    "changed, dropped or repeated what was sent",
+    "passed nothing on",
+    "is gone, or the peer behind it",
+)
+LATE = "takes seconds to pass something on"
+"""What a relay is blamed for."""
+
+
+class RelayFault(Closed):
+    """A relayed stream is over because of its relay. `what`: CHANGED, GONE, LATE, or what begins with SILENT."""
+
+    def __init__(self, peer: str, relay: str, name: str, what: str) -> None:
+        text = f"stream {name} with {short_peer(peer)}: relay {short_peer(relay)} {what}; open it again"
+        super().__init__(peer, text)
+        self.relay = relay
+        self.what = what
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signs:
+    """Seconds: between two questions for a sign of life; after which a side that heard nothing gives up; that an answer may take before
+    another relay is preferred; and for which it goes on asking on a stream that carries nothing."""
+
+    ask: float = 5.0
+    silent: float = 15.0
+    late: float = 3.0
+    rest: float = 60.0
+
+
+SIGNS = Signs()
+
+
+class CreditedReader(asyncio.StreamReader):
+    """Says how many bytes were read."""
+
+    def __init__(self, taken: Callable[[int], None]) -> None:
+        super().__init__(limit=WINDOW)
+        self._taken = taken
+
+    async def read(self, n: int = -1) -> bytes:
+        data = await super().read(n)
+        self._taken(len(data))
+        return data
+
+
+class Channel:
+    """See the module's docstring. `carrier`: the stream to the relay, which nobody else uses; `ciphers`: for sending and for receiving;
+    `peer`, `name`: who is at the other end, and for what; `fault`: is told of what the relay did. The side that has `asks` asks for signs."""
+
+    def __init__(
+        self,
+        carrier: Stream,
+        ciphers: tuple[Cipher, Cipher],
+        peer: str,
+        name: str,
+        *,
+        fault: Callable[[RelayFault], None],
+        asks: bool,
+        signs: Signs = SIGNS,
+    ) -> None:
+        self.reader = CreditedReader(self._was_read)
+        self._carrier = carrier
+        self._seal, self._open = ciphers
+        self._peer, self._name = peer, name
+        self._told = fault
+        self._signs = signs
+        self._pending = bytearray()
+        self._may_send, self._may_come = WINDOW, WINDOW
+        self._to_credit = 0
+        self._owes_ping = self._owes_pong = False
+        self._error: Closed | None = None
+        self._sending = asyncio.Lock()
+        self._woken = asyncio.Event()  # credit came, or the end
+        self._to_say = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._used = self._loop.time()
+        self._asked: float | None = None  # when a sign was asked for that has not come
+        self._quiet = 0.0  # seconds of waking in which nothing came
+        self._hearing = asyncio.create_task(self._hear())
+        self._saying = asyncio.create_task(self._say())
+        self._ending: asyncio.Task[None] | None = None
+        self._watching = self._loop.call_later(self._signs.ask, self._watch) if asks else None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing of it is left."""
+        return self._ending is not None and self._ending.done()
+
+    # --- what FrameStream writes to
+
+    def write(self, data: bytes, /) -> None:
+        self._check()
+        if self._ending is not None:
+            raise ConnectionResetError
+        self._pending += data
+
+    async def drain(self) -> None:
+        while self._pending:
+            while not self._may_send:
+                self._check()
+                self._woken.clear()
+                await self._woken.wait()
+            size = min(len(self._pending), self._may_send, RECORD)
+            self._may_send -= size
+            piece = bytes(self._pending[:size])
+            del self._pending[:size]
+            await self._put(DATA, piece)
+
+    def close(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+
+    async def wait_closed(self) -> None:
+        if self._ending is not None:
+            await asyncio.shield(self._ending)
+
+    abort = close
+    """What is written is on its way or dropped with the stream; the other side is told that it is over, if it still hears."""
+
+    # --- records
+
+    async def _put(self, kind: int, body: bytes = b"") -> None:
+        async with self._sending:  # sealed in the order in which they go out
+            self._check()
+            if kind == DATA:
+                self._used = self._loop.time()
+            try:
+                await self._carrier.send(self._seal.seal(bytes([kind]) + body))
+            except RemoteError:
+                raise self._fail(GONE) from None
+
+    async def _hear(self) -> None:
+        """Takes what comes until the end."""
+        try:
+            while True:
+                kind, body = relaying.record_of(self._open.open(await self._carrier.recv(relaying.MAX_RECORD)))
+                self._quiet = 0.0
+                if kind == DATA:
+                    if len(body) > self._may_come:
+                        raise FrameError("more than it may")
+                    self._used = self._loop.time()
+                    self._may_come -= len(body)
+                    self.reader.feed_data(body)
+                elif kind == CREDIT:
+                    self._may_send += int.from_bytes(body, "big")
+                    if self._may_send > WINDOW:
+                        raise FrameError("more than it may")
+                    self._woken.set()
+                elif kind == PING:
+                    self._owes_pong = True
+                    self._to_say.set()
+                elif kind == PONG:
+                    self._answered()
+                elif kind == CLOSE:
+                    self._over(self._gone())
+                    with contextlib.suppress(RemoteError):
+                        await self._carrier.recv(0)  # its end
+                    return
+        except NoiseError:
+            self._fail(CHANGED)
+        except FrameError as error:
+            text = f"stream {self._name} with {short_peer(self._peer)}: it sent {error}; open it again"
+            self._over(Closed(self._peer, text), lost=True)
+            self.close()
+        except RemoteError:  # the stream to the relay is over
+            if self._ending is None:
+                self._fail(GONE)
+
+    async def _say(self) -> None:
+        """Gives credit and signs of life, and asks for them. In a task of its own: who hears must never wait until it can speak."""
+        with contextlib.suppress(RemoteError):
+            while True:
+                await self._to_say.wait()
+                self._to_say.clear()
+                if self._owes_ping:
+                    self._owes_ping, self._asked = False, self._loop.time()
+                    await self._put(PING)
+                if self._owes_pong:
+                    self._owes_pong = False
+                    await self._put(PONG)
+                if self._to_credit >= CREDIT_STEP:
+                    size, self._to_credit = self._to_credit, 0
+                    self._may_come += size
+                    await self._put(CREDIT, relaying.credit(size))
+
+    def _watch(self) -> None:
+        """Now and then: whether the other side is still to be heard. What counts is how often nothing was, not the time: when our own process
+        was stopped for a while, others are not to blame."""
+        if self._error is not None or self._ending is not None:
+            return
+        every = self._signs.ask / 2
+        if self._loop.time() - self._used > self._signs.rest:
+            self._quiet = 0.0  # nothing is expected
+        else:
+            self._quiet += every
+        if self._quiet >= self._signs.silent:
+            self._fail(f"{SILENT} for {self._signs.silent:g} s")
+        elif self._asked is None:
+            self._owes_ping = True
+            self._to_say.set()
+        self._watching = self._loop.call_later(every, self._watch)
+
+    def _answered(self) -> None:
+        """A sign has come. One that took long ends nothing, but the next stream should take another relay."""
+        if self._asked is not None and self._loop.time() - self._asked > self._signs.late:
+            self._told(RelayFault(self._peer, self._carrier.remote, self._name, LATE))
+        self._asked = None
+
+    def _was_read(self, size: int) -> None:
+        self._to_credit += size
+        if self._to_credit >= CREDIT_STEP:
+            self._to_say.set()
+
+    # --- the end
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _gone(self) -> Closed:
+        text = f"stream {self._name} with {short_peer(self._peer)}: the peer has closed it; open it again"
+        return Closed(self._peer, text)
+
+    def _fail(self, what: str) -> Closed:
+        """The relay is to blame; returns what is to be raised."""
+        if self._error is None:
+            fault = RelayFault(self._peer, self._carrier.remote, self._name, what)
+            self._over(fault, lost=True)
+            self._told(fault)
+            self.close()  # whoever waits to send waits no longer
+        assert self._error is not None
+        return self._error
+
+    def _over(self, error: Closed, *, lost: bool = False) -> None:
+        """Nothing more can be sent; whoever reads gets what came, unless it is lost."""
+        if self._error is not None:
+            return
+        self._error = error
+        if lost:
+            self.reader.set_exception(error)
+        else:
+            self.reader.feed_eof()
+        self._woken.set()
+
+    async def _end(self) -> None:
+        """Tells the other side, waits until it has heard, and closes the stream to the relay."""
+        try:
+            with contextlib.suppress(RemoteError, TimeoutError):
+                async with asyncio.timeout(LINGER_SECONDS):
+                    if self._error is None:
+                        await self._put(CLOSE)
+                    if not isinstance(self._error, RelayFault):
+                        await self._carrier.finish()
+                        await asyncio.wait({self._hearing})
+        finally:
+            self._over(self._gone())
+            if self._watching is not None:
+                self._watching.cancel()
+            self._hearing.cancel()
+            self._saying.cancel()
+            await asyncio.gather(self._hearing, self._saying, return_exceptions=True)
+            await self._carrier.close()

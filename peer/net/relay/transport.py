@@ -1,0 +1,234 @@
+"""A transport that reaches through relays whom it cannot reach itself, and is reached through them.
+
+Whoever uses it sees no difference: a relayed stream is a stream, with the peer at its other end as `remote`. Where a direct way
+is found, also later, new streams take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from peer.net.base import Handler, Stream, Timeout, Traffic, Transport, Unreachable
+from peer.net.relay.channel import SIGNS, Channel, Signs
+from peer.net.relay.dialling import PATIENCE, Patience, Relays, handshake
+from peer.net.stream import Endpoint, FrameStream
+from protocol.errors import RemoteError
+from protocol.identity import Identity, short_peer
+from protocol.wire import endpoints, relaying
+from protocol.wire.framing import FrameError
+from protocol.wire.noise import Cipher, NoiseError
+from protocol.wire.relaying import MAX_HELLO
+
+MOST_ACCEPTED = 256
+"""Streams through relays that others have open to us."""
+HANDSHAKE_SECONDS = 10.0
+NOT_SERVED = "does not serve"
+"""What transports say of a peer whom they have reached, and who has nothing under that name: no relay helps."""
+
+
+class Inside(Traffic):
+    """Counts frames of relayed streams under their names only: in total they are counted as what carries them."""
+
+    def __init__(self, outside: Traffic) -> None:
+        super().__init__(sent=outside.sent, received=outside.received)
+
+
+class RelayedTransport:
+    """See the module's docstring and peer.net.base.Transport. `relays()`: the peers through whom to reach others, and whose word we
+    take that somebody else wants us; they themselves are reached over `direct`. Made by `begin`."""
+
+    def __init__(
+        self,
+        direct: Transport,
+        own: Identity,
+        relays: Callable[[], Sequence[str]],
+        *,
+        patience: Patience = PATIENCE,
+        signs: Signs = SIGNS,
+    ) -> None:
+        self.peer_id = direct.peer_id
+        self.traffic = direct.traffic
+        self.lost = direct.lost
+        self.relays = Relays(own, direct, relays, patience=patience, signs=signs)
+        self._direct = direct
+        self._own = own
+        self._names = relays
+        self._patience = patience
+        self._signs = signs
+        self._handlers: dict[str, Handler] = {}
+        self._behind: dict[str, tuple[tuple[str, ...], float]] = {}  # peers behind relays: addresses, when dialled
+        self._inside = Endpoint()
+        self._inside.traffic = Inside(direct.traffic)
+        self._channels: set[Channel] = set()
+        self._accepted = 0
+
+    @classmethod
+    async def begin(cls, direct: Transport, own: Identity, relays: Sequence[str]) -> RelayedTransport:
+        """One through which others can reach us too. Raises TransportLost."""
+        made = cls(direct, own, lambda: relays)
+        await made.accept()
+        return made
+
+    async def accept(self) -> None:
+        """Lets others reach us through relays."""
+        await self._direct.serve(endpoints.RELAYED, self._answer)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._direct.addresses
+
+    def is_behind(self, peer: str) -> bool:
+        """Whether `peer` is reached through relays now."""
+        return peer in self._behind
+
+    # --- streams
+
+    async def serve(self, name: str, handler: Handler) -> None:
+        self._handlers[name] = handler
+        await self._direct.serve(name, handler)
+
+    async def open(self, peer: str, name: str, *, timeout: float) -> Stream:
+        why: RemoteError | None = None
+        try:
+            async with asyncio.timeout(timeout):
+                if peer not in self._behind:
+                    try:
+                        return await self._direct.open(peer, name, timeout=timeout)
+                    except (Unreachable, Timeout) as error:
+                        why = error
+                        if not self._may_relay(peer) or NOT_SERVED in str(error):
+                            raise
+                else:
+                    self._dial_again(peer)
+                return self._stream(await self.relays.open(peer, name), peer, name)
+        except TimeoutError:
+            raise why or Timeout(
+                peer, f"peer {short_peer(peer)}: no answer through relays within {timeout:g} s; try again"
+            ) from None
+        except Unreachable as error:
+            raise Unreachable(peer, f"{why}; {error}" if why else str(error)) from None
+
+    def _stream(self, channel: Channel, peer: str, name: str) -> FrameStream:
+        self._channels = {c for c in self._channels if not c.is_closed}
+        self._channels.add(channel)
+        return self._inside.stream(peer, name, channel.reader, channel, channel.abort)
+
+    def _may_relay(self, peer: str) -> bool:
+        names = self._names()
+        return peer != self.peer_id and peer not in names and bool(names)
+
+    async def _answer(self, stream: Stream) -> None:
+        """Somebody wants us, through a relay."""
+        relay = stream.remote
+        if relay not in self._names():
+            raise RemoteError(relay, f"relayed stream: {short_peer(relay)} is no relay of this run; it was closed")
+        if self._accepted >= MOST_ACCEPTED:
+            raise RemoteError(relay, f"relayed streams: {MOST_ACCEPTED} at once; it was closed")
+        self._accepted += 1
+        try:
+            shake = handshake(initiator=False, relay=relay)
+            try:
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    shake.read(await stream.recv(MAX_HELLO))
+                    await stream.send(shake.write(relaying.pack_hello(self._own, shake.own_static)))
+                    hello = relaying.hello_of(shake.read(await stream.recv(MAX_HELLO)), shake.their_static)
+            except (FrameError, NoiseError, TimeoutError):
+                raise RemoteError(
+                    relay, f"relayed stream of {short_peer(relay)}: no handshake; it was closed"
+                ) from None
+            await self._serve(stream, shake.ciphers, hello)
+        finally:
+            self._accepted -= 1
+
+    async def _serve(self, carrier: Stream, ciphers: tuple[Cipher, Cipher], hello: relaying.Hello) -> None:
+        blame = self.relays.blame
+        channel = Channel(carrier, ciphers, hello.peer, hello.name, fault=blame, asks=False, signs=self._signs)
+        try:
+            handler = self._handlers.get(hello.name)
+            if handler is not None:
+                await self._inside.run(handler, self._stream(channel, hello.peer, hello.name))
+        finally:
+            channel.close()
+            await channel.wait_closed()
+
+    # --- connections and the DHT
+
+    async def connect(self, addresses: Sequence[str], *, timeout: float) -> None:
+        peers = {address.rpartition("/p2p/")[2] for address in addresses}
+        peer = peers.pop() if len(peers) == 1 else ""
+        if not peer or not self._may_relay(peer):
+            return await self._direct.connect(addresses, timeout=timeout)
+        direct = self._dial(peer, addresses, timeout)
+        wait = 0.0 if peer in self._behind else self._patience.direct
+        done, _ = await asyncio.wait({direct}, timeout=wait)
+        if done and not isinstance(direct.exception(), RemoteError):
+            return direct.result()
+        through = asyncio.create_task(self.relays.reach(peer))
+        try:
+            async with asyncio.timeout(timeout):
+                await self._either(peer, tuple(addresses), direct, through)
+        except TimeoutError:
+            raise Timeout(peer, f"peer {short_peer(peer)}: not reached within {timeout:g} s; try again") from None
+        finally:
+            through.cancel()
+            await asyncio.gather(through, return_exceptions=True)
+
+    async def _either(
+        self, peer: str, addresses: tuple[str, ...], direct: asyncio.Task[None], through: asyncio.Task[None]
+    ) -> None:
+        """Returns when one of the two has reached `peer`. Raises RemoteError when both have failed."""
+        left = {direct, through}
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            if direct in done and direct.exception() is None:
+                return
+            if through in done and through.exception() is None:
+                self._behind[peer] = addresses, asyncio.get_running_loop().time()
+                if direct.done() and direct.exception() is None:
+                    del self._behind[peer]
+                return
+        self._behind.pop(peer, None)
+        why = [task.exception() for task in (direct, through)]
+        for error in why:
+            if error is not None and not isinstance(error, RemoteError):
+                raise error
+        raise Unreachable(peer, "; ".join(map(str, why)))
+
+    def _dial(self, peer: str, addresses: Sequence[str], timeout: float) -> asyncio.Task[None]:
+        """Tries the direct way, in the background; once it is found, new streams take it."""
+
+        def dialled(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is None:
+                self._behind.pop(peer, None)
+
+        task = asyncio.create_task(self._direct.connect(addresses, timeout=timeout))
+        self._inside.own(task)
+        task.add_done_callback(dialled)
+        return task
+
+    def _dial_again(self, peer: str) -> None:
+        addresses, when = self._behind[peer]
+        now = asyncio.get_running_loop().time()
+        if now - when > self._patience.again:
+            self._behind[peer] = addresses, now
+            self._dial(peer, addresses, 10.0)
+
+    async def look(self) -> bool:
+        return await self._direct.look()
+
+    def doubt(self, peer: str) -> None:
+        """Who is behind a relay is asked for signs of life on each stream anyhow (peer/net/relay/channel.py)."""
+        if peer not in self._behind:
+            self._direct.doubt(peer)
+
+    async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
+        return await self._direct.store(key, subkey, value, ttl=ttl)
+
+    async def get(self, key: str) -> dict[str, bytes]:
+        return await self._direct.get(key)
+
+    async def aclose(self) -> None:
+        await self._inside.shut()
+        await asyncio.gather(*(channel.wait_closed() for channel in self._channels))
+        await self._direct.aclose()
