@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from bootstrap.archive import Archive
+from bootstrap.bandwidth import Bandwidth
 from bootstrap.links import Links
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
@@ -118,6 +119,7 @@ class BootstrapNode:
         await self._links.serve()
         await serve_calls(self._transport, endpoints.LOG, self._log)
         await self._latency.serve()
+        await Bandwidth(self._clock).serve(self._transport)
         await serve_calls(self._transport, endpoints.ROSTER, self._who_is_there, limit=8192)
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:

@@ -9,14 +9,14 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
     """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
-    `up_limit_bps`: the most that chains and serving payloads and states may take; `store_bytes`: disk for payloads. None: no limit;
-    `trace`: a file for peer/chain/trace.py."""
+    None: measured; `up_limit_bps`: the most that chains and serving payloads and states may take; None: nine tenths of the uplink that
+    was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py."""
 
     folder: Path
     device: str = "cpu"
     memory_bytes: int
-    up_bps: int
-    down_bps: int
+    up_bps: int | None
+    down_bps: int | None
     up_limit_bps: int | None = None
     store_bytes: int | None = None
     threads: int = 1

@@ -1,4 +1,5 @@
-"""Emulated links for benchmarks and faults: one network namespace per peer, by the lab's script (`--netlab PATH/netlab.sh`, root)."""
+"""Emulated links for benchmarks and faults: one network namespace per peer, by the lab's script (`--netlab PATH/netlab.sh`, root). Tests
+find the script by the environment's POTLUCK_NETLAB."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from pathlib import Path
 CONGESTION_CONTROL = "cubic"
 """What home machines use. Some hosts' kernels default to bbr, which hides loss and paces short frames, and do not allow namespaces another."""
 
+
+SCRIPT = "POTLUCK_NETLAB"
+"""Names the lab's script."""
 
 Place = tuple[str, list[str]]
 """A peer's address, and what a command begins with that is to run where it lives."""
@@ -29,6 +33,18 @@ class Lab:
         """`set` (rate, loss, ..: see the script), `cut` or `heal` a peer's link."""
         command = f"{word} {_home(peer)} {values}"
         subprocess.run([self.script, "ctl", self.name, command], check=True, stdout=subprocess.DEVNULL)
+
+
+def missing() -> str:
+    """Why there can be no lab here, or nothing."""
+    script = os.environ.get(SCRIPT)
+    if not script:
+        return f"{SCRIPT} is not set: emulated links need the lab's script, netlab.sh"
+    if not Path(script).is_file():
+        return f"{SCRIPT}: {script} is no file"
+    if os.geteuid() != 0 or not Path("/dev/net/tun").exists():
+        return "emulated links need root and /dev/net/tun"
+    return ""
 
 
 @contextlib.contextmanager

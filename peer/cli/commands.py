@@ -108,8 +108,8 @@ class JoinOptions:
     port: int
     device: str
     memory: str
-    up: str
-    down: str
+    up: str | None
+    down: str | None
     up_limit: str | None
     store_limit: str
     threads: int
@@ -126,8 +126,8 @@ def _config(options: JoinOptions) -> JoinConfig:
         folder=options.folder,
         device=chosen,
         memory_bytes=resources.memory_budget(chosen) if memory == "auto" else resources.parse_size(memory),
-        up_bps=resources.parse_rate(options.up),
-        down_bps=resources.parse_rate(options.down),
+        up_bps=None if options.up is None else resources.parse_rate(options.up),
+        down_bps=None if options.down is None else resources.parse_rate(options.down),
         store_bytes=resources.parse_size(options.store_limit),
         up_limit_bps=None if options.up_limit is None else resources.parse_rate(options.up_limit),
         threads=options.threads,

@@ -94,7 +94,7 @@ def bootstrap(
 
 @app.command(
     help="Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
-    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB --up 20Mbps",
+    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
 )
 def join(
     context: typer.Context,
@@ -104,11 +104,16 @@ def join(
     port: Port = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto",
-    up: Annotated[str, typer.Option(help='Uplink to announce, such as "20Mbps".')] = "20Mbps",
-    down: Annotated[str, typer.Option(help='Downlink to announce, such as "100Mbps".')] = "100Mbps",
+    up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None,
+    down: Annotated[
+        str | None, typer.Option(help='Downlink to announce, such as "100Mbps" (default: measured).')
+    ] = None,
     up_limit: Annotated[
         str | None,
-        typer.Option(help='Most uplink that chains and serving others may take, such as "18Mbps" (default: no limit).'),
+        typer.Option(
+            help='Most uplink that chains and serving others may take, such as "18Mbps" (default: nine tenths of what was'
+            " measured; no limit with --up)."
+        ),
     ] = None,
     store_limit: Annotated[str, typer.Option(help="Disk for payloads that are kept for others.")] = "4GB",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2),

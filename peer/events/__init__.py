@@ -45,6 +45,7 @@ from peer.events.volunteer import (
     Finished,
     Leaving,
     Means,
+    Measured,
     Offered,
     Recovered,
     Restored,
@@ -85,6 +86,7 @@ __all__ = [
     "Leaving",
     "Listening",
     "Means",
+    "Measured",
     "Moved",
     "Offered",
     "Ready",
@@ -114,7 +116,7 @@ __all__ = [
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | RunFinished
-    | Started | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
+    | Started | Measured | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
     | ShardRebuilt | Leaving | Finished | Warning
 )  # fmt: skip
 """What may happen."""

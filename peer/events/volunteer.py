@@ -22,6 +22,26 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A peer has measured its internet line, or seen that it carries more or less than it had measured."""
+
+    up_bps: int
+    """What it sends, and announces."""
+    down_bps: int
+    """What it receives, and announces."""
+    by: str
+    """The bootstrap nodes, peer ids with spaces between, with which it was measured; or `transfers`: of payloads, states, chains."""
+    round_trip_ms: float | None = None
+    """Milliseconds to such a node and back; null for `transfers`."""
+    bytes_sent: int = 0
+    """That measuring took, without headers."""
+    bytes_received: int = 0
+    """That measuring took, without headers."""
+    seconds: float = 0.0
+    """That measuring took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """A peer begins a round's training."""
 

@@ -8,10 +8,11 @@ at the other side, so a dead peer is never mistaken for a finished one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,20 +74,38 @@ class ClockWrong(LocalError):
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes of frames, prefixes included, in total and per protocol name, since the start."""
+    """Bytes of frames, prefixes included, in total and per protocol name, since the start. `waiting`: how many sends wait until a peer reads,
+    by peer. `heard(peer, sent, received)` is called with all bytes, if somebody wants to know whose they are."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
+    waiting: Counter[str] = field(default_factory=Counter)
+    heard: Callable[[str, int, int], None] | None = None
 
-    def count_sent(self, name: str, size: int) -> None:
+    def count_sent(self, name: str, peer: str, size: int) -> None:
         self.bytes_sent += size
         self.sent[name] += size
+        if self.heard is not None:
+            self.heard(peer, size, 0)
 
-    def count_received(self, name: str, size: int) -> None:
+    def count_received(self, name: str, peer: str, size: int) -> None:
         self.bytes_received += size
         self.received[name] += size
+        if self.heard is not None:
+            self.heard(peer, 0, size)
+
+    @contextlib.contextmanager
+    def waits(self, peer: str) -> Iterator[None]:
+        """While a send waits until `peer` reads."""
+        self.waiting[peer] += 1
+        try:
+            yield
+        finally:
+            self.waiting[peer] -= 1
+            if not self.waiting[peer]:
+                del self.waiting[peer]
 
 
 class Stream(Protocol):
@@ -155,6 +174,10 @@ class Transport(Protocol):
     def doubt(self, peer: str) -> None:
         """Asks `peer` whether it is there. If it does not answer within seconds, or one of several connections may be dead, the
         connections to it end, and so do their streams."""
+
+    async def disconnect(self, peer: str) -> None:
+        """Ends the connections to `peer`, and so all streams: the next one begins with nothing that TCP has learned. Raises Timeout,
+        TransportLost."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         """Stores a signed value for `ttl` seconds; False if it was refused. Raises UsageError over MAX_RECORD or MAX_TTL,

@@ -165,15 +165,18 @@ class Directory:
         """Connects to `peer`, once, at the addresses it announced or that we began with. Raises RemoteError."""
         if peer in self._reached:
             return
-        addresses = [a for a in self._bootstrap if a.endswith(f"/p2p/{peer}")]
-        if peer not in self.known and not addresses:
+        if not self.addresses(peer):
             await self._find(peer)
-        if peer in self.known:
-            addresses += self.known[peer].addresses
+        addresses = self.addresses(peer)
         if not addresses:
             raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
         await self._transport.connect(addresses, timeout=10.0)
         self._reached.add(peer)
+
+    def addresses(self, peer: str) -> list[str]:
+        """Those that `peer` announced, as far as we know, or that we began with."""
+        announced = self.known[peer].addresses if peer in self.known else ()
+        return [*(a for a in self._bootstrap if a.endswith(f"/p2p/{peer}")), *announced]
 
     async def _find(self, peer: str) -> None:
         """Learns the announcement of `peer`, if anybody has it; those who want others meanwhile ask together. Raises RemoteError."""

@@ -108,6 +108,9 @@ class MemoryTransport(Endpoint):
             first.rpartition("/p2p/")[2], f"address {first}: nobody is there; check the address and that it runs"
         )
 
+    async def disconnect(self, peer: str) -> None:
+        """There is nothing to begin anew."""
+
     async def look(self) -> bool:
         self._check()
         before, self._seen = self._seen, self.addresses

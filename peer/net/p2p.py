@@ -166,6 +166,9 @@ class P2PTransport(Endpoint):
 
         await asyncio.gather(*(check(peer) for peer in set(peers)))
 
+    async def disconnect(self, peer: str) -> None:
+        await self.daemon.disconnect(peer)
+
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return await self.dht.store(key, subkey, value, ttl)
 

@@ -115,9 +115,10 @@ class FrameStream:
         pending.clear()  # what waits to be sent is in memory once: a node sends to a thousand at once
         self._writer.write(whole)
         del whole
-        self._traffic.count_sent(self.name, size)
+        self._traffic.count_sent(self.name, self.remote, size)
         self._flow.sent(size, asyncio.get_running_loop().time())
-        await self._writer.drain()
+        with self._traffic.waits(self.remote):
+            await self._writer.drain()
 
     async def recv(self, limit: int = MAX_FRAME, *, timeout: float | None = None) -> bytes:
         self._receiving = True
@@ -144,10 +145,10 @@ class FrameStream:
             except framing.Ended:
                 if not self._ended:
                     self._ended = True
-                    self._traffic.count_received(self.name, framing.PREFIX)
+                    self._traffic.count_received(self.name, self.remote, framing.PREFIX)
                 raise Ended(self.remote, f"stream {self.name} from {short_peer(self.remote)}: has ended") from None
             if frame is not None:
-                self._traffic.count_received(self.name, framing.PREFIX + len(frame))
+                self._traffic.count_received(self.name, self.remote, framing.PREFIX + len(frame))
                 return frame
             data = await self._reader.read(CHUNK)
             if not data:

@@ -1,4 +1,4 @@
-"""What a machine's uplink may carry: `potluck join --up-limit`."""
+"""What a machine's uplink may carry: `potluck join --up-limit`, or nine tenths of what was measured."""
 
 from __future__ import annotations
 
@@ -15,23 +15,32 @@ class Uplink:
     BURST_SECONDS = 0.02
 
     def __init__(self, bps: int | None = None) -> None:
-        self._bps = bps
-        self.piece = MAX_FRAME if bps is None else max(4096, int(bps / 8 * self.BURST_SECONDS))
+        self.limit(bps)
         self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
         self._free_at = float("-inf")
         self._pump: asyncio.Task[None] | None = None
 
+    def limit(self, bps: int | None) -> None:
+        """From now on so much; whoever waits goes on."""
+        self.bps = bps
+        self.piece = MAX_FRAME if bps is None else max(4096, int(bps / 8 * self.BURST_SECONDS))
+
+    @property
+    def holds(self) -> bool:
+        """Whether somebody waits for a turn: the limit is what keeps them from sending more."""
+        return bool(self._waiting)
+
     async def turn(self, peer: str, size: int) -> None:
         """Returns when `size` bytes may be sent to `peer`."""
-        if self._bps is None:
+        if self.bps is None:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(peer, deque()).append((size, future))
         if self._pump is None or self._pump.done():
-            self._pump = asyncio.create_task(self._run(self._bps))
+            self._pump = asyncio.create_task(self._run())
         await future
 
-    async def _run(self, bps: int) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
             if self._free_at > loop.time():
@@ -40,7 +49,8 @@ class Uplink:
             size, future = queue.popleft()
             if not future.cancelled():
                 granted = min(size, self.piece)
-                self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + 8 * granted / bps
+                seconds = 8 * granted / self.bps if self.bps is not None else 0.0
+                self._free_at = max(self._free_at, loop.time() - self.BURST_SECONDS) + seconds
                 if granted < size:
                     queue.appendleft((size - granted, future))
                 else:

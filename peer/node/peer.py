@@ -23,7 +23,7 @@ from peer.net.blobs import fetch_named
 from peer.net.clock import Clock
 from peer.net.directory import Directory
 from peer.net.latency import Latency
-from peer.net.uplink import Uplink
+from peer.net.line import Around, Given, Line
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
@@ -100,8 +100,8 @@ class Peer:
             peer=identity.peer_id,
             addresses=transport.addresses,
             memory_bytes=config.memory_bytes,
-            up_bps=config.up_bps,
-            down_bps=config.down_bps,
+            up_bps=config.up_bps or 0,
+            down_bps=config.down_bps or 0,
             device=config.device,
         )
         self._directory = Directory(
@@ -109,6 +109,7 @@ class Peer:
         )
         self._sessions = Sessions(self._directory, transport, emit)
         self._latency = Latency(transport, self._factories.clock, self._placed, random.Random(identity.peer_id))
+        self._line = self._make_line()
 
     async def run(self) -> None:
         """Until the run is over. Raises PotluckError."""
@@ -120,12 +121,14 @@ class Peer:
             )
         if memory.in_files(self.manifest, offered):
             self._storage.use_files()
+        if not self._line.is_given:
+            await self._line.measure()
+            self._carries()
         corpus = await self._factories.corpus(self.manifest, self._transport, self._storage)
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
-        uplink = Uplink(self._config.up_limit_bps)
-        pipes = Pipes(self._transport, self._directory.reach, self._directory.lost, uplink)
+        pipes = Pipes(self._transport, self._directory.reach, self._directory.lost, self._line.uplink)
         inner_loop = self._factories.inner_loop(
             self.manifest,
             self.identity.peer_id,
@@ -144,7 +147,7 @@ class Peer:
             reach=self._directory.reach,
             lost=self._directory.lost,
             peers=self._directory.peers,
-            uplink=uplink,
+            uplink=self._line.uplink,
         )
         self.rounds = rounds = self._make_rounds(exchange, inner_loop, restored)
         del restored  # it would keep this θ in memory as long as the run lasts
@@ -170,6 +173,22 @@ class Peer:
         digests = {s: rounds.outer.digest(s) for s in shards if s in rounds.outer.theta}
         self._emit(events.Finished(round=rounds.member.applied, digests=digests))
 
+    def _make_line(self) -> Line:
+        config = self._config
+        return Line(
+            Given(up_bps=config.up_bps, down_bps=config.down_bps, limit_bps=config.up_limit_bps),
+            Around(
+                transport=self._transport,
+                clock=self._factories.clock,
+                reach=self._directory.reach,
+                lost=self._directory.lost,
+                addresses=self._directory.addresses,
+                draw=random.Random(self.identity.peer_id),
+            ),
+            self.manifest.operators,
+            self._measured,
+        )
+
     def _make_rounds(self, exchange: Exchange, inner_loop: InnerLoop, restored: Checkpoint | None) -> Rounds:
         around = Surroundings(
             storage=self._storage,
@@ -180,7 +199,7 @@ class Peer:
             traffic=self._transport.traffic,
             clock=self._factories.clock,
             threads=self._config.threads,
-            up_bps=self._config.up_bps,
+            up_bps=self._line.up_bps,
             warm=memory.keeps_warm(self.manifest, self._config.memory_bytes),
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)
@@ -212,6 +231,8 @@ class Peer:
             asyncio.create_task(self._sessions.run(on_message, on_open)),
             asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
         ]
+        if not self._line.is_given:
+            background.append(asyncio.create_task(self._line.run()))
         try:
             await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
             for task in (work, *background):
@@ -234,6 +255,16 @@ class Peer:
 
     def _placed(self, coordinates: tuple[float, ...]) -> None:
         self._directory.update(coordinates=coordinates)
+
+    def _measured(self, body: events.Body) -> None:
+        self._emit(body)
+        self._carries()
+
+    def _carries(self) -> None:
+        """Announces what our line carries."""
+        self._directory.update(up_bps=self._line.up_bps, down_bps=self._line.down_bps)
+        if self.rounds is not None:
+            self.rounds.set_uplink(self._line.up_bps)
 
     def _warn(self, text: str) -> None:
         self._emit(events.Warning(text=text))

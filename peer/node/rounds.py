@@ -116,6 +116,10 @@ class Rounds:
         """Hands an event to the machine."""
         self._events.put_nowait(event)
 
+    def set_uplink(self, bps: int) -> None:
+        """From now on offers are taken to leave with so many bits a second."""
+        self.member.up_bps = bps
+
     def prefetch(self, offered: Offered) -> None:
         """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold, or soon will."""
         held = tuple(dict.fromkeys((*self.outer.theta, *self._warm_up.shards)))
@@ -174,7 +178,7 @@ class Rounds:
                 await self._work(self.outer.accumulate, shard, self._around.inner_loop.displacement(shard))
             await self._feedback.changed_between()
         self._emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
-        await self._giving.leave(plan, self._around.up_bps, handover.LEAVE_SECONDS)
+        await self._giving.leave(plan, self.member.up_bps, handover.LEAVE_SECONDS)
 
     async def _tick(self) -> None:
         while True:

@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO, assert_never
 
 from peer import events
 from peer.events import Event, Sink
-from peer.ui.text import blocks, called, clean, clock, count, mean_loss, readable, size
+from peer.ui.text import blocks, called, clean, clock, count, mean_loss, rate, readable, size
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
 """How a line begins, by its level."""
@@ -76,6 +76,8 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return []  # everybody's, after every round; the quorum's own affair; a way that ends in `round`
         case events.Started() | events.Role() | events.Step() | events.Chain() | events.Announced() | events.Offered():
             return []  # every peer's, in every round: the screen's table shows them
+        case events.Measured():
+            return []  # the node says it again, when it says that the peer is ready
         case events.Round() | events.Finished() | events.ChainFailed():
             return []  # likewise; a failure of a chain is in what the node decides about it
         case never:
@@ -87,6 +89,11 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
     match event.body:
         case events.Started() as s:
             return [Said("info", f"{called(s.peer, names)} is here: {clean(s.device, 12)}, {size(s.memory_bytes)}")]
+        case events.Measured(round_trip_ms=trip) as m:
+            line = f"{rate(m.up_bps)} up, {rate(m.down_bps)} down"
+            return [
+                Said("info", f"measured: {line}, {trip:.0f} ms" if trip is not None else f"the line carries {line}")
+            ]
         case events.Role(role="full", round=round):
             return [Said("info", f"round {round}: trains as a full replica")]
         case events.Role() as role:

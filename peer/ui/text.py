@@ -63,6 +63,13 @@ def size(n: float) -> str:
     return f"{n:.1f} TB"
 
 
+def rate(bps: int) -> str:
+    """Bits a second."""
+    if bps < 995_000:
+        return f"{bps / 1e3:.0f} kb/s"
+    return f"{bps / 1e6:.3g} Mb/s" if bps < 995_000_000 else f"{bps / 1e9:.3g} Gb/s"
+
+
 def duration(seconds: float) -> str:
     """`45 s`, `2:05 min`, `3:20 h`, `4.5 days`."""
     if seconds < 60:

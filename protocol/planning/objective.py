@@ -46,7 +46,7 @@ PUNCHED = 0.7
 """How often a hole can be punched between two home routers: 4.4 million attempts (arXiv:2510.27500)."""
 USUAL_FLOPS = 1e12
 USUAL_BPS = 20e6
-"""`potluck join`'s default uplink."""
+"""A home's uplink."""
 USUAL_LATENCY = 0.025
 TOLERANCE = 0.01
 """A wider rank is taken where it costs at most this share of the rate: it learns better (docs/results/learning.md)."""

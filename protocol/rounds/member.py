@@ -143,7 +143,7 @@ class Member:
         self._order: TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
-        self._up_bps = up_bps
+        self.up_bps = up_bps
         self._began = self._trained_at = self._lead = 0.0
         self._ends = self._late = 0.0
 
@@ -246,7 +246,7 @@ class Member:
     def _encoded(self, offer: Offer | None, now: float) -> list[Effect]:
         if offer is None:
             return self.position.step(UpdateEncoded, Phase.WAITING)
-        self._lead = now - self._trained_at + upload_seconds(offer, self._up_bps)
+        self._lead = now - self._trained_at + upload_seconds(offer, self.up_bps)
         self._pending = offer
         effects: list[Effect] = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
         assert self._order is not None

@@ -29,6 +29,9 @@ PIPE = "potluck/pipe/1"
 PING = "potluck/ping/1"
 """Stream: empty frames, each answered with the place of who is called; see peer/net/latency.py."""
 
+BANDWIDTH = "potluck/bandwidth/1"
+"""Stream, peer to bootstrap node: bytes both ways, as many as the peer asks for; see peer/net/bandwidth.py."""
+
 ROSTER = "potluck/roster/1"
 """Call to a bootstrap node: Lookup or RosterRequest -> Roster of at most ROSTER_REPLY bytes."""
 

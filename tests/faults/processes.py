@@ -64,6 +64,8 @@ class Swarm:
         self.memory = memory or {}
         self.options: dict[str, list[str]] = {}
         """More of a peer's options, by its name."""
+        self.measures: set[str] = set()
+        """Peers that measure their lines."""
         self.places = places or {}
         self.manifest = manifest
         self.file = folder / "run.toml"
@@ -98,6 +100,7 @@ class Swarm:
         else:
             whole = memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
             offer = ["--device", "cpu", "--memory", self.memory.get(name, whole), "--threads", 1]
+            offer += [] if name in self.measures else ["--up", "20Mbps", "--down", "100Mbps"]
             arguments = ["join", self.addresses[0], *common, *offer, *self.options.get(name, [])]
         with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
             self.running[name] = subprocess.Popen(

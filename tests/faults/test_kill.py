@@ -75,7 +75,8 @@ class Swarm:
         ready = self.event("bootstrap", lambda e: e.kind == "ready" and e.fields["peer"] == self.victim, "readiness")
         self.again = swarms.potluck(
             "join", address, "--dir", self.folder, "--host", "127.0.0.1", "--device", "cpu",
-            "--memory", ready.fields["memory_bytes"], "--up", f"{ready.fields['up_bps']}bps", "--threads", 1, "--json",
+            "--memory", ready.fields["memory_bytes"], "--up", f"{ready.fields['up_bps']}bps",
+            "--down", f"{ready.fields['down_bps']}bps", "--threads", 1, "--json",
         )  # fmt: skip
 
     def ends_well(self) -> dict[str, Any]:

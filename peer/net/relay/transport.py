@@ -222,6 +222,9 @@ class RelayedTransport:
         if peer not in self._behind:
             self._direct.doubt(peer)
 
+    async def disconnect(self, peer: str) -> None:
+        await self._direct.disconnect(peer)
+
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return await self._direct.store(key, subkey, value, ttl=ttl)
 

@@ -1,0 +1,206 @@
+"""Measures what our internet line carries, each way, against a bootstrap node (bootstrap/bandwidth.py answers).
+
+    -> at least HEAD bytes: how many bytes are wanted, big-endian; what follows is thrown away
+    <- so many bytes
+
+Each way is measured for itself, over as many streams as a chain's pipe has, and at the receiver: what we get when it comes, what we
+send when the empty answer to it comes. How much is under way follows from what came in the last round trip, so a slow line costs little;
+we ask for every byte, so that nobody can send us more. A node that is busy ends the stream without an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peer.net.arrivals import Arrivals
+from peer.net.base import Ended, Stream, Transport
+from peer.net.clock import Clock
+from peer.net.striped_stream import STRIPES
+from protocol.errors import RemoteError
+from protocol.identity import short_peer
+from protocol.wire import endpoints
+
+HEAD = 4
+PIECE = 64 * 1024
+"""Bytes asked for, or sent, at once, at most."""
+WAY_BYTES = 15_000_000
+"""Most bytes of one way: less than 16 MB with all headers."""
+PINGS = 8
+UNDER_WAY = (32 * 1024, 16 * 1024 * 1024)
+"""Least and most bytes under way."""
+AHEAD = 2.0
+"""Times what came in the last round trip is under way: TCP doubles its window in one. More would only fill the router's queue."""
+GRAIN_SECONDS = 0.02
+"""Added to the round trip: what the machines at both ends take."""
+GOODPUT = 0.95
+"""Of a line's rate is left for us: the rest are headers."""
+BOUNDS_BPS = (64_000, 10**10)
+"""What we believe of a line, whatever was measured."""
+
+_PADDING = bytes(PIECE)
+
+
+class Busy(RemoteError):
+    """The node measures with others now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Seconds: a node that answers nothing for `answer` is left; what came of one way in `way` has to do."""
+
+    answer: float = 5.0
+    way: float = 5.0
+
+
+PATIENCE = Patience()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found of one way: the line's rate, seconds there and back, and the bytes that it took."""
+
+    bps: int
+    trip: float
+    bytes: int
+
+
+def line_bps(goodput: float) -> int:
+    """The rate of a line that carries so many bytes of ours a second."""
+    least, most = BOUNDS_BPS
+    return round(min(max(8 * goodput / GOODPUT, least), most))
+
+
+async def measure(
+    transport: Transport,
+    node: str,
+    clock: Clock,
+    *,
+    up: bool,
+    most: int = WAY_BYTES,
+    patience: Patience = PATIENCE,
+) -> Measured:
+    """Measures one way with at most so many bytes: `up` to the node, else from it. Raises Busy, RemoteError, TransportLost."""
+    first = await transport.open(node, endpoints.BANDWIDTH, timeout=patience.answer)
+    streams = [first]
+    try:
+        trip = await _trip(first, clock, patience.answer)
+        opening = [transport.open(node, endpoints.BANDWIDTH, timeout=patience.answer) for _ in range(STRIPES)]
+        opened = await asyncio.gather(*opening, return_exceptions=True)
+        streams += [stream for stream in opened if not isinstance(stream, BaseException)]
+        for stream in opened:
+            if isinstance(stream, BaseException):
+                raise stream
+        way = _Way(streams[1:], clock, trip, up, most, patience)
+        await way.run()
+        if way.is_over:
+            with contextlib.suppress(RemoteError):  # all that we wanted is here
+                await asyncio.gather(*(stream.finish() for stream in streams))
+    finally:
+        await asyncio.gather(*(stream.close() for stream in streams))
+    rate, came = way.arrivals.rate, way.arrivals.total
+    if rate is None:
+        raise RemoteError(node, f"bandwidth by {short_peer(node)}: only {came} bytes came in {patience.way:g} s")
+    return Measured(bps=line_bps(rate), trip=trip, bytes=came)
+
+
+async def _trip(stream: Stream, clock: Clock, timeout: float) -> float:
+    """Seconds there and back; the quickest counts, the others met a busy machine."""
+    quickest = float("inf")
+    for _ in range(PINGS):
+        began = clock.steady()
+        try:
+            await stream.send(bytes(HEAD), timeout=timeout)
+            await stream.recv(0, timeout=timeout)
+        except Ended:
+            raise Busy(stream.remote, f"bandwidth by {short_peer(stream.remote)}: it is busy with others") from None
+        quickest = min(quickest, clock.steady() - began)
+    return quickest
+
+
+class _Lane:
+    """One stream of a way. `to_ask`: sizes that are yet to be asked for; `asked`: those that are yet to be answered."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.to_ask: asyncio.Queue[int] = asyncio.Queue()
+        self.asked: asyncio.Queue[int] = asyncio.Queue()
+        self.under_way = 0
+
+
+class _Way:
+    """One direction, over all streams at once."""
+
+    def __init__(
+        self, streams: Sequence[Stream], clock: Clock, trip: float, up: bool, most: int, patience: Patience
+    ) -> None:
+        self.arrivals = Arrivals(clock.steady(), trip)
+        self._lanes = [_Lane(stream) for stream in streams]
+        self._clock = clock
+        self._span = trip + GRAIN_SECONDS
+        self._up = up
+        self._patience = patience
+        self._left = most
+        self._under_way = 0
+        self._window = UNDER_WAY[0]
+        self._came = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is under way, and no more is needed or allowed."""
+        return not self._under_way and (self.arrivals.steady or self._left <= 0)
+
+    async def run(self) -> None:
+        """Until the rate is steady, all bytes are spent, or the time is over. Raises RemoteError, TransportLost."""
+        tasks = [asyncio.create_task(self._pump())]
+        for lane in self._lanes:
+            tasks += [asyncio.create_task(self._ask(lane)), asyncio.create_task(self._take(lane))]
+        try:
+            done, _ = await asyncio.wait(tasks, timeout=self._patience.way, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _pump(self) -> None:
+        """Keeps as much under way as the line is likely to hold."""
+        while not self.is_over:
+            least, most = UNDER_WAY
+            self._window = max(self._window, min(most, round(AHEAD * self._span * self.arrivals.recent(self._span))))
+            piece = max(least // len(self._lanes), min(PIECE, self._window // len(self._lanes)))
+            while self._left > 0 and self._under_way + piece <= self._window and not self.arrivals.steady:
+                lane = min(self._lanes, key=lambda lane: lane.under_way)
+                size = min(piece, self._left)
+                lane.to_ask.put_nowait(size)
+                lane.under_way += size
+                self._under_way += size
+                self._left -= size
+            self._came.clear()
+            await self._came.wait()
+
+    async def _ask(self, lane: _Lane) -> None:
+        while True:
+            size = await lane.to_ask.get()
+            lane.asked.put_nowait(size)
+            if self._up:
+                await lane.stream.send(bytes(HEAD), memoryview(_PADDING)[:size], timeout=self._patience.answer)
+            else:
+                await lane.stream.send(size.to_bytes(HEAD, "big"), timeout=self._patience.answer)
+
+    async def _take(self, lane: _Lane) -> None:
+        while True:
+            size = await lane.asked.get()
+            wanted = 0 if self._up else size
+            answer = await lane.stream.recv(wanted, timeout=self._patience.answer)
+            if len(answer) != wanted:
+                node = lane.stream.remote
+                text = f"bandwidth by {short_peer(node)}: {len(answer)} bytes came where {wanted} were asked for"
+                raise RemoteError(node, text)
+            self.arrivals.add(self._clock.steady(), size)
+            lane.under_way -= size
+            self._under_way -= size
+            self._came.set()

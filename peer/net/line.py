@@ -1,0 +1,234 @@
+"""What our internet line carries: as the user said, as measured at the start (bandwidth.py), and as real transfers show (transfers.py).
+
+The most that we send follows: nine tenths of what the uplink was measured to carry, unless the user said what either is. What
+passes between us and peers behind the same router says nothing of the line, and does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from peer import events
+from peer.net import bandwidth
+from peer.net.bandwidth import Busy, Measured
+from peer.net.base import Transport
+from peer.net.clock import Clock
+from peer.net.transfers import Second, Transfers
+from peer.net.uplink import Uplink
+from protocol.errors import RemoteError
+
+START_SECONDS = 20.0
+"""A start does not wait longer for all probes together."""
+RETRY_SECONDS = 2.0
+LATER_SECONDS = 120.0
+"""Between the probes of a line that could not be measured at the start."""
+SAMPLE_SECONDS = 1.0
+USED = 0.9
+"""Of the uplink: a sender that uses no more does not overrun its router's queue (docs/adr/0013)."""
+USUAL_BPS = {True: 10_000_000, False: 50_000_000}
+"""Up and down, where nothing was measured: less than most lines have."""
+NODES = 2
+"""Are asked about a way that is slower than that: it may be the first one's line."""
+_LOCAL = [
+    ipaddress.ip_network(network)
+    for network in (
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+        *("192.168.0.0/16", "::/8", "fc00::/7", "fe80::/10"),
+    )
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What the user said of the line, in bits a second; None: nothing."""
+
+    up_bps: int | None
+    down_bps: int | None
+    limit_bps: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Around:
+    """What a line is measured with. `reach(peer)` connects to a peer, `lost(peer)` forgets that we did; `addresses(peer)`: where
+    it says it is; `draw` shares peers out among the nodes."""
+
+    transport: Transport
+    clock: Clock
+    reach: Callable[[str], Awaitable[None]]
+    lost: Callable[[str], None]
+    addresses: Callable[[str], Sequence[str]]
+    draw: random.Random
+
+
+class Line:
+    """One per peer. `tell(event)` hears of every change. `up_bps`, `down_bps`: bits a second, 0 before `measure`."""
+
+    def __init__(self, given: Given, around: Around, nodes: Sequence[str], tell: Callable[[events.Body], None]) -> None:
+        self.up_bps = given.up_bps or 0
+        self.down_bps = given.down_bps or 0
+        self.uplink = Uplink(given.limit_bps)
+        self._given = given
+        self._around = around
+        self._nodes = list(nodes)
+        self._tell = tell
+        self._missing = [up for up, bps in ((False, given.down_bps), (True, given.up_bps)) if bps is None]
+        self._transfers: Transfers | None = None
+        self._found: dict[bool, tuple[str, Measured]] = {}
+        self._used: set[str] = set()
+        self._passed: dict[str, list[int]] = {}
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the user said all of it, so that there is nothing to measure."""
+        return self._given.up_bps is not None and self._given.down_bps is not None
+
+    # --- measuring
+
+    async def measure(self) -> None:
+        """Measures what was not given; takes START_SECONDS at most. What cannot be measured is taken to be USUAL_BPS. Raises TransportLost."""
+        began, why = self._around.clock.steady(), "no node answered in time"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_SECONDS):
+                while self._missing:
+                    try:
+                        await self._measure(fresh=True)
+                    except Busy as error:
+                        why = str(error)
+                        await asyncio.sleep(RETRY_SECONDS * self._around.draw.uniform(0.5, 1.5))
+                    except RemoteError as error:
+                        why = str(error)
+                        break
+        for up in self._missing:
+            self._set(up, USUAL_BPS[up])
+        self._report(began)
+        if self._missing:
+            usual = " and ".join(f"{USUAL_BPS[up] / 1e6:g} Mb/s {'up' if up else 'down'}" for up in self._missing)
+            text = f"bandwidth: not measured ({why}); {usual} are announced; to say what the line has, give --up and --down"
+            self._tell(events.Warning(text=text))
+
+    async def _measure(self, *, fresh: bool) -> None:
+        """Measures every way that is missing. `fresh`: over connections that have carried nothing, since what fills one way's queue makes
+        TCP careful in the other, for good; else the line is in use, and may have more than was found. Raises Busy, RemoteError, TransportLost."""
+        for up in list(self._missing):
+            node, found = await self._ask(up, fresh)
+            self._found[up] = node, found
+            self._set(up, found.bps if fresh else max(found.bps, self.up_bps if up else self.down_bps))
+            self._missing.remove(up)
+            self._follow()
+
+    def _report(self, began: float) -> None:
+        """Tells what was measured since then, if anything."""
+        if self._found:
+            sent, received = ([m.bytes for way, (_, m) in self._found.items() if way is up] for up in (True, False))
+            self._tell(
+                events.Measured(
+                    up_bps=self.up_bps,
+                    down_bps=self.down_bps,
+                    by=" ".join(dict.fromkeys(node for node, _ in self._found.values())),
+                    round_trip_ms=round(1000 * min(m.trip for _, m in self._found.values()), 1),
+                    bytes_sent=sum(sent),
+                    bytes_received=sum(received),
+                    seconds=round(self._around.clock.steady() - began, 3),
+                )
+            )
+        self._found.clear()
+
+    async def _ask(self, up: bool, fresh: bool) -> tuple[str, Measured]:
+        """The best that one of the nodes finds of one way, and who. Raises Busy, RemoteError, TransportLost."""
+        nodes = [node for node in self._nodes if node != self._around.transport.peer_id]
+        self._around.draw.shuffle(nodes)
+        best: tuple[str, Measured] | None = None
+        last: RemoteError | None = None
+        left = bandwidth.WAY_BYTES
+        for asked, node in enumerate(nodes):
+            try:
+                if fresh and node in self._used:
+                    await self._around.transport.disconnect(node)
+                    self._around.lost(node)
+                self._used.add(node)
+                await self._around.reach(node)
+                found = await bandwidth.measure(self._around.transport, node, self._around.clock, up=up, most=left)
+            except RemoteError as error:
+                last = last if isinstance(last, Busy) else error
+                continue
+            left -= found.bytes
+            if best is None or found.bps > best[1].bps:
+                best = node, found
+            if found.bps >= USUAL_BPS[up] or asked + 1 >= NODES:
+                break
+        if best is None:
+            raise last or RemoteError("nobody", "there is no node to measure it with")
+        return best
+
+    def _set(self, up: bool, bps: int) -> None:
+        if up:
+            self.up_bps = bps
+        else:
+            self.down_bps = bps
+
+    def _follow(self) -> None:
+        """The limit follows the uplink that was measured."""
+        measured = self._given.up_bps is None and True not in self._missing
+        if measured and self._given.limit_bps is None:
+            self.uplink.limit(round(USED * self.up_bps))
+
+    # --- later
+
+    async def run(self) -> None:
+        """Learns from what passes, and measures later what could not be measured. Never returns. Raises TransportLost."""
+        self._around.transport.traffic.heard = self._hear
+        self._begin()
+        tried = self._around.clock.steady()
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            now = self._around.clock.steady()
+            if self._missing and now - tried > LATER_SECONDS:
+                tried = now
+                with contextlib.suppress(RemoteError):
+                    await self._measure(fresh=False)
+                self._report(now)
+                self._begin()
+            self._sample(now)
+
+    def _begin(self) -> None:
+        up = None if self._given.up_bps is not None else self.up_bps
+        down = None if self._given.down_bps is not None else self.down_bps
+        self._transfers = Transfers(up, down)
+
+    def _hear(self, peer: str, sent: int, received: int) -> None:
+        passed = self._passed.setdefault(peer, [0, 0])
+        passed[0] += sent
+        passed[1] += received
+
+    def _sample(self, now: float) -> None:
+        assert self._transfers is not None
+        waiting = sum(1 for peer in self._around.transport.traffic.waiting if self._is_elsewhere(peer))
+        counted = [passed for peer, passed in self._passed.items() if self._is_elsewhere(peer)]
+        second = Second(sum(p[0] for p in counted), sum(p[1] for p in counted), waiting, self.uplink.holds)
+        self._passed.clear()
+        if self._transfers.take(now, second):
+            self.up_bps = self._transfers.up_bps or self.up_bps
+            self.down_bps = self._transfers.down_bps or self.down_bps
+            self._follow()
+            self._tell(events.Measured(up_bps=self.up_bps, down_bps=self.down_bps, by="transfers"))
+
+    def _is_elsewhere(self, peer: str) -> bool:
+        """Whether what passes between us and `peer` passes our line, for all we know."""
+        ours = {_host(address) for address in self._around.transport.addresses}
+        return any(_is_public(host) and host not in ours for host in map(_host, self._around.addresses(peer)))
+
+
+def _host(address: str) -> str:
+    return address.split("/")[2] if address.count("/") > 2 else ""
+
+
+def _is_public(host: str) -> bool:
+    try:
+        return not any(ipaddress.ip_address(host) in network for network in _LOCAL)
+    except ValueError:
+        return False

@@ -1,0 +1,571 @@
+"""What a line carries is measured well on lines of many kinds, costs little on slow ones, and no node can make it nonsense or
+hang; a node bounds what it gives. Over streams in memory, on a virtual clock."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from bootstrap import bandwidth as served
+from bootstrap.bandwidth import Bandwidth, Bounds
+from peer import events
+from peer.net import bandwidth, line
+from peer.net.arrivals import Arrivals
+from peer.net.bandwidth import BOUNDS_BPS, HEAD, PATIENCE, PIECE, WAY_BYTES, Busy, measure
+from peer.net.base import Closed, Ended, Handler, Stream
+from peer.net.clock import Clock
+from peer.net.line import LATER_SECONDS, Around, Given, Line
+from peer.net.memory import IN_FLIGHT, MemoryNetwork, MemoryTransport, Pipe
+from peer.net.stream import FrameStream
+from protocol.errors import RemoteError
+from protocol.wire import endpoints
+from tests.sim.loop import VirtualLoop
+
+MBPS = 1e6
+FIRST_WINDOW = 14_480
+"""Bytes that TCP sends before anything is acknowledged."""
+
+
+class Way:
+    """One direction of a line: `bps`, and a window that doubles once a round trip, as TCP's does at first."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, bps: float, trip: float) -> None:
+        self.bytes = 0
+        self._loop, self._bps, self._trip = loop, bps, trip
+        self._began: float | None = None
+        self._free = 0.0
+
+    def sent(self, size: int) -> float:
+        """When so many bytes that are sent now are at the other side."""
+        now = self._loop.time()
+        self._began = now if self._began is None else self._began
+        self.bytes += size
+        trips = max(self._free, now) - self._began
+        window = 8 * FIRST_WINDOW / self._trip * 2 ** min(trips / self._trip, 40)
+        self._free = max(self._free, now) + 8 * size * bandwidth.GOODPUT**-1 / min(self._bps, window)
+        return self._free + self._trip / 2
+
+
+class ShapedPipe(Pipe):
+    """A direction of a stream; all that go the same way share the line."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, way: Way) -> None:
+        super().__init__(loop)
+        self._loop, self._way, self._last = loop, way, 0.0
+        self._under_way, self._less = 0, asyncio.Event()
+
+    def carry(self, data: bytes) -> None:
+        self._last = self._way.sent(len(data))
+        self._under_way += len(data)
+        self._loop.call_at(self._last, self._arrive, data)
+
+    def _arrive(self, data: bytes) -> None:
+        self._under_way -= len(data)
+        self._less.set()
+        self.reader.feed_data(data)
+
+    async def drain(self) -> None:
+        await super().drain()
+        while self._under_way > IN_FLIGHT:
+            self._less.clear()
+            await self._less.wait()
+
+    def end(self) -> None:
+        self._loop.call_at(max(self._last, self._loop.time()) + 1e-9, self.reader.feed_eof)
+
+
+class Shaped(MemoryNetwork):
+    """Home's line is `up` and `down` bits a second, `trip` seconds there and back; nobody else's has a limit."""
+
+    def __init__(self, up: float, down: float, trip: float = 0.04) -> None:
+        super().__init__()
+        loop = asyncio.get_running_loop()
+        self.up, self.down = Way(loop, up, trip), Way(loop, down, trip)
+
+    def pipe(self, loop: asyncio.AbstractEventLoop, sender: str, receiver: str, name: str) -> Pipe:
+        return ShapedPipe(loop, self.up if sender == "home" else self.down)
+
+
+def virtually(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
+        runner.run(work)
+
+
+def clock() -> Clock:
+    loop = asyncio.get_running_loop()
+    return Clock(steady=loop.time, wall=loop.time)
+
+
+async def at_home(network: MemoryNetwork, **nodes: Handler | None) -> MemoryTransport:
+    """Home's transport; `nodes`: how each answers, None: as it should."""
+    for name, handler in nodes.items():
+        node = network.transport(name)
+        if handler is None:
+            await Bandwidth(clock()).serve(node)
+        else:
+            await node.serve(endpoints.BANDWIDTH, handler)
+    return network.transport("home")
+
+
+class Heard:
+    """What a line tells."""
+
+    def __init__(self) -> None:
+        self.told: list[events.Body] = []
+
+    @property
+    def measured(self) -> list[events.Measured]:
+        return [body for body in self.told if isinstance(body, events.Measured)]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [body.text for body in self.told if isinstance(body, events.Warning)]
+
+
+def a_line(
+    home: MemoryTransport,
+    heard: Heard,
+    nodes: tuple[str, ...] = ("node",),
+    addresses: Callable[[str], list[str]] = lambda peer: [f"/ip4/203.0.113.7/tcp/1/p2p/{peer}"],
+    **given: int,
+) -> Line:
+    async def reach(peer: str) -> None: ...
+
+    said = Given(up_bps=given.get("up"), down_bps=given.get("down"), limit_bps=given.get("limit"))
+    around = Around(
+        transport=home, clock=clock(), reach=reach, lost=lambda peer: None, addresses=addresses, draw=random.Random(1)
+    )
+    return Line(said, around, nodes, heard.told.append)
+
+
+# --- good nodes
+
+
+@pytest.mark.parametrize("trip", [0.005, 0.04, 0.15])
+@pytest.mark.parametrize(("down", "up"), [(5, 1), (20, 5), (100, 20), (100, 40), (250, 50), (500, 500)])
+def test_a_line_is_measured_both_ways(down: float, up: float, trip: float) -> None:
+    async def work() -> None:
+        network, heard = Shaped(up * MBPS, down * MBPS, trip), Heard()
+        line = a_line(await at_home(network, node=None), heard)
+        await line.measure()
+        (told,) = heard.measured
+        assert line.up_bps == told.up_bps == pytest.approx(up * MBPS, rel=0.15)
+        assert line.down_bps == told.down_bps == pytest.approx(down * MBPS, rel=0.15)
+        assert told.round_trip_ms == pytest.approx(1000 * trip, abs=10)
+        assert max(network.up.bytes, network.down.bytes) < 16e6
+        assert told.bytes_sent <= WAY_BYTES
+        assert told.seconds < 10.0
+        assert heard.warnings == []
+
+    virtually(work())
+
+
+def test_a_slow_line_costs_far_less() -> None:
+    async def cost(down: float, up: float) -> int:
+        network = Shaped(up * MBPS, down * MBPS)
+        await a_line(await at_home(network, node=None), Heard()).measure()
+        return network.up.bytes + network.down.bytes
+
+    async def work() -> None:
+        assert await cost(5, 1) < 1_000_000
+        assert await cost(5, 1) < await cost(500, 500) / 10
+
+    virtually(work())
+
+
+def test_a_moment_of_nothing_does_not_count() -> None:
+    arrivals = Arrivals(0.0, 0.01)
+    for number in range(1, 201):
+        pause = 0.2 if number > 150 else 0.0
+        arrivals.add(number * 0.01 + pause, 10_000)
+    assert arrivals.rate == pytest.approx(1e6, rel=0.01)
+
+
+def test_what_waited_in_our_buffers_is_no_line() -> None:
+    """A machine that is late reads a tenth of a second's bytes at once."""
+    arrivals = Arrivals(0.0, 0.01)
+    for number in range(1, 401):
+        moment = number // 20 * 0.2 if number % 20 < 15 else number * 0.01
+        arrivals.add(moment + number * 1e-6, 10_000)
+    assert 0.9e6 < (arrivals.rate or 0.0) < 1.3e6
+
+
+def test_a_beginning_is_not_taken_for_the_line() -> None:
+    """The rate doubles with every round trip; and while it does, it is not believed."""
+    arrivals, now, size = Arrivals(0.0, 0.05), 0.0, 1000
+    for _ in range(8):
+        for _ in range(20):
+            now += 0.05 / 20
+            arrivals.add(now, size)
+        size *= 2
+        assert not arrivals.steady
+    for _ in range(400):
+        now += 0.05 / 20
+        arrivals.add(now, size)
+    assert arrivals.steady
+    assert arrivals.rate == pytest.approx(20 * size / 0.05, rel=0.01)
+
+
+def test_too_little_says_nothing() -> None:
+    arrivals = Arrivals(0.0, 0.05)
+    for number in range(10):
+        arrivals.add(float(number), 1000)
+    assert arrivals.rate is None
+    assert not arrivals.steady
+
+
+def test_without_a_line_in_between_it_takes_no_time() -> None:
+    """As on one machine: bounded, whatever the rate seems to be."""
+
+    async def work() -> None:
+        network, heard = MemoryNetwork(), Heard()
+        line = a_line(await at_home(network, node=None), heard)
+        await line.measure()
+        assert (line.up_bps, line.down_bps) == (BOUNDS_BPS[1], BOUNDS_BPS[1])
+        assert heard.measured[0].seconds < 0.5
+
+    virtually(work())
+
+
+# --- what the user said
+
+
+def test_what_the_user_said_is_not_measured() -> None:
+    async def work() -> None:
+        network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
+        home = await at_home(network, node=None)
+        line = a_line(home, heard, up=7_000_000, down=70_000_000)
+        assert line.is_given
+        assert (line.up_bps, line.down_bps, line.uplink.bps) == (7_000_000, 70_000_000, None)
+        only_up = a_line(home, heard, up=7_000_000)
+        await only_up.measure()
+        assert only_up.up_bps == 7_000_000
+        assert only_up.down_bps == pytest.approx(100 * MBPS, rel=0.15)
+        assert only_up.uplink.bps is None, "nine tenths of what was measured, and nothing was"
+        assert heard.measured[0].bytes_sent == 0
+
+    virtually(work())
+
+
+def test_the_limit_is_nine_tenths_of_what_was_measured() -> None:
+    async def work() -> None:
+        home = await at_home(Shaped(20 * MBPS, 100 * MBPS), node=None)
+        line = a_line(home, Heard())
+        assert line.uplink.bps is None
+        await line.measure()
+        assert line.uplink.bps == pytest.approx(0.9 * line.up_bps, abs=1)
+        limited = a_line(home, Heard(), limit=3_000_000)
+        await limited.measure()
+        assert limited.uplink.bps == 3_000_000
+
+    virtually(work())
+
+
+# --- bad nodes
+
+
+async def says_nothing(stream: Stream) -> None:
+    await asyncio.sleep(1000)
+
+
+async def is_busy(stream: Stream) -> None: ...
+
+
+async def sends_garbage(stream: Stream) -> None:
+    await stream.recv()
+    await stream.send(random.Random(0).randbytes(PIECE))
+
+
+def after_pings(answer: Callable[[Stream, int], Awaitable[None]]) -> Handler:
+    """Answers what is empty as a node should, and what is not as `answer(stream, wanted)` does."""
+
+    async def serve(stream: Stream) -> None:
+        while True:
+            try:
+                request = await stream.recv()
+            except Ended:
+                return
+            wanted = int.from_bytes(request[:HEAD], "big")
+            if wanted or len(request) > HEAD:
+                await answer(stream, wanted)
+            else:
+                await stream.send(b"")
+
+    return serve
+
+
+async def more(stream: Stream, wanted: int) -> None:
+    await stream.send(bytes(wanted + 1))
+
+
+async def much_more(stream: Stream, wanted: int) -> None:
+    while True:
+        await stream.send(bytes(1 << 20))
+
+
+async def less(stream: Stream, wanted: int) -> None:
+    await stream.send(bytes(max(wanted, 1) - 1) if wanted else b"x")
+
+
+async def nothing(stream: Stream, wanted: int) -> None:
+    await asyncio.sleep(1000)
+
+
+async def a_byte_a_second(stream: Stream, wanted: int) -> None:
+    """Within a frame: what comes is never whole."""
+    assert isinstance(stream, FrameStream)
+    while True:
+        await asyncio.sleep(1)
+        await stream.send(b"x")
+
+
+HOSTILE: dict[str, Handler] = {
+    "nothing": says_nothing,
+    "busy": is_busy,
+    "garbage": sends_garbage,
+    "more": after_pings(more),
+    "much more": after_pings(much_more),
+    "less": after_pings(less),
+    "silent": after_pings(nothing),
+    "a byte a second": after_pings(a_byte_a_second),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_no_node_makes_a_start_hang_or_a_line_nonsense(kind: str) -> None:
+    async def work() -> None:
+        network, heard, loop = Shaped(20 * MBPS, 100 * MBPS), Heard(), asyncio.get_running_loop()
+        home = await at_home(network, bad=HOSTILE[kind])
+        line = a_line(home, heard, ("bad",))
+        began = loop.time()
+        await line.measure()
+        assert loop.time() - began <= line_start_seconds()
+        assert (line.up_bps, line.down_bps) == (10_000_000, 50_000_000)
+        assert line.uplink.bps is None, "a guess is no reason to hold back"
+        (warning,) = heard.warnings
+        assert "bandwidth: not measured" in warning
+        assert "give --up and --down" in warning
+        assert "\n" not in warning
+        assert home.open_streams == 0
+        assert home.traffic.bytes_received < 40 * WAY_BYTES / 10
+
+    virtually(work())
+
+
+def line_start_seconds() -> float:
+    return line.START_SECONDS + 1.0
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_another_node_is_asked(kind: str) -> None:
+    async def work() -> None:
+        network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
+        line = a_line(await at_home(network, bad=HOSTILE[kind], node=None), heard, ("bad", "node"))
+        await line.measure()
+        assert line.up_bps == pytest.approx(20 * MBPS, rel=0.15)
+        assert line.down_bps == pytest.approx(100 * MBPS, rel=0.15)
+        assert heard.warnings == []
+
+    virtually(work())
+
+
+def test_a_node_that_is_slow_does_not_make_the_line_slow() -> None:
+    async def slowly(stream: Stream, wanted: int) -> None:
+        await asyncio.sleep(0.3)
+        await stream.send(bytes(wanted))
+
+    async def work() -> None:
+        network = Shaped(20 * MBPS, 100 * MBPS)
+        line = a_line(await at_home(network, slow=after_pings(slowly), node=None), Heard(), ("slow", "node"))
+        await line.measure()
+        assert line.up_bps == pytest.approx(20 * MBPS, rel=0.15)
+        assert line.down_bps == pytest.approx(100 * MBPS, rel=0.15)
+
+    virtually(work())
+
+
+def test_who_is_busy_is_asked_again() -> None:
+    async def work() -> None:
+        network, loop = Shaped(20 * MBPS, 100 * MBPS), asyncio.get_running_loop()
+        busy_until, good = loop.time() + 8.0, Bandwidth(clock())
+        home, node = network.transport("home"), network.transport("node")
+
+        async def serve(stream: Stream) -> None:
+            if loop.time() >= busy_until:
+                await good.answer(stream)
+
+        await node.serve(endpoints.BANDWIDTH, serve)
+        line = a_line(home, Heard())
+        await line.measure()
+        assert busy_until < loop.time() < busy_until + 10
+        assert line.up_bps == pytest.approx(20 * MBPS, rel=0.15)
+
+    virtually(work())
+
+
+def test_one_way_is_measured_and_the_other_is_not() -> None:
+    async def work() -> None:
+        async def only_down(stream: Stream, wanted: int) -> None:
+            await stream.send(bytes(wanted) if wanted else b"x")
+
+        network, heard = Shaped(20 * MBPS, 100 * MBPS), Heard()
+        line = a_line(await at_home(network, node=after_pings(only_down)), heard)
+        await line.measure()
+        assert line.down_bps == pytest.approx(100 * MBPS, rel=0.15)
+        (told,) = heard.measured
+        assert (told.up_bps, told.down_bps, told.bytes_sent) == (10_000_000, line.down_bps, 0)
+        (warning,) = heard.warnings
+        assert "10 Mb/s up are announced" in warning
+        assert line.uplink.bps is None
+
+    virtually(work())
+
+
+def test_what_could_not_be_measured_is_measured_later() -> None:
+    async def work() -> None:
+        network, heard, loop = Shaped(20 * MBPS, 100 * MBPS), Heard(), asyncio.get_running_loop()
+        good = Bandwidth(clock())
+
+        async def serve(stream: Stream) -> None:
+            if loop.time() > 60:
+                await good.answer(stream)
+
+        home = await at_home(network, node=serve)
+        line = a_line(home, heard)
+        await line.measure()
+        assert (line.up_bps, heard.measured) == (10_000_000, [])
+        running = asyncio.create_task(line.run())
+        await asyncio.sleep(LATER_SECONDS + 30)
+        running.cancel()
+        (told,) = heard.measured
+        assert line.up_bps == told.up_bps == pytest.approx(20 * MBPS, rel=0.15)
+        assert line.down_bps == told.down_bps == pytest.approx(100 * MBPS, rel=0.15)
+        assert line.uplink.bps == round(0.9 * line.up_bps)
+        await asyncio.gather(running, return_exceptions=True)
+
+    virtually(work())
+
+
+# --- what a node gives
+
+
+def test_a_node_measures_with_few_at_once_and_gives_back_what_was_not_taken() -> None:
+    async def work() -> None:
+        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        node = network.transport("node")
+        await node_side.serve(node)
+        peers = [network.transport(f"peer-{i}") for i in range(served.AT_ONCE + 1)]
+        streams = [await peer.open("node", endpoints.BANDWIDTH, timeout=1.0) for peer in peers]
+        for stream in streams:
+            await stream.send(bytes(HEAD))
+        for stream in streams[:-1]:
+            assert await stream.recv(0) == b""
+        with pytest.raises(Ended):
+            await streams[-1].recv(0)
+        with pytest.raises(Busy):
+            await measure(peers[-1], "node", clock(), up=True)
+        for stream in streams:
+            await stream.finish()
+            await stream.close()
+        while node_side.probes:
+            await asyncio.sleep(0.01)
+        for _ in range(3 * served.BOUNDS.bytes_per_minute // served.PROBE_BYTES):  # each takes a ping's worth
+            stream = await peers[0].open("node", endpoints.BANDWIDTH, timeout=1.0)
+            await stream.send(bytes(HEAD))
+            await stream.recv(0)
+            await stream.finish()
+            await stream.close()
+            while node_side.probes:
+                await asyncio.sleep(1e-6)
+        assert (await measure(peers[-1], "node", clock(), up=True)).bps == BOUNDS_BPS[1]
+
+    virtually(work())
+
+
+def test_a_node_gives_so_much_a_minute() -> None:
+    async def work() -> None:
+        loop, network = asyncio.get_running_loop(), MemoryNetwork()
+        node, home = network.transport("node"), network.transport("home")
+        most = 2 * served.PROBE_BYTES
+        await Bandwidth(clock(), Bounds(bytes_per_minute=most)).serve(node)
+        taken, refused, end = 0, 0, loop.time() + 180
+        while loop.time() < end:
+            try:
+                taken += (await measure(home, "node", clock(), up=False)).bytes
+            except Busy:
+                refused += 1
+                await asyncio.sleep(1)
+        assert refused
+        assert 2 * most < taken <= 4 * most
+
+    virtually(work())
+
+
+@pytest.mark.parametrize(
+    "request_", [b"", b"\0\0\0", (PIECE + 1).to_bytes(HEAD, "big"), b"\xff" * HEAD, bytes(HEAD + PIECE + 1)]
+)
+def test_a_node_closes_on_who_asks_too_much_or_nothing(request_: bytes) -> None:
+    async def work() -> None:
+        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        node, home = network.transport("node"), network.transport("home")
+        await node_side.serve(node)
+        stream = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
+        await stream.send(request_)
+        with pytest.raises(Closed):
+            await stream.recv()
+        await stream.close()
+        assert node_side.probes == 0
+
+    virtually(work())
+
+
+async def pings(stream: Stream, asks: int, every: float = 0.0) -> int:
+    """How often so many bytes are asked for until the node has enough of it."""
+    answers = 0
+    while True:
+        try:
+            await stream.send(asks.to_bytes(HEAD, "big"))
+            await stream.recv(asks)
+        except RemoteError:
+            return answers
+        answers += 1
+        await asyncio.sleep(every)
+
+
+@pytest.mark.parametrize("asks", [PIECE, 0])
+def test_a_node_ends_a_probe_that_takes_too_much(asks: int) -> None:
+    async def work() -> None:
+        network, node_side = MemoryNetwork(), Bandwidth(clock())
+        node, home = network.transport("node"), network.transport("home")
+        await node_side.serve(node)
+        stream = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
+        assert await pings(stream, asks) <= served.PROBE_BYTES // max(asks, served.LEAST_BYTES)
+
+    virtually(work())
+
+
+def test_a_node_does_not_wait_for_who_does_nothing() -> None:
+    async def work() -> None:
+        network, node_side, loop = MemoryNetwork(), Bandwidth(clock()), asyncio.get_running_loop()
+        node, home = network.transport("node"), network.transport("home")
+        await node_side.serve(node)
+        idle = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
+        began = loop.time()
+        with pytest.raises(Closed):
+            await idle.recv()
+        assert loop.time() - began <= served.BOUNDS.idle_s
+        slow = await home.open("node", endpoints.BANDWIDTH, timeout=1.0)
+        began = loop.time()
+        assert await pings(slow, 0, every=1.0) <= served.BOUNDS.probe_s
+        assert loop.time() - began <= served.BOUNDS.probe_s + 1
+        assert node_side.probes == 0
+
+    virtually(work())
+
+
+def test_patience_is_less_than_a_start() -> None:
+    assert 2 * (PATIENCE.way + PATIENCE.answer) <= line.START_SECONDS
