@@ -39,6 +39,7 @@ import torch
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net.base import Stream, Traffic
 from peer.net.disk import LocalDisk
+from peer.net.flow import Flow
 from peer.net.stream import FrameStream
 from peer.state.outer_optimizer import Outer
 from peer.training import device
@@ -171,7 +172,7 @@ async def run(
         if end is None:
             return None
         reader, writer = await asyncio.open_unix_connection(sock=end)
-        return FrameStream("other", "pipe", reader, writer, writer.transport.abort, Traffic())
+        return FrameStream("other", "pipe", reader, writer, writer.transport.abort, Traffic(), Flow())
 
     previous, following = [await stream(end) for end in ends]
     rng, queued = np.random.default_rng(0), 0

@@ -15,6 +15,7 @@ from peer.chain.grad_norm import Total
 from peer.chain.link import Liveness
 from peer.chain.progress import StageProgress
 from peer.net.base import Traffic
+from peer.net.flow import Flow
 from peer.net.stream import FrameStream
 from peer.training.trainer import StageTrainer
 from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, steps_of, windows_of, worker
@@ -219,7 +220,7 @@ def test_a_frame_that_takes_long_is_no_silence() -> None:
             return
 
     def end(remote: str, here: asyncio.StreamReader, wire: Wire) -> FrameStream:
-        return FrameStream(remote, "pipe", here, wire, wire.close, Traffic())
+        return FrameStream(remote, "pipe", here, wire, wire.close, Traffic(), Flow())
 
     async def main() -> list[Any]:
         chain = make_chain((3,), K, train)
