@@ -115,7 +115,12 @@ async def listen(path: Path, local: dict[str, SocketTransport]) -> asyncio.Serve
             size = int.from_bytes(await reader.readexactly(framing.PREFIX))
             remote, to, name = framing.unpack_message(await reader.readexactly(size))
             there = local[to]
-            await there.run(there.handlers[name], there.stream(remote, name, reader, writer, writer.transport.abort))
+            if name in there.handlers:
+                await there.run(
+                    there.handlers[name], there.stream(remote, name, reader, writer, writer.transport.abort)
+                )
+            else:
+                writer.close()  # a client that serves no pings
 
     return await asyncio.start_unix_server(accept, path, backlog=4096)
 
