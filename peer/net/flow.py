@@ -25,12 +25,12 @@ class Flow:
     _at: float = 0.0
     _asked_at: float = float("-inf")
 
-    def may_ask(self, now: float) -> bool:
-        """Whether the peer may be asked again at `now`; it is then."""
-        if now - self._asked_at < ASK_SECONDS:
-            return False
-        self._asked_at = now
-        return True
+    def ask_in(self, now: float) -> float:
+        """In how many seconds the peer may be asked again; 0: it is, at `now`."""
+        wait = self._asked_at + ASK_SECONDS - now
+        if wait <= 0:
+            self._asked_at = now
+        return max(0.0, wait)
 
     def sent(self, size: int, now: float) -> None:
         """So many bytes were handed to the daemon at `now`, in steady seconds."""

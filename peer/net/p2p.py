@@ -45,6 +45,7 @@ class P2PTransport(Endpoint):
         self.dht = dht
         self._closed = False
         self._checks: dict[str, asyncio.Task[bool]] = {}
+        self._later: dict[str, asyncio.TimerHandle] = {}  # peers that are asked as soon as they may be
         daemon.watch(self.abort_all)
 
     # --- streams
@@ -121,8 +122,17 @@ class P2PTransport(Endpoint):
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
 
     def doubt(self, peer: str) -> None:
-        if self.flow(peer).may_ask(asyncio.get_running_loop().time()):
+        if self._closed or peer in self._later:
+            return
+        loop = asyncio.get_running_loop()
+        if (wait := self.flow(peer).ask_in(loop.time())) > 0:
+            self._later[peer] = loop.call_later(wait, self._doubt_again, peer)
+        else:
             self._check(peer, several=False)
+
+    def _doubt_again(self, peer: str) -> None:
+        del self._later[peer]
+        self.doubt(peer)
 
     def _check(self, peer: str, seconds: float = ANSWER_SECONDS, *, several: bool = True) -> asyncio.Task[bool]:
         """Whether `peer` answers, for which it has so many `seconds` besides those that what we sent it takes; if it does not, the
@@ -179,6 +189,8 @@ class P2PTransport(Endpoint):
         if self._closed:
             return
         self._closed = True
+        for handle in self._later.values():
+            handle.cancel()
         if not self.lost.is_set():
             with contextlib.suppress(Exception):
                 await self.dht.leave(CLOSE_SECONDS)

@@ -274,9 +274,9 @@ def read_only(small_disk: Path) -> Path:
 
 def test_a_read_only_folder(read_only: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("peer", "new"):
-        with pytest.raises(UsageError, match=r"^directory .*: Read-only file system; .*--dir.*$"):
+        with pytest.raises(UsageError, match=r"^directory .*: Read-only file system; .*another folder.*$"):
             Storage(read_only / folder)
-    with pytest.raises(UsageError, match=r"^directory .*: Read-only file system; .*--dir.*$"):
+    with pytest.raises(UsageError, match=r"^directory .*: Read-only file system; .*another folder.*$"):
         Archive(read_only / "boot", RUN)
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
     line = potluck(capsys, "join", address, "--dir", read_only / "new", "--host", "127.0.0.1")

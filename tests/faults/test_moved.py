@@ -5,12 +5,14 @@ A full replica, a member of a chain, and the bootstrap node. Everybody comes bac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,7 +21,8 @@ from protocol.run.manifest import TimingSpec
 from tests import tiny
 from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
-from tests.faults.test_roles import NODE, SECONDS, Roles, make_manifest
+from tests.faults.roles import NODE, Roles
+from tests.faults.test_roles import SECONDS, make_manifest
 
 FULL, CHAIN = "a", frozenset("bc")
 ROUNDS = 8
@@ -27,27 +30,12 @@ ROUNDS = 8
 GONE_AFTER = 25.0
 
 
+@dataclass(frozen=True)
 class Moving:
     """A full replica and a chain of two, each in a home of its own, and all of them have trained."""
 
-    def __init__(self, folder: Path, there: Homes) -> None:
-        made = make_manifest(start_peers=3)
-        timing = TimingSpec(round_deadline=120.0, round_seconds=SECONDS, heartbeat=0.5, gone_after=GONE_AFTER)
-        manifest = dataclasses.replace(made, timing=timing)
-        memory = dict.fromkeys(CHAIN, tiny.full_memory(manifest) - 1)
-        self.homes = there
-        self.swarm = Swarm(folder, manifest, tiny.OPERATORS[:1], memory, there.places)
-        self.roles = Roles(self.swarm)
-
-    def __enter__(self) -> Moving:
-        self.swarm.start_node(NODE)
-        self.swarm.module = "tests.faults.paced"
-        self.roles.start(FULL, *CHAIN)
-        self.roles.until(self.all_trained, "a round of all")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.swarm.__exit__(*error)
+    homes: Homes
+    roles: Roles
 
     @staticmethod
     def all_trained(trained: set[frozenset[str]]) -> bool:
@@ -55,30 +43,54 @@ class Moving:
 
     def round(self) -> int:
         """The round under way."""
-        return int(self.roles.commits()[-1][1]["round"]) + 1
+        return self.roles.rounds(0) + 1
+
+    def all_again(self, after: int) -> int:
+        """The first round after `after` that has everybody's work."""
+
+        def is_whole(commit: Event) -> bool:
+            return commit.fields["round"] > after and self.all_trained(self.roles.trained(commit))
+
+        return self.roles.wait(is_whole, "a round of all after the move")
 
     def announced(self, name: str) -> list[str]:
         """Where `name` is, by what a monitor sees that looks from its home."""
         (peer,) = (peer for peer, known in self.roles.ids.items() if known == name)
         command = [*self.homes.places[name][1], sys.executable, "-m", "peer.cli"]
-        command += ["monitor", self.swarm.addresses[0], "--json"]
+        command += ["monitor", self.roles.swarm.addresses[0], "--json"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout
         (found,) = (p for p in json.loads(said)["peers"] if p["peer"] == peer)
         return [address.split("/")[2] for address in found["addresses"]]
 
     def check(self) -> None:
-        for name in list(self.swarm.running):
-            self.swarm.kill(name)
-        self.swarm.check()
+        for name in list(self.roles.swarm.running):
+            self.roles.swarm.kill(name)
+        self.roles.swarm.check()
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Moving]:
+    made = make_manifest(start_peers=3)
+    timing = TimingSpec(round_deadline=120.0, round_seconds=SECONDS, heartbeat=0.5, gone_after=GONE_AFTER)
+    manifest = dataclasses.replace(made, timing=timing)
+    memory = dict.fromkeys(CHAIN, tiny.full_memory(manifest) - 1)
+    with (
+        homes(NODE, FULL, *CHAIN) as there,
+        Swarm(folder, manifest, tiny.OPERATORS[:1], memory, there.places) as swarm,
+    ):
+        roles = Roles(swarm)
+        roles.start(FULL, *CHAIN)
+        roles.until(Moving.all_trained, "a round of all")
+        yield Moving(there, roles)
 
 
 @pytest.mark.parametrize("name", [FULL, "b"])
 def test_a_peer_whose_address_changed_is_back_with_its_work(tmp_path: Path, name: str) -> None:
-    with homes(NODE, FULL, *CHAIN) as there, Moving(tmp_path / "run", there) as moving:
-        old, first = there.address(name), moving.round()
-        new = there.move(name)
+    with running(tmp_path / "run") as moving:
+        old, first = moving.homes.address(name), moving.round()
+        new = moving.homes.move(name)
 
-        back = moving.roles.until(moving.all_trained, "a round of all after the move")
+        back = moving.all_again(first)
         assert back <= first + ROUNDS
 
         def says(event: Event) -> bool:
@@ -86,7 +98,7 @@ def test_a_peer_whose_address_changed_is_back_with_its_work(tmp_path: Path, name
                 event.kind == "warning" and "addresses changed" in event.fields["text"] and new in event.fields["text"]
             )
 
-        moving.swarm.wait(name, says, "its new address")
+        moving.roles.swarm.wait(name, says, "its new address")
         hosts = moving.announced(name)
         assert new in hosts
         assert old not in hosts
@@ -94,15 +106,15 @@ def test_a_peer_whose_address_changed_is_back_with_its_work(tmp_path: Path, name
 
 
 def test_when_the_bootstrap_node_moves_its_peers_find_it_and_nothing_is_lost(tmp_path: Path) -> None:
-    with homes(NODE, FULL, *CHAIN) as there, Moving(tmp_path / "run", there) as moving:
-        first, new = moving.round(), there.move(NODE)
+    with running(tmp_path / "run") as moving:
+        first, new = moving.round(), moving.homes.move(NODE)
 
-        moving.roles.until(moving.all_trained, "a round of all after the move")
-        during: list[dict[str, Any]] = [c for _, c in moving.roles.commits() if c["round"] >= first]
+        back = moving.all_again(first)
+        during = [moving.roles.commits[round].fields for round in range(first, back + 1)]
         assert [c["left_out"] for c in during] == [[] for _ in during]
 
         def listens(event: Event) -> bool:
             return event.kind == "listening" and f"/ip4/{new}/" in event.fields["address"]
 
-        moving.swarm.wait(NODE, listens, "its new address")
+        moving.roles.swarm.wait(NODE, listens, "its new address")
         moving.check()

@@ -278,7 +278,7 @@ class FakeStream:
     def __init__(self, frames: Sequence[bytes], name: str = "fuzz") -> None:
         self.remote = KEY.peer_id
         self.name = name
-        self.sent = 0
+        self.sent = self.received = 0
         self._frames = list(frames)
 
     async def send(self, *parts: bytes | memoryview, timeout: float = 1.0) -> None:
@@ -405,6 +405,9 @@ class _FakeTransport:
 
     async def serve(self, name: str, handler: Handler) -> None:
         self.handler = handler
+
+    def doubt(self, peer: str) -> None:
+        return
 
 
 @functools.cache

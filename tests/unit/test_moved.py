@@ -348,7 +348,7 @@ def test_what_was_sent_before_a_question_gives_its_answer_more_time() -> None:
     assert flow.queue_seconds(now=20.0) == 0.0
     flow.sent(1 << 30, now=20.0)
     assert flow.queue_seconds(now=20.0) == LONGEST_SECONDS
-    assert [flow.may_ask(now) for now in (0.0, 0.5, 0.9, 1.0, 1.9, 2.0)] == [True, False, False, True, False, True]
+    assert [flow.ask_in(now) for now in (0.0, 0.5, 0.75, 1.0, 1.5, 2.0)] == [0.0, 0.5, 0.25, 0.0, 0.5, 0.0]
 
 
 def test_an_address_that_the_machine_has_lost_is_not_ours_although_others_saw_us_there() -> None:
