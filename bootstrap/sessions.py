@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from bootstrap.roster import Allowance
-from peer.net.base import REQUEST_SECONDS, Stream, answer
+from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, answer
 from peer.net.clock import Clock
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -20,8 +20,6 @@ from protocol.wire.session import Hello
 
 ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE = 0.5, 4.0
 """Announcements of one peer that are looked at."""
-SILENT_HEARTBEATS = 3
-"""After so many heartbeats without a word from a peer we make sure that there is still a way to it."""
 OUTBOX = 1024
 """Messages that wait for one peer; to somebody who does not read, later ones are dropped."""
 

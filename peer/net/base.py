@@ -30,6 +30,8 @@ REQUEST_SECONDS = 30.0
 """How long a called peer waits for the request of a call."""
 SILENT_SECONDS = 3.0
 """After which it is made sure that there is still a way to a peer who owes us an answer."""
+SILENT_HEARTBEATS = 3
+"""The same of a session: after so many heartbeats without a word."""
 SEND_SECONDS = 60.0
 """How long one send waits for a peer that does not read, unless told otherwise."""
 
@@ -38,6 +40,10 @@ _OK, _FAILED = b"\x00", b"\x01"
 
 class Unreachable(RemoteError):
     """No stream or connection to that peer could be opened."""
+
+
+class NotServed(Unreachable):
+    """The peer is there, and has nothing under that name."""
 
 
 class Closed(RemoteError):

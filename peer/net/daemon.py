@@ -31,7 +31,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from peer.net.address import Address
-from peer.net.base import BadAddress, PortInUse, StartFailed, Timeout, TransportLost, Unreachable, log
+from peer.net.base import BadAddress, NotServed, PortInUse, StartFailed, Timeout, TransportLost, Unreachable, log
 from protocol.errors import RemoteError, UsageError, shown
 from protocol.identity import short_peer
 
@@ -168,7 +168,9 @@ class Daemon:
                 await write_pbmsg(writer, request)
                 await read_pbmsg_safe(reader, response)
             if response.type == p2pd_pb2.Response.ERROR:
-                raise Unreachable(peer, f"{what}: {_reason(response.error.msg)}; check the address and that it runs")
+                reason = _reason(response.error.msg)
+                kind = NotServed if reason == NOT_SERVED else Unreachable
+                raise kind(peer, f"{what}: {reason}; check the address and that it runs")
             agreed = True
             return reader, writer
         except TimeoutError:
@@ -197,8 +199,10 @@ class Daemon:
                     await reader.readexactly(PING_BYTES)
                 finally:
                     writer.transport.abort()
-        except (RemoteError, OSError, EOFError, TimeoutError) as error:
-            return NOT_SERVED in str(error)  # that is an answer too
+        except NotServed:
+            return True  # that is an answer too
+        except (RemoteError, OSError, EOFError, TimeoutError):
+            return False
         return True
 
     async def disconnect(self, peer: str) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from peer.net.base import Handler, TransportLost, Unreachable, Validate, check_record
+from peer.net.base import Handler, NotServed, TransportLost, Unreachable, Validate, check_record
 from peer.net.stream import Endpoint, FrameStream
 from protocol.identity import short_peer
 
@@ -82,7 +82,7 @@ class MemoryTransport(Endpoint):
             raise Unreachable(peer, f"peer {short_peer(peer)}: nobody is there; check that it runs")
         handler = other._handlers.get(name)
         if handler is None:
-            raise Unreachable(peer, f"peer {short_peer(peer)}: does not serve {name}; it may be another version")
+            raise NotServed(peer, f"peer {short_peer(peer)}: does not serve {name}; it may be another version")
         loop = asyncio.get_running_loop()
         there = self._network.pipe(loop, self.peer_id, peer, name)
         back = self._network.pipe(loop, peer, self.peer_id, name)

@@ -15,7 +15,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 from peer import events
-from peer.net.base import Stream, Timeout, Transport, answer
+from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, Transport, answer
 from peer.net.directory import Directory
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -35,8 +35,6 @@ from protocol.wire.session import (
 )
 
 RETRY_SECONDS = (0.5, 10.0)
-SILENT_HEARTBEATS = 3
-"""After so many heartbeats without a word from a node we make sure that there is still a way to it."""
 OUTBOX = 256
 
 

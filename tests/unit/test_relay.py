@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from peer.net.base import Closed, Ended, Stream, Timeout, Unreachable, call, serve_calls
+from peer.net.base import Closed, Ended, NotServed, Stream, Timeout, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.relay import RelayServer, dialling
 from peer.net.relay.channel import CHANGED, SILENT, RelayFault, Signs
@@ -217,7 +217,11 @@ def test_who_can_be_reached_is_reached_without_a_relay() -> None:
         await stream.send(b"x")
         assert await stream.recv() == b"x"
         assert not a.is_behind(B.peer_id)
+        with pytest.raises(NotServed) as refused:
+            await a.open(B.peer_id, "nothing", timeout=10.0)
+        assert str(refused.value).count("does not serve nothing") == 1, "one reason, said once"
         assert server.passed == 0
+        assert server.refused == 0
         await stream.close()
 
     run(story)

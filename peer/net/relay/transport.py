@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from peer.net.base import Handler, Stream, Timeout, Traffic, Transport, Unreachable
+from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable
 from peer.net.relay.channel import SIGNS, Channel, Signs
 from peer.net.relay.dialling import PATIENCE, Patience, Relays, handshake
 from peer.net.stream import Endpoint, FrameStream
@@ -23,8 +23,6 @@ from protocol.wire.relaying import MAX_HELLO
 MOST_ACCEPTED = 256
 """Streams through relays that others have open to us."""
 HANDSHAKE_SECONDS = 10.0
-NOT_SERVED = "does not serve"
-"""What transports say of a peer whom they have reached, and who has nothing under that name: no relay helps."""
 
 
 class Inside(Traffic):
@@ -95,17 +93,24 @@ class RelayedTransport:
                 if peer not in self._behind:
                     try:
                         return await self._direct.open(peer, name, timeout=timeout)
+                    except NotServed:
+                        raise  # it is reached: no relay helps
                     except (Unreachable, Timeout) as error:
-                        why = error
-                        if not self._may_relay(peer) or NOT_SERVED in str(error):
+                        if not self._may_relay(peer):
                             raise
+                        why = error
                 else:
                     self._dial_again(peer)
-                return self._stream(await self.relays.open(peer, name), peer, name)
+                return self._stream(await self._through(peer, name, why), peer, name)
         except TimeoutError:
             raise why or Timeout(
                 peer, f"peer {short_peer(peer)}: no answer through relays within {timeout:g} s; try again"
             ) from None
+
+    async def _through(self, peer: str, name: str, why: RemoteError | None) -> Channel:
+        """A stream through a relay. `why`: why there is none without. Raises RemoteError."""
+        try:
+            return await self.relays.open(peer, name)
         except Unreachable as error:
             raise Unreachable(peer, f"{why}; {error}" if why else str(error)) from None
 
