@@ -10,7 +10,7 @@ from protocol.planning import memory, partition
 from protocol.rounds import leader_events, part_lists
 from protocol.rounds.leader import Leader
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec, TrainSpec
+from protocol.run.manifest import DataSpec, Manifest, TimingSpec, TokenizerSpec, TrainSpec
 from protocol.wire.commit import Commit, Record, vote_body
 
 OPERATORS = tuple(Identity(bytes([0, i] * 16)) for i in range(7))
@@ -31,6 +31,7 @@ def manifest(**changes: Any) -> Manifest:
         "train": TrainSpec(
             inner_steps=4, micro_batches=2, rows=1, sequence=8, lr=1e-3, warmup_steps=0, total_steps=100
         ),
+        "data": DataSpec(corpus="0" * 64),
         "timing": TimingSpec(round_deadline=60.0, heartbeat=3.0, gone_after=12.0),
     }
     return Manifest(**{**values, **changes})

