@@ -9,6 +9,7 @@ Shapes: n sequences, L positions.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -35,8 +36,9 @@ class Text(Protocol):
         """The ids [n, L + 1] of these slots, in order; waits until they are there. Raises RemoteError, UsageError."""
         ...
 
-    def expect(self, slots: range) -> None:
-        """These slots will be read soon, in order, and are fetched ahead. Replaces what was expected before."""
+    def expect(self, slots: Sequence[range]) -> None:
+        """These slots will be read soon, in this order, though perhaps not all, and are fetched ahead. Replaces what was expected
+        before. The first may have been read in part."""
         ...
 
     async def held_out(self, limit: int) -> NDArray[np.int64]:
@@ -65,7 +67,7 @@ class LocalText:
         at = data_order.sequences(self._seed, self.index.sequences, slots)
         return await asyncio.to_thread(self._reader.sequences, at)
 
-    def expect(self, slots: range) -> None:
+    def expect(self, slots: Sequence[range]) -> None:
         """Nothing is to be done: all slots are there."""
 
     async def held_out(self, limit: int) -> NDArray[np.int64]:
