@@ -45,7 +45,7 @@ def potluck(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def run_file(tmp_path: Path) -> Path:
     """A demo's manifest whose operator is the key in tmp_path/boot."""
     key = keyfile.load_or_create(tmp_path / "boot" / "identity.key")
-    text = manifests.to_toml(recipe.make_manifest(options(tmp_path / "unused")))
+    text = manifests.to_toml(recipe.make_manifest(options(tmp_path / "unused"), "0" * 64))
     old = next(line for line in text.splitlines() if line.startswith("operators"))
     path = tmp_path / "run.toml"
     path.write_text(text.replace(old, f'operators = ["{key.peer_id}"]'))
