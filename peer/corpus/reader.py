@@ -92,14 +92,13 @@ class CorpusReader:
         return ids[extent.start // size : extent.end // size].reshape(-1, self.index.sequence + 1)
 
     def _checked(self, extent: Extent) -> NDArray[np.unsignedinteger]:
-        path = self.folder / CHUNKS / extent.name
+        # a withdrawal repeats these errors for everybody: they name no folder of this machine
+        path, chunk = self.folder / CHUNKS / extent.name, f"corpus {self.digest[:12]}…: chunk {extent.name[:12]}…"
         try:
             raw = self._disk.read(path) if self._is_there(extent) else None
         except OSError as error:
-            raise UsageError(f"corpus {self.folder}: chunk {extent.name[:12]}…: {error}; check the disk") from None
+            raise UsageError(f"{chunk}: {error.strerror}; check the disk") from None
         if raw is None or blob_hash.name_of(raw) != extent.name:
             reason = "is missing" if raw is None else "is damaged"
-            raise UsageError(
-                f"corpus {self.folder}: chunk {extent.name[:12]}… {reason}; get it again, or build the corpus again"
-            )
+            raise UsageError(f"{chunk} {reason}; get it again, or build the corpus again")
         return np.frombuffer(raw, self._dtype)
