@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from peer import events
+from peer.cli.data import tokenizer_file
 from peer.config import JoinConfig
 from peer.corpus.reader import CHUNKS, CorpusReader
 from peer.corpus.text import LocalText, check, open_corpus
+from peer.corpus.tokenizer import load_tokenizer
 from peer.net.disk import LocalDisk
 from peer.node import round_text
 from peer.node.peer import run_text
@@ -116,6 +119,20 @@ def test_a_corpus_that_was_not_built_for_the_run_is_refused(tmp_path: Path) -> N
             check(index, wrong)
         assert "\n" not in str(caught.value)
     assert corpora.from_bytes(index.to_bytes(), "x") == index
+
+
+def test_the_tokenizer_is_the_manifests(tmp_path: Path) -> None:
+    raw = tokenizer_file("sotu-4k.json")
+    digest = hashlib.sha256(raw).hexdigest()
+    path = tmp_path / "t.json"
+    path.write_bytes(raw)
+    assert load_tokenizer(path, digest).get_vocab_size() == load_tokenizer(raw, digest).get_vocab_size() == 4096
+    with pytest.raises(UsageError, match=rf"t\.json: its digest is {digest[:12]}.*says 000000000000"):
+        load_tokenizer(path, "0" * 64)
+    with pytest.raises(UsageError, match="No such file"):
+        load_tokenizer(tmp_path / "missing.json", digest)
+    with pytest.raises(UsageError, match="not a tokenizer"):
+        load_tokenizer(b"{}", hashlib.sha256(b"{}").hexdigest())
 
 
 # --- what is expected
