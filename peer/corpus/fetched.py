@@ -77,6 +77,11 @@ class FetchedText:
         """Bytes that came, and were right."""
         return self._fetcher.fetched_bytes
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether text that will be read soon is still missing."""
+        return self._fetcher.is_busy
+
     async def sequences(self, slots: range) -> NDArray[np.int64]:
         """The ids [n, L + 1] of these slots, in order; waits until they are there. Raises RemoteError, UsageError."""
         extents = list(self._extents(slots))

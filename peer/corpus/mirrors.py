@@ -18,7 +18,7 @@ import httpx2
 from huggingface_hub import hf_hub_url
 
 from peer.corpus.cache import Chunk
-from peer.corpus.origins import Busy, Lie, Take
+from peer.corpus.origins import Busy, Lie, Named, Take
 from peer.net.blobs.ranges import LEAVES
 from protocol.codec import blob_hash
 from protocol.errors import RemoteError, UsageError, shown
@@ -58,13 +58,13 @@ class Mirror:
         self._address = address.rstrip("/")
         self._repository = _repository(address)
 
-    async def ask(self, chunk: Chunk, indices: Sequence[int], insist: bool, take: Take) -> Sequence[str]:
+    async def ask(self, chunk: Chunk, indices: Sequence[int], insist: bool, take: Take) -> Named:
         """See Origin. Names nobody."""
         if LEAVES in indices:
             await take(LEAVES, await self.whole(f"{corpus.CHUNKS}/{chunk.name}{corpus.LEAVES}", chunk.length(LEAVES)))
         for run in _runs([index for index in indices if index != LEAVES]):
             await self._run(chunk, run, take)
-        return ()
+        return {}
 
     async def whole(self, path: str, limit: int) -> bytes:
         """A file of at most `limit` bytes. Raises RemoteError."""

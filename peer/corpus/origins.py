@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from peer.corpus.cache import Chunk
@@ -22,6 +22,10 @@ REMEMBERED = 1024
 
 Take = Callable[[int, bytes], Awaitable[None]]
 """Gets the number of a range and its bytes, as they were sent. Raises Lie."""
+
+
+Named = Mapping[int, Sequence[str]]
+"""The number of a range and the peers that are to be asked for it instead."""
 
 
 class Lie(RemoteError):
@@ -45,8 +49,8 @@ class Origin(Protocol):
 
     name: str
 
-    async def ask(self, chunk: Chunk, indices: Sequence[int], insist: bool, take: Take) -> Sequence[str]:
-        """Has `take` called with the ranges of a chunk that it gives. The peers that it names for the others. Raises RemoteError."""
+    async def ask(self, chunk: Chunk, indices: Sequence[int], insist: bool, take: Take) -> Named:
+        """Has `take` called with the ranges of a chunk that it gives. The peers that it names for others. Raises RemoteError."""
         ...
 
 
@@ -58,7 +62,7 @@ class PeerOrigin:
         self._client = client
         self._peer = peer
 
-    async def ask(self, chunk: Chunk, indices: Sequence[int], insist: bool, take: Take) -> Sequence[str]:
+    async def ask(self, chunk: Chunk, indices: Sequence[int], insist: bool, take: Take) -> Named:
         """See Origin."""
         return await self._client.ask(self._peer, chunk.name, chunk.size, indices, insist, take)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from peer.corpus.cache import Chunk, Key, RangeCache
-from peer.corpus.origins import Absent, Lie, Origin, Origins
+from peer.corpus.origins import Absent, Lie, Named, Origin, Origins
 from peer.net.blobs.ranges import LEAVES
 from protocol.errors import RemoteError
 
@@ -25,7 +25,7 @@ PIECE = 16
 ASKED = 16
 """Origins that one piece is asked of, at most."""
 OVERDUE_SECONDS = 2.0
-COMING_SECONDS = 5.0
+COMING_SECONDS = 3.0
 """How long another peer waits here for a range that is on its way."""
 LOOK_SECONDS = 0.25
 
@@ -77,6 +77,11 @@ class RangeFetcher:
         self._paused_until = float("-inf")
         self._told = False
         self._again: asyncio.TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way, or still to be asked for."""
+        return bool(self._tasks or self._todo or self._urgent)
 
     def want(self, keys: Iterable[Key]) -> None:
         """These will be read, in this order; replaces what was wanted before."""
@@ -188,27 +193,30 @@ class RangeFetcher:
             task.result()
             self._change()
             self._pump()
-            if not (self._tasks or self._todo or self._urgent):
+            if not self.is_busy:
                 self._quiet()
 
     # --- one piece
 
     async def _fetch(self, piece: list[Key], asked: set[str], hedged: bool) -> None:
         chunk, missing = piece[0][0], [index for _, index in piece]
-        waiting = deque((origin, False) for origin in self._origins.order(chunk))
+        waiting = deque((origin, False, missing) for origin in self._origins.order(chunk))
         insisted: set[str] = set()
         rests = self._origins.rests
         try:
             while missing and waiting and len(asked) + len(insisted) < ASKED:
-                origin, insist = waiting.popleft()
-                if origin.name in (insisted if insist else asked) or rests.is_resting(origin):
+                origin, insist, wanted = waiting.popleft()
+                wanted = [index for index in wanted if index in missing]
+                if not wanted or origin.name in (insisted if insist else asked) or rests.is_resting(origin):
                     continue
                 (insisted if insist else asked).add(origin.name)
-                others = await self._ask(origin, chunk, missing, insist)
+                named = await self._ask(origin, chunk, wanted, insist)
                 missing = [index for index in missing if not self._cache.has(chunk, index)]
-                if others:
-                    waiting.appendleft((origin, True))  # when they do not have it either
-                    waiting.extendleft((self._origins.peer(peer), False) for peer in reversed(others))
+                if named:
+                    waiting.appendleft((origin, True, list(named)))  # when they do not have it either
+                    waiting.extendleft(
+                        (self._origins.peer(peer), False, indices) for peer, indices in reversed(_by_peer(named))
+                    )
         finally:
             if not hedged:
                 for key in piece:
@@ -219,7 +227,7 @@ class RangeFetcher:
         elif not missing:
             self._told = False
 
-    async def _ask(self, origin: Origin, chunk: Chunk, indices: list[int], insist: bool) -> list[str]:
+    async def _ask(self, origin: Origin, chunk: Chunk, indices: list[int], insist: bool) -> Named:
         """Asks one origin; whom it names."""
         came, known = 0, self._origins.is_known(origin)
 
@@ -238,11 +246,11 @@ class RangeFetcher:
         for flight in flights:
             flight.origins.add(origin.name)
         try:
-            others = list(await origin.ask(chunk, indices, insist, take))
+            others = await origin.ask(chunk, indices, insist, take)
         except RemoteError as error:
             self._last = RemoteError(error.peer, f"text: {error}")
             self._origins.rests.failed(origin, error, known)
-            return []
+            return {}
         finally:
             for flight in flights:
                 flight.origins.discard(origin.name)
@@ -277,6 +285,15 @@ class RangeFetcher:
                 await self._changed.wait()
         except TimeoutError:
             return
+
+
+def _by_peer(named: Named) -> list[tuple[str, list[int]]]:
+    """The peers that are named, and for which ranges; the one that is named first for most comes first."""
+    found: dict[str, list[int]] = {}
+    for index, peers in named.items():
+        for peer in peers:
+            found.setdefault(peer, []).append(index)
+    return sorted(found.items(), key=lambda item: -sum(named[index][0] == item[0] for index in item[1]))
 
 
 def _is_next(key: Key, following: Key) -> bool:

@@ -97,7 +97,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
                 Said("info", f"measured: {line}, {trip:.0f} ms" if trip is not None else f"the line carries {line}")
             ]
         case events.TextFetched(bytes=fetched, seconds=took, tokens=tokens):
-            speed = rate(round(8 * fetched / took)) if took else "at once"
+            speed = rate(int(8 * fetched / took)) if took else "at once"
             whole = f"of {tokens / 1e6:,.1f}M tokens; the rest ahead of reading"
             return [Said("good", f"text: the first {size(fetched)} fetched in {took:.1f} s ({speed}), {whole}")]
         case events.Role(role="full", round=round):

@@ -134,12 +134,12 @@ class RangeClient:
         indices: Sequence[int],
         insist: bool,
         take: Callable[[int, bytes], Awaitable[None]],
-    ) -> list[str]:
+    ) -> dict[int, list[str]]:
         """Has `take(index, data)` called with each range that `peer` gives, unchecked; `take` may refuse one by raising RemoteError. The
-        peers that it names for others. Raises RemoteError."""
+        peers that it names for each of the others, if it does. Raises RemoteError."""
         request = {"blob": name, "size": size, "ranges": list(indices[:MOST]), "insist": insist}
         stream, usable = None, False
-        others: dict[str, None] = {}
+        others: dict[int, list[str]] = {}
         try:
             async with asyncio.timeout(self._timeout):
                 stream, frame = await self._begin(peer, framing.pack_message(request), _length(size, indices[0]))
@@ -147,11 +147,12 @@ class RangeClient:
                 if number:
                     frame = await self._answer(stream, _length(size, index))
                 data, named = _given(frame, peer)
-                others.update(dict.fromkeys(named))
                 if data:
                     await take(index, data)
+                elif named:
+                    others[index] = [other for other in named if other != self._transport.peer_id][:NAMED]
             usable = True
-            return [other for other in others if other != self._transport.peer_id][:NAMED]
+            return others
         except TimeoutError:
             self._lost(peer)
             raise RemoteError(peer, f"peer {short_peer(peer)}: no answer for {self._timeout:g} s") from None
