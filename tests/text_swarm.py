@@ -186,6 +186,7 @@ class TextSwarm:
         self._kind = kind
         self._network = MemoryNetwork()
         self._identities = [Identity(bytes([200 + i]) * 32) for i in range(8)]
+        self._stranger: Transport | None = None
         self._numbers = itertools.count()
         self._stack = contextlib.AsyncExitStack()
         self.manifest = manifest(noise.index, self._identities[:1])
@@ -241,6 +242,13 @@ class TextSwarm:
         await reader.serve(BlobServer(BlobStore(self.folder / f"blobs-{number}"), ranges=text.find))
         self.peers.append(reader)
         return reader
+
+    def stranger(self) -> Transport:
+        """Somebody else on the in-memory network."""
+        if self._stranger is None:
+            self._stranger = self._network.transport(Identity(bytes([99]) * 32).peer_id)
+            self._stack.push_async_callback(self._stranger.aclose)
+        return self._stranger
 
     async def stop(self, peer: Member) -> None:
         """It is gone."""

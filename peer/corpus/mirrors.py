@@ -33,16 +33,21 @@ BUSY_SECONDS = (1.0, 600.0)
 
 
 class Mirrors:
-    """The client of all mirrors of a run. `verify`: which certificates are trusted (default: those that the system trusts)."""
+    """The client of all mirrors of a run. `verify`: which certificates are trusted (default: those that the system trusts); `hub`: where the hub
+    is (default: as `huggingface_hub` finds it); `silence`: seconds without an answer."""
 
-    def __init__(self, verify: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, verify: ssl.SSLContext | None = None, hub: str | None = None, silence: float = SILENT_SECONDS
+    ) -> None:
+        self._hub = hub
+        self._silence = silence
         self._client = httpx2.AsyncClient(
-            verify=verify or True, timeout=SILENT_SECONDS, headers={"Accept-Encoding": "identity"}
+            verify=verify or True, timeout=silence, headers={"Accept-Encoding": "identity"}
         )
 
     def all(self, addresses: Sequence[str]) -> list[Mirror]:
         """The mirrors at these addresses. Raises UsageError."""
-        return [Mirror(self._client, address) for address in addresses]
+        return [Mirror(self._client, address, self._hub, self._silence) for address in addresses]
 
     async def aclose(self) -> None:
         """Closes all connections."""
@@ -52,7 +57,11 @@ class Mirrors:
 class Mirror:
     """One mirror; see peer/corpus/origins.py for `ask`."""
 
-    def __init__(self, client: httpx2.AsyncClient, address: str) -> None:
+    def __init__(
+        self, client: httpx2.AsyncClient, address: str, hub: str | None = None, silence: float = SILENT_SECONDS
+    ) -> None:
+        self._hub = hub
+        self._silence = silence
         self.name = f"mirror {address}"
         self._client = client
         self._address = address.rstrip("/")
@@ -98,12 +107,12 @@ class Mirror:
     @contextlib.asynccontextmanager
     async def _deadline(self, size: int) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(SILENT_SECONDS + size / LEAST_BYTES_A_SECOND):
+            async with asyncio.timeout(self._silence + size / LEAST_BYTES_A_SECOND):
                 yield
         except TimeoutError:
             raise RemoteError(self.name, f"{self.name}: too slow") from None
         except httpx2.TimeoutException:
-            raise RemoteError(self.name, f"{self.name}: no answer for {SILENT_SECONDS:g} s") from None
+            raise RemoteError(self.name, f"{self.name}: no answer for {self._silence:g} s") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, ssl.SSLError, OSError, ValueError) as error:
             reason = shown(error) or type(error).__name__
             raise RemoteError(self.name, f"{self.name}: {reason[:120]}") from None
@@ -128,7 +137,7 @@ class Mirror:
         if self._repository is None:
             return f"{self._address}/{path}"
         repository, revision, folder = self._repository
-        return hf_hub_url(repository, f"{folder}{path}", repo_type="dataset", revision=revision)
+        return hf_hub_url(repository, f"{folder}{path}", repo_type="dataset", revision=revision, endpoint=self._hub)
 
     def _check(self, response: httpx2.Response, span: tuple[int, int] | None) -> None:
         """Raises RemoteError unless the answer's head is that of what was asked for."""

@@ -50,7 +50,7 @@ async def open_text(manifest: Manifest, access: Access) -> FetchedText:
     def warn(line: str) -> None:
         access.emit(events.Warning(text=line))
 
-    client = RangeClient(access.transport, reach=access.reach, lost=access.lost)
+    client = RangeClient(access.transport, reach=access.reach, lost=access.lost, timeout=access.patience.silence)
     mirrors = access.mirrors or Mirrors()
     try:
         places = mirrors.all(manifest.data.mirrors)

@@ -83,22 +83,23 @@ class Rests:
         self._until.pop(origin.name, None)
 
     def failed(self, origin: Origin, error: RemoteError, is_known: bool) -> None:
-        """It did not. `is_known`: it is a place of the run's own."""
-        _, rest = self._until.pop(origin.name, (0.0, 0.0))
-        first = not rest
-        following = min(max(2 * rest, REST_SECONDS[0]), REST_SECONDS[1])
+        """It did not. `is_known`: it is a place of the run's own. What was asked of it at the same time fails, too: that counts once."""
+        until, rest = self._until.pop(origin.name, (float("-inf"), 0.0))
+        resting, following = until > _now(), min(max(2 * rest, REST_SECONDS[0]), REST_SECONDS[1])
+        if resting:
+            following = rest
         seconds = following
         if isinstance(error, Lie):
             seconds = LIE_SECONDS
+            if until < _now() + LIE_SECONDS / 2:
+                self._warn(f"text: {error}; it is not asked again for {LIE_SECONDS / 60:g} minutes")
         elif isinstance(error, Busy):
             seconds = max(error.seconds, following)
-        self._until[origin.name] = (_now() + seconds, following)
+        if is_known and not rest and not isinstance(error, Absent | Lie):
+            self._warn(f"text: {error}; others are asked")
+        self._until[origin.name] = (max(until, _now() + seconds), following)
         if len(self._until) > REMEMBERED:
             self._until.popitem(last=False)
-        if isinstance(error, Lie):
-            self._warn(f"text: {error}; it is not asked again for {LIE_SECONDS / 60:g} minutes")
-        elif is_known and first and not isinstance(error, Absent):
-            self._warn(f"text: {error}; others are asked")
 
 
 class Origins:

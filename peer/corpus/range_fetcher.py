@@ -33,10 +33,11 @@ LOOK_SECONDS = 0.25
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Seconds: `retry`, until a piece that nobody gave is asked for again; `hopeless`, without anything that came after which who waits
-    is told that it cannot be had."""
+    is told that it cannot be had; `silence`, after which who does not answer counts as gone."""
 
     retry: float = 1.0
     hopeless: float = 45.0
+    silence: float = 10.0
 
 
 PATIENCE = Patience()
