@@ -16,5 +16,4 @@ RUN useradd --create-home --uid 1000 potluck && install -d -o potluck /data
 USER potluck
 WORKDIR /data
 VOLUME /data
-ENV XDG_CACHE_HOME=/data/cache
 ENTRYPOINT ["potluck", "join", "--dir", "/data/peer"]

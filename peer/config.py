@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from pathlib import Path
 class JoinConfig:
     """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
     None: measured; `up_limit_bps`: the most that chains and serving payloads and states may take; None: nine tenths of the uplink that
-    was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py."""
+    was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py;
+    `corpus`: a folder that has the run's text; None: it is fetched."""
 
     folder: Path
     device: str = "cpu"
@@ -21,3 +23,9 @@ class JoinConfig:
     store_bytes: int | None = None
     threads: int = 1
     trace: Path | None = None
+    corpus: Path | None = None
+
+
+def cache_folder() -> Path:
+    """Where what is the same for all runs of this user is kept: potluck/ in XDG_CACHE_HOME, by default ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck"

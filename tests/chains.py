@@ -16,6 +16,7 @@ import torch
 from peer.chain import quantize
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.chain.progress import StageProgress
+from peer.chain.reading import Read
 from peer.chain.timing import StepReport
 from peer.net.base import Stream
 from peer.net.memory import MemoryNetwork
@@ -94,12 +95,19 @@ def random_theta(spec: ModelSpec = SPEC, seed: int = 1, std: float = 0.08) -> di
     }
 
 
-def windows_of(spec: ModelSpec = SPEC, train: TrainSpec = TRAIN):
-    def windows(step: int) -> np.ndarray:
-        rng = np.random.default_rng(step)
-        return rng.integers(0, spec.vocab_size, (train.step_rows, train.sequence + 1))
+def ids_of(step: int, spec: ModelSpec = SPEC, train: TrainSpec = TRAIN) -> np.ndarray:
+    """The text of an inner step."""
+    rng = np.random.default_rng(step)
+    return rng.integers(0, spec.vocab_size, (train.step_rows, train.sequence + 1))
 
-    return windows
+
+def read_of(spec: ModelSpec = SPEC, train: TrainSpec = TRAIN) -> Read:
+    """Reads it."""
+
+    async def read(step: int) -> np.ndarray:
+        return ids_of(step, spec, train)
+
+    return read
 
 
 class Recording(StageTrainer):
@@ -150,7 +158,7 @@ async def steps_of(
     **setup: Any,
 ) -> tuple[StepReport, ...]:
     """`run_steps` with a setup of these fields."""
-    setup.setdefault("windows", windows_of(trainer.spec, trainer.train))
+    setup.setdefault("read", read_of(trainer.spec, trainer.train))
     return await run_steps(
         StageSetup(trainer=trainer, worker=executor, wires=wires, timeout=timeout, **setup),
         first_step=first_step,
@@ -173,7 +181,7 @@ async def run_chain(
     plain_depth: int | None = None,
     most_depth: int | None = None,
     stops: dict[int, asyncio.Event] | None = None,
-    windows=None,
+    read: Read | None = None,
     trace=None,
     **setup: Any,
 ) -> list[tuple[StepReport, ...]]:
@@ -190,7 +198,7 @@ async def run_chain(
                     wires=wires,
                     previous=wired.previous[i],
                     following=wired.following[i],
-                    windows=windows or windows_of(spec, train),
+                    read=read or read_of(spec, train),
                     depth=depth,
                     plain_depth=plain_depth,
                     most_depth=most_depth,

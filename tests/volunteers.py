@@ -34,6 +34,7 @@ from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
 from protocol.wire import endpoints
 from tests import tiny
+from tests.texts import no_text
 
 TOKENIZER = b'{"not": "read"}'
 MODEL = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
@@ -87,6 +88,8 @@ class Noise:
 
     def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
         return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]
+
+    def expect(self, slots: Any) -> None: ...
 
     def release(self) -> None: ...
 
@@ -205,14 +208,12 @@ class Swarm:
             **config,
         )
         emit = Emitter(identity.peer_id, self._hear(events))
-        made = Factories(corpus=self._no_text, inner_loop=self.inner_loop)
+        made = Factories(text=no_text, inner_loop=self.inner_loop)
         peer = Peer(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())
         self.peers[name] = Volunteer(name, identity, folder, transport, storage, peer, task, events)
         return self.peers[name]
-
-    async def _no_text(self, *_: object) -> None: ...
 
     def _noise(self, manifest: Manifest, peer: str, *_: object) -> Noise:
         return Noise(lambda who, round: self.hold(who, round), manifest, peer)

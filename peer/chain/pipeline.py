@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +37,7 @@ from peer.chain.grad_norm import Norms
 from peer.chain.link import GOODBYE_S, LIVENESS, Link, Liveness
 from peer.chain.neighbours import Crossing, Neighbours
 from peer.chain.progress import StageProgress, catch_up
+from peer.chain.reading import Ids, Read, Reading
 from peer.chain.scheduler import BackwardFirstScheduler
 from peer.chain.stop_sign import StopSign
 from peer.chain.timing import StageTiming, StepReport, costs
@@ -59,8 +59,8 @@ _ANY_DEPTH = 2**32 - 1
 class StageSetup:
     """What a stage needs for inner steps, whoever its neighbours are.
 
-    `worker`: an executor with one thread. `wires`: number formats forward and backward. `windows(step)` gives the replica's integer
-    tokens [micro_batches * rows, L+1]; it is called on the worker thread. `timeout`: seconds to wait for one frame of a neighbour.
+    `worker`: an executor with one thread. `wires`: number formats forward and backward. `read(step)` gives the replica's token ids
+    [micro_batches * rows, L+1], and may wait for them (peer/chain/reading.py). `timeout`: seconds to wait for one frame of a neighbour.
     `depth`: micro-batches under way in the first step, used by the first stage. This stage's memory holds all activations of
     `plain_depth` of them and the inputs of `most_depth` (None: of any number). `stop` ends the steps of all stages after the one
     under way; `on_step` hears of every step. `statistics` go on with these steps.
@@ -69,7 +69,7 @@ class StageSetup:
     trainer: StageTrainer
     worker: Executor
     wires: tuple[str, str]
-    windows: Callable[[int], np.ndarray]
+    read: Read
     timeout: float
     depth: int = 8
     plain_depth: int | None = None
@@ -85,11 +85,12 @@ class StageSetup:
 class _Run:
     """The state of one call of `run_steps`."""
 
-    def __init__(self, setup: StageSetup, codec: Executor, plain: int, most: int, first_step: int) -> None:
+    def __init__(self, setup: StageSetup, codec: Executor, plain: int, most: int, steps: range) -> None:
         trainer = setup.trainer
-        self.setup, self.trainer, self.train, self.first_step = setup, trainer, trainer.train, first_step
+        self.setup, self.trainer, self.train, self.first_step = setup, trainer, trainer.train, steps.start
         self.plain_depth, self.most_depth = plain, most
         self.worker = TimedWorker(trainer, setup.worker, setup.trace)
+        self.reading = Reading(setup.read, steps.stop - 1, setup.stop, setup.trace)
         names = layout.shard_names(trainer.spec)
         self._behind = len(names) - names.index(trainer.shards[0]) - len(trainer.shards)
         crossing = Crossing(
@@ -116,7 +117,10 @@ class _Run:
             link.most_waiting = 0
         if near.following is not None:
             near.following.ping()
-        await self.worker.run(OTHER, self._load, step)
+        waited = self.reading.waited
+        ids = await self.reading.take(step)
+        self.reading.ask(step + 1)
+        await self.worker.run(OTHER, self._load, ids)
         await self._micro_batches(step)
         progress.summed = True
         await self._gather(step, progress)
@@ -132,6 +136,7 @@ class _Run:
             busy_s=sum(self.worker.seconds.values()),
             wait_forward_s=self.worker.waits[FORWARD],
             wait_backward_s=self.worker.waits[BACKWARD],
+            wait_text_s=self.reading.waited - waited,
             forward_link_s=self._transfers[0],
             backward_link_s=self._transfers[1],
             forward_bytes=after[0] - sent[0],
@@ -154,10 +159,10 @@ class _Run:
     def _seen(self, link: Link | None, kind: int) -> Running | None:
         return None if link is None else replace(self.near.running(link, kind))
 
-    def _load(self, step: int) -> None:
+    def _load(self, step_ids: Ids) -> None:
         """On the worker: the token ids of the step [rows, L+1] per micro-batch, and their checksums."""
         shape = (self.train.step_rows, self.train.sequence + 1)
-        ids = quantize.ids_from(self.setup.windows(step), shape, self.trainer.spec.vocab_size, self.trainer.device)
+        ids = quantize.ids_from(step_ids, shape, self.trainer.spec.vocab_size, self.trainer.device)
         self._ids = tuple(ids.reshape(self.train.micro_batches, self.train.rows, -1))
         self.near.begin_step([zlib.crc32(part.cpu().numpy().astype("<i8").tobytes()) for part in self._ids])
 
@@ -237,7 +242,7 @@ class _Run:
         """Makes `progress.total` the replica's norm, its mean loss and the wish to stop: the same on every stage."""
         near = self.near
         sums = [value for _, value in await self.worker.run(OTHER, self.trainer.grad_sumsq)]
-        stop = self.setup.stop is not None and self.setup.stop.is_set()
+        stop = (self.setup.stop is not None and self.setup.stop.is_set()) or not await self.reading.has_next()
         behind = await grad_norm.from_behind(near, step, self._behind)
         loss = sum(self._losses) / len(self._losses) if behind is None else behind.loss
         norms = Norms(stop, loss, sums, [self._measured()])
@@ -291,10 +296,10 @@ async def run_steps(
     streams = [stream for stream in (previous, following) if stream is not None]
     reports: list[StepReport] = []
     codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=torch.set_num_threads, initargs=(1,))
+    run = _Run(setup, codec, plain, most, range(first_step, first_step + steps))
+    near = run.near
     try:
         async with asyncio.TaskGroup() as group:
-            run = _Run(setup, codec, plain, most, first_step)
-            near = run.near
             if previous is not None:
                 near.previous = near.connect(previous, group, setup.timeout, setup.liveness)
             if following is not None:
@@ -325,6 +330,7 @@ async def run_steps(
         raise
     finally:
         codec.shutdown(wait=False)
+        await run.reading.aclose()
     return tuple(reports)
 
 

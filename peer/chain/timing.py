@@ -30,7 +30,8 @@ class StepReport:
 
     `loss`: nats per token; `norm`: of the whole replica's gradient, before the clip; `tokens`: trained by the whole replica.
     `seconds`: how long the step took. This stage computed for `busy_s` of them, waited for activations for `wait_forward_s` and for
-    gradients for `wait_backward_s`; what comes first ends a wait for either. `forward_link_s`, `backward_link_s`: how long the
+    gradients for `wait_backward_s`; what comes first ends a wait for either. For `wait_text_s` it waited for text, that of the next
+    step too. `forward_link_s`, `backward_link_s`: how long the
     activations from the previous stage, and the gradients from the next, occupied the link. `forward_bytes`, `backward_bytes`: sent
     to the next and to the previous stage, with headers. `depth`: micro-batches that were let into the chain at once; `queued`: most
     frames that waited here for this stage. `activations`, `gradients`: of what came so far from the previous and from the next stage,
@@ -46,6 +47,7 @@ class StepReport:
     busy_s: float
     wait_forward_s: float
     wait_backward_s: float
+    wait_text_s: float
     forward_link_s: float
     backward_link_s: float
     forward_bytes: int

@@ -16,7 +16,8 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
-from peer.config import JoinConfig
+from peer.config import JoinConfig, cache_folder
+from peer.corpus.text import open_corpus
 from peer.events import Emitter, Sink, json_sink
 from peer.log import reader
 from peer.net import descriptors, keyfile
@@ -30,7 +31,6 @@ from peer.node.open_run import (
     manifest_of,
     parse_run,
     read_manifest,
-    refuse_local_files,
     start_transport,
     tokenizer_bytes,
 )
@@ -60,7 +60,14 @@ def _raise_limits(emit: events.Emit) -> None:
 
 
 async def bootstrap(
-    path: Path, folder: Path, host: str, port: int, initial_peers: Sequence[str], relay_limit: str, json: bool
+    path: Path,
+    folder: Path,
+    host: str,
+    port: int,
+    initial_peers: Sequence[str],
+    relay_limit: str,
+    corpus: Path | None,
+    json: bool,
 ) -> None:
     """`potluck bootstrap`."""
     from peer.training.device import parse_rate
@@ -70,13 +77,15 @@ async def bootstrap(
     others = (*(address.partition("#")[0] for address in initial_peers), *manifest.hints.bootstrap)
     for address in others:
         parse(address)
+    if corpus is not None:
+        whole_corpus(corpus, manifest)
     key = keyfile.load_or_create(folder / KEY)
     if key.peer_id not in manifest.operators:
         raise UsageError(
             f"manifest {path}: operators does not name {key.peer_id}, the key in {folder};"
             " add it there before the run begins, or start with the right --dir"
         )
-    tokenizer = tokenizer_bytes(manifest, path.parent)
+    tokenizer = tokenizer_bytes(manifest, path.parent, corpus)
     archive = Archive(folder, manifest)
     try:
         if tokenizer is not None:
@@ -98,6 +107,16 @@ async def bootstrap(
         archive.close()
 
 
+def whole_corpus(folder: Path, manifest: Manifest) -> None:
+    """Raises UsageError where the run's corpus is not in `folder`, or not all of it."""
+    missing = open_corpus(folder, LocalDisk(), manifest).missing()
+    if missing:
+        raise UsageError(
+            f"--corpus {folder}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…; copy it again, or"
+            " build it again"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinOptions:
     """What was typed; see `potluck join --help`."""
@@ -114,6 +133,7 @@ class JoinOptions:
     store_limit: str
     threads: int
     trace: Path | None
+    corpus: Path | None
     json: bool
 
 
@@ -132,6 +152,7 @@ def _config(options: JoinOptions) -> JoinConfig:
         up_limit_bps=None if options.up_limit is None else resources.parse_rate(options.up_limit),
         threads=options.threads,
         trace=options.trace,
+        corpus=options.corpus,
     )
 
 
@@ -145,10 +166,6 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     key = keyfile.load_or_create(folder / KEY)
     storage = Storage(folder, config.store_bytes)
     try:
-        if run.manifest is not None:
-            tokenizer = tokenizer_bytes(run.manifest, Path(options.run).parent)
-            if tokenizer is not None:
-                storage.save_tokenizer(tokenizer)
         emit = Emitter(key.peer_id, _sink(options.json, own=True))
         _raise_limits(emit)
         manifest: Manifest | None = None
@@ -157,8 +174,6 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
             try:
                 if manifest is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
                     manifest = await manifest_of(run, transport)
-                    if run.manifest is None:
-                        refuse_local_files(manifest, manifest.operators[0])
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
                 await Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories).run()
                 return
@@ -249,11 +264,11 @@ async def log_verify(text: str, checkpoint: Path | None) -> None:
 def _room_for(manifest: Manifest) -> Empty:
     """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
     the next state of a shard."""
-    from peer.training import data, device
+    from peer.training import device
 
     shards = [layout.shard_bytes(manifest.model, shard) for shard in layout.shard_names(manifest.model)]
     if sum(shards) + max(shards) <= device.memory_budget("cpu"):
         return in_memory
-    disk, folder = LocalDisk(), data.cache_folder()
+    disk, folder = LocalDisk(), cache_folder()
     disk.make_folder(folder)
     return functools.partial(disk.arrays, folder)

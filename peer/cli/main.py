@@ -85,11 +85,14 @@ def bootstrap(
         str,
         typer.Option(help="Most that is passed on between peers who cannot reach each other, in all; 0: nothing."),
     ] = "100Mbps",
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder with the run's corpus (potluck data build), to serve it.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Run a bootstrap node: entry point, log, matchmaker and archive of a run."""
 
-    _run(commands.bootstrap(manifest, dir, host, port, initial_peer or (), relay_limit, json))
+    _run(commands.bootstrap(manifest, dir, host, port, initial_peer or (), relay_limit, corpus, json))
 
 
 @app.command(
@@ -121,6 +124,7 @@ def join(
         Path | None,
         typer.Option(help="Record what this machine computes and waits for in this file, for ui.perfetto.dev."),
     ] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Folder with the run's corpus, if it is on this machine.")] = None,
     json: Json = False,
 ) -> None:
     """`potluck join`.
@@ -140,6 +144,7 @@ def join(
         store_limit=store_limit,
         threads=threads,
         trace=trace,
+        corpus=corpus,
         json=json,
     )
     _run(commands.join(options, context.obj))

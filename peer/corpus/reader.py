@@ -1,4 +1,4 @@
-"""Reads a corpus from its folder; a chunk is checked against its name when it is first used."""
+"""Reads a corpus from its folder; a chunk is checked against its name when it is read from disk."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from numpy.typing import NDArray
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
-from protocol.run import corpus
+from protocol.run import corpus, data_order
 from protocol.run.corpus import Extent
 
 INDEX = "index"
 CHUNKS = "chunks"
 TOKENIZER = "tokenizer.json"
 """What is in a corpus's folder."""
+_KEPT = 2
+"""Chunks that stay in memory: what is read one after the other lies in one, or across the edge of two."""
 
 
 class CorpusReader:
     """The sequences of the corpus in `folder`. `digest`: the one that it must have, if any. Raises UsageError."""
 
     def __init__(self, folder: Path, disk: Disk, digest: str = "") -> None:
-        self._folder = folder
+        self.folder = folder
         self._disk = disk
         try:
             raw = disk.read(folder / INDEX)
@@ -46,12 +48,26 @@ class CorpusReader:
         rows = [self._rows(extent) for numbers in at for extent in self.index.extents(numbers)]
         return np.concatenate([np.zeros((0, self.index.sequence + 1), np.int64), *rows]).astype(np.int64, copy=False)
 
+    def slots(self, seed: bytes, at: range) -> NDArray[np.int64]:
+        """What the slots `at` of a run with this seed read: ids int64 [n, L + 1]. Raises UsageError."""
+        return self.sequences(data_order.sequences(seed, self.index.sequences, at))
+
     def held_out(self, limit: int) -> NDArray[np.int64]:
         """At most `limit` held-out sequences: int64 [n, L + 1]. They are in a pseudo-random order, so the first are as good as any.
         Raises UsageError."""
         extent = self.index.held_out_chunk()
         count = min(limit, self.index.held_out_sequences)
         return self._rows(Extent(extent.name, extent.size, 0, count * self.index.stride)).astype(np.int64)
+
+    def unigram_entropy(self) -> float:
+        """Nats a token: of the distribution of the ids that are to be predicted in training, what a model that ignores context reaches
+        at best. Reads the whole corpus. Raises UsageError."""
+        counts = np.zeros(self.index.vocab_size, np.int64)
+        for number in range(self.index.n_chunks):
+            targets = self._rows(self.index.chunk(number))[:, 1:]
+            counts += np.bincount(targets.reshape(-1), minlength=len(counts))
+        share = counts[counts > 0] / counts.sum()
+        return float(-(share * np.log(share)).sum())
 
     def missing(self) -> list[str]:
         """The chunks whose files are not there, or have another size; nothing else is looked at."""
@@ -60,27 +76,29 @@ class CorpusReader:
 
     def _is_there(self, chunk: Extent) -> bool:
         try:
-            return self._disk.stat(self._folder / CHUNKS / chunk.name)[0] == chunk.size
+            return self._disk.stat(self.folder / CHUNKS / chunk.name)[0] == chunk.size
         except OSError:
             return False
 
     def _rows(self, extent: Extent) -> NDArray[np.unsignedinteger]:
         """The sequences in these bytes of a chunk: [n, L + 1]."""
-        if extent.name not in self._chunks:
-            self._chunks[extent.name] = self._checked(extent)
+        ids = self._chunks.pop(extent.name, None)
+        if ids is None:
+            ids = self._checked(extent)
+        self._chunks[extent.name] = ids
+        while len(self._chunks) > _KEPT:
+            del self._chunks[next(iter(self._chunks))]
         size = self.index.id_bytes
-        ids = self._chunks[extent.name][extent.start // size : extent.end // size]
-        return ids.reshape(-1, self.index.sequence + 1)
+        return ids[extent.start // size : extent.end // size].reshape(-1, self.index.sequence + 1)
 
     def _checked(self, extent: Extent) -> NDArray[np.unsignedinteger]:
-        path = self._folder / CHUNKS / extent.name
+        # a withdrawal repeats these errors for everybody: they name no folder of this machine
+        path, chunk = self.folder / CHUNKS / extent.name, f"corpus {self.digest[:12]}…: chunk {extent.name[:12]}…"
         try:
-            ids = np.memmap(path, self._dtype, "r") if self._is_there(extent) else None
-        except (OSError, ValueError) as error:
-            raise UsageError(f"corpus {self._folder}: chunk {extent.name[:12]}…: {error}; check the disk") from None
-        if ids is None or blob_hash.name_of(ids.data.cast("B")) != extent.name:
-            reason = "is missing" if ids is None else "is damaged"
-            raise UsageError(
-                f"corpus {self._folder}: chunk {extent.name[:12]}… {reason}; get it again, or build the corpus again"
-            )
-        return ids
+            raw = self._disk.read(path) if self._is_there(extent) else None
+        except OSError as error:
+            raise UsageError(f"{chunk}: {error.strerror}; check the disk") from None
+        if raw is None or blob_hash.name_of(raw) != extent.name:
+            reason = "is missing" if raw is None else "is damaged"
+            raise UsageError(f"{chunk} {reason}; get it again, or build the corpus again")
+        return np.frombuffer(raw, self._dtype)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from peer.corpus.reader import CorpusReader
 from peer.net.disk import Disk
 from protocol.errors import UsageError
-from protocol.run import data_order
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import Manifest
 
@@ -64,8 +63,7 @@ class LocalText:
 
     async def sequences(self, slots: range) -> NDArray[np.int64]:
         """The ids [n, L + 1] of these slots, in order. Raises UsageError where a chunk is missing or damaged."""
-        at = data_order.sequences(self._seed, self.index.sequences, slots)
-        return await asyncio.to_thread(self._reader.sequences, at)
+        return await asyncio.to_thread(self._reader.slots, self._seed, slots)
 
     def expect(self, slots: Sequence[range]) -> None:
         """Nothing is to be done: all slots are there."""

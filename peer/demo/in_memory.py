@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
-from peer.demo.recipe import TOKENIZER, DemoOptions, PeerSpec, identity_of
+from peer.demo.recipe import DemoOptions, PeerSpec, identity_of
+from peer.demo.text import TOKENIZER
 from peer.events import Emitter, Event, Sink
 from peer.net import directory
 from peer.node import open_run
@@ -21,9 +23,14 @@ if TYPE_CHECKING:
 
 
 async def run_in_memory(
-    options: DemoOptions, manifest: Manifest, peers: list[PeerSpec], feed: Sink, factories: Mapping[str, Factories]
+    options: DemoOptions,
+    manifest: Manifest,
+    peers: list[PeerSpec],
+    corpus: Path,
+    feed: Sink,
+    factories: Mapping[str, Factories],
 ) -> AsyncGenerator[None, None]:
-    """The swarm as tasks of this process over the in-memory transport; yields after every event. `factories`: what a peer
+    """The swarm as tasks of this process over the in-memory transport; yields after every event. `corpus`: its folder. `factories`: what a peer
     makes its parts with, by the peer's name, where it is not the usual."""
     from peer.config import JoinConfig
     from peer.net.memory import MemoryNetwork
@@ -50,6 +57,7 @@ async def run_in_memory(
             memory_bytes=peer.memory_bytes,
             up_bps=peer.up_bps,
             down_bps=peer.up_bps,
+            corpus=corpus,
         )
         emit = Emitter(peer.identity.peer_id, queue.put_nowait)
         transport = network.transport(peer.identity.peer_id, directory.valid_record(manifest.run_id))

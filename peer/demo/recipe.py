@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from peer.demo.text import SEQUENCE, TOKENIZER
 from peer.node import open_run
 from protocol.errors import UsageError
 from protocol.identity import Identity
@@ -13,9 +14,8 @@ from protocol.planning import memory, partition
 from protocol.planning.arrange import arrange
 from protocol.planning.partition import Candidate
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import ChainSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
+from protocol.run.manifest import ChainSpec, DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
 
-TOKENIZER = "sotu-4k.json"
 MODEL = ModelSpec(vocab_size=4096, d_model=128, n_layers=4, n_heads=4, d_ff=352, context=128)
 ROUNDS = 30
 INNER_STEPS = 10
@@ -65,8 +65,8 @@ def identity_of(seed: int, name: str) -> Identity:
     return Identity(hashlib.sha256(f"potluck/demo/{seed}/{name}".encode()).digest())
 
 
-def make_manifest(options: DemoOptions, model: ModelSpec = MODEL) -> Manifest:
-    """The demo's recipe, changed by what was typed. Raises UsageError."""
+def check(options: DemoOptions, model: ModelSpec = MODEL) -> None:
+    """Raises UsageError where what was typed cannot be."""
     if options.full + options.chains == 0:
         raise UsageError("--full 0 --chains 0: nobody would train; ask for at least one replica")
     if options.chains and options.stages > model.n_layers:
@@ -79,6 +79,11 @@ def make_manifest(options: DemoOptions, model: ModelSpec = MODEL) -> Manifest:
         )
     if any(not 0 <= rank <= model.d_model for rank in options.rank):
         raise UsageError(f"--rank: the demo's model is {model.d_model} wide; give values from 0 (off) to that")
+
+
+def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -> Manifest:
+    """The demo's recipe, changed by what was typed. `corpus`: the digest of its text (peer/demo/text.py). Raises UsageError."""
+    check(options, model)
     rounds, inner = options.rounds or ROUNDS, options.inner_steps or INNER_STEPS
     tokenizer = (open_run.ASSETS / TOKENIZER).read_bytes()
     return Manifest(
@@ -89,11 +94,12 @@ def make_manifest(options: DemoOptions, model: ModelSpec = MODEL) -> Manifest:
         operators=(identity_of(options.seed, "bootstrap").peer_id,),
         model=model,
         tokenizer=TokenizerSpec(digest=hashlib.sha256(tokenizer).hexdigest(), file=TOKENIZER),
+        data=DataSpec(corpus=corpus),
         train=TrainSpec(
             inner_steps=inner,
             micro_batches=2,
             rows=4,
-            sequence=128,
+            sequence=SEQUENCE,
             lr=3e-3,
             warmup_steps=min(20, rounds * inner // 10),
             total_steps=rounds * inner,

@@ -9,16 +9,16 @@ from typing import Any
 from bootstrap.archive import Archive
 from peer import events
 from peer.corpus.tokenizer import load_tokenizer
-from peer.demo.recipe import TOKENIZER, DemoOptions
+from peer.demo.recipe import DemoOptions
+from peer.demo.text import TOKENIZER, demo_corpus
 from peer.events import Event
 from peer.log import replay
 from peer.node import open_run
-from peer.training import data
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.schema import plain
 
-VALID_WINDOWS = 48
+VALID_SEQUENCES = 48
 PROMPT = "The people of the United States"
 
 
@@ -90,10 +90,8 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
     archive = Archive(options.out / "bootstrap", manifest)
     tokenizer_json = (open_run.ASSETS / TOKENIZER).read_bytes()
     tokenizer = load_tokenizer(tokenizer_json, manifest.tokenizer.digest)
-    corpus = data.prepare(
-        manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), manifest.model.vocab_size
-    )
-    windows = corpus.valid_windows(VALID_WINDOWS)
+    corpus = demo_corpus()
+    held_out, entropy = corpus.held_out(VALID_SEQUENCES), corpus.unigram_entropy()
     whole = trainer.StageTrainer(
         manifest.model, manifest.train, layout.shard_names(manifest.model), device=options.device
     )
@@ -102,14 +100,14 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
     try:
         for state in replay.replay(manifest, archive.commits, archive.blobs.get):
             whole.begin_round(state.theta)
-            losses.append(whole.evaluate(windows))
+            losses.append(whole.evaluate(held_out))
             digests[state.round] = state.digests
     finally:
         archive.close()
     rounds = max(digests)
     wrong = tally.disagreements(digests)
     ids = whole.sample(tokenizer.encode(PROMPT).ids, 60, 0.8, options.seed)
-    to_bits = 1 / (math.log(2) * corpus.bytes_per_token)
+    to_bits = 1 / (math.log(2) * corpus.index.bytes_per_token)
     tokens = sum(c.tokens for commit in tally.commits.values() for c in commit.contributions)
     first_stages = [b for n, b in tally.boundary.items() if n.endswith("-0") and b[0]]
     last_stages = [b for b in tally.boundary.values() if b[1]]
@@ -119,8 +117,8 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
         "val_loss_last": losses[-1],
         "val_loss": losses,
         "val_bits_per_byte_last": losses[-1] * to_bits,
-        "unigram_entropy": corpus.unigram_entropy,
-        "below_unigram": 1 - losses[-1] / corpus.unigram_entropy,
+        "unigram_entropy": entropy,
+        "below_unigram": 1 - losses[-1] / entropy,
         "same_bits": not wrong and not tally.diverged and tally.covered(rounds),
         "diverged": wrong or tally.diverged,
         "state_digest": layout.state_digest(manifest.model, digests[rounds]),

@@ -21,8 +21,9 @@ from rich.console import Console
 
 from peer.demo.in_memory import run_in_memory
 from peer.demo.processes import Command, run_processes
-from peer.demo.recipe import DemoOptions, identity_of, make_manifest, make_peers
+from peer.demo.recipe import DemoOptions, check, identity_of, make_manifest, make_peers
 from peer.demo.report import Tally, audit, summary
+from peer.demo.text import SEQUENCE, demo_corpus
 from peer.events import Event
 from peer.net.disk import disk_error
 from peer.ui import screen as tui
@@ -43,12 +44,15 @@ async def run(
     """Everything, from an empty folder to the summary. `command`: what the processes of the swarm run, which is `potluck`.
     `manifest`: the run (default: the demo's recipe). `factories`: see run_in_memory, which alone takes them. Raises
     PotluckError."""
-    if manifest is None:
-        manifest = make_manifest(options)
-    peers = make_peers(manifest, options)
     out = options.out
+    if manifest is None:
+        check(options)
     if out.exists():
         raise UsageError(f"--out {out}: exists already; remove it or choose another folder")
+    corpus = await asyncio.to_thread(demo_corpus, SEQUENCE, lambda line: print(line, flush=True))
+    if manifest is None:
+        manifest = make_manifest(options, corpus.digest)
+    peers = make_peers(manifest, options)
     try:
         if options.json is not None:
             options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +76,9 @@ async def run(
             screen.feed(event)
 
         swarm = (
-            run_in_memory(options, manifest, peers, feed, factories or {})
+            run_in_memory(options, manifest, peers, corpus.folder, feed, factories or {})
             if options.in_memory
-            else run_processes(options, command, peers, feed)
+            else run_processes(options, command, peers, corpus.folder, feed)
         )
         async with contextlib.aclosing(swarm) as events:
             async for _ in events:

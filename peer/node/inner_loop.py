@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -22,17 +22,19 @@ from peer.chain.progress import StageProgress, catch_up
 from peer.chain.stop_sign import StopSign
 from peer.chain.timing import StepReport
 from peer.config import JoinConfig
+from peer.corpus.text import Text
 from peer.net.base import Stream
+from peer.node import round_text
 from peer.node.orders import ChainOrders, Result
 from peer.state.storage import Shards
-from peer.training import data, device, subspace, trainer
+from peer.training import device, subspace, trainer
 from peer.training import moments as small_moments
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import memory, pipeline_model
 from protocol.planning.speed import Speedometer
 from protocol.rounds.chain_repair import SLOW
 from protocol.rounds.member_events import TrainOrder
-from protocol.run import data_order, layout
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import StageSpec
 
@@ -46,7 +48,7 @@ PACES = 32
 
 
 class StageInnerLoop:
-    """Trains what the plan says; remembers the optimizer's state from round to round. `pipes` lead to the neighbours in a chain,
+    """Trains what the plan says on `text`; remembers the optimizer's state from round to round. `pipes` lead to the neighbours in a chain,
     `announce(field=value)` changes what the peer says of itself, `optimizer` is AdamW's state by parameter name."""
 
     trainer_class: type[trainer.StageTrainer] = trainer.StageTrainer
@@ -57,7 +59,7 @@ class StageInnerLoop:
         manifest: Manifest,
         peer: str,
         config: JoinConfig,
-        corpus: data.Corpus,
+        text: Text,
         pipes: Pipes,
         announce: Callable[..., None],
         optimizer: dict[str, NDArray[np.generic]],
@@ -68,7 +70,7 @@ class StageInnerLoop:
         self._trace = trace.TraceFile(config.trace, peer) if config.trace is not None else None
         self.peer = peer
         self._pipes = pipes
-        self._corpus = corpus
+        self._text = text
         self._config = config
         self._state = optimizer
         self._inherited: dict[str, bytes] = {}
@@ -85,6 +87,10 @@ class StageInnerLoop:
         self._training = False
         self._statistics = Statistics()
         self._closing: set[asyncio.Task[None]] = set()
+
+    def expect(self, slots: Sequence[range]) -> None:
+        """The text that will be read soon."""
+        self._text.expect(slots)
 
     def close(self) -> None:
         """Ends the worker thread and the trace."""
@@ -204,6 +210,7 @@ class StageInnerLoop:
             forward_bytes=sum(r.forward_bytes for r in reports),
             backward_bytes=sum(r.backward_bytes for r in reports),
             boundary_tokens=tokens if spec.is_chain else 0,
+            text_seconds=sum(r.wait_text_s for r in reports),
         )
 
     def _short_of_memory(self, stage: StageSpec) -> str:
@@ -275,11 +282,6 @@ class StageInnerLoop:
         stage, work = spec.stages[position], spec.work
         first_step = (plan.round - 1) * train.inner_steps + 1
 
-        def windows(step: int) -> NDArray[np.int64]:
-            at = data_order.slots(work.slot, step - first_step, work.micro_batches * train.rows)
-            numbers = data_order.windows(self.manifest.seed_bytes, self._corpus.n_windows, at)
-            return self._corpus.train_windows(numbers)
-
         previous, following = await self._unless(
             stop, self._pipes.neighbours(plan, order.replica, order.generation, position)
         )
@@ -291,7 +293,7 @@ class StageInnerLoop:
                 worker=self._worker,
                 wires=(self.manifest.chains.forward, self.manifest.chains.backward),
                 timeout=STUCK_SECONDS,
-                windows=windows,
+                read=round_text.reader(self.manifest, self._text, work, first_step, self._emit),
                 depth=self._depth[1] if self._depth[0] == spec.stages else memory.window(self.manifest),
                 plain_depth=plain,
                 most_depth=most,

@@ -5,19 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from peer.corpus.reader import TOKENIZER
 from peer.net.base import Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import valid_record
-from protocol.errors import RemoteError, UsageError, shown
+from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
-
-if TYPE_CHECKING:
-    pass
 
 KEY = "identity.key"
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -66,13 +63,12 @@ async def start_transport(folder: Path, host: str, port: int, run: str) -> Trans
     return await p2p.start(folder / KEY, host=host, port=port, bootstrap=(), validate=valid_record(run))
 
 
-def tokenizer_bytes(manifest: Manifest, beside: Path | None) -> bytes | None:
-    """The run's tokenizer from a file: beside the manifest, or shipped. None where there is none. Raises UsageError."""
+def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> bytes | None:
+    """The run's tokenizer from a file: beside the manifest, shipped, or in the folder of the run's corpus. None where there is none.
+    Raises UsageError."""
     name = manifest.tokenizer.file
-    if not name:
-        return None
-    for folder in ([beside] if beside else []) + [ASSETS]:
-        path = folder / name
+    places = [beside / name, ASSETS / name] if name else []
+    for path in places + ([corpus / TOKENIZER] if corpus is not None else []):
         if path.is_file():
             raw = path.read_bytes()
             found = hashlib.sha256(raw).hexdigest()
@@ -83,16 +79,6 @@ def tokenizer_bytes(manifest: Manifest, beside: Path | None) -> bytes | None:
                 )
             return raw
     return None
-
-
-def refuse_local_files(manifest: Manifest, node: str) -> None:
-    """For a manifest that `node` sent: it may not name files of this machine, or who runs the run could have a volunteer train on
-    his private key, and read it back from the updates. Raises UsageError."""
-    if manifest.data.source == "files":
-        raise UsageError(
-            f"manifest from {short_peer(node)}: data.files names local files, such as {shown(manifest.data.files[0])!r}, which a"
-            " stranger may not choose; get the manifest file from the operator, read its [data] table, and join with that file"
-        )
 
 
 async def manifest_of(run: Run, transport: Transport) -> Manifest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,8 @@ from protocol.rounds.member_events import TrainOrder
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was done of a round. `error`: why not all steps were, None where they were. `seconds`: that it took."""
+    """What was done of a round. `error`: why not all steps were, None where they were. `seconds`: that it took; for `text_seconds` of
+    them it waited for text."""
 
     steps: int
     tokens: int
@@ -27,6 +28,7 @@ class Result:
     forward_bytes: int = 0
     backward_bytes: int = 0
     boundary_tokens: int = 0
+    text_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,10 @@ class InnerLoop(Protocol):
         chain_orders: ChainOrders,
     ) -> Result:
         """Inner steps of one round. Ends after the step under way when `end` is set, and early, with an error, when `stop` is."""
+        ...
+
+    def expect(self, slots: Sequence[range]) -> None:
+        """The slots of text that will be read soon, in this order; replaces what was expected before."""
         ...
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:

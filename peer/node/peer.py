@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +15,11 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.connect import Pipes
 from peer.config import JoinConfig
-from peer.corpus.tokenizer import load_tokenizer
+from peer.corpus.text import LocalText, Text, open_corpus
 from peer.net.base import Transport
-from peer.net.blobs import fetch_named
 from peer.net.clock import Clock
 from peer.net.directory import Directory
+from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
 from peer.net.line import Around, Given, Line
 from peer.node.inner_loop import StageInnerLoop
@@ -30,9 +28,9 @@ from peer.node.rounds import Rounds, Surroundings
 from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
-from peer.training import data, device
-from protocol.errors import LocalError, RemoteError, UsageError
-from protocol.identity import Identity, short_peer
+from peer.training import device
+from protocol.errors import LocalError, UsageError
+from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.rounds import member_events
 from protocol.rounds.member import ForkError
@@ -47,28 +45,23 @@ from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, T
 Optimizer = dict[str, NDArray[np.generic]]
 
 
-async def run_corpus(manifest: Manifest, transport: Transport, storage: Storage) -> data.Corpus:
-    """The run's text as token ids. Raises UsageError, RemoteError."""
-    tokenizer = await fetch_tokenizer(manifest, transport, storage)
-    return await asyncio.to_thread(
-        data.prepare,
-        manifest.data,
-        load_tokenizer(tokenizer, manifest.tokenizer.digest),
-        manifest.train.sequence,
-        data.cache_folder(),
-        manifest.model.vocab_size,
-    )
+async def run_text(manifest: Manifest, config: JoinConfig) -> Text:
+    """The run's text. Raises UsageError."""
+    if config.corpus is None:
+        raise UsageError(
+            f"text: the run's corpus {manifest.data.corpus[:12]}… is not on this machine; name its folder with --corpus"
+        )
+    return LocalText(open_corpus(config.corpus, LocalDisk(), manifest), manifest.seed_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factories:
     """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `line(transport)` is what it talks
-    to others through. `corpus(manifest, transport, storage)` is the text, and whatever it gives goes to `inner_loop`, which is called as
-    `StageInnerLoop` is."""
+    to others through. `text(manifest, config)` is what is trained on, and goes to `inner_loop`, which is called as `StageInnerLoop` is."""
 
     clock: Clock = field(default_factory=Clock)
     line: Callable[[Transport], Transport] = lambda transport: transport
-    corpus: Callable[[Manifest, Transport, Storage], Awaitable[Any]] = run_corpus
+    text: Callable[[Manifest, JoinConfig], Awaitable[Text]] = run_text
     inner_loop: Callable[..., InnerLoop] = StageInnerLoop
 
 
@@ -121,10 +114,10 @@ class Peer:
             )
         if memory.in_files(self.manifest, offered):
             self._storage.use_files()
+        text = await self._factories.text(self.manifest, self._config)
         if not self._line.is_given:
             await self._line.measure()
             self._carries()
-        corpus = await self._factories.corpus(self.manifest, self._transport, self._storage)
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
@@ -133,7 +126,7 @@ class Peer:
             self.manifest,
             self.identity.peer_id,
             self._config,
-            corpus,
+            text,
             pipes,
             self._directory.update,
             dict(restored.optimizer) if restored else {},
@@ -169,6 +162,7 @@ class Peer:
         finally:
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
+            await text.aclose()
         shards = layout.shard_names(self.manifest.model)
         digests = {s: rounds.outer.digest(s) for s in shards if s in rounds.outer.theta}
         self._emit(events.Finished(round=rounds.member.applied, digests=digests))
@@ -287,15 +281,3 @@ class Peer:
                 self._directory.update(phase="withdrew", round=round)
             case events.Round(round=round, bytes_sent=sent, bytes_received=received):
                 self._directory.update(phase="waiting", round=round, bytes_sent=sent, bytes_received=received)
-
-
-async def fetch_tokenizer(manifest: Manifest, transport: Transport, storage: Storage) -> bytes:
-    """The run's tokenizer: from our disk, or by its name from a bootstrap node. Raises RemoteError."""
-    found = storage.load_tokenizer(manifest.tokenizer.digest)
-    if found is None:
-        node = manifest.operators[0]
-        found = await fetch_named(transport, node, endpoints.TOKENIZER_NAME, limit=endpoints.MAX_TOKENIZER)
-        if hashlib.sha256(found).hexdigest() != manifest.tokenizer.digest:
-            raise RemoteError(node, f"tokenizer from {short_peer(node)}: not the run's; tell the operator")
-        await asyncio.to_thread(storage.save_tokenizer, found)
-    return found

@@ -23,6 +23,7 @@ from peer.net.clock import Clock
 from peer.node.attesting import Attester, digests
 from peer.node.moments import MomentsExchange
 from peer.node.orders import InnerLoop
+from peer.node.round_text import TextAhead
 from peer.node.training import Training
 from peer.node.warm_up import WarmUp
 from peer.state.feedback_writer import FeedbackWriter
@@ -80,6 +81,7 @@ class Rounds:
         self._scratch: list[NDArray[np.float32]] = []
         self._worker = ThreadPoolExecutor(1, "rounds")
         self._attester = Attester(self.put)
+        self._text_ahead = TextAhead(manifest, peer, around.inner_loop.expect)
         self._events: asyncio.Queue[member_events.Event] = asyncio.Queue()
         self._looked_at = float("-inf")
         self._checkpointed = -1 if restored is None else restored.round
@@ -108,8 +110,7 @@ class Rounds:
         )
         self._taking = Taking(manifest, self._storage, self.outer, self._feedback, owner)
         self._moments = MomentsExchange(manifest, peer, self._exchange, around.inner_loop)
-        log = self.member.commits
-        self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, log, self._emit)
+        self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, self.member.commits, self._emit)
         self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick()))
 
     def put(self, event: member_events.Event) -> None:
@@ -140,7 +141,10 @@ class Rounds:
                     await self._giving.step(self.member.commits, self.member.plan)
                     await self._taking.step()
                     self._moments.follow(self.member.plan)
-                for effect in self.member.handle(event, self._clock.steady()):
+                effects = self.member.handle(event, self._clock.steady())
+                if self._events.empty():  # else a newer commit may follow
+                    self._text_ahead.follow(self.member.commits.get(self.member.head))
+                for effect in effects:
                     if isinstance(effect, member_events.Finish):
                         return
                     await self._do(effect)
@@ -232,9 +236,9 @@ class Rounds:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + self._clock.steady() - began
 
     def _begin_training(self, order: member_events.TrainOrder) -> None:
-        used = retention.used_shards(self.manifest, order.plan, self.peer)
-        theta = {shard: self.outer.theta[shard] for shard in used}
-        if order.generation:  # a spare needs its memory for the stage
+        theta = {s: self.outer.theta[s] for s in retention.used_shards(self.manifest, order.plan, self.peer)}
+        if order.generation:  # a spare did not know what it would read, and needs its memory for the stage
+            self._text_ahead.expect(order.plan)
             self.outer.theta = dict(theta)
         self._training.begin(order, theta, ahead=order.plan.round > self.member.applied + 1)
 
@@ -320,7 +324,7 @@ class Rounds:
 
     def _tell_of_round(self, commit: Commit, boundary_seconds: float) -> None:
         result = self._training.forget(commit.round)
-        self._seconds |= {"boundary": boundary_seconds, "train": result.seconds}
+        self._seconds |= {"boundary": boundary_seconds, "train": result.seconds, "text": result.text_seconds}
         traffic = self._around.traffic
         self._emit(
             events.Round(
@@ -355,8 +359,7 @@ class Rounds:
 
     def _take_warm(self) -> None:
         """Takes over the shards of a later role, if they are there, and attests them with the others."""
-        phase = self.member.phase
-        if phase in (member_events.Phase.APPLYING, member_events.Phase.HOLDING):
+        if self.member.phase in (member_events.Phase.APPLYING, member_events.Phase.HOLDING):
             return  # it is done already, and the machine has not heard of it
         found = self._warm_up.take()
         if found is not None:

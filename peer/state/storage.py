@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -86,18 +85,6 @@ class Storage:
     def close(self) -> None:
         """Lets another process use the folder."""
         self._lock.close()
-
-    def save_tokenizer(self, data: bytes) -> None:
-        """Keeps the file of the run's tokenizer."""
-        self._disk.write(self.folder / "tokenizer.json", data)
-
-    def load_tokenizer(self, digest: str) -> bytes | None:
-        """That file, if its sha256 is `digest`."""
-        try:
-            data = self._disk.read(self.folder / "tokenizer.json")
-        except FileNotFoundError:
-            return None
-        return data if hashlib.sha256(data).hexdigest() == digest else None
 
     def use_files(self) -> None:
         """From now on `empty` makes arrays in files of the folder (peer/net/disk.py), and raises UsageError where it is full."""

@@ -16,7 +16,6 @@ of that mean over pairs.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -26,31 +25,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
-from peer.node import open_run
+from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Outer
-from peer.training import data
 from peer.training.trainer import StageTrainer
 from protocol.codec import boundary_formats, subspace
 from protocol.run import data_order, init, layout
-from protocol.run.manifest import Manifest
 from tests.chains import project_at
 from tests.e2e.swarms import options
 
 BASE = "0:fp32:fp32"
 D = recipe.MODEL.d_model
 CUTS = tuple(range(2, recipe.MODEL.n_layers + 1))
-VALID_WINDOWS = 96
+VALID_SEQUENCES = 96
 DECIDING = (f"{D // 8}:bf16:bf16", "60:int4:int4", f"{D // 8}:int4:int4", "22:int4:sym2", f"{D // 4}:int4:sym2")
 """k = d/8 in bf16; the same bytes in int4; its loss at a 24th of dense, twice; k = d/4."""
-
-
-@functools.cache
-def _corpus(manifest: Manifest) -> data.Corpus:
-    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
-    folder, vocabulary = data.cache_folder(), manifest.model.vocab_size
-    return data.prepare(manifest.data, tokenizer, manifest.train.sequence, folder, vocabulary)
 
 
 @functools.cache
@@ -61,9 +50,10 @@ def _basis(seed: bytes) -> np.ndarray:
 def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
     """(loss, plain loss) of one run."""
     k, forward, backward = arm.split(":")
-    manifest = recipe.make_manifest(options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed))
+    corpus = demo_corpus()
+    chosen = options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed)
+    manifest = recipe.make_manifest(chosen, corpus.digest)
     spec, train, key = manifest.model, manifest.train, manifest.seed_bytes
-    corpus = _corpus(dataclasses.replace(manifest, seed=0))
     shards = layout.shard_names(spec)
     trainer = StageTrainer(spec, train, shards, rank=int(k), basis=_basis(key) if int(k) else None)
     project_at(trainer, CUTS, wires=(forward, backward))
@@ -73,7 +63,7 @@ def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
         trainer.begin_round(outer.theta)
         for step in range(train.inner_steps):
             at = data_order.slots(r * train.inner_steps * train.step_rows, step, train.step_rows)
-            ids = torch.tensor(corpus.train_windows(data_order.windows(key, corpus.n_windows, at)))
+            ids = torch.tensor(corpus.slots(key, at))
             for micro, part in enumerate(ids.reshape(train.micro_batches, train.rows, -1)):
                 trainer.forward(micro, part)
                 trainer.backward(micro)
@@ -82,7 +72,7 @@ def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
         for shard in shards:
             outer.accumulate(shard, trainer.displacement(shard))
             outer.apply(shard, [(1.0, outer.encode(shard)[0])])
-    held_out = corpus.valid_windows(VALID_WINDOWS)
+    held_out = corpus.held_out(VALID_SEQUENCES)
     trainer.begin_round(outer.theta)
     plain = StageTrainer(spec, train, shards)
     plain.begin_round(outer.theta)

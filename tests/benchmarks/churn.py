@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from peer.corpus.tokenizer import load_tokenizer
+from peer.corpus.reader import CorpusReader
 from peer.demo import recipe
-from peer.node import open_run
+from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Array, Outer
-from peer.training import data, moments
+from peer.training import moments
 from peer.training.trainer import Pace, StageTrainer
 from protocol.codec import sparse
 from protocol.codec.sparse import Codec
@@ -37,8 +37,8 @@ from tests.e2e.swarms import options
 
 REPLICAS = 4
 MODEL = ModelSpec(vocab_size=4096, d_model=64, n_layers=3, n_heads=2, d_ff=176, context=128)
-WINDOWS = 128
-"""Windows of held-out text that the loss is taken from."""
+SEQUENCES = 128
+"""Held-out sequences that the loss is taken from."""
 LOOKS = 4
 """The loss is taken after every so many rounds."""
 
@@ -110,7 +110,7 @@ class Result:
 class Swarm:
     """Four replicas in one process."""
 
-    def __init__(self, manifest: Manifest, corpus: data.Corpus, arm: Arm) -> None:
+    def __init__(self, manifest: Manifest, corpus: CorpusReader, arm: Arm) -> None:
         self.manifest, self.corpus, self.arm = manifest, corpus, arm
         self.codec = manifest.outer.codec
         self.shards = layout.shard_names(manifest.model)
@@ -130,7 +130,7 @@ class Swarm:
                 self._replace(leaving)
             if r % LOOKS == 0:
                 self.replicas[0].trainer.begin_round(self.theta.theta)
-                losses = self.replicas[0].trainer.evaluate(self.corpus.valid_windows(WINDOWS))
+                losses = self.replicas[0].trainer.evaluate(self.corpus.held_out(SEQUENCES))
                 found.losses[r] = losses
         found.seconds = time.process_time() - began
         return found
@@ -177,9 +177,8 @@ class Swarm:
         replica.trainer.begin_round(self.theta.theta, Pace(first, train.inner_steps, train.micro_batches))
         for step in range(train.inner_steps):
             at = data_order.slots(self.slot, step, train.step_rows)
-            numbers = data_order.windows(self.manifest.seed_bytes, self.corpus.n_windows, at)
-            windows = torch.tensor(self.corpus.train_windows(numbers).astype(np.int64))
-            for micro, ids in enumerate(windows.chunk(train.micro_batches)):
+            step_ids = torch.tensor(self.corpus.slots(self.manifest.seed_bytes, at))
+            for micro, ids in enumerate(step_ids.chunk(train.micro_batches)):
                 replica.trainer.forward(micro, ids)
                 replica.trainer.backward(micro)
             norm = sum(square for _, square in replica.trainer.grad_sumsq()) ** 0.5
@@ -247,18 +246,14 @@ def _factored(moment: Array) -> Array:
 
 def make_manifest(seed: int, topk: int) -> Manifest:
     """The demo's recipe with MODEL and half the text a step."""
-    made = recipe.make_manifest(options(Path("unused"), rounds=None, full=4, inner_steps=None, seed=seed), MODEL)
+    made = recipe.make_manifest(
+        options(Path("unused"), rounds=None, full=4, inner_steps=None, seed=seed), demo_corpus().digest, MODEL
+    )
     outer, train = (
         dataclasses.replace(made.outer, topk=topk),
         dataclasses.replace(made.train, micro_batches=1),
     )
     return dataclasses.replace(made, outer=outer, train=train)
-
-
-def read_corpus(manifest: Manifest) -> data.Corpus:
-    """The demo's text."""
-    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
-    return data.prepare(manifest.data, tokenizer, manifest.train.sequence, data.cache_folder(), MODEL.vocab_size)
 
 
 def _read(path: Path | None, topk: int) -> dict[tuple[str, int], Result]:
@@ -288,7 +283,7 @@ def main() -> int:
             found = known.get((arm, seed))
             if found is None:
                 manifest = make_manifest(seed, chosen.topk)
-                found = Swarm(manifest, read_corpus(manifest), ARMS[arm]).run(chosen.rounds)
+                found = Swarm(manifest, demo_corpus(), ARMS[arm]).run(chosen.rounds)
                 line = json.dumps({"arm": arm, "seed": seed, "topk": chosen.topk, **dataclasses.asdict(found)})
                 print(line, flush=True)
                 if chosen.out is not None:

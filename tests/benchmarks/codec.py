@@ -26,11 +26,9 @@ import zstandard
 from hivemind.compression import serialize_torch_tensor
 from hivemind.proto.runtime_pb2 import CompressionType
 
-from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
-from peer.node import open_run
+from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Outer
-from peer.training import data
 from peer.training.trainer import StageTrainer
 from protocol.codec import rice, sparse, topk
 from protocol.codec.sparse import Codec
@@ -56,10 +54,9 @@ DENSE = ("FLOAT16", "MEANSTD_16BIT", "UNIFORM_8BIT", "QUANTILE_8BIT")
 
 def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
     """Error feedback of every shard of the first replica as each round encodes it."""
-    manifest = recipe.make_manifest(options(Path("unused"), rounds=None, full=2, inner_steps=None))
+    corpus = demo_corpus()
+    manifest = recipe.make_manifest(options(Path("unused"), rounds=None, full=2, inner_steps=None), corpus.digest)
     train, model, shards = manifest.train, manifest.model, layout.shard_names(manifest.model)
-    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
-    corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
     outers = [Outer(model, Codec(k), manifest.outer.beta, manifest.outer.eta) for _ in range(2)]
     trainers = [StageTrainer(model, train, shards) for _ in outers]
     for outer in outers:
@@ -71,8 +68,8 @@ def feedbacks(k: int, rounds: int) -> Iterator[list[Array]]:
             trainer.begin_round(outer.theta)
             for step in range(train.inner_steps):
                 at = data_order.slots(slot, step, train.step_rows)
-                windows = corpus.train_windows(data_order.windows(manifest.seed_bytes, corpus.n_windows, at))
-                for micro, ids in enumerate(torch.tensor(windows.astype(np.int64)).chunk(train.micro_batches)):
+                step_ids = torch.tensor(corpus.slots(manifest.seed_bytes, at))
+                for micro, ids in enumerate(step_ids.chunk(train.micro_batches)):
                     trainer.forward(micro, ids)
                     trainer.backward(micro)
                 norm = sum(square for _, square in trainer.grad_sumsq()) ** 0.5

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peer.demo import recipe
 from protocol.planning import memory, partition
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
 from tests import tiny
@@ -38,7 +37,7 @@ MICRO_BATCHES = 16
 
 
 def make_run(seconds: float, rounds: int, nodes: int) -> Manifest:
-    base = recipe.make_manifest(swarms.options(Path("unused"), full=1, rounds=rounds), swarms.MODEL)
+    base = swarms.manifest(swarms.options(Path("unused"), full=1, rounds=rounds))
     return dataclasses.replace(
         base,
         operators=tuple(key.peer_id for key in tiny.OPERATORS[:nodes]),
@@ -53,6 +52,7 @@ def make_run(seconds: float, rounds: int, nodes: int) -> Manifest:
             warmup_steps=0,
             total_steps=10**6,
         ),
+        data=swarms.text(64),
         outer=OuterSpec(topk=32),
         timing=TimingSpec(round_deadline=10 * seconds, round_seconds=seconds, heartbeat=1.0, gone_after=15.0),
     )

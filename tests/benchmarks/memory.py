@@ -177,9 +177,12 @@ async def run(
     previous, following = [await stream(end) for end in ends]
     rng, queued = np.random.default_rng(0), 0
     shape = (trainer.train.step_rows, trainer.train.sequence + 1)
-    windows = rng.integers(0, trainer.spec.vocab_size, shape)
+
+    async def read(step: int) -> np.ndarray:
+        return rng.integers(0, trainer.spec.vocab_size, shape)
+
     setup = StageSetup(
-        trainer=trainer, worker=make_worker(), wires=(wire, wire), timeout=TIMEOUT, windows=lambda step: windows,
+        trainer=trainer, worker=make_worker(), wires=(wire, wire), timeout=TIMEOUT, read=read,
         depth=depth, plain_depth=plain, most_depth=depth,
     )  # fmt: skip
     for step in range(1, ROUNDS + 1):

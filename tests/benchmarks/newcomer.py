@@ -56,6 +56,7 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
+from tests.texts import no_text
 from tests.volunteers import TOKENIZER, Noise
 
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)
@@ -253,8 +254,6 @@ async def join(name: str, folder: Path, address: str) -> None:
     warnings: list[str] = []
     began = time.monotonic()
 
-    async def no_text(*_: object) -> None: ...
-
     async def idle(who: str, round: int) -> None:
         ready.set()
         await asyncio.Event().wait()
@@ -278,7 +277,7 @@ async def join(name: str, folder: Path, address: str) -> None:
     )
     config = JoinConfig(folder=path, device="cpu", memory_bytes=1 << 40, up_bps=10**9, down_bps=10**9)
     emit = Emitter(name, hear)
-    made = Factories(corpus=no_text, inner_loop=inner_loop)
+    made = Factories(text=no_text, inner_loop=inner_loop)
     peer = Peer(run, identity(name), transport, storage, config, [address], emit, made)
     work = asyncio.create_task(peer.run())
     done = asyncio.create_task(ready.wait())

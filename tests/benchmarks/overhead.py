@@ -49,13 +49,13 @@ async def be_stage(stage: int, stages: int, steps: int, folder: Path) -> None:
     trainer = StageTrainer(MODEL, TRAIN, shards, rank=k, basis=basis)
     trainer.begin_round({s: init.initial_shard(MODEL, b"overhead", s) for s in {"embed", *shards}})
 
-    def windows(step: int) -> np.ndarray:
+    async def read(step: int) -> np.ndarray:
         return np.random.default_rng(step).integers(0, MODEL.vocab_size, (TRAIN.step_rows, TRAIN.sequence + 1))
 
     async with joined(stage, "127.0.0.1", folder) as (previous, following):
         torch.set_num_threads(2 // stages)
         worker = make_worker(2 // stages)
-        setup = StageSetup(trainer=trainer, worker=worker, wires=("bf16", "bf16"), timeout=300.0, windows=windows)
+        setup = StageSetup(trainer=trainer, worker=worker, wires=("bf16", "bf16"), timeout=300.0, read=read)
         reports = await run_steps(setup, first_step=1, steps=steps, previous=previous, following=following)
         say(reports=plain(reports))
 

@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.demo import recipe
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
 from tests import tiny
@@ -40,7 +39,7 @@ NODE = "node-0"
 
 def make_run(millions: float, peers: int, rounds: int, overlap: int) -> Manifest:
     chosen = swarms.options(Path("unused"), full=peers, rounds=rounds, inner_steps=1)
-    base = recipe.make_manifest(chosen)
+    base = swarms.manifest(chosen)
     train = TrainSpec(
         inner_steps=1, micro_batches=1, rows=1, sequence=16, lr=1e-3, warmup_steps=0, total_steps=1000
     )  # fmt: skip
@@ -49,6 +48,7 @@ def make_run(millions: float, peers: int, rounds: int, overlap: int) -> Manifest
         operators=(tiny.OPERATOR.peer_id,),
         model=averaging.model(millions),
         train=train,
+        data=swarms.text(train.sequence),
         outer=OuterSpec(topk=32, overlap=overlap),
         timing=TimingSpec(round_deadline=600.0, heartbeat=2.0, gone_after=120.0),
     )

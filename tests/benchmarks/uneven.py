@@ -32,7 +32,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.demo import recipe
 from protocol.planning import partition, pipeline_model
 from protocol.planning.pipeline_model import LinkCost, StageCost
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec, TrainSpec
@@ -55,7 +54,7 @@ FACTOR = 3.0
 
 
 def make_run(seconds: float, overlap: int, most_steps: int) -> Manifest:
-    base = recipe.make_manifest(swarms.options(Path("unused"), full=1, rounds=10**6), swarms.MODEL)
+    base = swarms.manifest(swarms.options(Path("unused"), full=1, rounds=10**6))
     return dataclasses.replace(
         base,
         operators=(tiny.OPERATOR.peer_id,),
@@ -70,6 +69,7 @@ def make_run(seconds: float, overlap: int, most_steps: int) -> Manifest:
             warmup_steps=0,
             total_steps=10**6,
         ),
+        data=swarms.text(16),
         outer=OuterSpec(topk=32, overlap=overlap),
         timing=TimingSpec(
             round_deadline=10 * seconds, round_seconds=seconds, heartbeat=1.0, gone_after=min(15.0, 5 * seconds)

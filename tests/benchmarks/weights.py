@@ -30,7 +30,6 @@ error over the seeds.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import statistics
@@ -41,11 +40,10 @@ from pathlib import Path
 
 import torch
 
-from peer.corpus.tokenizer import load_tokenizer
+from peer.corpus.reader import CorpusReader
 from peer.demo import recipe
-from peer.node import open_run
+from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Outer
-from peer.training import data
 from peer.training.trainer import Pace, StageTrainer
 from protocol.run import data_order, init, layout
 from protocol.run.layout import ModelSpec
@@ -107,27 +105,19 @@ ARMS = {
 }
 
 
-@functools.cache
-def _corpus(manifest: Manifest) -> data.Corpus:
-    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
-    folder, vocabulary = data.cache_folder(), manifest.model.vocab_size
-    return data.prepare(manifest.data, tokenizer, manifest.train.sequence, folder, vocabulary)
-
-
 def _manifest(seed: int, rounds: int) -> Manifest:
     chosen = options(Path("unused"), full=4, rounds=rounds, inner_steps=MOST_STEPS, seed=seed)
-    made = recipe.make_manifest(chosen, MODEL)
+    made = recipe.make_manifest(chosen, demo_corpus().digest, MODEL)
     return replace(made, train=replace(made.train, micro_batches=MICRO_BATCHES, rows=ROWS))
 
 
-def _train(manifest: Manifest, corpus: data.Corpus, trainer: StageTrainer, work: Work) -> None:
+def _train(manifest: Manifest, corpus: CorpusReader, trainer: StageTrainer, work: Work) -> None:
     """One replica's inner steps of a round that was begun."""
     rows = work.micro_batches * manifest.train.rows
     before = trainer.pace.before
     for step in range(work.steps):
         at = data_order.slots(work.slot, step, rows)
-        numbers = data_order.windows(manifest.seed_bytes, corpus.n_windows, at)
-        trainer.forward(0, torch.tensor(corpus.train_windows(numbers)))
+        trainer.forward(0, torch.tensor(corpus.slots(manifest.seed_bytes, at)))
         trainer.backward(0)
         norm = math.sqrt(sum(square for _, square in trainer.grad_sumsq()))
         trainer.step(before + step + 1, norm)
@@ -137,7 +127,7 @@ def loss(arm: Arm, seed: int, rounds: int) -> float:
     """Nats per held-out token after one run."""
     manifest = _manifest(seed, rounds)
     model, train, shards = manifest.model, manifest.train, layout.shard_names(manifest.model)
-    corpus = _corpus(replace(manifest, seed=0))
+    corpus = demo_corpus()
     shared, *others = (Outer(model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta) for _ in arm.work)
     outers = [shared, *others]
     shared.theta = {shard: init.initial_shard(model, manifest.seed_bytes, shard) for shard in shards}
@@ -162,7 +152,7 @@ def loss(arm: Arm, seed: int, rounds: int) -> float:
         for shard in shards:
             shared.apply(shard, [(w, p[shard]) for w, (_, _, p) in zip(weights, there, strict=True)])
     trainers[0].begin_round(shared.theta)
-    return trainers[0].evaluate(corpus.valid_windows(len(corpus.valid)))
+    return trainers[0].evaluate(corpus.held_out(corpus.index.held_out_sequences))
 
 
 def _row(name: str, found: Sequence[float], base: Sequence[float]) -> str:

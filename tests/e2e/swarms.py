@@ -17,9 +17,10 @@ from typing import Any
 from peer.cli.main import main
 from peer.demo import swarm
 from peer.demo.recipe import DemoOptions, make_manifest
+from peer.demo.text import demo_corpus
 from peer.events import Event, from_json
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import Manifest
+from protocol.run.manifest import DataSpec, Manifest
 
 DEADLINE = 600.0
 """Seconds for anything to happen; far more than it takes, since test machines are shared."""
@@ -52,8 +53,13 @@ def result_file(out: Path) -> Path:
 
 def manifest(chosen: DemoOptions, **tables: dict[str, Any]) -> Manifest:
     """The demo's recipe with MODEL; `tables` replace fields: `manifest(chosen, outer={"overlap": 1})`."""
-    made = make_manifest(chosen, MODEL)
+    made = make_manifest(chosen, demo_corpus().digest, MODEL)
     return dataclasses.replace(made, **{t: dataclasses.replace(getattr(made, t), **f) for t, f in tables.items()})
+
+
+def text(sequence: int) -> DataSpec:
+    """The demo's text for a run with this `train.sequence`."""
+    return DataSpec(corpus=demo_corpus(sequence).digest)
 
 
 def run(chosen: DemoOptions, of: Manifest | None = None) -> dict[str, Any]:

@@ -17,8 +17,10 @@ import pytest
 
 from bootstrap.archive import Archive
 from peer.cli import main
+from peer.corpus.reader import CHUNKS, CorpusReader
 from peer.demo import recipe
 from peer.net import keyfile
+from peer.net.disk import LocalDisk
 from peer.state.storage import Checkpoint, Storage
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
@@ -27,6 +29,7 @@ from protocol.run import manifest as manifests
 from protocol.wire.commit import Commit, LeftOut, Record
 from tests import tiny
 from tests.e2e.swarms import options
+from tests.texts import write_corpus
 
 
 def potluck(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -45,7 +48,7 @@ def potluck(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def run_file(tmp_path: Path) -> Path:
     """A demo's manifest whose operator is the key in tmp_path/boot."""
     key = keyfile.load_or_create(tmp_path / "boot" / "identity.key")
-    text = manifests.to_toml(recipe.make_manifest(options(tmp_path / "unused")))
+    text = manifests.to_toml(recipe.make_manifest(options(tmp_path / "unused"), "0" * 64))
     old = next(line for line in text.splitlines() if line.startswith("operators"))
     path = tmp_path / "run.toml"
     path.write_text(text.replace(old, f'operators = ["{key.peer_id}"]'))
@@ -61,6 +64,7 @@ def run_file(tmp_path: Path) -> Path:
         ("lr = ", "lr = true #", "train.lr: must be float, not bool"),
         ("rounds = 3", "rounds = ", "not TOML"),
         ("[model]", "[model]\nwidth = 3", "model.width: unknown field"),
+        ("[data]", '[data]\nfiles = ["/home/me/.ssh/id_rsa"]', "data.files: unknown field"),
     ],
 )
 def test_manifest(
@@ -136,29 +140,62 @@ def test_unreachable_bootstrap_address(tmp_path: Path, capsys: pytest.CaptureFix
     assert str(port) in line
 
 
-def test_a_manifest_from_the_network_may_not_name_local_files(
-    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def corpus_of(run_file: Path) -> Path:
+    """A corpus of noise, for which the manifest is changed."""
+    old = manifests.from_toml(run_file.read_bytes(), "run.toml")
+    folder, train = run_file.parent / "corpus", old.train
+    index, _ = write_corpus(folder, 20, train.sequence, old.model.vocab_size, old.tokenizer.digest)
+    run_file.write_text(run_file.read_text().replace(old.data.corpus, index.digest, 1))
+    return folder
+
+
+def test_a_bootstrap_node_with_another_corpus(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    boot, folder = run_file.parent / "boot", run_file.parent / "corpus"
+    assert "No such file" in potluck(capsys, "bootstrap", run_file, "--dir", boot, "--corpus", folder)
+    before = run_file.read_bytes()
+    corpus_of(run_file)
+    run_file.write_bytes(before)
+    line = potluck(capsys, "bootstrap", run_file, "--dir", boot, "--corpus", folder)
+    assert f"corpus {folder}: its digest is " in line
+    assert "use the run's own corpus" in line
+
+
+def test_a_bootstrap_node_with_a_corpus_that_was_built_for_another_run(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever runs the run could otherwise read any file of a volunteer from the updates (docs/trust.md)."""
-    run_file.write_text(run_file.read_text().replace('source = "sotu"', 'source = "files"').replace(
-        "files = []", f'files = ["{tmp_path / "peer" / "identity.key"}"]'
-    ))  # fmt: skip
+    folder = corpus_of(run_file)
+    run_file.write_text(run_file.read_text().replace("sequence = 128", "sequence = 64"))
+    line = potluck(capsys, "bootstrap", run_file, "--dir", run_file.parent / "boot", "--corpus", folder)
+    assert "was built for train.sequence = 128, the manifest says 64; " in line
+
+
+def test_a_bootstrap_node_whose_corpus_misses_a_chunk(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = corpus_of(run_file)
+    chunk = CorpusReader(folder, LocalDisk()).index.chunk(0).name
+    (folder / CHUNKS / chunk).unlink()
+    line = potluck(capsys, "bootstrap", run_file, "--dir", run_file.parent / "boot", "--corpus", folder)
+    assert f"1 of its chunks are missing or cut off, such as {chunk[:12]}…; " in line
+
+
+def test_a_peer_with_another_corpus(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before anything is trained, or measured."""
+    folder = corpus_of(run_file)
     node = subprocess.Popen(
         [sys.executable, "-m", "peer.cli", "bootstrap", str(run_file), "--dir", str(run_file.parent / "boot"),
-         "--host", "127.0.0.1", "--port", "0", "--json"],
+         "--host", "127.0.0.1", "--port", "0", "--json", "--corpus", str(folder)],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     try:
         assert node.stdout is not None
         told = (json.loads(line) for line in node.stdout)
         address = next(event["address"] for event in told if event["event"] == "listening")
-        line = potluck(capsys, "join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1")
+        write_corpus(tmp_path / "other", 20, 128, 4096)
+        join = ("join", address, "--dir", tmp_path / "peer", "--host", "127.0.0.1", "--device", "cpu")
+        line = potluck(capsys, *join, "--corpus", tmp_path / "other")
     finally:
         node.terminate()
         node.communicate()
-    assert "data.files names local files" in line
-    assert not (tmp_path / "cache").exists(), "nothing was read"
+    assert f"corpus {tmp_path / 'other'}: its digest is " in line
 
 
 @pytest.mark.parametrize(

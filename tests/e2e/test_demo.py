@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import pytest
 
 from peer import events
 from peer.cli.main import main
+from peer.corpus.reader import CHUNKS, CorpusReader
+from peer.corpus.text import LocalText, Text, open_corpus
 from peer.demo import swarm
+from peer.demo.text import demo_corpus
 from peer.events import from_json
+from peer.net.disk import LocalDisk
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import Result
 from peer.node.peer import Factories
@@ -75,6 +80,27 @@ def measured(manifest: Manifest, rank: int, first: events.Chain, last: events.Ch
         assert means is not None
         assert 0 < means.rms < means.largest
         assert means.refused == 0
+
+
+def test_a_peer_whose_corpus_misses_a_chunk_sits_out_and_the_others_go_on(tmp_path: Path) -> None:
+    chosen = swarms.options(tmp_path / "run")
+    broken = shutil.copytree(demo_corpus().folder, tmp_path / "corpus")
+    index = CorpusReader(broken, LocalDisk()).index
+    chunk, digest = index.chunk(0).name, index.digest
+    (broken / CHUNKS / chunk).unlink()
+
+    async def read_broken(manifest: Manifest, *_: Any) -> Text:
+        return LocalText(open_corpus(broken, LocalDisk(), manifest), manifest.seed_bytes)
+
+    without = {"full-1": Factories(text=read_broken)}
+    asyncio.run(asyncio.wait_for(swarm.run(chosen, main, swarms.manifest(chosen), without), swarms.DEADLINE))
+    result = swarms.read_result(chosen.out)
+    assert result["same_bits"] is True
+    assert result["rounds"] == 3
+    reason = f"corpus {digest[:12]}…: chunk {chunk[:12]}… is missing; get it again, or build the corpus again"
+    assert [(left["round"], left["reason"].endswith(reason)) for left in result["left_out"]] == [
+        (r, True) for r in (1, 2, 3)
+    ]
 
 
 class WrongBit(StageInnerLoop):

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from bootstrap.archive import Archive
-from peer.node.open_run import tokenizer_bytes
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Checkpoint, Storage
 from protocol.codec import sparse
@@ -66,12 +65,9 @@ def write(
             outer.apply(shard, [(1.0, payloads[shard])] if round else [])
     archive.close()
     held = {name: memory.held_shards(run, *blocks) for name, blocks in chain.items()}
-    tokenizer = tokenizer_bytes(run, None)
-    assert tokenizer is not None
     for name, kept in {**held, **dict.fromkeys(whole, shards), **dict.fromkeys(young, ())}.items():
         storage = Storage(swarm.folder / name)
         (storage.folder / "identity.key").write_bytes(identity(name).libp2p_bytes())
-        storage.save_tokenizer(tokenizer)
         theta = {shard: outer.theta[shard] for shard in kept}
         if theta:
             storage.save_checkpoint(Checkpoint(rounds, theta, {}), {shard: outer.digest(shard) for shard in kept})

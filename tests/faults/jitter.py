@@ -29,6 +29,7 @@ from typing import Any
 from peer.ui import utilization
 from protocol.run.manifest import Manifest
 from tests import tiny
+from tests.e2e import swarms
 from tests.faults import repair
 from tests.faults.processes import Swarm, Thief
 from tests.faults.repair import NODE, STAGES, WEAK, Campaign
@@ -48,6 +49,7 @@ def make_manifest() -> Manifest:
         start_peers=STAGES,
         model=dataclasses.replace(made.model, n_layers=24, d_model=64, d_ff=384),
         train=dataclasses.replace(made.train, micro_batches=12, rows=1, sequence=32),
+        data=swarms.text(32),
         timing=dataclasses.replace(made.timing, round_deadline=120.0, gone_after=10.0),
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bootstrap.archive import Archive
+from peer.demo.text import demo_corpus
 from peer.events import Event, from_json
 from peer.log import replay
 from protocol.identity import Identity
@@ -48,7 +49,8 @@ class Thief:
 
 class Swarm:
     """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full replica;
-    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`: what is run."""
+    `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`: what is run. All
+    have the demo's text."""
 
     def __init__(
         self,
@@ -68,6 +70,7 @@ class Swarm:
         """Peers that measure their lines."""
         self.places = places or {}
         self.manifest = manifest
+        self._corpus = demo_corpus(manifest.train.sequence).folder
         self.file = folder / "run.toml"
         folder.mkdir(parents=True)
         self.file.write_text(manifests.to_toml(manifest))
@@ -96,12 +99,20 @@ class Swarm:
         common = ["--dir", folder, "--host", host, "--port", self.ports.get(name, 0), "--json"]
         if name in self.nodes:
             known = [x for address in self.addresses for x in ("--initial-peer", address)]
-            arguments = ["bootstrap", self.file, *common, *known]
+            arguments = ["bootstrap", self.file, *common, *known, "--corpus", self._corpus]
         else:
             whole = memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
             offer = ["--device", "cpu", "--memory", self.memory.get(name, whole), "--threads", 1]
             offer += [] if name in self.measures else ["--up", "20Mbps", "--down", "100Mbps"]
-            arguments = ["join", self.addresses[0], *common, *offer, *self.options.get(name, [])]
+            arguments = [
+                "join",
+                self.addresses[0],
+                *common,
+                *offer,
+                "--corpus",
+                self._corpus,
+                *self.options.get(name, []),
+            ]
         with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
             self.running[name] = subprocess.Popen(
                 [*prefix, sys.executable, "-m", self.module, *map(str, arguments)], stdout=out, stderr=errors

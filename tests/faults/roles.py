@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.demo import recipe
 from peer.events import Event
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
@@ -171,12 +170,13 @@ def meanwhile(roles: Roles, first: int, last: int) -> Meanwhile:
 
 
 def make_manifest() -> Manifest:
-    made = recipe.make_manifest(swarms.options(Path("unused"), full=1, rounds=10**6, inner_steps=1000), swarms.MODEL)
+    made = swarms.manifest(swarms.options(Path("unused"), full=1, rounds=10**6, inner_steps=1000))
     return dataclasses.replace(
         made,
         operators=(tiny.OPERATOR.peer_id,),
         model=dataclasses.replace(made.model, d_ff=1024),
         train=dataclasses.replace(made.train, micro_batches=2, rows=1, sequence=16),
+        data=swarms.text(16),
         outer=OuterSpec(topk=64),
         checkpoint_rounds=PAST,
         timing=TimingSpec(round_deadline=300.0, round_seconds=SECONDS, heartbeat=0.5, gone_after=100.0),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.demo import recipe
+from peer.demo.text import demo_corpus
 from peer.events import Event
 from protocol.run.manifest import TimingSpec
 from tests import tiny
@@ -23,7 +24,9 @@ PEERS = ("weak-0", "weak-1")
 
 
 def test_blocks_move_away_from_a_stage_that_became_slow(tmp_path: Path) -> None:
-    made = recipe.make_manifest(swarms.options(Path("unused"), full=0, chains=1, rounds=10**6, inner_steps=8))
+    made = recipe.make_manifest(
+        swarms.options(Path("unused"), full=0, chains=1, rounds=10**6, inner_steps=8), demo_corpus().digest
+    )
     manifest = dataclasses.replace(
         made,
         model=dataclasses.replace(swarms.MODEL, n_layers=8, d_ff=96),
@@ -59,12 +62,13 @@ def test_blocks_move_away_from_a_stage_that_became_slow(tmp_path: Path) -> None:
 
 
 def test_a_slow_machine_does_fewer_steps_and_all_of_them_count(tmp_path: Path) -> None:
-    made = recipe.make_manifest(swarms.options(Path("unused"), full=3, rounds=10**6, inner_steps=1000), swarms.MODEL)
+    made = swarms.manifest(swarms.options(Path("unused"), full=3, rounds=10**6, inner_steps=1000))
     manifest = dataclasses.replace(
         made,
         operators=(tiny.OPERATOR.peer_id,),
         start_peers=3,
         train=dataclasses.replace(made.train, micro_batches=2, rows=1, sequence=16),
+        data=swarms.text(16),
         timing=TimingSpec(round_deadline=120.0, round_seconds=6.0, heartbeat=0.5, gone_after=10.0),
     )
     names = ("quick-0", "quick-1", "slow")

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from bootstrap.archive import Archive
-from peer.corpus.tokenizer import load_tokenizer
-from peer.demo import recipe
-from peer.node import open_run
-from peer.training import data
+from peer.demo.text import demo_corpus
 from protocol.codec import subspace
 from protocol.run import data_order, init, layout
 from tests.e2e import swarms
@@ -32,9 +29,8 @@ def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int)
     plan = commits[0].plan
     assert plan is not None
     assert [len(r.stages) for r in plan.replicas] == [1, 3]
-    tokenizer = load_tokenizer((open_run.ASSETS / recipe.TOKENIZER).read_bytes(), manifest.tokenizer.digest)
     train, model = manifest.train, manifest.model
-    corpus = data.prepare(manifest.data, tokenizer, train.sequence, data.cache_folder(), model.vocab_size)
+    corpus = demo_corpus()
 
     def windows(r: int, replica: int, step: int) -> np.ndarray:
         of_round = commits[r].plan
@@ -42,7 +38,7 @@ def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int)
         work = of_round.replicas[replica].work
         assert (work.steps, work.micro_batches) == (train.inner_steps, train.micro_batches)
         at = data_order.slots(work.slot, step, train.step_rows)
-        return corpus.train_windows(data_order.windows(manifest.seed_bytes, corpus.n_windows, at))
+        return corpus.slots(manifest.seed_bytes, at)
 
     config = {
         "model": {name: getattr(model, name) for name in model.__slots__},

@@ -36,6 +36,7 @@ from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
 from tests import tiny
 from tests.sim.disk import SimDisk
 from tests.sim.world import Process, Weather, World
+from tests.texts import no_text
 
 CALM = Weather(
     drop=0.0, duplicate=0.0, overtake=0.0, slow=0.02, crash=0.0, focus="", focus_crash=0.0, power=0.0, away=1e9, kill=0.0,
@@ -150,6 +151,9 @@ class PacedTrainer:
         shapes = layout.shapes(self._manifest.model, shard)
         return [(LEARNING * draw.standard_normal(shape).astype(np.float32), None) for shape in shapes]
 
+    def expect(self, slots: Any) -> None:
+        """Nobody reads text."""
+
     def release(self) -> None:
         """Nothing is kept."""
 
@@ -219,11 +223,8 @@ class PacedSwarm:
             def inner_loop(manifest: Manifest, peer: str, *rest: Any) -> PacedTrainer:
                 return PacedTrainer(floor, machine, peer, manifest, rest[3])
 
-            async def no_text(*_: object) -> None:
-                return None
-
             storage = Storage(process.folder, None, SimDisk(process.files, process.points(), process.rng))
-            made = Factories(clock=self.world.clock(), corpus=no_text, inner_loop=inner_loop)
+            made = Factories(clock=self.world.clock(), text=no_text, inner_loop=inner_loop)
             config = JoinConfig(
                 folder=Path("/"), memory_bytes=memory, up_bps=round(machine.up), down_bps=round(machine.down)
             )

@@ -26,6 +26,7 @@ from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
 from tests.sim.world import NODE_POINTS, POINTS, Crashed, Process, Violation, Weather, World
+from tests.texts import no_text
 
 KINDS = ("crowd", "swarm", "storm", "swarm", "swarm", "storm")
 """By the seed: a swarm; a crowd of weak peers, whose two chains break often; a storm over the quorum, with one peer."""
@@ -112,7 +113,7 @@ class Swarm:
             self._trainers.pop(process.name, None)
             self._applied.pop(process.name, None)
             storage = Storage(process.folder, None, self._disk(process))
-            made = Factories(clock=self.world.clock(), corpus=no_text, inner_loop=inner_loop)
+            made = Factories(clock=self.world.clock(), text=no_text, inner_loop=inner_loop)
             emit = process.emitter(lambda event: self._hear_peer(process, event))
             peer = Peer(self.manifest, process.identity, process.transport, storage, config, addresses, emit, made)
             process.running = peer
@@ -329,7 +330,3 @@ def describe(process: Process) -> str:
             "starting" if running.rounds is None else f"{running.rounds.member.phase} {running.rounds.member.applied}"
         )
     return f"round {running.leader.round}"
-
-
-async def no_text(*_: object) -> None:
-    """Nobody reads any."""

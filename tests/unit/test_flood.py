@@ -53,12 +53,12 @@ async def _pipes(transport: Transport) -> Pipes:
 
 
 def _stage(folder: Path, bootstrap: str, up: Connection) -> None:
-    """Another process: the last of two stages, whose worker is kept busy until we hear something."""
+    """Another process: the last of two stages, whose text does not come until we hear something."""
     free, begun = threading.Event(), threading.Event()
 
-    def windows(step: int) -> np.ndarray:
+    async def read(step: int) -> np.ndarray:
         begun.set()
-        free.wait()
+        await asyncio.to_thread(free.wait)
         return np.zeros((WIDE.step_rows, WIDE.sequence + 1), np.int64)
 
     async def live() -> None:
@@ -67,9 +67,7 @@ def _stage(folder: Path, bootstrap: str, up: Connection) -> None:
         async def take() -> None:
             previous, _ = await pipes.neighbours(plan, 0, 0, 1)
             try:
-                await steps_of(
-                    make_chain((3,), 0, WIDE)[1], make_worker(), timeout=SOON, windows=windows, previous=previous
-                )
+                await steps_of(make_chain((3,), 0, WIDE)[1], make_worker(), timeout=SOON, read=read, previous=previous)
             except NeighbourLost as error:
                 up.send(error.peer)
 

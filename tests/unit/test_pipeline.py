@@ -27,11 +27,11 @@ from tests.chains import (
     SPEC,
     TRAIN,
     Wired,
+    ids_of,
     make_chain,
     random_theta,
     run_chain,
     steps_of,
-    windows_of,
     worker,
 )
 
@@ -141,11 +141,11 @@ def test_a_cancelled_member_is_named_by_all_others(victim: int) -> None:
 def test_a_failing_member_tells_its_neighbours_and_can_start_again() -> None:
     chain = make_chain((3,), 0)
 
-    def broken(step: int) -> np.ndarray:
-        return windows_of()(step) if step == 1 else np.zeros((2, 2), np.int64)
+    async def broken(step: int) -> np.ndarray:
+        return ids_of(step) if step == 1 else np.zeros((2, 2), np.int64)
 
     with pytest.raises(ExceptionGroup) as caught:
-        asyncio.run(run_chain(chain, steps=3, windows=broken))
+        asyncio.run(run_chain(chain, steps=3, read=broken))
     ours, theirs = sorted(caught.value.exceptions, key=lambda error: isinstance(error, NeighbourLost))
     assert isinstance(ours, LocalError)
     assert "token windows" in str(ours)
@@ -160,7 +160,7 @@ def test_a_failing_member_tells_its_neighbours_and_can_start_again() -> None:
 
 def _frame(kind: int = frames.FORWARD, **changes: Any) -> bytes:
     """Header of a frame that P0 may send, but for the changes."""
-    ids = windows_of()(1).reshape(TRAIN.micro_batches, -1)[changes.get("micro", 0)]
+    ids = ids_of(1).reshape(TRAIN.micro_batches, -1)[changes.get("micro", 0)]
     head = frames.Head(kind, 1, 2, 1, 0, TRAIN.rows, TRAIN.sequence, 8, zlib.crc32(ids.astype("<i8").tobytes()))
     return head._replace(**changes).pack()
 

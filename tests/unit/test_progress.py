@@ -18,7 +18,7 @@ from peer.net.base import Traffic
 from peer.net.flow import Flow
 from peer.net.stream import FrameStream
 from peer.training.trainer import StageTrainer
-from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, run_chain, steps_of, windows_of, worker
+from tests.chains import DEADLINE_S, TRAIN, Recording, Wired, make_chain, read_of, run_chain, steps_of, worker
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ class Hit:
 
 
 def _stage(trainer: StageTrainer, i: int, wired: Wired, progress: StageProgress, **changes: Any) -> asyncio.Task[Any]:
-    options = {"previous": wired.previous[i], "following": wired.following[i], "windows": windows_of(), **changes}
+    options = {"previous": wired.previous[i], "following": wired.following[i], "read": read_of(), **changes}
     work = steps_of(trainer, worker(i), steps=STEPS, depth=2, progress=progress, liveness=IMPATIENT, **options)
     return asyncio.create_task(work)
 
@@ -231,7 +231,7 @@ def test_a_frame_that_takes_long_is_no_silence() -> None:
         async with asyncio.timeout(DEADLINE_S):
             pairs = enumerate(chain)
             return await asyncio.gather(
-                *(_stage(t, i, wired, StageProgress(), windows=windows_of(train=train)) for i, t in pairs)
+                *(_stage(t, i, wired, StageProgress(), read=read_of(train=train)) for i, t in pairs)
             )
 
     first, _ = asyncio.run(main())

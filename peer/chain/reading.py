@@ -1,0 +1,88 @@
+"""The text of a stage's inner steps: that of the next step is asked for while a step is computed.
+
+No step begins whose text is not there. A stage waits for the text of the next step before it says what its gradient's norm is, and
+wishes that the round ends if the round's time is over before the text has come, or if it cannot be had. So all stages end together
+(peer/chain/grad_norm.py), and what was done is kept. Only the first step has nothing to keep: then the wait fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.chain.stop_sign import StopSign
+from peer.chain.trace import Trace
+from protocol.errors import LocalError, PotluckError
+
+Ids = NDArray[np.int64]
+Read = Callable[[int], Coroutine[Any, Any, Ids]]
+"""The token ids [micro_batches * rows, L + 1] of an inner step. Raises PotluckError."""
+LOOK_SECONDS = 0.1
+"""While text is waited for, this often the sign is looked at."""
+_NOTED_SECONDS = 1e-3
+
+
+class Reading:
+    """Of the inner steps up to `last`; `stop` ends every wait. `waited`: seconds that this stage has waited for text."""
+
+    def __init__(self, read: Read, last: int, stop: StopSign | None, trace: Trace | None) -> None:
+        self._read = read
+        self._trace = trace
+        self._last = last
+        self._stop = stop
+        self._step = 0
+        self._task: asyncio.Task[Ids] | None = None
+        self.waited = 0.0
+
+    def ask(self, step: int) -> None:
+        """The text of this step will be needed, if there is such a step."""
+        if step <= self._last:
+            self._step, self._task = step, asyncio.create_task(self._read(step))
+
+    async def take(self, step: int) -> Ids:
+        """The text of this step. Raises PotluckError if it cannot be had, or not in time."""
+        if self._task is None or self._step != step:
+            await self.aclose()
+            self.ask(step)
+        if not await self._is_there():
+            raise LocalError("the round was over before its text was there")
+        task, self._task = self._task, None
+        assert task is not None
+        return task.result()
+
+    async def has_next(self) -> bool:
+        """Waits for what was asked for; False if it cannot be had, or not in time. True where nothing was asked for."""
+        if self._task is None:
+            return True
+        if not await self._is_there():
+            return False
+        error = self._task.exception()
+        if error is not None and not isinstance(error, PotluckError):
+            raise error
+        return error is None
+
+    async def aclose(self) -> None:
+        """What was asked for is not needed any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _is_there(self) -> bool:
+        """Waits until the text is there, or cannot be had; False if the sign is set before."""
+        assert self._task is not None
+        began = time.perf_counter()
+        while not self._task.done():
+            await asyncio.wait({self._task}, timeout=LOOK_SECONDS)
+            if self._stop is not None and self._stop.is_set():
+                break
+        end = time.perf_counter()
+        self.waited += end - began
+        if self._trace is not None and end - began > _NOTED_SECONDS:
+            self._trace("wait for text", began, end)
+        return self._task.done()

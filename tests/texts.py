@@ -1,0 +1,75 @@
+"""Texts for tests: small corpora of noise, and one that nobody may read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer.corpus.reader import CHUNKS, INDEX
+from protocol.codec import blob_hash
+from protocol.run import corpus
+from protocol.run.corpus import CorpusIndex
+
+
+def write_corpus(
+    folder: Path, count: int, sequence: int, vocab_size: int = 16, tokenizer: str = "0" * 64
+) -> tuple[CorpusIndex, NDArray[np.int64]]:
+    """A corpus of `count` sequences of noise, and as many held out as fit into a chunk, at most four; and its sequences [count, L + 1]."""
+    draw = np.random.default_rng(count)
+    ids = draw.integers(0, vocab_size, (count + 4, sequence + 1))
+    stored = ids.astype(f"<u{corpus.id_bytes(vocab_size)}")
+    each = corpus.sequences_per_chunk(sequence, vocab_size)
+    held = stored[count : count + min(4, each)]
+    (folder / CHUNKS).mkdir(parents=True)
+
+    def put(rows: NDArray[Any]) -> str:
+        raw = rows.tobytes()
+        name = blob_hash.name_of(raw)
+        (folder / CHUNKS / name).write_bytes(raw)
+        return name
+
+    names = [put(stored[first : min(count, first + each)]) for first in range(0, count, each)]
+    index = CorpusIndex(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        seed=0,
+        sequence=sequence,
+        sequences=count,
+        chunks=b"".join(map(bytes.fromhex, names)),
+        held_out=put(held),
+        held_out_sequences=len(held),
+        documents=1,
+        tokens=ids.size,
+        text_bytes=ids.size,
+        held_out_tokens=held.size,
+        held_out_bytes=4 * held.size,
+    )
+    (folder / INDEX).write_bytes(index.to_bytes())
+    return index, ids[:count]
+
+
+class NoText:
+    """Fails when it is read."""
+
+    @property
+    def index(self) -> CorpusIndex:
+        raise AssertionError("nobody reads text here")
+
+    async def sequences(self, slots: range) -> NDArray[np.int64]:
+        raise AssertionError("nobody reads text here")
+
+    def expect(self, slots: Sequence[range]) -> None: ...
+
+    async def held_out(self, limit: int) -> NDArray[np.int64]:
+        raise AssertionError("nobody reads text here")
+
+    async def aclose(self) -> None: ...
+
+
+async def no_text(*_: Any) -> NoText:
+    """For `Factories.text`."""
+    return NoText()
