@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
+from bootstrap.text import ServedText
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
@@ -35,6 +36,8 @@ class Archive:
         self.blobs = BlobStore(folder / "blobs", disk=self._disk)
         self.records: list[bytes] = []
         self.tokenizer = self._read_tokenizer()
+        self.text: ServedText | None = None
+        """The run's corpus, if this node serves it."""
         self.commits: list[Commit] = []
         self._read()
         self.vote = self._read_vote()
@@ -53,6 +56,10 @@ class Archive:
             return self._disk.read(self.folder / "tokenizer.json")
         except FileNotFoundError:
             return None
+
+    def serve_corpus(self, folder: Path) -> None:
+        """Has the run's corpus in `folder`, which is only read, served. Raises UsageError where it is another one."""
+        self.text = ServedText(folder, self.manifest.data.corpus, self._disk)
 
     def append(self, record: Record) -> None:
         """Makes a decided commit durable. Raises UsageError; then the file is as before."""

@@ -24,6 +24,7 @@ from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
 from peer.net.base import Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer
+from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
 from peer.net.directory import Directory
 from peer.net.latency import Latency
@@ -124,9 +125,7 @@ class BootstrapNode:
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:
             named[endpoints.TOKENIZER_NAME] = self.archive.tokenizer
-        coming = self._payloads.fetcher.coming
-        blobs = BlobServer(self.archive.blobs, coming=coming, named=named, copies=NODE_COPIES)
-        await blobs.serve(self._transport)
+        await self._serve_blobs(named)
         for commit in self.archive.commits[-1:]:
             self._emit(events.commit_of(commit))
         self._payloads.complete(self.archive.commits)
@@ -143,6 +142,23 @@ class BootstrapNode:
                 group.create_task(self._links.run())
         finally:
             await self._payloads.aclose()
+
+    async def _serve_blobs(self, named: dict[str, bytes]) -> None:
+        """Payloads, the run's text, and what has a name."""
+        ranges, text = nothing, self.archive.text
+        if text is not None:
+            text.warn = lambda line: self._emit(events.Warning(text=line))
+            named[endpoints.CORPUS_NAME] = text.index
+            ranges = text.find
+        blobs = BlobServer(
+            self.archive.blobs,
+            coming=self._payloads.fetcher.coming,
+            named=named,
+            copies=NODE_COPIES,
+            ranges=ranges,
+            is_there=self.has_session,
+        )
+        await blobs.serve(self._transport)
 
     def has_session(self, peer: str) -> bool:
         """Whether `peer` is connected to us."""

@@ -12,7 +12,8 @@ class JoinConfig:
     """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
     None: measured; `up_limit_bps`: the most that chains and serving payloads and states may take; None: nine tenths of the uplink that
     was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py;
-    `corpus`: a folder that has the run's text; None: it is fetched."""
+    `corpus`: a folder that has the run's text; None: it is fetched, and
+    at most `data_bytes` of it are kept."""
 
     folder: Path
     device: str = "cpu"
@@ -24,6 +25,7 @@ class JoinConfig:
     threads: int = 1
     trace: Path | None = None
     corpus: Path | None = None
+    data_bytes: int = 2_000_000_000
 
 
 def cache_folder() -> Path:

@@ -88,6 +88,8 @@ async def bootstrap(
     tokenizer = tokenizer_bytes(manifest, path.parent, corpus)
     archive = Archive(folder, manifest)
     try:
+        if corpus is not None:
+            archive.serve_corpus(corpus)
         if tokenizer is not None:
             archive.save_tokenizer(tokenizer)
         elif archive.tokenizer is None or hashlib.sha256(archive.tokenizer).hexdigest() != manifest.tokenizer.digest:
@@ -134,6 +136,7 @@ class JoinOptions:
     threads: int
     trace: Path | None
     corpus: Path | None
+    data_limit: str
     json: bool
 
 
@@ -153,6 +156,7 @@ def _config(options: JoinOptions) -> JoinConfig:
         threads=options.threads,
         trace=options.trace,
         corpus=options.corpus,
+        data_bytes=resources.parse_size(options.data_limit),
     )
 
 

@@ -124,7 +124,11 @@ def join(
         Path | None,
         typer.Option(help="Record what this machine computes and waits for in this file, for ui.perfetto.dev."),
     ] = None,
-    corpus: Annotated[Path | None, typer.Option(help="Folder with the run's corpus, if it is on this machine.")] = None,
+    corpus: Annotated[
+        Path | None,
+        typer.Option(help="Folder with the run's corpus, if it is on this machine (default: it is fetched)."),
+    ] = None,
+    data_limit: Annotated[str, typer.Option(help="Disk for text that was fetched.")] = "2GB",
     json: Json = False,
 ) -> None:
     """`potluck join`.
@@ -145,6 +149,7 @@ def join(
         threads=threads,
         trace=trace,
         corpus=corpus,
+        data_limit=data_limit,
         json=json,
     )
     _run(commands.join(options, context.obj))

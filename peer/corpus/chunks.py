@@ -12,6 +12,7 @@ from peer.corpus.records import Ids, Records
 from peer.corpus.spills import gather
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
+from protocol.run.corpus import LEAVES
 
 
 class Packer:
@@ -48,7 +49,7 @@ class Packer:
 
 @dataclass
 class ChunkWriter:
-    """Writes sequences [n, L + 1] into chunks of `each` sequences in `folder`, each under its name. One that is there already, from a
+    """Writes sequences [n, L + 1] into chunks of `each` sequences in `folder`, each under its name, and beside it its range digests. One that is there already, from a
     build that was killed, stays. `names` are those of the chunks that are whole; `count` all sequences that came; `wrote` hears of
     every chunk. `diverted`: another writer that gets the first sequences instead, so many of them."""
 
@@ -88,12 +89,14 @@ class ChunkWriter:
     def _write(self) -> None:
         data = np.concatenate(self._rows).tobytes()
         self._rows, self._held = [], 0
-        name = blob_hash.name_of(data)
+        size, leaves = blob_hash.leaves_of([data])
+        name = blob_hash.root(size, leaves)
         try:
             is_there = self.disk.stat(self.folder / name)[0] == len(data)
         except FileNotFoundError:
             is_there = False
         if not is_there:
+            self.disk.write(self.folder / (name + LEAVES), leaves)
             self.disk.write(self.folder / name, data)
         self.names.append(name)
         self.wrote(len(self.names))

@@ -12,12 +12,10 @@ from peer.net.disk import Disk
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.run import corpus, data_order
-from protocol.run.corpus import Extent
+from protocol.run.corpus import CHUNKS, INDEX, Extent
 
-INDEX = "index"
-CHUNKS = "chunks"
 TOKENIZER = "tokenizer.json"
-"""What is in a corpus's folder."""
+"""In a corpus's folder, beside what protocol/run/corpus.py names."""
 _KEPT = 2
 """Chunks that stay in memory: what is read one after the other lies in one, or across the edge of two."""
 

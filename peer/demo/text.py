@@ -15,11 +15,12 @@ from filelock import FileLock
 from peer.config import cache_folder
 from peer.corpus import sources
 from peer.corpus.build import Request, build
-from peer.corpus.reader import INDEX, CorpusReader
+from peer.corpus.reader import CorpusReader
 from peer.net.disk import Disk, LocalDisk, disk_error
 from peer.node.open_run import ASSETS
 from protocol.errors import UsageError
 from protocol.run import corpus
+from protocol.run.corpus import INDEX
 
 TOKENIZER = "sotu-4k.json"
 SEQUENCE = 128

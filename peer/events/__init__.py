@@ -55,6 +55,7 @@ from peer.events.volunteer import (
     StageLoad,
     Started,
     Step,
+    TextFetched,
     Warning,
     Withdrew,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "StageLoad",
     "Started",
     "Step",
+    "TextFetched",
     "Warning",
     "Withdrew",
     "announced_load",
@@ -117,7 +119,7 @@ __all__ = [
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | RunFinished
     | Started | Measured | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
-    | ShardRebuilt | Leaving | Finished | Warning
+    | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip
 """What may happen."""
 

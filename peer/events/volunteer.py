@@ -42,6 +42,18 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextFetched:
+    """A peer has fetched, for the first time since its start, all text that it will read soon; from then on it fetches ahead of reading."""
+
+    bytes: int
+    """Bytes that came."""
+    seconds: float
+    """How long that took."""
+    tokens: int
+    """Tokens of the whole text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """A peer begins a round's training."""
 

@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 from peer import events
 from peer.chain.connect import Pipes
 from peer.config import JoinConfig
+from peer.corpus.fetched import FetchedText
+from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.net.base import Transport
+from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
 from peer.net.directory import Directory
 from peer.net.disk import LocalDisk
@@ -45,23 +48,21 @@ from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, T
 Optimizer = dict[str, NDArray[np.generic]]
 
 
-async def run_text(manifest: Manifest, config: JoinConfig) -> Text:
-    """The run's text. Raises UsageError."""
+async def run_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
+    """The run's text. Raises UsageError, RemoteError."""
     if config.corpus is None:
-        raise UsageError(
-            f"text: the run's corpus {manifest.data.corpus[:12]}… is not on this machine; name its folder with --corpus"
-        )
+        return await open_text(manifest, access)
     return LocalText(open_corpus(config.corpus, LocalDisk(), manifest), manifest.seed_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factories:
     """What a peer makes its parts with; the transport and the storage, with its disk, it is given. `line(transport)` is what it talks
-    to others through. `text(manifest, config)` is what is trained on, and goes to `inner_loop`, which is called as `StageInnerLoop` is."""
+    to others through. `text(manifest, config, access)` is what is trained on, and goes to `inner_loop`, which is called as `StageInnerLoop` is."""
 
     clock: Clock = field(default_factory=Clock)
     line: Callable[[Transport], Transport] = lambda transport: transport
-    text: Callable[[Manifest, JoinConfig], Awaitable[Text]] = run_text
+    text: Callable[[Manifest, JoinConfig, Access], Awaitable[Text]] = run_text
     inner_loop: Callable[..., InnerLoop] = StageInnerLoop
 
 
@@ -114,7 +115,7 @@ class Peer:
             )
         if memory.in_files(self.manifest, offered):
             self._storage.use_files()
-        text = await self._factories.text(self.manifest, self._config)
+        text = await self._factories.text(self.manifest, self._config, self._access())
         if not self._line.is_given:
             await self._line.measure()
             self._carries()
@@ -141,6 +142,7 @@ class Peer:
             lost=self._directory.lost,
             peers=self._directory.peers,
             uplink=self._line.uplink,
+            ranges=text.find if isinstance(text, FetchedText) else nothing,
         )
         self.rounds = rounds = self._make_rounds(exchange, inner_loop, restored)
         del restored  # it would keep this θ in memory as long as the run lasts
@@ -166,6 +168,17 @@ class Peer:
         shards = layout.shard_names(self.manifest.model)
         digests = {s: rounds.outer.digest(s) for s in shards if s in rounds.outer.theta}
         self._emit(events.Finished(round=rounds.member.applied, digests=digests))
+
+    def _access(self) -> Access:
+        return Access(
+            transport=self._transport,
+            folder=self._storage.folder / "text",
+            limit=self._config.data_bytes,
+            disk=LocalDisk(),
+            reach=self._directory.reach,
+            lost=self._directory.lost,
+            emit=self._emit,
+        )
 
     def _make_line(self) -> Line:
         config = self._config

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from peer import events
 from peer.net.base import CallHandler, Closed, Timeout, Transport, Unreachable, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
+from peer.net.blobs.ranges import Find, nothing
 from peer.net.uplink import Uplink
 from peer.state import tensor_file
 from peer.state.part_lists import PartLists
@@ -61,7 +62,7 @@ class Committed:
 
 class Exchange:
     """One per daemon. It serves the payloads and checkpoints in `storage`, in turns of `uplink`. `reach(peer)` connects to a peer,
-    `lost(peer)` forgets how it was reached, `peers()` are those who may have states."""
+    `lost(peer)` forgets how it was reached, `peers()` are those who may have states; `ranges` finds text that is served, too."""
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Exchange:
         lost: Callable[[str], None] = lambda peer: None,
         peers: Callable[[], Awaitable[Sequence[str]]],
         uplink: Uplink,
+        ranges: Find = nothing,
     ) -> None:
         self.manifest = manifest
         self.store = store = storage.blobs
@@ -81,7 +83,7 @@ class Exchange:
         self._emit = emit
         self._fetcher = Fetcher(transport, store, reach=reach, lost=lost, warn=self._warn)
         self._server = BlobServer(
-            store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn
+            store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn, ranges=ranges
         )
         self._reach = reach
         self._lost = lost

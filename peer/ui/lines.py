@@ -76,6 +76,8 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return []  # everybody's, after every round; the quorum's own affair; a way that ends in `round`
         case events.Started() | events.Role() | events.Step() | events.Chain() | events.Announced() | events.Offered():
             return []  # every peer's, in every round: the screen's table shows them
+        case events.TextFetched():
+            return []  # every peer's own affair
         case events.Measured():
             return []  # the node says it again, when it says that the peer is ready
         case events.Round() | events.Finished() | events.ChainFailed():
@@ -94,6 +96,10 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [
                 Said("info", f"measured: {line}, {trip:.0f} ms" if trip is not None else f"the line carries {line}")
             ]
+        case events.TextFetched(bytes=fetched, seconds=took, tokens=tokens):
+            speed = rate(int(8 * fetched / took)) if took else "at once"
+            whole = f"of {tokens / 1e6:,.1f}M tokens; the rest ahead of reading"
+            return [Said("good", f"text: the first {size(fetched)} fetched in {took:.1f} s ({speed}), {whole}")]
         case events.Role(role="full", round=round):
             return [Said("info", f"round {round}: trains as a full replica")]
         case events.Role() as role:

@@ -21,6 +21,12 @@ from protocol.wire import framing
 from protocol.wire.schema import Digest, SchemaError, build, packed
 
 FORMAT = 1
+INDEX = "index"
+CHUNKS = "chunks"
+LEAVES = ".leaves"
+"""What is in a corpus's folder, and on its mirrors: the index, the chunks under their names, and beside each the digests of its ranges."""
+MAX_INDEX = 64 << 20
+"""Bytes."""
 CHUNK_BYTES = 16 << 20
 """Bytes. Large enough that the index of a million million tokens fits into a message; small enough that the digests of a chunk's
 ranges (16 KiB) are little beside what is read of it."""

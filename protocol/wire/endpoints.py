@@ -45,7 +45,8 @@ LOG_REPLY = 1024 * 1024
 ROSTER_REPLY = 512 * 1024
 MANIFEST_NAME = "manifest"
 TOKENIZER_NAME = "tokenizer"
-"""What a bootstrap node serves by name: the run's manifest, and the file of the run's tokenizer."""
+CORPUS_NAME = "corpus"
+"""What a bootstrap node serves by name: the run's manifest, the file of the run's tokenizer, and the index of its corpus, if it serves that."""
 MAX_TOKENIZER = 64 * 1024 * 1024
 
 

@@ -18,7 +18,8 @@ import pytest
 from peer.net import p2p
 from peer.net.base import Closed, Handler, Stream, Transport, Unreachable
 from peer.net.blobs import Blob, BlobServer, BlobStore, Fetcher, fetch_named, idle
-from peer.net.blobs.serving import PATIENCE, SPREAD_SECONDS, Spreading
+from peer.net.blobs.serving import PATIENCE
+from peer.net.blobs.spreading import SPREAD_SECONDS, Spreading
 from peer.net.disk import LocalDisk, Piece
 from peer.net.memory import MemoryNetwork
 from peer.net.uplink import Uplink

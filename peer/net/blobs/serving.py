@@ -9,7 +9,7 @@
        if they get it from a peer that has it
        {"state": "absent"}
 
-After "busy", "absent" or a whole blob the stream is free for the next request. And for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
+After "busy", "absent" or a whole blob the stream is free for the next request. Requests for single ranges: peer/net/blobs/ranges.py. And for what has a name instead of a digest: -> {"named": name} <- {"size": bytes, -1 if it is not here}, frames.
 
 *Spreading.* A stored blob is sent about `copies` times; whoever asks then is told who got it, and asks there, so that copies
 multiply like the leaves of a tree and a home uplink sends its own payload about twice, however many peers there are. A
@@ -25,10 +25,12 @@ import asyncio
 import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from peer.net.base import REQUEST_SECONDS, Closed, Ended, Stream, Timeout, Transport
 from peer.net.blobs.idle import KEPT_SECONDS
+from peer.net.blobs.ranges import Find, RangeServer, nothing
+from peer.net.blobs.spreading import Spreading
 from peer.net.blobs.store import Blob, BlobStore
 from peer.net.uplink import Uplink
 from protocol.codec import blob_hash
@@ -40,11 +42,6 @@ COPIES = 2
 """How often a peer sends a blob."""
 NODE_COPIES = 6
 """How often a bootstrap node does: a server's uplink spares the homes'."""
-SPREAD_SECONDS = 300.0
-"""How long after the last request for a blob we remember who got it."""
-SPREAD_BLOBS = 4096
-NAMED_AT_ONCE = 8
-"""Peers that one answer names."""
 STREAMS_PER_PEER = 128
 """At once; a payload or shard takes one."""
 CACHED_LEAVES = 1024
@@ -66,54 +63,9 @@ class Patience:
 PATIENCE = Patience()
 
 
-@dataclass(slots=True)
-class _Spread:
-    """One blob: bytes sent, bytes promised to open streams, and who got some."""
-
-    asked_at: float
-    sent: int = 0
-    promised: int = 0
-    receivers: dict[str, None] = field(default_factory=dict)
-    turns: int = 0
-
-
-class Spreading:
-    """Who got which blob from us, of late; each is sent about `copies` times."""
-
-    def __init__(self, copies: int) -> None:
-        self._copies = copies
-        self._blobs: OrderedDict[str, _Spread] = OrderedDict()
-
-    def admit(self, name: str, size: int, peer: str, insist: bool, now: float) -> list[str] | None:
-        """None where `peer` is to be served, else the peers to ask instead."""
-        spread = self._blobs.pop(name, None)
-        if spread is None or (now - spread.asked_at > SPREAD_SECONDS and not spread.promised):
-            spread = _Spread(now)
-        spread.asked_at = now
-        self._blobs[name] = spread
-        if len(self._blobs) > SPREAD_BLOBS:
-            self._blobs.popitem(last=False)
-        others = [p for p in spread.receivers if p != peer]
-        if others and not insist and spread.sent + spread.promised + size > self._copies * size:
-            spread.turns += 1
-            start = spread.turns % len(others)
-            return (others[start:] + others[:start])[:NAMED_AT_ONCE]
-        spread.promised += size
-        spread.receivers[peer] = None
-        return None
-
-    def done(self, name: str, size: int, peer: str, sent: int) -> None:
-        """An admitted peer's stream is over, after `sent` bytes."""
-        spread = self._blobs.get(name)
-        if spread is not None:
-            spread.promised -= size
-            spread.sent += sent
-            if not sent:
-                spread.receivers.pop(peer, None)
-
-
 class BlobServer:
-    """Serves a store's blobs, and those that `others` find (which are not spread: their holders are known)."""
+    """Serves a store's blobs, those that `others` find (which are not spread: their holders are known), and the single ranges that `ranges`
+    finds. `is_there(peer)`: whether it is worth while to send others to it for a range."""
 
     def __init__(
         self,
@@ -128,8 +80,11 @@ class BlobServer:
         warn: Callable[[str], None] = lambda text: None,
         copies: int = COPIES,
         patience: Patience = PATIENCE,
+        ranges: Find = nothing,
+        is_there: Callable[[str], bool] = lambda peer: True,
     ) -> None:
         self.uplink = uplink or Uplink()
+        self._ranges = RangeServer(ranges, self.uplink, is_there=is_there)
         self._store = store
         self._others = others
         self._coming = coming
@@ -162,7 +117,10 @@ class BlobServer:
                     return await self._send_named(stream, self._named.get(request["named"]))
                 if not blob_hash.is_name(request.get("blob")):
                     return
-                await self._answer(stream, request["blob"], request)
+                if "ranges" in request:
+                    await self._ranges.answer(stream, request["blob"], request)
+                else:
+                    await self._answer(stream, request["blob"], request)
                 try:
                     raw = await stream.recv(1024, timeout=self._patience.next)
                 except (Closed, Timeout):

@@ -1,0 +1,200 @@
+"""Mirrors of a corpus: folders on web servers, and data set repositories of the Hugging Face hub.
+
+A mirror has the files of a corpus's folder (docs/guides/data.md) under its address: `index`, `chunks/<name>` and `chunks/<name>.leaves`. It is asked
+for parts of files (RFC 9110, section 14). Whatever it answers, we bound bytes, seconds and redirects; only https is spoken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import ssl
+import time
+from collections.abc import AsyncIterator, Sequence
+from urllib.parse import urlsplit
+
+import httpx2
+from huggingface_hub import hf_hub_url
+
+from peer.corpus.cache import Chunk
+from peer.corpus.origins import Busy, Lie, Named, Take
+from peer.net.blobs.ranges import LEAVES
+from protocol.codec import blob_hash
+from protocol.errors import RemoteError, UsageError, shown
+from protocol.run import corpus
+
+REDIRECTS = 5
+SILENT_SECONDS = 10.0
+LEAST_BYTES_A_SECOND = 16_384
+"""A request may take SILENT_SECONDS, and as long as its bytes take at this rate."""
+BUSY_SECONDS = (1.0, 600.0)
+"""Least and most that a mirror's Retry-After is believed."""
+
+
+class Mirrors:
+    """The client of all mirrors of a run. `verify`: which certificates are trusted (default: those that the system trusts); `hub`: where the hub
+    is (default: as `huggingface_hub` finds it); `silence`: seconds without an answer."""
+
+    def __init__(
+        self, verify: ssl.SSLContext | None = None, hub: str | None = None, silence: float = SILENT_SECONDS
+    ) -> None:
+        self._hub = hub
+        self._silence = silence
+        self._client = httpx2.AsyncClient(
+            verify=verify or True, timeout=silence, headers={"Accept-Encoding": "identity"}
+        )
+
+    def all(self, addresses: Sequence[str]) -> list[Mirror]:
+        """The mirrors at these addresses. Raises UsageError."""
+        return [Mirror(self._client, address, self._hub, self._silence) for address in addresses]
+
+    async def aclose(self) -> None:
+        """Closes all connections."""
+        await self._client.aclose()
+
+
+class Mirror:
+    """One mirror; see peer/corpus/origins.py for `ask`."""
+
+    def __init__(
+        self, client: httpx2.AsyncClient, address: str, hub: str | None = None, silence: float = SILENT_SECONDS
+    ) -> None:
+        self._hub = hub
+        self._silence = silence
+        self.name = f"mirror {address}"
+        self._client = client
+        self._address = address.rstrip("/")
+        self._repository = _repository(address)
+
+    async def ask(self, chunk: Chunk, indices: Sequence[int], insist: bool, take: Take) -> Named:
+        """See Origin. Names nobody."""
+        if LEAVES in indices:
+            await take(LEAVES, await self.whole(f"{corpus.CHUNKS}/{chunk.name}{corpus.LEAVES}", chunk.length(LEAVES)))
+        for run in _runs([index for index in indices if index != LEAVES]):
+            await self._run(chunk, run, take)
+        return {}
+
+    async def whole(self, path: str, limit: int) -> bytes:
+        """A file of at most `limit` bytes. Raises RemoteError."""
+        data = bytearray()
+        async with self._deadline(limit), self._get(path, None) as response:
+            async for piece in response.aiter_raw():
+                data += piece
+                if len(data) > limit:
+                    raise self._lie(f"sent more than {limit} bytes")
+        return bytes(data)
+
+    async def _run(self, chunk: Chunk, run: range, take: Take) -> None:
+        """Ranges that lie side by side."""
+        start, end = blob_hash.span(chunk.size, run.start)[0], blob_hash.span(chunk.size, run.stop - 1)[1]
+        held, index = bytearray(), run.start
+        async with (
+            self._deadline(end - start),
+            self._get(f"{corpus.CHUNKS}/{chunk.name}", (start, end)) as response,
+        ):
+            async for piece in response.aiter_raw():
+                held += piece
+                while index < run.stop and len(held) >= (length := chunk.length(index)):
+                    await take(index, bytes(held[:length]))
+                    del held[:length]
+                    index += 1
+                if index == run.stop:
+                    break
+        if index < run.stop:
+            raise RemoteError(self.name, f"{self.name}: sent less than it was asked for")
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self, size: int) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._silence + size / LEAST_BYTES_A_SECOND):
+                yield
+        except TimeoutError:
+            raise RemoteError(self.name, f"{self.name}: too slow") from None
+        except httpx2.TimeoutException:
+            raise RemoteError(self.name, f"{self.name}: no answer for {self._silence:g} s") from None
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, ssl.SSLError, OSError, ValueError) as error:
+            reason = shown(error) or type(error).__name__
+            raise RemoteError(self.name, f"{self.name}: {reason[:120]}") from None
+
+    @contextlib.asynccontextmanager
+    async def _get(self, path: str, span: tuple[int, int] | None) -> AsyncIterator[httpx2.Response]:
+        """The answer to a request for a file, or for the bytes `span` of one, behind all redirects."""
+        url = self._url(path)
+        headers = {} if span is None else {"Range": f"bytes={span[0]}-{span[1] - 1}"}
+        for _ in range(REDIRECTS + 1):
+            if urlsplit(url).scheme != "https":
+                raise self._lie("leads to an address that is not https")
+            async with self._client.stream("GET", url, headers=headers) as response:
+                if not response.has_redirect_location:
+                    self._check(response, span)
+                    yield response
+                    return
+                url = str(httpx2.URL(url).join(response.headers["location"]))
+        raise self._lie(f"leads to more than {REDIRECTS} other addresses")
+
+    def _url(self, path: str) -> str:
+        if self._repository is None:
+            return f"{self._address}/{path}"
+        repository, revision, folder = self._repository
+        return hf_hub_url(repository, f"{folder}{path}", repo_type="dataset", revision=revision, endpoint=self._hub)
+
+    def _check(self, response: httpx2.Response, span: tuple[int, int] | None) -> None:
+        """Raises RemoteError unless the answer's head is that of what was asked for."""
+        status = response.status_code
+        if status in (404, 410):
+            raise RemoteError(self.name, f"{self.name}: answers {status}, it does not have it")
+        if status in (429, 503):
+            seconds = _retry_after(response.headers.get("retry-after", ""))
+            if seconds is not None:
+                raise Busy(self.name, f"{self.name}: answers {status}, asks for {seconds:.0f} s of rest", seconds)
+        if span is None and status == 200:
+            return
+        if span is not None and status == 200:
+            raise RemoteError(self.name, f"{self.name}: gives no parts of files")
+        if span is None or status != 206:
+            raise RemoteError(self.name, f"{self.name}: answers {status}")
+        told = response.headers.get("content-range", "")
+        if not told.startswith(f"bytes {span[0]}-{span[1] - 1}/"):
+            raise RemoteError(self.name, f"{self.name}: sends other bytes than it was asked for")
+
+    def _lie(self, text: str) -> Lie:
+        return Lie(self.name, f"{self.name}: {text}")
+
+
+def _repository(address: str) -> tuple[str, str | None, str] | None:
+    """(OWNER/NAME, revision, folder in it) of hf://datasets/OWNER/NAME[@REVISION][/FOLDER]; None of a web address. Raises UsageError."""
+    kind, _, rest = address.partition("://")
+    if kind != "hf":
+        return None
+    parts = rest.strip("/").split("/")
+    if len(parts) < 3 or parts[0] != "datasets":
+        raise UsageError(
+            f"mirror {shown(address)}: not hf://datasets/OWNER/NAME; the manifest's operator must correct it"
+        )
+    name, _, revision = parts[2].partition("@")
+    return f"{parts[1]}/{name}", revision or None, "".join(f"{part}/" for part in parts[3:])
+
+
+def _runs(indices: Sequence[int]) -> list[range]:
+    """The same numbers as ranges."""
+    runs: list[range] = []
+    for index in sorted(indices):
+        if runs and runs[-1].stop == index:
+            runs[-1] = range(runs[-1].start, index + 1)
+        else:
+            runs.append(range(index, index + 1))
+    return runs
+
+
+def _retry_after(text: str) -> float | None:
+    """Seconds, within our bounds, that a Retry-After asks for (RFC 9110, section 10.2.3)."""
+    try:
+        seconds = float(text) if text.strip().isdecimal() else _until(text)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return min(max(seconds, BUSY_SECONDS[0]), BUSY_SECONDS[1])
+
+
+def _until(date: str) -> float:
+    return email.utils.parsedate_to_datetime(date).timestamp() - time.time()

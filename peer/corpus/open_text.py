@@ -1,0 +1,106 @@
+"""How a peer opens the run's text: its index, by its digest, and all that fetches the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from peer import events
+from peer.corpus import text
+from peer.corpus.cache import RangeCache
+from peer.corpus.fetched import FetchedText
+from peer.corpus.mirrors import Mirror, Mirrors
+from peer.corpus.origins import Origins
+from peer.corpus.range_fetcher import PATIENCE, Patience
+from peer.net.base import Transport
+from peer.net.blobs import fetch_named
+from peer.net.blobs.ranges import RangeClient
+from peer.net.disk import Disk
+from protocol.codec import blob_hash
+from protocol.errors import RemoteError, UsageError
+from protocol.identity import short_peer
+from protocol.run import corpus
+from protocol.run.corpus import CorpusIndex
+from protocol.run.manifest import Manifest
+from protocol.wire import endpoints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """What it takes to fetch text. `folder`: for what is kept, at most `limit` bytes of it; `reach(peer)` connects to a peer, `lost(peer)`
+    forgets how it was reached; `mirrors` is the client of the manifest's mirrors, which is closed with the text."""
+
+    transport: Transport
+    folder: Path
+    limit: int
+    disk: Disk
+    reach: Callable[[str], Awaitable[None]]
+    lost: Callable[[str], None]
+    emit: events.Emit
+    patience: Patience = PATIENCE
+    mirrors: Mirrors | None = None
+
+
+async def open_text(manifest: Manifest, access: Access) -> FetchedText:
+    """The run's text. Raises RemoteError where nobody has its index, UsageError."""
+
+    def warn(line: str) -> None:
+        access.emit(events.Warning(text=line))
+
+    client = RangeClient(access.transport, reach=access.reach, lost=access.lost, timeout=access.patience.silence)
+    mirrors = access.mirrors or Mirrors()
+    try:
+        places = mirrors.all(manifest.data.mirrors)
+        await asyncio.to_thread(access.disk.make_folder, access.folder)
+        index = await _index(manifest, access, places)
+        text.check(index, manifest)
+        cache = await asyncio.to_thread(RangeCache, access.folder, access.limit, access.disk, warn)
+    except BaseException:
+        await mirrors.aclose()
+        raise
+    nodes = [node for node in manifest.operators if node != access.transport.peer_id]
+    origins = Origins(client, nodes, places, warn)
+    closes = (client.aclose, mirrors.aclose)
+    return FetchedText(index, manifest.seed_bytes, cache, origins, access.emit, access.patience, closes)
+
+
+async def _index(manifest: Manifest, access: Access, mirrors: list[Mirror]) -> CorpusIndex:
+    """The corpus's index: from our disk, a bootstrap node or a mirror. Raises RemoteError."""
+    digest, path = manifest.data.corpus, access.folder / corpus.INDEX
+    try:
+        raw = await asyncio.to_thread(access.disk.read, path)
+    except OSError:
+        raw = b""
+    if blob_hash.name_of(raw) != digest:
+        raw = await _fetch_index(digest, manifest, access, mirrors)
+        with contextlib.suppress(UsageError):  # a full disk shows again where it matters
+            await asyncio.to_thread(access.disk.write, path, raw)
+    return corpus.from_bytes(raw, f"{digest[:12]}…")
+
+
+async def _fetch_index(digest: str, manifest: Manifest, access: Access, mirrors: list[Mirror]) -> bytes:
+    failures: list[str] = []
+    places: list[str | Mirror] = [*manifest.operators, *mirrors]
+    for place in places:
+        name = place.name if isinstance(place, Mirror) else short_peer(place)
+        try:
+            if isinstance(place, Mirror):
+                raw = await place.whole(corpus.INDEX, corpus.MAX_INDEX)
+            else:
+                await access.reach(place)
+                raw = await fetch_named(access.transport, place, endpoints.CORPUS_NAME, limit=corpus.MAX_INDEX)
+        except RemoteError as error:
+            failures.append(str(error))
+            continue
+        if blob_hash.name_of(raw) == digest:
+            return raw
+        failures.append(f"index from {name}: not that of the run's corpus")
+        access.emit(events.Warning(text=f"text: {failures[-1]}; others are asked"))
+    why = failures[-1] if failures else "nobody is asked"
+    raise RemoteError(
+        "nobody",
+        f"text: nobody gives the index of the run's corpus ({why}); tell the operator, or name its folder with --corpus",
+    )

@@ -1,0 +1,294 @@
+"""Peers that fetch a corpus of noise from nodes and from each other, over an in-memory network or real daemons."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bootstrap.text import ServedText
+from peer import events
+from peer.corpus.chunks import ChunkWriter
+from peer.corpus.fetched import FetchedText
+from peer.corpus.mirrors import Mirrors
+from peer.corpus.open_text import Access, open_text
+from peer.corpus.range_fetcher import Patience
+from peer.net import p2p
+from peer.net.base import Stream, Transport
+from peer.net.blobs import BlobServer, BlobStore
+from peer.net.disk import Disk, LocalDisk
+from peer.net.memory import MemoryNetwork
+from protocol.identity import Identity
+from protocol.planning.allotment import HEADROOM
+from protocol.run import corpus, data_order
+from protocol.run.corpus import CorpusIndex
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import DataSpec, Manifest, TrainSpec
+from protocol.wire import endpoints, framing
+from tests import tiny
+
+L, VOCAB = 1023, 4096
+"""A sequence has 2,048 bytes, a range sixteen sequences."""
+STEP = 16
+"""Sequences of an inner step."""
+PATIENCE = Patience(retry=0.05, hopeless=20.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """A corpus in a folder, and its sequences [count, L + 1]."""
+
+    folder: Path
+    index: CorpusIndex
+    ids: NDArray[np.int64]
+
+    def slots(self, seed: bytes, at: range) -> NDArray[np.int64]:
+        """What the slots `at` read."""
+        parts = [self.ids[r.start : r.stop] for r in data_order.sequences(seed, self.index.sequences, at)]
+        return np.concatenate(parts)
+
+
+def write_noise(folder: Path, count: int, seed: int = 0) -> Noise:
+    """A corpus of `count` sequences of noise, and 8 that are held out."""
+    ids = np.random.default_rng(seed).integers(0, VOCAB, (count + 8, L + 1)).astype("<u2")
+    disk, each = LocalDisk(), corpus.sequences_per_chunk(L, VOCAB)
+    disk.make_folder(folder / corpus.CHUNKS)
+    train, held = (ChunkWriter(disk, folder / corpus.CHUNKS, each, lambda number: None) for _ in range(2))
+    for writer, rows in ((train, ids[:count]), (held, ids[count:])):
+        writer.add(rows)
+        writer.finish()
+    index = CorpusIndex(
+        tokenizer="0" * 64,
+        vocab_size=VOCAB,
+        seed=0,
+        sequence=L,
+        sequences=count,
+        chunks=b"".join(map(bytes.fromhex, train.names)),
+        held_out=held.names[0],
+        held_out_sequences=8,
+        documents=1,
+        tokens=ids.size,
+        text_bytes=ids.size,
+        held_out_tokens=8 * L,
+        held_out_bytes=32 * L,
+    )
+    (folder / corpus.INDEX).write_bytes(index.to_bytes())
+    return Noise(folder, index, ids[:count].astype(np.int64))
+
+
+def manifest(index: CorpusIndex, nodes: Sequence[Identity], mirrors: Sequence[str] = ()) -> Manifest:
+    """A run over this corpus."""
+    return tiny.manifest(
+        operators=tuple(node.peer_id for node in nodes),
+        model=ModelSpec(vocab_size=VOCAB, d_model=8, n_layers=1, n_heads=2, d_ff=16, context=L),
+        train=TrainSpec(inner_steps=500, micro_batches=4, rows=4, sequence=L, lr=1e-3, warmup_steps=0, total_steps=9),
+        data=DataSpec(corpus=index.digest, mirrors=tuple(mirrors)),
+    )
+
+
+class Watched:
+    """A stream of a node or a peer that serves. `spoil(index, data)` is sent in place of a range; raised errors end the stream. Counts
+    how often each range is sent."""
+
+    def __init__(self, stream: Stream, member: Member) -> None:
+        self._stream, self._member = stream, member
+        self.remote, self.name = stream.remote, stream.name
+        self._chunk, self._asked = "", list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def recv(self, limit: int = framing.MAX_FRAME, *, timeout: float | None = None) -> bytes:
+        frame = await self._stream.recv(limit, timeout=timeout)
+        with contextlib.suppress(framing.FrameError):
+            match framing.unpack_message(frame):
+                case {"blob": str(name), "ranges": list(indices)}:
+                    self._chunk, self._asked = name, list(indices)
+        return frame
+
+    async def send(self, *parts: bytes | memoryview, timeout: float = 60.0) -> None:
+        data = b"".join(map(bytes, parts))
+        if self._asked:
+            index = self._asked.pop(0)
+            answer = framing.unpack_message(data)
+            answer["data"] = await self._member.spoil(index, answer["data"])
+            if answer["data"]:
+                self._member.gave[(self._chunk, index)] += 1
+            data = framing.pack_message(answer)
+        await self._stream.send(data, timeout=timeout)
+
+
+async def honest(index: int, data: bytes) -> bytes:
+    """What is sent in place of a range: itself."""
+    return data
+
+
+@dataclass(slots=True)
+class Member:
+    """Somebody who serves. `gave`: how often each range of each chunk."""
+
+    transport: Transport
+    gave: Counter[tuple[str, int]] = field(default_factory=Counter)
+    spoil: Callable[[int, bytes], Any] = honest
+
+    async def serve(self, server: BlobServer) -> None:
+        """Over streams that are watched."""
+        member = self
+
+        class Watching:
+            async def serve(self, name: str, handler: Callable[[Stream], Any]) -> None:
+                await member.transport.serve(name, lambda stream: handler(Watched(stream, member)))  # type: ignore[arg-type]
+
+        await server.serve(Watching())  # type: ignore[arg-type]
+
+    @property
+    def sent(self) -> int:
+        """Bytes of text, and about it."""
+        return self.transport.traffic.sent[endpoints.BLOB]
+
+
+@dataclass(slots=True)
+class Reader(Member):
+    """A peer that reads the text."""
+
+    text: FetchedText = field(kw_only=True)
+    told: list[events.Body] = field(kw_only=True)
+    folder: Path = field(kw_only=True)
+
+    @property
+    def warnings(self) -> list[str]:
+        return [body.text for body in self.told if isinstance(body, events.Warning)]
+
+    async def settle(self) -> None:
+        """Returns when all that is expected is here."""
+        while self.text.is_fetching:
+            await asyncio.sleep(0.001)
+
+
+class TextSwarm:
+    """Nodes that serve the corpus of `noise`, and peers that come and go. Use `begin`."""
+
+    def __init__(self, noise: Noise, folder: Path, kind: str) -> None:
+        self.noise = noise
+        self.folder = folder
+        self.nodes: list[Member] = []
+        self.peers: list[Reader] = []
+        self._kind = kind
+        self._network = MemoryNetwork()
+        self._identities = [Identity(bytes([200 + i]) * 32) for i in range(8)]
+        self._stranger: Transport | None = None
+        self._numbers = itertools.count()
+        self._stack = contextlib.AsyncExitStack()
+        self.manifest = manifest(noise.index, self._identities[:1])
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def begin(
+        cls, noise: Noise, folder: Path, kind: str = "memory", nodes: int = 1, mirrors: Sequence[str] = ()
+    ) -> AsyncIterator[TextSwarm]:
+        """`kind`: memory or p2p (real daemons)."""
+        swarm = cls(noise, folder, kind)
+        async with swarm._stack:
+            for i in range(nodes):
+                transport = await swarm._transport(f"node-{i}", swarm._identities[i])
+                member = Member(transport)
+                served = ServedText(noise.folder, noise.index.digest, LocalDisk())
+                named = {endpoints.CORPUS_NAME: served.index}
+                await member.serve(BlobServer(BlobStore(folder / f"node-{i}"), named=named, ranges=served.find))
+                swarm.nodes.append(member)
+            operators = [node.transport.peer_id for node in swarm.nodes] or [swarm._identities[0].peer_id]
+            swarm.manifest = dataclasses.replace(
+                manifest(noise.index, swarm._identities[:1], mirrors), operators=tuple(operators)
+            )
+            yield swarm
+
+    async def start(
+        self,
+        limit: int = 1 << 30,
+        folder: Path | None = None,
+        disk: Disk | None = None,
+        mirrors: Mirrors | None = None,
+        patience: Patience = PATIENCE,
+    ) -> Reader:
+        """A peer, in a new folder unless one is given."""
+        number = next(self._numbers)
+        transport = await self._transport(f"peer-{number}", Identity(bytes([number]) * 32))
+        folder = folder or self.folder / f"text-{number}"
+        told: list[events.Body] = []
+        access = Access(
+            transport=transport,
+            folder=folder,
+            limit=limit,
+            disk=disk or LocalDisk(),
+            reach=self._reach(transport),
+            lost=lambda peer: None,
+            emit=told.append,
+            patience=patience,
+            mirrors=mirrors,
+        )
+        text = await open_text(self.manifest, access)
+        self._stack.push_async_callback(text.aclose)
+        reader = Reader(transport, text=text, told=told, folder=folder)
+        await reader.serve(BlobServer(BlobStore(self.folder / f"blobs-{number}"), ranges=text.find))
+        self.peers.append(reader)
+        return reader
+
+    def stranger(self) -> Transport:
+        """Somebody else on the in-memory network."""
+        if self._stranger is None:
+            self._stranger = self._network.transport(Identity(bytes([99]) * 32).peer_id)
+            self._stack.push_async_callback(self._stranger.aclose)
+        return self._stranger
+
+    async def stop(self, peer: Member) -> None:
+        """It is gone."""
+        await peer.transport.aclose()
+
+    def slots(self, at: range) -> NDArray[np.int64]:
+        """What these slots read."""
+        return self.noise.slots(self.manifest.seed_bytes, at)
+
+    def copies(self) -> list[int]:
+        """How often the nodes sent each range, leaves left out, of those that they sent."""
+        total: Counter[tuple[str, int]] = Counter()
+        for node in self.nodes:
+            total.update(node.gave)
+        return [count for (_, index), count in total.items() if index >= 0]
+
+    async def _transport(self, name: str, identity: Identity) -> Transport:
+        transport: Transport
+        if self._kind == "memory":
+            transport = self._network.transport(identity.peer_id)
+        else:
+            transport = await p2p.start(
+                self.folder / f"key-{name}",
+                host="127.0.0.1",
+                bootstrap=self.nodes[0].transport.addresses if self.nodes else (),
+                validate=lambda key, subkey, value: True,
+            )
+        self._stack.push_async_callback(transport.aclose)
+        return transport
+
+    def _reach(self, transport: Transport) -> Callable[[str], Any]:
+        async def reach(peer: str) -> None:
+            if self._kind != "memory":
+                for member in (*self.nodes, *self.peers):
+                    if member.transport.peer_id == peer:
+                        await transport.connect(member.transport.addresses, timeout=10.0)
+
+        return reach
+
+
+def given(expected: int) -> int:
+    """Slots that a plan gives a replica that is expected to do so many steps (protocol/planning/allotment.py)."""
+    return STEP * (math.ceil(expected * HEADROOM) + 1)

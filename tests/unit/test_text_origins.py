@@ -1,0 +1,333 @@
+"""Those who give text, and do not: holders and mirrors that lie, fail or are silent. The next one is asked, and nothing wrong is read."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import ssl
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peer.corpus.mirrors import Mirrors
+from peer.corpus.range_fetcher import Patience
+from peer.net.blobs.ranges import LEAVES
+from protocol.errors import RemoteError, UsageError
+from tests import web_server
+from tests.text_swarm import STEP, Noise, Reader, TextSwarm, given, write_noise
+from tests.web_server import Request, Server, certificate, head, serving
+
+DEADLINE = 120.0
+PATIENCE = Patience(retry=0.05, hopeless=20.0, silence=0.5)
+CHUNK = 8192
+"""Sequences of a chunk."""
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, DEADLINE))
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory: pytest.TempPathFactory) -> Noise:
+    """Three chunks."""
+    return write_noise(tmp_path_factory.mktemp("noise"), 20_000)
+
+
+async def read(swarm: TextSwarm, reader: Reader, steps: int = 20) -> None:
+    """A round in each of the three chunks."""
+    for first in range(0, 3 * CHUNK, CHUNK):
+        reader.text.expect([range(first, first + given(steps))])
+        for step in range(steps):
+            at = range(first + step * STEP, first + (step + 1) * STEP)
+            np.testing.assert_array_equal(await reader.text.sequences(at), swarm.slots(at))
+
+
+# --- nodes and peers
+
+
+async def wrong_bytes(index: int, data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1]) if index >= 0 else data
+
+
+async def wrong_digests(index: int, data: bytes) -> bytes:
+    return bytes(len(data)) if index == LEAVES else data
+
+
+async def half(index: int, data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+async def nothing(index: int, data: bytes) -> bytes:
+    return b""
+
+
+async def silence(index: int, data: bytes) -> bytes:
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
+
+
+async def too_much(index: int, data: bytes) -> bytes:
+    return data + bytes(100_000)
+
+
+async def no_bytes(index: int, data: bytes) -> Any:
+    return ["nothing", {"data": 7}]
+
+
+async def breaks_off(index: int, data: bytes) -> bytes:
+    raise RemoteError("", "it has had enough")
+
+
+SPOILS = [wrong_bytes, wrong_digests, half, nothing, silence, too_much, no_bytes, breaks_off]
+LIES = (wrong_bytes, wrong_digests, half)
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_node_that_does_not_give_what_it_should_is_passed_over(
+    noise: Noise, tmp_path: Path, spoil: Callable[[int, bytes], Awaitable[bytes]]
+) -> None:
+    async def work() -> None:
+        async with TextSwarm.begin(noise, tmp_path, nodes=3) as swarm:
+            for node in swarm.nodes[:2]:
+                node.spoil = spoil
+            reader = await swarm.start(patience=PATIENCE)
+            await read(swarm, reader)
+            told = "\n".join(reader.warnings)
+            assert len(reader.warnings) <= 2, told
+            if spoil in LIES:
+                assert "sent wrong" in told
+                assert "it is not asked again for 10 minutes" in told
+            elif spoil is not nothing:
+                assert "others are asked" in told
+
+    run(work())
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_peers_that_have_it_may_lie(
+    noise: Noise, tmp_path: Path, spoil: Callable[[int, bytes], Awaitable[bytes]]
+) -> None:
+    """The node sends a third peer to the two that it gave the text to; both do not give it."""
+
+    async def work() -> None:
+        async with TextSwarm.begin(noise, tmp_path) as swarm:
+            for _ in range(2):
+                await read(swarm, liar := await swarm.start(), 5)
+                liar.spoil = spoil
+            reader = await swarm.start(patience=PATIENCE)
+            await read(swarm, reader, 5)
+            assert len(reader.warnings) == (2 if spoil in LIES else 0), reader.warnings
+            assert max(swarm.copies()) == 3, "the node is asked in the end"
+
+    run(work())
+
+
+def test_nobody_has_it(noise: Noise, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with TextSwarm.begin(noise, tmp_path) as swarm:
+            reader = await swarm.start(patience=Patience(retry=0.05, hopeless=1.0))
+            swarm.nodes[0].spoil = nothing
+            with pytest.raises(RemoteError, match="does not have it"):
+                await reader.text.sequences(range(STEP))
+            assert len(reader.warnings) == 1
+            assert "nobody gives what is to be read" in reader.warnings[0]
+            swarm.nodes[0].spoil = honest
+            np.testing.assert_array_equal(await reader.text.sequences(range(STEP)), swarm.slots(range(STEP)))
+
+    run(work())
+
+
+async def honest(index: int, data: bytes) -> bytes:
+    return data
+
+
+def test_an_index_that_is_another_is_refused(noise: Noise, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with TextSwarm.begin(noise, tmp_path, nodes=0) as swarm:
+            with pytest.raises(RemoteError, match="nobody gives the index of the run's corpus"):
+                await swarm.start()
+
+    run(work())
+
+
+# --- mirrors
+
+
+async def not_found(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(head("404 Not Found", 0))
+
+
+async def busy(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(head("429 Too Many Requests", 0, "Retry-After: 300"))
+
+
+async def busy_for_ever(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(head("503 Service Unavailable", 0, "Retry-After: 99999999999999999999"))
+
+
+async def broken(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(head("500 Internal Server Error", 0))
+
+
+async def breaks_off_in_the_middle(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    start, end = request.span or (0, len(data))
+    line = f"Content-Range: bytes {start}-{end - 1}/{len(data)}"
+    writer.write(head("206 Partial Content", end - start, line) + data[start : (start + end) // 2])
+    writer.close()
+
+
+async def half_a_range(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    start, end = request.span or (0, len(data))
+    await web_server.honest(Request(request.path, (start, (start + end) // 2)), data, writer)
+
+
+async def other_bytes(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    await web_server.honest(request, bytes(len(data)), writer)
+
+
+async def other_range(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    start, end = request.span or (0, len(data))
+    await web_server.honest(Request(request.path, (start + 1, end + 1)), data, writer)
+
+
+async def whole_files(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    await web_server.honest(Request(request.path, None), data, writer)
+
+
+async def endless(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    while True:
+        writer.write(b"10000\r\n" + bytes(65536) + b"\r\n")
+        await writer.drain()
+
+
+async def says_nothing(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    await asyncio.get_running_loop().create_future()
+
+
+async def no_http(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(bytes(range(256)))
+    writer.close()
+
+
+async def in_circles(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(head("302 Found", 0, f"Location: {request.path}"))
+
+
+async def to_plain_http(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(head("302 Found", 0, "Location: http://127.0.0.1:1/x"))
+
+
+async def to_a_file(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+    writer.write(head("302 Found", 0, "Location: file:///etc/passwd"))
+
+
+MIRRORS = [
+    not_found, busy, busy_for_ever, broken, breaks_off_in_the_middle, half_a_range, other_bytes, other_range, whole_files,
+    endless, says_nothing, no_http, in_circles, to_plain_http, to_a_file,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    return certificate(tmp_path_factory.mktemp("certificate"))
+
+
+@pytest.mark.parametrize("behave", MIRRORS)
+def test_a_mirror_that_does_not_give_what_it_should_is_passed_over(
+    noise: Noise, tmp_path: Path, contexts: tuple[ssl.SSLContext, ssl.SSLContext], behave: web_server.Behave
+) -> None:
+    """No node has the text; one of two mirrors does."""
+
+    async def work() -> None:
+        bad, good = Server(noise.folder, behave), Server(noise.folder, web_server.honest)
+        async with serving(bad, contexts[0]), serving(good, contexts[0]):
+            addresses = [bad.address, good.address]
+            async with TextSwarm.begin(noise, tmp_path, nodes=0, mirrors=addresses) as swarm:
+                mirrors = Mirrors(contexts[1], silence=0.5)
+                reader = await swarm.start(mirrors=mirrors, patience=PATIENCE)
+                asked = len(bad.requests)
+                await read(swarm, reader, 10)
+                told = [line for line in reader.warnings if bad.address in line]
+                assert told or behave in (whole_files, half_a_range), reader.warnings
+                assert len(told) <= 2, "once for the index, once for the text"
+                assert not any(good.address in line for line in reader.warnings), reader.warnings
+                if behave in (busy, busy_for_ever):
+                    assert len(bad.requests) - asked == 1, "it is left alone as long as it asked for"
+                assert len(bad.requests) - asked <= 12
+
+    run(work())
+
+
+def test_a_mirror_alone_gives_everything(
+    noise: Noise, tmp_path: Path, contexts: tuple[ssl.SSLContext, ssl.SSLContext]
+) -> None:
+    """Behind a redirect, as the hub does it."""
+
+    async def moved(request: Request, data: bytes, writer: asyncio.StreamWriter) -> None:
+        if request.path.startswith("/datasets/"):
+            writer.write(head("307 Temporary Redirect", 0, f"Location: /cdn{request.path}"))
+        else:
+            await web_server.honest(request, data, writer)
+
+    async def work() -> None:
+        hub = Server(noise.folder, moved, "/datasets/us/text/resolve/v1/corpus/")
+        async with serving(hub, contexts[0]):
+            mirror = "hf://datasets/us/text@v1/corpus"
+            async with TextSwarm.begin(noise, tmp_path, nodes=0, mirrors=[mirror]) as swarm:
+                endpoint = f"https://127.0.0.1:{hub.port}"
+                reader = await swarm.start(mirrors=Mirrors(contexts[1], endpoint), patience=PATIENCE)
+                await read(swarm, reader, 30)
+                assert not [line for line in reader.warnings if "mirror" in line]
+                spans = [request.span for request in hub.requests if request.span is not None]
+                assert max(end - start for start, end in spans) > 10 * 32768, "ranges come together"
+
+    run(work())
+
+
+@pytest.mark.parametrize("address", ["hf://models/us/text", "hf://datasets/text"])
+def test_what_is_no_data_set_of_the_hub_is_refused(address: str) -> None:
+    async def work() -> None:
+        mirrors = Mirrors()
+        try:
+            with pytest.raises(UsageError, match="not hf://datasets/OWNER/NAME"):
+                mirrors.all([address])
+        finally:
+            await mirrors.aclose()
+
+    run(work())
+
+
+def test_requests_that_make_no_sense_end_the_stream(noise: Noise, tmp_path: Path) -> None:
+    """What a stranger asks for decides neither sizes nor what is kept."""
+    from peer.net.base import Closed, Ended
+    from protocol.wire import endpoints, framing
+
+    chunk = noise.index.chunk(0)
+    good = {"blob": chunk.name, "size": chunk.size, "ranges": [0], "insist": False}
+    bad: list[dict[str, Any]] = [
+        {"size": -1}, {"size": 1 << 60}, {"size": "x"}, {"ranges": 7}, {"ranges": [-2]}, {"ranges": ["0"]},
+        {"ranges": [1 << 40]}, {"ranges": list(range(65))}, {"ranges": [None]},
+    ]  # fmt: skip
+
+    async def work() -> None:
+        async with TextSwarm.begin(noise, tmp_path) as swarm:
+            reader = await swarm.start()
+            await read(swarm, reader, 2)
+            for peer, change in itertools.product((swarm.nodes[0], reader), bad):
+                stream = await swarm.stranger().open(peer.transport.peer_id, endpoints.BLOB, timeout=5.0)
+                await stream.send(framing.pack_message({**good, **change}))
+                with pytest.raises((Closed, Ended)):
+                    await stream.recv(timeout=5.0)
+                await stream.close()
+            for change in ({"size": chunk.size - 1}, {"blob": "0" * 64}):
+                stream = await swarm.stranger().open(reader.transport.peer_id, endpoints.BLOB, timeout=5.0)
+                await stream.send(framing.pack_message({**good, **change}))
+                assert framing.unpack_message(await stream.recv(timeout=5.0)) == {"data": b"", "ask": []}
+                await stream.close()
+            assert (await reader.text.sequences(range(STEP))).shape[0] == STEP
+
+    run(work())
