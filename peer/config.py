@@ -10,7 +10,9 @@ from pathlib import Path
 class JoinConfig:
     """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
     None: measured; `up_limit_bps`: the most that chains and serving payloads and states may take; None: nine tenths of the uplink that
-    was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py."""
+    was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py; `announce`: addresses,
+    without our id, at which the user says that we are reached; `reachable`: how we are, as found out before the start
+    (peer/net/reach.py), None: that is nobody's question; `reached_at`: at which addresses, with our id."""
 
     folder: Path
     device: str = "cpu"
@@ -21,3 +23,6 @@ class JoinConfig:
     store_bytes: int | None = None
     threads: int = 1
     trace: Path | None = None
+    announce: tuple[str, ...] = ()
+    reachable: str | None = None
+    reached_at: tuple[str, ...] = ()

@@ -47,6 +47,7 @@ from peer.events.volunteer import (
     Means,
     Measured,
     Offered,
+    Reachable,
     Recovered,
     Restored,
     Role,
@@ -89,6 +90,7 @@ __all__ = [
     "Measured",
     "Moved",
     "Offered",
+    "Reachable",
     "Ready",
     "Recovered",
     "Relayed",
@@ -116,8 +118,8 @@ __all__ = [
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | RunFinished
-    | Started | Measured | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
-    | ShardRebuilt | Leaving | Finished | Warning
+    | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
+    | Recovered | ShardRebuilt | Leaving | Finished | Warning
 )  # fmt: skip
 """What may happen."""
 
