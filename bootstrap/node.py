@@ -19,13 +19,15 @@ from bootstrap.links import Links
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
 from bootstrap.planning import Planning
-from bootstrap.roster import Allowance, Heard
+from bootstrap.roster import Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
+from peer.net.allowance import Allowance
 from peer.net.base import Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
+from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.latency import Latency
 from protocol import identity as identities
@@ -121,6 +123,7 @@ class BootstrapNode:
         await serve_calls(self._transport, endpoints.LOG, self._log)
         await self._latency.serve()
         await Bandwidth(self._clock).serve(self._transport)
+        await DialBack(self._transport, self._clock).serve()
         await serve_calls(self._transport, endpoints.ROSTER, self._who_is_there, limit=8192)
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:

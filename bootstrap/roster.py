@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections import OrderedDict, deque
-from dataclasses import dataclass
 
 from peer.net.base import MAX_RECORD
 from protocol.wire import encoding, endpoints, sealed
@@ -20,25 +19,6 @@ GONE = 4096
 """Peers that have gone of which we still tell."""
 _OVERHEAD = 96
 """Bytes of an entry of an answer besides its announcement, at most: a peer id and heads."""
-
-
-@dataclass(slots=True)
-class Allowance:
-    """`per_second` on average and `burst` at once. A new one is full."""
-
-    per_second: float
-    burst: float
-    left: float = float("inf")
-    at: float = 0.0
-
-    def take(self, now: float) -> bool:
-        """Whether one more is allowed at `now`, in steady seconds."""
-        self.left = min(self.burst, self.left + (now - self.at) * self.per_second)
-        self.at = now
-        if self.left < 1:
-            return False
-        self.left -= 1
-        return True
 
 
 class Heard:

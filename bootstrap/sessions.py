@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
-from bootstrap.roster import Allowance
+from peer.net.allowance import Allowance
 from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, answer
 from peer.net.clock import Clock
 from protocol.errors import RemoteError

@@ -12,8 +12,9 @@ class JoinConfig:
     """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
     None: measured; `up_limit_bps`: the most that chains and serving payloads and states may take; None: nine tenths of the uplink that
     was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py;
-    `corpus`: a folder that has the run's text; None: it is fetched, and
-    at most `data_bytes` of it are kept."""
+    `corpus`: a folder that has the run's text; None: it is fetched, and at most `data_bytes` of it are kept; `announce`: addresses,
+    without our id, at which the user says that we are reached; `reachable`: how we are, as found out before the start
+    (peer/net/reach.py), None: that is nobody's question; `reached_at`: at which addresses, with our id."""
 
     folder: Path
     device: str = "cpu"
@@ -26,6 +27,9 @@ class JoinConfig:
     trace: Path | None = None
     corpus: Path | None = None
     data_bytes: int = 2_000_000_000
+    announce: tuple[str, ...] = ()
+    reachable: str | None = None
+    reached_at: tuple[str, ...] = ()
 
 
 def cache_folder() -> Path:

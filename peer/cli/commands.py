@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import sys
@@ -25,15 +26,19 @@ from peer.net.address import parse
 from peer.net.base import TransportLost
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
+from peer.net.reach import Finding
 from peer.net.relay import RelayedTransport
 from peer.node.open_run import (
     KEY,
+    Door,
     manifest_of,
     parse_run,
+    read_announced,
     read_manifest,
     start_transport,
     tokenizer_bytes,
 )
+from peer.node.way_in import WayIn
 from peer.ui import log_text
 from peer.ui import monitor as watch
 from peer.ui import screen as tui
@@ -62,14 +67,13 @@ def _raise_limits(emit: events.Emit) -> None:
 async def bootstrap(
     path: Path,
     folder: Path,
-    host: str,
-    port: int,
+    door: Door,
     initial_peers: Sequence[str],
     relay_limit: str,
     corpus: Path | None,
     json: bool,
 ) -> None:
-    """`potluck bootstrap`."""
+    """`potluck bootstrap`. `door`: as it was typed."""
     from peer.training.device import parse_rate
 
     manifest = read_manifest(path)
@@ -85,6 +89,7 @@ async def bootstrap(
             f"manifest {path}: operators does not name {key.peer_id}, the key in {folder};"
             " add it there before the run begins, or start with the right --dir"
         )
+    door = dataclasses.replace(door, announce=read_announced(door.announce, door.port, key.peer_id))
     tokenizer = tokenizer_bytes(manifest, path.parent, corpus)
     archive = Archive(folder, manifest)
     try:
@@ -99,7 +104,7 @@ async def bootstrap(
             )
         emit = Emitter("bootstrap", _sink(json))
         _raise_limits(emit)
-        transport = await start_transport(folder, host, port, manifest.run_id)
+        transport = await start_transport(folder, door, manifest.run_id)
         try:
             node = BootstrapNode(manifest, key, transport, archive, emit, others)
             await serve_bootstrap(node, transport, emit, relay_bps)
@@ -125,8 +130,7 @@ class JoinOptions:
 
     run: str
     folder: Path
-    host: str
-    port: int
+    door: Door
     device: str
     memory: str
     up: str | None
@@ -168,16 +172,22 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     run, folder = parse_run(options.run), options.folder
     config = _config(options)
     key = keyfile.load_or_create(folder / KEY)
+    announce = read_announced(options.door.announce, options.door.port, key.peer_id)
+    way_in = WayIn(run, folder, dataclasses.replace(options.door, announce=announce))
     storage = Storage(folder, config.store_bytes)
     try:
         emit = Emitter(key.peer_id, _sink(options.json, own=True))
         _raise_limits(emit)
         manifest: Manifest | None = None
         while True:
-            transport = await start_transport(folder, options.host, options.port, run.run_id)
+            transport = await way_in.start()
             try:
                 if manifest is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
                     manifest = await manifest_of(run, transport)
+                transport, found = await way_in.settle(transport, manifest)
+                if found is not None:
+                    config = _reached(config, found, key.peer_id, announce)
+                    emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
                 await Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories).run()
                 return
@@ -189,6 +199,12 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         storage.close()
 
 
+def _reached(config: JoinConfig, found: Finding, peer: str, announce: tuple[str, ...]) -> JoinConfig:
+    """With how others reach `peer`, that is us."""
+    addresses = tuple(f"{address}/p2p/{peer}" for address in found.addresses)
+    return dataclasses.replace(config, reachable=found.how, reached_at=addresses, announce=announce)
+
+
 async def monitor(text: str, json: bool) -> None:
     """`potluck monitor`."""
     import tempfile
@@ -196,7 +212,7 @@ async def monitor(text: str, json: bool) -> None:
     run = parse_run(text)
     with tempfile.TemporaryDirectory(prefix="potluck-monitor-") as name:
         folder = Path(name)
-        transport = await start_transport(folder, "127.0.0.1", 0, run.run_id)
+        transport = await start_transport(folder, Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
             watcher = watch.Monitor(manifest, transport)
@@ -220,7 +236,7 @@ async def _log_of(text: str) -> AsyncIterator[tuple[Manifest | None, Source]]:
         return
     run = parse_run(text)
     with tempfile.TemporaryDirectory(prefix="potluck-log-") as name:
-        transport = await start_transport(Path(name), "127.0.0.1", 0, run.run_id)
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
             dialled = [address.rpartition("/p2p/")[2] for address in run.bootstrap]

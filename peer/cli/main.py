@@ -19,6 +19,7 @@ from peer.cli import commands
 from peer.cli import data as corpora
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
+from peer.node.open_run import Door
 from protocol.errors import PotluckError
 
 if TYPE_CHECKING:
@@ -65,6 +66,15 @@ Log = Annotated[
     ),
 ]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Announce = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213, where a"
+        " provider has another port for the one of --port; may be repeated.",
+        show_default=False,
+    ),
+]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")]
 
 
@@ -77,6 +87,7 @@ def bootstrap(
     dir: Dir = Path("potluck-bootstrap"),
     host: Host = "0.0.0.0",
     port: Port = 31337,
+    announce: Announce = None,
     initial_peer: Annotated[
         list[str] | None,
         typer.Option(help="Address of another bootstrap node of this run, as it prints it; may be repeated."),
@@ -92,7 +103,8 @@ def bootstrap(
 ) -> None:
     """Run a bootstrap node: entry point, log, matchmaker and archive of a run."""
 
-    _run(commands.bootstrap(manifest, dir, host, port, initial_peer or (), relay_limit, corpus, json))
+    door = Door(host=host, port=port, announce=tuple(announce or ()))
+    _run(commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, json))
 
 
 @app.command(
@@ -105,6 +117,7 @@ def join(
     dir: Dir = Path("potluck-peer"),
     host: Host = "0.0.0.0",
     port: Port = 0,
+    announce: Announce = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto",
     up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None,
@@ -138,8 +151,7 @@ def join(
     options = commands.JoinOptions(
         run=run,
         folder=dir,
-        host=host,
-        port=port,
+        door=Door(host=host, port=port, announce=tuple(announce or ())),
         device=device,
         memory=memory,
         up=up,

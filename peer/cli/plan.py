@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer.node.open_run import manifest_of, parse_run, read_manifest, start_transport
+from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui import plan_text
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean
@@ -19,6 +19,7 @@ from protocol.planning.arrange import arrange
 from protocol.planning.partition import Candidate, candidate
 from protocol.planning.planner import arranged, still_fit
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import REACHABLE
 from protocol.wire.plan import ReplicaSpec
 
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:flops|flop/s)?", re.IGNORECASE)
@@ -104,8 +105,8 @@ def _described(peer: dict[str, Any], name: str, source: str) -> list[Candidate]:
         raise UsageError(f"{source}: presence must be in 0..1")
     if not isinstance(place, list) or not all(isinstance(x, int | float) for x in place):
         raise UsageError(f"{source}: coordinates must be a list of milliseconds")
-    if peer.get("reachable", "") not in ("", "direct", "private"):
-        raise UsageError(f'{source}: reachable must be "direct" or "private"')
+    if peer.get("reachable", "") not in REACHABLE:
+        raise UsageError(f'{source}: reachable must be "direct", "mapped" or "private"')
     name = str(peer.get("name", name))
     one = Candidate(
         peer=name,
@@ -144,7 +145,7 @@ async def _from_run(text: str) -> Known:
 
     run = parse_run(text)
     with tempfile.TemporaryDirectory(prefix="potluck-plan-") as name:
-        transport = await start_transport(Path(name), "127.0.0.1", 0, run.run_id)
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
             return await known_by(Monitor(manifest, transport))

@@ -47,6 +47,7 @@ from peer.events.volunteer import (
     Means,
     Measured,
     Offered,
+    Reachable,
     Recovered,
     Restored,
     Role,
@@ -90,6 +91,7 @@ __all__ = [
     "Measured",
     "Moved",
     "Offered",
+    "Reachable",
     "Ready",
     "Recovered",
     "Relayed",
@@ -118,8 +120,8 @@ __all__ = [
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | RunFinished
-    | Started | Measured | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored | Recovered
-    | ShardRebuilt | TextFetched | Leaving | Finished | Warning
+    | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
+    | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip
 """What may happen."""
 

@@ -54,6 +54,18 @@ class TextFetched:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reachable:
+    """A peer has found out how others can reach it, or that it changed."""
+
+    how: str
+    """`direct`: at an address of its own; `mapped`: at one of its router; `private`: its router lets nobody in."""
+    addresses: tuple[str, ...]
+    """Multiaddresses at which others got through."""
+    asked: tuple[str, ...]
+    """Peer ids of those who tried; none: it was so when it was started before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
     """A peer begins a round's training."""
 

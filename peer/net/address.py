@@ -21,6 +21,14 @@ _EXAMPLE = "it looks like /ip4/203.0.113.5/tcp/4001/p2p/12D3Koo…"
 _NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_][A-Za-z0-9_-]{0,62})*")
 _MAX = 512
 _HOSTS = ("ip4", "ip6", "dns", "dns4", "dns6")
+_CIRCUIT = "/p2p-circuit"
+_LOCAL = [
+    ipaddress.ip_network(network)
+    for network in (
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
+        *("192.168.0.0/16", "::/8", "fc00::/7", "fe80::/10"),
+    )
+]
 _DIRECT = ["tcp", "p2p"]
 _RELAYED = ["tcp", "p2p", "p2p-circuit", "p2p"]
 
@@ -78,3 +86,35 @@ def _is_host(kind: str, host: str) -> bool:
     except ValueError:
         return False
     return f"ip{address.version}" == kind and "%" not in host
+
+
+# --- what an address says, without a check of all of it: ours, or one that was parsed before
+
+
+def is_circuit(address: str) -> bool:
+    """Whether it leads through a relay of libp2p's."""
+    return _CIRCUIT in address
+
+
+def host_of(address: str) -> str:
+    """Its host, or nothing."""
+    return address.split("/")[2] if address.count("/") > 2 else ""
+
+
+def port_of(address: str) -> int:
+    """Its TCP port, 0 where it has none."""
+    parts = address.split("/")
+    return int(parts[4]) if len(parts) > 4 and parts[3] == "tcp" and parts[4].isdecimal() else 0
+
+
+def is_public(host: str) -> bool:
+    """Whether `host` is an IP address that means the same to everybody."""
+    try:
+        return not any(ipaddress.ip_address(host) in network for network in _LOCAL)
+    except ValueError:
+        return False
+
+
+def tcp(host: str, port: int) -> str:
+    """The address of an IP host and a port, without a peer."""
+    return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}"

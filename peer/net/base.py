@@ -181,6 +181,9 @@ class Transport(Protocol):
         """Asks `peer` whether it is there. If it does not answer within seconds, or one of several connections may be dead, the
         connections to it end, and so do their streams."""
 
+    def seen_at(self, peer: str) -> str:
+        """The address at the other end of our newest stream with `peer`, without its id; empty where that is not known."""
+
     async def disconnect(self, peer: str) -> None:
         """Ends the connections to `peer`, and so all streams: the next one begins with nothing that TCP has learned. Raises Timeout,
         TransportLost."""

@@ -5,6 +5,7 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 - the daemon is watched, because calls hang for ever when it dies; its sockets live in a folder of their own, which is swept;
 - its pending calls are kept by `Pending`, because an answer to a call that was just given up ends its reader of all answers;
 - whether a port is free is tried first, because libp2p itself shares it (SO_REUSEPORT) with another daemon of the same user;
+- it offers no relay but libp2p's usual one, for signals: 128 KiB and two minutes a circuit, with small buffers (docs/adr/0023-dial-back.md);
 - the socket that the daemon brings streams to has a longer queue: it resets a stream that finds asyncio's usual 100 places taken.
 """
 
@@ -21,17 +22,20 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import multiaddr
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
+from multiaddr.exceptions import Error as MultiaddrError
 
-from peer.net.address import Address
+from peer.net.address import Address, is_circuit, tcp
 from peer.net.base import BadAddress, NotServed, PortInUse, StartFailed, Timeout, TransportLost, Unreachable, log
+from peer.net.own_addresses import interface_hosts
 from protocol.errors import RemoteError, UsageError, shown
 from protocol.identity import short_peer
 
@@ -53,6 +57,19 @@ _FOLDER_PATH_MAX = 48
 logging.getLogger("hivemind").setLevel(logging.ERROR)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrance:
+    """How others come to us. `announce`: addresses (without a peer id) at which they do, whatever our own are. `relays`: full addresses of public
+    peers that carry the signals of those who cannot connect to us, since our router lets nobody in; empty: it does, or that is
+    not known."""
+
+    announce: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+
+
+OPEN = Entrance()
+
+
 class Pending(dict[Any, asyncio.Future[Any]]):
     """hivemind's unary calls in progress. Not among them: those that are answered or cancelled, but not yet cleared away."""
 
@@ -66,7 +83,9 @@ class Net(P2P):  # type: ignore[misc]
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> Any:
-        return P2P._make_process_args(*args, **kwargs, connHi=4096, connLo=2048)
+        if "trustedRelays" in kwargs:
+            kwargs["relayDiscovery"] = False
+        return P2P._make_process_args(*args, **kwargs, connHi=4096, connLo=2048, relayService=False)
 
     @classmethod
     def within(cls, folder: str) -> type[Net]:
@@ -86,9 +105,10 @@ class Net(P2P):  # type: ignore[misc]
 class Daemon:
     """A daemon that runs. `p2p` is hivemind's handle of it; `lost` is set when it has ended. Made by `start`."""
 
-    def __init__(self, p2p: P2P, folder: Path) -> None:
+    def __init__(self, p2p: P2P, folder: Path, port: int = 0) -> None:
         self.p2p = p2p
         self.folder = folder
+        self._port = port  # of our own addresses, which the daemon does not list beside those that it is to announce
         self.peer_id: str = p2p.peer_id.to_base58()
         self.pid: int = p2p._child.pid
         self.lost = asyncio.Event()
@@ -99,7 +119,9 @@ class Daemon:
         self._watcher: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, identity_file: Path, host: str, port: int, sockets: Path, timeout: float) -> Daemon:
+    async def start(
+        cls, identity_file: Path, host: str, port: int, sockets: Path, timeout: float, entrance: Entrance = OPEN
+    ) -> Daemon:
         """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. Raises UsageError
         (PortInUse, StartFailed)."""
         family = ipaddress.ip_address(host)
@@ -111,6 +133,10 @@ class Daemon:
                 check_if_identity_free=False,
                 nat_port_map=not family.is_loopback,
                 use_relay=True,
+                announce_maddrs=entrance.announce or None,
+                use_auto_relay=bool(entrance.relays),
+                trusted_relays=entrance.relays or None,
+                force_reachability="private" if entrance.relays else None,
                 startup_timeout=timeout,
             )
         except BaseException as error:
@@ -124,7 +150,7 @@ class Daemon:
                     "is the machine overloaded? try again, or reinstall hivemind"
                 ) from None
             raise
-        return cls(p2p, Path(folder))
+        return cls(p2p, Path(folder), port if entrance.announce else 0)
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Sets `lost` and calls `ended` when the daemon's process, or our control connection to it, ends."""
@@ -149,15 +175,20 @@ class Daemon:
 
     async def addresses(self) -> list[str]:
         """Where others may reach us."""
+        listed: list[str] = []
         with contextlib.suppress(ValueError):  # a node without addresses
-            return [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
-        return []
+            listed += [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
+        if self._port:
+            listed += [
+                f"{tcp(host, self._port)}/p2p/{self.peer_id}" for host in sorted(interface_hosts()) if "." in host
+            ]
+        return listed
 
     async def ask(
         self, request: Any, peer: str, what: str, timeout: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """One request over a connection of its own, which is closed unless the daemon says yes. `what` names the other side in errors.
-        Raises Unreachable, Timeout, TransportLost."""
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str]:
+        """One request over a connection of its own, which is closed unless the daemon says yes, and the address at the other end of the stream
+        that was opened, if one was. `what` names the other side in errors. Raises Unreachable, Timeout, TransportLost."""
         self.check()
         writer: asyncio.StreamWriter | None = None
         agreed = False
@@ -172,7 +203,8 @@ class Daemon:
                 kind = NotServed if reason == NOT_SERVED else Unreachable
                 raise kind(peer, f"{what}: {reason}; check the address and that it runs")
             agreed = True
-            return reader, writer
+            where = response.streamInfo.addr
+            return reader, writer, str(Multiaddr(where)) if where else ""
         except TimeoutError:
             raise Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link") from None
         except (OSError, EOFError):
@@ -182,28 +214,30 @@ class Daemon:
                 writer.transport.abort()
 
     async def connected(self) -> list[str]:
-        """The peer of every connection there is, alive or not."""
-        return [peer.peer_id.to_base58() for peer in await self.p2p.list_peers()]
+        """The peer of every connection there is, alive or not; circuits are none."""
+        listed = await self.p2p.list_peers()
+        return [peer.peer_id.to_base58() for peer in listed if not any(is_circuit(str(a)) for a in peer.addrs)]
 
-    async def answers(self, peer: str, timeout: float) -> bool:
-        """Whether `peer` answers a ping, over the connection that a stream would take. Raises TransportLost."""
+    async def answers(self, peer: str, timeout: float) -> str | None:
+        """The address at which `peer` answers a ping, over the connection that a stream would take; empty if that is not known, None if it
+        does not answer. Raises TransportLost."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(peer=raw_id(peer), proto=[PING], timeout=math.ceil(timeout)),
         )
         try:
             async with asyncio.timeout(timeout):
-                reader, writer = await self.ask(request, peer, f"peer {short_peer(peer)}", timeout)
+                reader, writer, where = await self.ask(request, peer, f"peer {short_peer(peer)}", timeout)
                 try:
                     writer.write(bytes(PING_BYTES))
                     await reader.readexactly(PING_BYTES)
                 finally:
                     writer.transport.abort()
         except NotServed:
-            return True  # that is an answer too
+            return ""  # that is an answer too
         except (RemoteError, OSError, EOFError, TimeoutError):
-            return False
-        return True
+            return None
+        return where
 
     async def disconnect(self, peer: str) -> None:
         """Ends all connections to `peer`, and so all streams. Raises Timeout, TransportLost."""
@@ -211,7 +245,7 @@ class Daemon:
             type=p2pd_pb2.Request.DISCONNECT, disconnect=p2pd_pb2.DisconnectRequest(peer=raw_id(peer))
         )
         with contextlib.suppress(Unreachable):
-            _, writer = await self.ask(request, peer, f"peer {short_peer(peer)}", CLOSE_SECONDS)
+            _, writer, _ = await self.ask(request, peer, f"peer {short_peer(peer)}", CLOSE_SECONDS)
             writer.close()
 
     async def within(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
@@ -264,9 +298,10 @@ async def stop(p2p: P2P) -> None:
 
 
 def dial_bytes(address: Address) -> bytes:
-    """What the daemon dials. Raises BadAddress: its library knows more rules about host names than we do."""
+    """What the daemon dials, not by hivemind's library: the daemon cannot read how that writes a relay's peer id. Raises BadAddress: the
+    library knows more rules about host names than we do."""
     try:
-        return bytes(Multiaddr(address.dial).to_bytes())
+        return bytes(multiaddr.Multiaddr(address.dial).to_bytes())
     except (MultiaddrError, ValueError) as error:
         raise BadAddress(f"address {address.dial}: {shown(error)}; check the host's name") from None
 

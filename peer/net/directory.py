@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from peer.net import roster
+from peer.net.address import is_circuit
 from peer.net.base import Transport, Validate
 from peer.net.clock import Clock
 from protocol.errors import RemoteError
@@ -34,6 +35,8 @@ REPEAT_SECONDS = 60.0
 """After which an announcement is told again although nothing changed: one may have been dropped."""
 LOOK_SECONDS = 2.0
 """How often we ask the daemon whether our own addresses have changed; it looks every five seconds."""
+CIRCUITS = 4
+"""Addresses through libp2p's relays that are told, at most: they carry signals only, and a record is short."""
 DIALS = 32
 """Peers that are dialled at once when they have."""
 SAMPLE = 32
@@ -50,7 +53,7 @@ async def announcements(transport: Transport, run: str) -> dict[str, Announcemen
 class Directory:
     """Who is where: our announcement and everybody else's. `bootstrap`: addresses to begin with. `crowd`: how many peers the run has, as
     far as we know. `sealed`: our newest announcement as others get it; empty before the first. `moved(addresses)` is called when others
-    reach us elsewhere than before."""
+    reach us elsewhere than before, relays aside."""
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class Directory:
         self._reached: set[str] = set()
         self._clock = clock or Clock()
         self._moved = moved
+        self._found: tuple[str, ...] = ()
+        self._direct = self._where(circuits=False)
         self._wanted: dict[str, None] = {}
         self._asking = asyncio.Lock()
         self._is_operator = identity.peer_id in manifest.operators
@@ -120,15 +125,29 @@ class Directory:
                         stored_at, stored = self._clock.steady(), said.addresses
             await asyncio.sleep(PUBLISH_SECONDS)
 
+    def found(self, addresses: Sequence[str]) -> None:
+        """Others get through to us at these too, which the transport may not know of."""
+        self._found = tuple(addresses)
+        self._direct = self._where(circuits=False)
+        self.update(addresses=self._where())
+
+    def _where(self, *, circuits: bool = True) -> tuple[str, ...]:
+        """Where others may try to reach us."""
+        listed = self._transport.addresses
+        through = [address for address in listed if is_circuit(address)][: CIRCUITS if circuits else 0]
+        return tuple(dict.fromkeys([*(a for a in listed if not is_circuit(a)), *self._found, *through]))
+
     async def watch(self) -> None:
         """Notices when our own addresses have changed: the next announcement says so, and whomever we know is dialled again, because
         they may not find us. Never returns. Raises TransportLost."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if await self._transport.look():
-                addresses = tuple(self._transport.addresses)
-                self.update(addresses=addresses)
-                self._moved(addresses)
+            if not await self._transport.look():
+                continue
+            self.update(addresses=self._where())
+            before, self._direct = self._direct, self._where(circuits=False)
+            if set(self._direct) != set(before):
+                self._moved(self._direct)
                 self._reached.clear()
                 gate = asyncio.Semaphore(DIALS)
                 await asyncio.gather(*(self._dial(peer, gate) for peer in list(self.known)))
@@ -142,7 +161,7 @@ class Directory:
 
     async def peers(self) -> list[str]:
         """Some of those who are announced, by chance. Raises RemoteError."""
-        for node in self._nodes():
+        for node in self.nodes():
             with contextlib.suppress(RemoteError):
                 found = await roster.look_up(self._transport, self.manifest.run_id, node, sample=MOST_LOOKED_UP)
                 self.learn(found.values())
@@ -187,7 +206,7 @@ class Directory:
             wanted = [peer, *(p for p in self._wanted if p != peer)][:MOST_LOOKED_UP]
             for name in wanted:
                 del self._wanted[name]
-            nodes = [] if set(wanted) <= set(self.manifest.operators) else self._nodes()
+            nodes = [] if set(wanted) <= set(self.manifest.operators) else self.nodes()
             for node in nodes:  # one that has come lately has not told every node yet
                 with contextlib.suppress(RemoteError):
                     missing = [name for name in wanted if name not in self.known]
@@ -198,7 +217,7 @@ class Directory:
             found = await announcements(self._transport, self.manifest.run_id)
             self.learn(found[name] for name in wanted if name in found)
 
-    def _nodes(self) -> list[str]:
+    def nodes(self) -> list[str]:
         """The bootstrap nodes, in any order."""
         others = [node for node in self.manifest.operators if node != self._transport.peer_id]
         random.shuffle(others)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from peer import events
 from peer.net import bandwidth
+from peer.net.address import host_of, is_circuit, is_public
 from peer.net.bandwidth import Busy, Measured
 from peer.net.base import Transport
 from peer.net.clock import Clock
@@ -34,13 +34,6 @@ USUAL_BPS = {True: 10_000_000, False: 50_000_000}
 """Up and down, where nothing was measured: less than most lines have."""
 NODES = 2
 """Are asked about a way that is slower than that: it may be the first one's line."""
-_LOCAL = [
-    ipaddress.ip_network(network)
-    for network in (
-        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12"),
-        *("192.168.0.0/16", "::/8", "fc00::/7", "fe80::/10"),
-    )
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,17 +211,8 @@ class Line:
             self._tell(events.Measured(up_bps=self.up_bps, down_bps=self.down_bps, by="transfers"))
 
     def _is_elsewhere(self, peer: str) -> bool:
-        """Whether what passes between us and `peer` passes our line, for all we know."""
-        ours = {_host(address) for address in self._around.transport.addresses}
-        return any(_is_public(host) and host not in ours for host in map(_host, self._around.addresses(peer)))
-
-
-def _host(address: str) -> str:
-    return address.split("/")[2] if address.count("/") > 2 else ""
-
-
-def _is_public(host: str) -> bool:
-    try:
-        return not any(ipaddress.ip_address(host) in network for network in _LOCAL)
-    except ValueError:
-        return False
+        """Whether what passes between us and `peer` passes our line, for all we know: by where it was last seen, or else by what it says."""
+        seen = self._around.transport.seen_at(peer)
+        theirs = [seen] if seen else [a for a in self._around.addresses(peer) if not is_circuit(a)]
+        ours = {host_of(address) for address in self._around.transport.addresses if not is_circuit(address)}
+        return any(is_public(host) and host not in ours for host in map(host_of, theirs))

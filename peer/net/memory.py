@@ -116,6 +116,9 @@ class MemoryTransport(Endpoint):
         before, self._seen = self._seen, self.addresses
         return self._seen != before
 
+    def seen_at(self, peer: str) -> str:
+        return self._network.hosts.get(peer, "")
+
     def doubt(self, peer: str) -> None:
         """Nobody here is silent and gone."""
 
@@ -154,11 +157,13 @@ class MemoryTransport(Endpoint):
 
 
 class MemoryNetwork:
-    """The peers that are there now, and the records that they stored: key -> subkey -> (expiry by the loop's clock, value)."""
+    """The peers that are there now, and the records that they stored: key -> subkey -> (expiry by the loop's clock, value). `hosts`: the
+    addresses that peers seem to come from, where it matters."""
 
     def __init__(self) -> None:
         self.peers: dict[str, MemoryTransport] = {}
         self.records: dict[str, dict[str, tuple[float, bytes]]] = {}
+        self.hosts: dict[str, str] = {}
 
     def transport(self, peer_id: str, validate: Validate = lambda key, subkey, value: True) -> MemoryTransport:
         """A new peer; call inside the running loop."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from peer.net.address import parse
+from peer.net.address import is_circuit, parse
 from peer.net.base import BadAddress
 
 
@@ -29,7 +29,9 @@ class OwnAddresses:
         lost = self._hosts - hosts
         self._hosts, self._lost = hosts, (self._lost | lost) - hosts
         found = {a: host for a in listed if (host := _host(a)) not in (None, *self._lost)}
-        between_networks = set(map(_host, self.listed)) & self._lost and not any(map(_is_elsewhere, found.values()))
+        between_networks = set(map(_host, self.listed)) & self._lost and not any(
+            _is_elsewhere(host) for address, host in found.items() if not is_circuit(address)
+        )
         if found and not between_networks:
             self.listed = tuple(found)
         return bool(lost)

@@ -17,9 +17,19 @@ from hivemind.proto import p2pd_pb2
 
 from peer.net import daemon as daemons
 from peer.net import keyfile
-from peer.net.address import parse
+from peer.net.address import is_circuit, parse
 from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
-from peer.net.daemon import ANSWER_SECONDS, CLOSE_SECONDS, PASSING, START_SECONDS, Daemon, dial_bytes, raw_id
+from peer.net.daemon import (
+    ANSWER_SECONDS,
+    CLOSE_SECONDS,
+    OPEN,
+    PASSING,
+    START_SECONDS,
+    Daemon,
+    Entrance,
+    dial_bytes,
+    raw_id,
+)
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht
 from peer.net.own_addresses import OwnAddresses, interface_hosts
 from peer.net.stream import Endpoint, FrameStream
@@ -28,6 +38,11 @@ from protocol.identity import short_peer
 
 MOVED_SECONDS = 2.0
 """That a peer has to answer when we have lost an address: its connection is on another one and alive, or dead for sure."""
+SEEN = 4096
+"""Peers of whom we know where they were."""
+PUNCH_SECONDS = 0.25
+"""How often we look whether a hole was made in a router."""
+SIGNALS_ONLY = "its router lets nobody in, and there is no hole in it yet"
 CHECKS = 32
 """Peers that are asked at once whether they answer."""
 
@@ -44,6 +59,8 @@ class P2PTransport(Endpoint):
         self.daemon = daemon
         self.dht = dht
         self._closed = False
+        self._seen: dict[str, str] = {}  # the newest last
+        self._signals: set[str] = set()  # peers that last answered through a circuit
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._later: dict[str, asyncio.TimerHandle] = {}  # peers that are asked as soon as they may be
         daemon.watch(self.abort_all)
@@ -53,6 +70,7 @@ class P2PTransport(Endpoint):
     async def serve(self, name: str, handler: Handler) -> None:
         async def serve(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             remote = info.peer_id.to_base58()
+            self._met(remote, str(info.addr))
             with contextlib.suppress(asyncio.CancelledError):  # nothing comes after, and asyncio would call it an error
                 await self.run(handler, self.stream(remote, name, reader, writer, writer.transport.abort))
 
@@ -63,8 +81,21 @@ class P2PTransport(Endpoint):
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(peer=raw_id(peer), proto=[name], timeout=math.ceil(timeout)),
         )
-        reader, writer = await self.daemon.ask(request, peer, f"peer {short_peer(peer)}", timeout)
+        reader, writer, where = await self.daemon.ask(request, peer, f"peer {short_peer(peer)}", timeout)
+        if is_circuit(where):
+            writer.transport.abort()
+            raise Unreachable(peer, f"peer {short_peer(peer)}: {SIGNALS_ONLY}; try again")
+        self._met(peer, where)
         return self.stream(peer, name, reader, writer, writer.transport.abort)
+
+    def seen_at(self, peer: str) -> str:
+        return self._seen.get(peer, "")
+
+    def _met(self, peer: str, where: str) -> None:
+        self._seen.pop(peer, None)
+        self._seen[peer] = where
+        if len(self._seen) > SEEN:
+            del self._seen[next(iter(self._seen))]
 
     # --- connections and the DHT
 
@@ -99,7 +130,7 @@ class P2PTransport(Endpoint):
 
     async def _connect(self, peer: str, known: dict[str, bytes], timeout: float) -> str | RemoteError:
         """The peer, whose addresses are `known` as text and as bytes, or why it was not reached. The daemon takes a connection that it
-        has for one that lives, so the peer has to answer on it."""
+        has for one that lives, so the peer has to answer on it. A circuit is none: by it libp2p makes a hole in a router, if it can."""
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.CONNECT,
             connect=p2pd_pb2.ConnectRequest(peer=raw_id(peer), addrs=list(known.values()), timeout=math.ceil(timeout)),
@@ -109,7 +140,7 @@ class P2PTransport(Endpoint):
         while True:
             left = deadline - asyncio.get_running_loop().time()
             try:
-                _, writer = await self.daemon.ask(request, peer, what, max(left, 0.1))
+                _, writer, _ = await self.daemon.ask(request, peer, what, max(left, 0.1))
             except RemoteError as error:
                 if left < RETRY_SECONDS or not any(reason in str(error) for reason in PASSING):
                     return error
@@ -117,7 +148,14 @@ class P2PTransport(Endpoint):
             else:
                 writer.close()
                 if await asyncio.shield(self._check(peer)):
-                    return peer
+                    if peer not in self._signals:
+                        return peer
+                    if deadline - asyncio.get_running_loop().time() > 2 * PUNCH_SECONDS:
+                        await asyncio.sleep(PUNCH_SECONDS)
+                        continue
+                    with contextlib.suppress(RemoteError):
+                        await self.daemon.disconnect(peer)  # libp2p tries a hole for each new circuit
+                    return Unreachable(peer, f"{what}: {SIGNALS_ONLY}; try again")
                 if deadline - asyncio.get_running_loop().time() < RETRY_SECONDS:
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
 
@@ -150,7 +188,10 @@ class P2PTransport(Endpoint):
         received = flow.received
         seconds += flow.queue_seconds(asyncio.get_running_loop().time())
         with contextlib.suppress(RemoteError, TransportLost, TimeoutError):
-            if await self.daemon.answers(peer, seconds) or flow.received > received:
+            where = await self.daemon.answers(peer, seconds)
+            if where is not None:
+                (self._signals.add if is_circuit(where) else self._signals.discard)(peer)
+            if where is not None or flow.received > received:
                 connected = [] if several else await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS)
                 if connected.count(peer) < 2:
                     return True
@@ -209,13 +250,16 @@ async def start(
     timeout: float = START_SECONDS,
     rpc_seconds: float = RPC_SECONDS,
     sockets: Path | None = None,
+    entrance: Entrance = OPEN,
 ) -> P2PTransport:
     """Starts the daemon, listening on TCP `host`:`port` (0: any), and joins through `bootstrap` (full addresses).
 
-    The identity is made if its file is missing. Other peers may be reached through relays, and we serve as one. `timeout`: seconds
+    The identity is made if its file is missing. `timeout`: seconds
     that the start and the joining may each take; `rpc_seconds`: that one request of the DHT may take; `sockets`: the folder for
-    Unix sockets, whose path is short. Raises UsageError (PortInUse, StartFailed, BadAddress, IdentityError), LocalError,
+    Unix sockets, whose path is short; `entrance`: how others come to us. Raises UsageError (PortInUse, StartFailed, BadAddress, IdentityError), LocalError,
     ClockWrong, Unreachable if no bootstrap node was reached.
+
+    Long because it is where all that can be set of a transport comes in.
     """
     identity = keyfile.load_or_create(identity_file)
     for text in bootstrap:
@@ -223,7 +267,7 @@ async def start(
     daemons.check_port(host, port)
     sockets = sockets or daemons.socket_base()
     daemons.sweep(sockets)
-    daemon = await Daemon.start(identity_file, host, port, sockets, timeout)
+    daemon = await Daemon.start(identity_file, host, port, sockets, timeout, entrance)
     close = daemon.aclose
     try:
         if daemon.peer_id != identity.peer_id:

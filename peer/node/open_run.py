@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from peer.corpus.reader import TOKENIZER
-from peer.net.base import Transport
+from peer.net.address import is_circuit, parse
+from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import valid_record
 from protocol.errors import RemoteError, UsageError
@@ -56,11 +58,44 @@ def parse_run(text: str) -> Run:
     return Run(manifest, manifest.run_id, manifest.hints.bootstrap)
 
 
-async def start_transport(folder: Path, host: str, port: int, run: str) -> Transport:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """Where a transport listens, and how others come to it: `announce` and `relays` are those of peer.net.daemon.Entrance."""
+
+    host: str
+    port: int = 0
+    announce: tuple[str, ...] = ()
+    relays: tuple[str, ...] = ()
+
+
+async def start_transport(folder: Path, door: Door, run: str) -> Transport:
     """A hivemind daemon and DHT node of `run` with the key in `folder`, connected to nobody yet."""
     from peer.net import p2p
+    from peer.net.daemon import Entrance
 
-    return await p2p.start(folder / KEY, host=host, port=port, bootstrap=(), validate=valid_record(run))
+    entrance = Entrance(announce=door.announce, relays=door.relays)
+    return await p2p.start(
+        folder / KEY, host=door.host, port=door.port, bootstrap=(), validate=valid_record(run), entrance=entrance
+    )
+
+
+def read_announced(texts: Sequence[str], port: int, peer: str) -> tuple[str, ...]:
+    """What was typed as `--announce`, without our id, which may follow. Raises UsageError."""
+    found: list[str] = []
+    for text in texts:
+        whole = text if "/p2p/" in text else f"{text.rstrip('/')}/p2p/{peer}"
+        try:
+            address = parse(whole)
+        except BadAddress as error:
+            raise UsageError(f"--announce: {error}") from None
+        if address.peer != peer or is_circuit(whole):
+            raise UsageError(
+                f"--announce {text}: not an address of this peer ({peer}); give host and port, without /p2p/…"
+            )
+        found.append(address.dial)
+    if found and port == 0:
+        raise UsageError("--announce: goes with --port, the port here to which the announced one leads; give that too")
+    return tuple(dict.fromkeys(found))
 
 
 def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> bytes | None:

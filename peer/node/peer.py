@@ -18,13 +18,16 @@ from peer.config import JoinConfig
 from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
+from peer.net import reach
 from peer.net.base import Transport
 from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
+from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
 from peer.net.line import Around, Given, Line
+from peer.net.reach import Finding, Reach
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
@@ -93,6 +96,7 @@ class Peer:
             run=manifest.run_id,
             peer=identity.peer_id,
             addresses=transport.addresses,
+            reachable=config.reachable or "",
             memory_bytes=config.memory_bytes,
             up_bps=config.up_bps or 0,
             down_bps=config.down_bps or 0,
@@ -101,6 +105,8 @@ class Peer:
         self._directory = Directory(
             manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved
         )
+        self._directory.found(config.reached_at)
+        self._reach = self._make_reach()
         self._sessions = Sessions(self._directory, transport, emit)
         self._latency = Latency(transport, self._factories.clock, self._placed, random.Random(identity.peer_id))
         self._line = self._make_line()
@@ -148,6 +154,7 @@ class Peer:
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve()
         await self._latency.serve()
+        await DialBack(self._transport, self._factories.clock).serve()
         await self._transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, rounds.member.applied))
         self._emit(
             events.Started(
@@ -196,6 +203,12 @@ class Peer:
             self._measured,
         )
 
+    def _make_reach(self) -> Reach | None:
+        if self._config.reachable is None:
+            return None
+        found = Finding(how=self._config.reachable)
+        return Reach(reach.around(self._directory, self._transport, self._config.announce), found, self._reached)
+
     def _make_rounds(self, exchange: Exchange, inner_loop: InnerLoop, restored: Checkpoint | None) -> Rounds:
         around = Surroundings(
             storage=self._storage,
@@ -240,6 +253,8 @@ class Peer:
         ]
         if not self._line.is_given:
             background.append(asyncio.create_task(self._line.run()))
+        if self._reach is not None:
+            background.append(asyncio.create_task(self._reach.run()))
         try:
             await asyncio.wait({work, *background}, return_when=asyncio.FIRST_COMPLETED)
             for task in (work, *background):
@@ -259,6 +274,13 @@ class Peer:
 
     def _moved(self, addresses: Sequence[str]) -> None:
         self._warn(f"network: this machine's addresses changed; from now on others reach it at {', '.join(addresses)}")
+        if self._reach is not None:
+            self._reach.changed()
+
+    def _reached(self, found: Finding) -> None:
+        self._emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
+        self._directory.update(reachable=found.how)
+        self._directory.found([f"{address}/p2p/{self.identity.peer_id}" for address in found.addresses])
 
     def _placed(self, coordinates: tuple[float, ...]) -> None:
         self._directory.update(coordinates=coordinates)

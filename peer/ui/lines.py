@@ -8,7 +8,7 @@ lines only.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TextIO, assert_never
 
 from peer import events
@@ -78,7 +78,7 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return []  # every peer's, in every round: the screen's table shows them
         case events.TextFetched():
             return []  # every peer's own affair
-        case events.Measured():
+        case events.Measured() | events.Reachable():
             return []  # the node says it again, when it says that the peer is ready
         case events.Round() | events.Finished() | events.ChainFailed():
             return []  # likewise; a failure of a chain is in what the node decides about it
@@ -100,6 +100,8 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             speed = rate(int(8 * fetched / took)) if took else "at once"
             whole = f"of {tokens / 1e6:,.1f}M tokens; the rest ahead of reading"
             return [Said("good", f"text: the first {size(fetched)} fetched in {took:.1f} s ({speed}), {whole}")]
+        case events.Reachable(how=how, addresses=addresses):
+            return _reached(how, addresses)
         case events.Role(role="full", round=round):
             return [Said("info", f"round {round}: trains as a full replica")]
         case events.Role() as role:
@@ -120,6 +122,22 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Finished(round=round):
             return [Said("good", f"the run is over after round {round}")]
     return describe(event, names)
+
+
+def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
+    where = f" at {clean(addresses[0], 60)}" if addresses else ""
+    match how:
+        case "direct":
+            return [Said("info", f"others connect to this machine directly{where}")]
+        case "mapped":
+            return [Said("info", f"others connect to this machine through its router{where}")]
+        case "private":
+            text = (
+                "the router lets nobody in: neighbours behind such routers are reached through holes, or by a relay, which is slower;"
+                " to be reached by everybody, forward a TCP port of the router to this machine and give it with --port"
+            )
+            return [Said("info", text)]
+    return []
 
 
 def _commit(commit: events.Commit, names: Mapping[str, str]) -> list[Said]:

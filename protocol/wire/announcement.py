@@ -9,6 +9,9 @@ MAX_SPEED = 10**18
 """Operations a second: more than any one machine."""
 AXES = 3
 """Of a place (protocol/planning/coordinates.py)."""
+REACHABLE = ("", "direct", "mapped", "private")
+"""How others reach a peer: it is not known; at an address of its own; at one of a router in front of it; they cannot connect to it,
+unless it connects to them or a hole can be made in its router."""
 FARTHEST = 10_000.0
 """Milliseconds along an axis that a place may have: no two points of the Earth are so far apart."""
 
@@ -39,7 +42,7 @@ class ChainReport:
 class Announcement:
     """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
-    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown."""
+    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown; `reachable`: one of REACHABLE."""
 
     run: str
     peer: str
@@ -59,12 +62,15 @@ class Announcement:
     bytes_received: int = 0
     chain: ChainReport | None = None
     coordinates: tuple[float, ...] = ()
+    reachable: str = ""
 
     def __post_init__(self) -> None:
         if not is_place(self.coordinates) and self.coordinates:
             raise ValueError(f"coordinates must be {AXES} numbers of at most {FARTHEST:g}, or none")
         if not 0 <= self.speed_flops <= MAX_SPEED:
             raise ValueError(f"speed_flops must be in 0..{MAX_SPEED}")
+        if self.reachable not in REACHABLE:
+            raise ValueError(f"reachable must be one of {REACHABLE}")
 
 
 def is_place(coordinates: tuple[float, ...]) -> bool:

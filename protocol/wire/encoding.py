@@ -14,6 +14,7 @@ from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
+from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, packed
 from protocol.wire.session import (
@@ -60,6 +61,8 @@ Message = (
     | Lookup
     | RosterRequest
     | Roster
+    | DialMe
+    | Dialled
     | Prepare
     | Promise
     | Accept

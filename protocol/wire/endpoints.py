@@ -32,6 +32,9 @@ PING = "potluck/ping/1"
 BANDWIDTH = "potluck/bandwidth/1"
 """Stream, peer to bootstrap node: bytes both ways, as many as the peer asks for; see peer/net/bandwidth.py."""
 
+DIAL_BACK = "potluck/dial-back/1"
+"""Call: DialMe -> Dialled (protocol/wire/dial_back.py)."""
+
 ROSTER = "potluck/roster/1"
 """Call to a bootstrap node: Lookup or RosterRequest -> Roster of at most ROSTER_REPLY bytes."""
 

@@ -409,6 +409,9 @@ class _FakeTransport:
     def doubt(self, peer: str) -> None:
         return
 
+    def seen_at(self, peer: str) -> str:
+        return ""
+
 
 @functools.cache
 def _store(folder: str) -> BlobStore:

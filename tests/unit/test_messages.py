@@ -16,6 +16,7 @@ from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
+from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.encoding import (
     Message,
     MessageError,
@@ -108,6 +109,8 @@ SAMPLES: list[Message] = [
     Announced(sealed=b"s"),
     Lookup(peers=("p",), sample=3),
     RosterRequest(position=-1),
+    DialMe(ports=(4001, 40213)),
+    Dialled(host="203.0.113.9", ports=(4001,)),
     Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
     TimeUp(round=2),
 ]

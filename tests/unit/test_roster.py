@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bootstrap.roster import GONE, Allowance, Heard
+from bootstrap.roster import GONE, Heard
 from bootstrap.sessions import ANNOUNCED_AT_ONCE, Session
 from peer.net import roster
+from peer.net.allowance import Allowance
 from peer.net.base import MAX_RECORD, serve_calls
 from peer.net.clock import Clock
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, Directory

@@ -227,6 +227,9 @@ class RelayedTransport:
         if peer not in self._behind:
             self._direct.doubt(peer)
 
+    def seen_at(self, peer: str) -> str:
+        return self._direct.seen_at(peer)
+
     async def disconnect(self, peer: str) -> None:
         await self._direct.disconnect(peer)
 

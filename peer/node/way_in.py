@@ -1,0 +1,151 @@
+"""How a peer's network starts: it connects to the run, finds out how others reach this machine (peer/net/reach.py), and where the router
+lets nobody in, starts again with what libp2p needs to make holes in it (docs/adr/0023-dial-back.md).
+
+The daemon must know from its start that nobody gets in, and which public peers carry its signals. It waits for all of those, and for
+minutes where one does not answer: so only those are named to whom there is a connection now. Four or more of them, by the addresses
+at which they see us, tell the daemon where holes lead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from peer.net import reach, roster
+from peer.net.address import host_of, is_circuit, is_public
+from peer.net.base import Transport
+from peer.net.directory import announcements
+from peer.net.reach import Finding
+from peer.node.open_run import Door, Run, start_transport
+from protocol.errors import RemoteError
+from protocol.run.manifest import Manifest
+
+RELAYS = 6
+"""Public peers that carry our signals, at most."""
+ASKED = 16
+"""Announced peers among whom those are looked for."""
+CONNECT_SECONDS = 5.0
+MAPPED_SECONDS = 6.0
+"""After the start, in which a router may have mapped a port for us by UPnP or NAT-PMP."""
+LOOK_SECONDS = 0.5
+SIGNALS_SECONDS = 5.0
+"""That relays may take to accept us; others are told of them at once."""
+REMEMBERED_SECONDS = 86_400.0
+"""So long it is believed that nobody gets in, without waiting for the router once more."""
+_MARK = "private"
+
+
+@dataclass(frozen=True, slots=True)
+class WayIn:
+    """Of one peer, whose files are in `folder`."""
+
+    run: Run
+    folder: Path
+    door: Door
+
+    async def start(self) -> Transport:
+        """A transport as for a machine that can be reached. Raises UsageError."""
+        return await start_transport(self.folder, self.door, self.run.run_id)
+
+    async def settle(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Finding | None]:
+        """Finds out how we are reached over a transport that has just been started and is connected to the run: the one to go on with,
+        which may be another, and what was found; None for a machine that only listens to itself. Raises RemoteError, LocalError."""
+        if ipaddress.ip_address(self.door.host).is_loopback:
+            return transport, None
+        public = await self._public(transport, manifest)
+        found = await self._find(transport, manifest, public)
+        relays = tuple(public[peer] for peer in list(public)[:RELAYS])
+        mark = self.folder / _MARK
+        if found.how in ("direct", "mapped"):
+            mark.unlink(missing_ok=True)
+        if found.how == "private" and found.asked:
+            mark.write_bytes(b"")
+        if found.how != "private" or self.door.announce or not relays:
+            return transport, found
+        await transport.aclose()
+        again = await start_transport(self.folder, replace(self.door, relays=relays), self.run.run_id)
+        try:
+            await _connect(again, relays)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SIGNALS_SECONDS):
+                    while not any(map(is_circuit, again.addresses)):
+                        await asyncio.sleep(LOOK_SECONDS)
+                        await again.look()
+        except BaseException:
+            await again.aclose()
+            raise
+        return again, found
+
+    async def _find(self, transport: Transport, manifest: Manifest, public: dict[str, str]) -> Finding:
+        if self._is_remembered():
+            return Finding(how="private")
+
+        async def others() -> AsyncIterator[str]:
+            for peer in sorted(public, key=lambda peer: peer not in manifest.operators):
+                yield peer
+
+        async def reached(peer: str) -> None:
+            """They are connected."""
+
+        around = reach.Around(
+            transport=transport,
+            others=others,
+            reach=reached,
+            addresses=lambda peer: [public[peer]],
+            announced=self.door.announce,
+        )
+        until = asyncio.get_running_loop().time() + MAPPED_SECONDS
+        found = await reach.find_out(around)
+        while found.how == "private" and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(LOOK_SECONDS)
+            if await transport.look():
+                found = await reach.find_out(around)
+        return found
+
+    def _is_remembered(self) -> bool:
+        """Whether nobody got in when we were started before."""
+        try:
+            return time.time() - (self.folder / _MARK).stat().st_mtime < REMEMBERED_SECONDS and not self.door.announce
+        except OSError:
+            return False
+
+    async def _public(self, transport: Transport, manifest: Manifest) -> dict[str, str]:
+        """Bootstrap nodes and other peers whom everybody reaches, to whom there is a connection now: their addresses, nodes first."""
+        known = {
+            address.rpartition("/p2p/")[2]: [address] for address in (*self.run.bootstrap, *manifest.hints.bootstrap)
+        }
+        with contextlib.suppress(RemoteError):
+            found = await announcements(transport, manifest.run_id)
+            for node in manifest.operators:
+                with contextlib.suppress(RemoteError):
+                    found |= await roster.look_up(transport, manifest.run_id, node, sample=ASKED)
+                    break
+            for peer, said in found.items():
+                if peer in manifest.operators or said.reachable in ("direct", "mapped"):
+                    known.setdefault(peer, []).extend(said.addresses)
+        others = [peer for peer in known if peer not in manifest.operators and peer != transport.peer_id]
+        chosen = [*(peer for peer in manifest.operators if peer in known), *others][:ASKED]
+        best = {peer: address for peer in chosen if (address := _best(known[peer]))}
+        connected = await _connect(transport, tuple(best.values()))
+        return {peer: address for peer, address in best.items() if address in connected}
+
+
+def _best(addresses: list[str]) -> str:
+    """That by which a stranger finds a peer; empty where there is none."""
+    ours = [a for a in addresses if not is_circuit(a) and not host_of(a).startswith("127.")]
+    return next((a for a in ours if is_public(host_of(a))), next(iter(ours), ""))
+
+
+async def _connect(transport: Transport, addresses: tuple[str, ...]) -> list[str]:
+    """Those of the addresses at which a peer was reached."""
+    tasks = {a: asyncio.create_task(transport.connect([a], timeout=CONNECT_SECONDS)) for a in addresses}
+    done = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    for error in done:
+        if error is not None and not isinstance(error, RemoteError):
+            raise error
+    return [address for address, error in zip(tasks, done, strict=True) if error is None]
