@@ -144,6 +144,7 @@ class JoinOptions:
     trace: Path | None
     corpus: Path | None
     data_limit: str
+    dry_run: bool
     json: bool
 
 
@@ -169,9 +170,12 @@ def _config(options: JoinOptions) -> JoinConfig:
 
 async def join(options: JoinOptions, factories: Factories | None = None) -> None:
     """`potluck join`. `factories`: what the peer makes its parts with (default: the usual)."""
+    from peer.cli import dry_run
     from peer.node.peer import Peer
     from peer.state.storage import Storage
 
+    if options.dry_run and options.json:
+        raise UsageError("--dry-run: says what it finds in words; give it without --json")
     run, folder = parse_run(options.run), options.folder
     config = _config(options)
     key = keyfile.load_or_create(folder / KEY)
@@ -192,7 +196,12 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                     config = _reached(config, found, key.peer_id, announce)
                     emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
-                await Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories).run()
+                peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories)
+                if not options.dry_run:
+                    await peer.run()
+                    return
+                for line in await dry_run.dry_run(peer, transport):
+                    print(line, flush=True)
                 return
             except TransportLost as error:
                 emit(events.Warning(text=f"{error}; starting it again from the state on disk"))

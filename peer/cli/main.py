@@ -142,6 +142,9 @@ def join(
         typer.Option(help="Folder with the run's corpus, if it is on this machine (default: it is fetched)."),
     ] = None,
     data_limit: Annotated[str, typer.Option(help="Disk for text that was fetched.")] = "2GB",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """`potluck join`.
@@ -162,6 +165,7 @@ def join(
         trace=trace,
         corpus=corpus,
         data_limit=data_limit,
+        dry_run=dry_run,
         json=json,
     )
     _run(commands.join(options, context.obj))

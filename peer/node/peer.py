@@ -112,8 +112,14 @@ class Peer:
         self._latency = Latency(transport, self._factories.clock, self._placed, random.Random(identity.peer_id))
         self._line = self._make_line()
 
-    async def run(self) -> None:
-        """Until the run is over. Raises PotluckError."""
+    async def rehearse(self) -> Announcement:
+        """Does what is done before the run is taken part in, and no more: what this machine would announce. Raises PotluckError."""
+        text = await self._prepare()
+        await text.aclose()
+        return self._directory.announcement
+
+    async def _prepare(self) -> Text:
+        """Checks the memory, opens the text, measures the line. Raises PotluckError."""
         smallest, offered = memory.smallest_stage(self.manifest), self._config.memory_bytes
         if offered < smallest:
             raise UsageError(
@@ -126,6 +132,11 @@ class Peer:
         if not self._line.is_given:
             await self._line.measure()
             self._carries()
+        return text
+
+    async def run(self) -> None:
+        """Until the run is over. Raises PotluckError."""
+        text = await self._prepare()
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))

@@ -1,0 +1,64 @@
+"""`potluck join --dry-run`: what a machine would do in a run, without doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from peer.cli.plan import Known, known_by
+from peer.net.base import Transport
+from peer.node.peer import Peer
+from peer.ui.monitor import Monitor
+from peer.ui.text import blocks, clean, count, duration, rate, size
+from protocol.planning import memory
+from protocol.planning.arrange import Arranged, arrange
+from protocol.planning.explain import why_spare
+from protocol.planning.partition import Candidate, candidate
+from protocol.planning.planner import arranged, still_fit
+from protocol.run import corpus, layout
+from protocol.run.manifest import Manifest
+from protocol.wire.announcement import Announcement
+
+REACHED = {
+    "": "not asked",
+    "direct": "others reach it directly",
+    "mapped": "others reach it through a port of its router",
+    "private": "its router lets nobody in: others reach it through relays or through holes in the router",
+}
+
+
+async def dry_run(peer: Peer, transport: Transport) -> Iterator[str]:
+    """What it would do, in lines for people. Raises PotluckError, as joining would."""
+    own = await peer.rehearse()
+    monitor = Monitor(peer.manifest, transport)
+    known = await known_by(monitor)
+    return _lines(known, own, monitor.commits[-1].round if monitor.commits else 0)
+
+
+def _lines(known: Known, own: Announcement, round: int) -> Iterator[str]:
+    manifest = known.manifest
+    others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
+    there = {c.peer: c for c in (*others, candidate(own))}
+    kept = [arranged(replica) for replica in still_fit(manifest, known.replicas, there)]
+    replicas, _ = arrange(manifest, list(there.values()), kept)
+    begun = f"round {round} of {manifest.rounds} is decided" if round else "it has not begun"
+    yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: {begun}, {count(others, 'other peer')} there"
+    yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)} offered; {REACHED[own.reachable]}"
+    yield f"its line: {rate(own.up_bps)} up, {rate(own.down_bps)} down"
+    yield from _part(manifest, there[own.peer], own.peer, replicas)
+    yield "nothing was trained; the same command without --dry-run joins"
+
+
+def _part(manifest: Manifest, own: Candidate, name: str, replicas: Sequence[Arranged]) -> Iterator[str]:
+    """What the next plan would give it to do, and to fetch."""
+    replica = next((r for r in replicas if name in r.members), None)
+    if replica is None:
+        yield f"it would wait as a spare: {why_spare(manifest, own)}"
+        return
+    first, last = replica.ranges[replica.members.index(name)]
+    whole = len(replica.members) == 1
+    part = "a full replica" if whole else f"{blocks(first, last)} of a chain of {len(replica.members)}"
+    yield f"it would be {part}: {replica.rate:,.0f} tokens per second by its announced speed, or by a usual one"
+    state = sum(layout.shard_bytes(manifest.model, shard) for shard in memory.held_shards(manifest, first, last))
+    text = replica.rate * manifest.timing.training_seconds * corpus.id_bytes(manifest.model.vocab_size)
+    took = duration(8 * state / max(own.down_bps, 1))
+    yield f"it would fetch {size(state)} of state first ({took} by its line), and then about {size(text)} of text a round"
