@@ -30,8 +30,8 @@ async def run_in_memory(
     feed: Sink,
     factories: Mapping[str, Factories],
 ) -> AsyncGenerator[None, None]:
-    """The swarm as tasks of this process over the in-memory transport; yields after every event. `corpus`: its folder. `factories`: what a peer
-    makes its parts with, by the peer's name, where it is not the usual."""
+    """The swarm as tasks of this process over the in-memory transport; yields after every event. `corpus`: the text's folder, which the
+    node has, and nobody else. `factories`: what a peer makes its parts with, by the peer's name, where it is not the usual."""
     from peer.config import JoinConfig
     from peer.net.memory import MemoryNetwork
     from peer.node.peer import Peer
@@ -41,6 +41,7 @@ async def run_in_memory(
     network = MemoryNetwork()
     key = identity_of(options.seed, "bootstrap")
     archive = Archive(options.out / "bootstrap", manifest)
+    archive.serve_corpus(corpus)
     archive.save_tokenizer((open_run.ASSETS / TOKENIZER).read_bytes())
     node_transport = network.transport(key.peer_id, directory.valid_record(manifest.run_id))
     emit = Emitter("bootstrap", queue.put_nowait)
@@ -57,7 +58,6 @@ async def run_in_memory(
             memory_bytes=peer.memory_bytes,
             up_bps=peer.up_bps,
             down_bps=peer.up_bps,
-            corpus=corpus,
         )
         emit = Emitter(peer.identity.peer_id, queue.put_nowait)
         transport = network.transport(peer.identity.peer_id, directory.valid_record(manifest.run_id))

@@ -55,7 +55,8 @@ def _be_potluck(command: Command, output: Connection, errors: str, arguments: li
 async def run_processes(
     options: DemoOptions, command: Command, peers: list[PeerSpec], corpus: Path, feed: Sink
 ) -> AsyncGenerator[None, None]:
-    """The swarm as processes; yields after every event, ends when the bootstrap node ends or nobody is left. `corpus`: its folder."""
+    """The swarm as processes; yields after every event, ends when the bootstrap node ends or nobody is left. `corpus`: the text's folder,
+    which the node has, and nobody else."""
     multiprocessing.set_forkserver_preload([command.__module__, *PRELOAD])
     queue: asyncio.Queue[tuple[str, Event | None]] = asyncio.Queue()
     children: dict[str, _Child] = {}
@@ -103,7 +104,7 @@ async def run_processes(
             feed(event)
             if isinstance(event.body, events.Listening):
                 for peer in peers:
-                    await start(peer.name, *_join_arguments(options, peer, corpus, event.body.address))
+                    await start(peer.name, *_join_arguments(options, peer, event.body.address))
             yield
             if isinstance(event.body, events.RunFinished):
                 await asyncio.to_thread(_all_ended, [c for n, c in children.items() if n != "bootstrap"])
@@ -118,7 +119,7 @@ async def run_processes(
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-def _join_arguments(options: DemoOptions, peer: PeerSpec, corpus: Path, address: str) -> list[str]:
+def _join_arguments(options: DemoOptions, peer: PeerSpec, address: str) -> list[str]:
     """What a volunteer with this machine would type."""
     values = {
         "--dir": options.out / peer.name,
@@ -129,7 +130,6 @@ def _join_arguments(options: DemoOptions, peer: PeerSpec, corpus: Path, address:
         "--up": f"{peer.up_bps}bps",
         "--down": f"{peer.up_bps}bps",
         "--threads": 1,
-        "--corpus": corpus,
     }
     return ["join", address, *(str(x) for pair in values.items() for x in pair)]
 

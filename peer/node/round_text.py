@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from peer import events
 from peer.chain.reading import Ids, Read
 from peer.corpus.text import Text
-from protocol.errors import PotluckError
+from protocol.errors import PotluckError, UsageError
 from protocol.run import data_order
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
@@ -46,10 +46,20 @@ def reader(manifest: Manifest, text: Text, work: Work, first_step: int, warn: Ca
 
     async def read(step: int) -> Ids:
         try:
-            return await text.sequences(data_order.slots(work.slot, step - first_step, rows))
+            return _checked(await text.sequences(data_order.slots(work.slot, step - first_step, rows)), manifest)
         except PotluckError as error:
             if step > first_step:  # what was done is kept, and this is no reason to sit out (peer/chain/reading.py)
                 warn(events.Warning(text=f"{error}; the round ends early"))
             raise
 
     return read
+
+
+def _checked(ids: Ids, manifest: Manifest) -> Ids:
+    """Raises UsageError for an id that the model has not: its operator may have built anything."""
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < manifest.model.vocab_size:
+        raise UsageError(
+            f"corpus {manifest.data.corpus[:12]}…: has an id outside the vocabulary of {manifest.model.vocab_size}; the operator must"
+            " build it again"
+        )
+    return ids

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from peer.demo.text import demo_corpus
 from peer.events import Event
 from tests.e2e import swarms
 
@@ -77,7 +76,7 @@ class Swarm:
         self.again = swarms.potluck(
             "join", address, "--dir", self.folder, "--host", "127.0.0.1", "--device", "cpu",
             "--memory", ready.fields["memory_bytes"], "--up", f"{ready.fields['up_bps']}bps",
-            "--down", f"{ready.fields['down_bps']}bps", "--threads", 1, "--corpus", demo_corpus().folder, "--json",
+            "--down", f"{ready.fields['down_bps']}bps", "--threads", 1, "--json",
         )  # fmt: skip
 
     def ends_well(self) -> dict[str, Any]:

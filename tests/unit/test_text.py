@@ -57,6 +57,20 @@ def test_an_inner_step_reads_what_seed_slots_and_corpus_say(step: int, tmp_path:
     np.testing.assert_array_equal(found, ids[numbers])
 
 
+def test_an_id_that_the_model_has_not_is_not_trained_on() -> None:
+    """A corpus may be built to have one, whatever its index says."""
+
+    class Wild(NoText):
+        async def sequences(self, slots: range) -> np.ndarray:
+            return np.array([[3, 16, 0]])
+
+    read = round_text.reader(tiny.manifest(), Wild(), Work(), 1, lambda body: None)
+    with pytest.raises(
+        UsageError, match=r"^corpus 000000000000…: has an id outside the vocabulary of 16; the operator"
+    ):
+        asyncio.run(read(1))
+
+
 def test_the_held_out_part_and_the_entropy_of_what_is_predicted(tmp_path: Path) -> None:
     index, ids = write_corpus(tmp_path, COUNT, sequence=8)
     text = LocalText(CorpusReader(tmp_path, LocalDisk()), b"seed")
