@@ -7,7 +7,6 @@ from pathlib import Path
 from peer.demo import recipe
 from peer.demo.text import demo_corpus
 from protocol.codec import blob_hash
-from protocol.planning import memory
 from tests.e2e import swarms
 from tests.faults.processes import Swarm
 
@@ -18,21 +17,19 @@ def test_peers_with_nothing_fetch_what_they_train_on(tmp_path: Path) -> None:
     """A full replica and a chain of two, in empty homes; the state is the same bits for all, and the log replays to it."""
     chosen = swarms.options(tmp_path / "unused", full=1, chains=1, rank=(8,), rounds=ROUNDS, inner_steps=20)
     manifest = swarms.manifest(chosen, timing={"round_deadline": 60.0, "round_seconds": 3.0})
-    names = ["full", "first", "second"]
-    whole = memory.stage_memory(manifest, 0, manifest.model.n_layers)
-    part = memory.stage_memory(manifest, 0, manifest.model.n_layers // 2) + 1_000_000
+    memories = {peer.name: peer.memory_bytes for peer in recipe.make_peers(manifest, chosen)}
     with Swarm(
         tmp_path / "run",
         manifest,
         (recipe.identity_of(0, "bootstrap"),),
-        dict.fromkeys(names[1:], part) | {"full": whole},
+        memories,
     ) as swarm:
-        swarm.fetches |= set(names)
+        swarm.fetches |= set(memories)
         swarm.start_node("node-0")
-        for name in names:
+        for name in memories:
             swarm.start(name)
         swarm.wait("node-0", lambda e: e.kind == "run_finished", "the end of the run")
-        for name in names:
+        for name in memories:
             assert swarm.ended(name) == 0
             fetched = [e for e in swarm.events(name) if e.kind == "text_fetched"]
             assert len(fetched) == 1

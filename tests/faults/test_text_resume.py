@@ -24,7 +24,7 @@ from tests.text_swarm import STEP, manifest, write_noise
 
 SEQUENCES = 16_000
 """32 MB."""
-KILLS = 3
+KILLS = 2
 RATE_BPS = 60_000_000
 DEADLINE = 200.0
 
