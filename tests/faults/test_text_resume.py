@@ -72,7 +72,9 @@ def test_kills_repeat_less_than_two_percent(tmp_path: Path) -> None:
             served = ServedText(noise.folder, noise.index.digest, LocalDisk())
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(tmp_path / "blobs")
-            await BlobServer(store, named=named, ranges=served.find, uplink=Uplink(RATE_BPS)).serve(node)
+            server = BlobServer(store, named=named, uplink=Uplink(RATE_BPS))
+            server.add_ranges(served.find)
+            await server.serve(node)
             operator = Identity.from_libp2p((tmp_path / "node").read_bytes())
             run = manifest(noise.index, [operator])
             (tmp_path / "run.json").write_bytes(run.to_bytes())
