@@ -9,6 +9,8 @@ MAX_SPEED = 10**18
 """Operations a second: more than any one machine."""
 AXES = 3
 """Of a place (protocol/planning/coordinates.py)."""
+MOST_APART = 16
+"""Peers of whom one says that it cannot reach them."""
 FARTHEST = 10_000.0
 """Milliseconds along an axis that a place may have: no two points of the Earth are so far apart."""
 
@@ -39,7 +41,8 @@ class ChainReport:
 class Announcement:
     """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
-    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown."""
+    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `apart`: peers that it
+    could not reach as neighbours in a chain, not even through relays."""
 
     run: str
     peer: str
@@ -59,12 +62,15 @@ class Announcement:
     bytes_received: int = 0
     chain: ChainReport | None = None
     coordinates: tuple[float, ...] = ()
+    apart: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not is_place(self.coordinates) and self.coordinates:
             raise ValueError(f"coordinates must be {AXES} numbers of at most {FARTHEST:g}, or none")
         if not 0 <= self.speed_flops <= MAX_SPEED:
             raise ValueError(f"speed_flops must be in 0..{MAX_SPEED}")
+        if len(self.apart) > MOST_APART:
+            raise ValueError(f"apart must name at most {MOST_APART} peers")
 
 
 def is_place(coordinates: tuple[float, ...]) -> bool:
