@@ -28,6 +28,7 @@ from peer.net.base import Stream, Transport
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.disk import Disk, LocalDisk
 from peer.net.memory import MemoryNetwork
+from peer.net.uplink import Uplink
 from protocol.identity import Identity
 from protocol.planning.allotment import HEADROOM
 from protocol.run import corpus, data_order
@@ -179,9 +180,15 @@ class TextSwarm:
     """Nodes that serve the corpus of `noise`, and peers that come and go; use as `async with`. `kind`: memory or p2p (real daemons)."""
 
     def __init__(
-        self, noise: Noise, folder: Path, kind: str = "memory", nodes: int = 1, mirrors: Sequence[str] = ()
+        self,
+        noise: Noise,
+        folder: Path,
+        kind: str = "memory",
+        nodes: int = 1,
+        mirrors: Sequence[str] = (),
+        uplink: Uplink | None = None,
     ) -> None:
-        self._count, self._mirrors = nodes, mirrors
+        self._count, self._mirrors, self._uplink = nodes, mirrors, uplink
         self.noise = noise
         self.folder = folder
         self.nodes: list[Member] = []
@@ -201,7 +208,7 @@ class TextSwarm:
             served = ServedText(self.noise.folder, self.noise.index.digest, LocalDisk())
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(self.folder / f"node-{i}")
-            server = BlobServer(store, named=named)
+            server = BlobServer(store, named=named, uplink=self._uplink)
             server.add_ranges(served.find)
             await member.serve(server)
             self.nodes.append(member)
