@@ -25,7 +25,6 @@ from peer import events
 from peer.net.allowance import Allowance
 from peer.net.base import Transport, serve_calls
 from peer.net.blobs import NODE_COPIES, BlobServer
-from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
 from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
@@ -148,19 +147,13 @@ class BootstrapNode:
 
     async def _serve_blobs(self, named: dict[str, bytes]) -> None:
         """Payloads, the run's text, and what has a name."""
-        ranges, text = nothing, self.archive.text
+        text, coming = self.archive.text, self._payloads.fetcher.coming
+        if text is not None:
+            named[endpoints.CORPUS_NAME] = text.index
+        blobs = BlobServer(self.archive.blobs, coming=coming, named=named, copies=NODE_COPIES)
         if text is not None:
             text.warn = lambda line: self._emit(events.Warning(text=line))
-            named[endpoints.CORPUS_NAME] = text.index
-            ranges = text.find
-        blobs = BlobServer(
-            self.archive.blobs,
-            coming=self._payloads.fetcher.coming,
-            named=named,
-            copies=NODE_COPIES,
-            ranges=ranges,
-            is_there=self.has_session,
-        )
+            blobs.add_ranges(text.find, self.has_session)
         await blobs.serve(self._transport)
 
     def has_session(self, peer: str) -> bool:

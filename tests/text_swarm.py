@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from peer.net.base import Stream, Transport
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.disk import Disk, LocalDisk
 from peer.net.memory import MemoryNetwork
+from peer.net.uplink import Uplink
 from protocol.identity import Identity
 from protocol.planning.allotment import HEADROOM
 from protocol.run import corpus, data_order
@@ -176,9 +177,18 @@ class Reader(Member):
 
 
 class TextSwarm:
-    """Nodes that serve the corpus of `noise`, and peers that come and go. Use `begin`."""
+    """Nodes that serve the corpus of `noise`, and peers that come and go; use as `async with`. `kind`: memory or p2p (real daemons)."""
 
-    def __init__(self, noise: Noise, folder: Path, kind: str) -> None:
+    def __init__(
+        self,
+        noise: Noise,
+        folder: Path,
+        kind: str = "memory",
+        nodes: int = 1,
+        mirrors: Sequence[str] = (),
+        uplink: Uplink | None = None,
+    ) -> None:
+        self._count, self._mirrors, self._uplink = nodes, mirrors, uplink
         self.noise = noise
         self.folder = folder
         self.nodes: list[Member] = []
@@ -191,26 +201,24 @@ class TextSwarm:
         self._stack = contextlib.AsyncExitStack()
         self.manifest = manifest(noise.index, self._identities[:1])
 
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def begin(
-        cls, noise: Noise, folder: Path, kind: str = "memory", nodes: int = 1, mirrors: Sequence[str] = ()
-    ) -> AsyncIterator[TextSwarm]:
-        """`kind`: memory or p2p (real daemons)."""
-        swarm = cls(noise, folder, kind)
-        async with swarm._stack:
-            for i in range(nodes):
-                transport = await swarm._transport(f"node-{i}", swarm._identities[i])
-                member = Member(transport)
-                served = ServedText(noise.folder, noise.index.digest, LocalDisk())
-                named = {endpoints.CORPUS_NAME: served.index}
-                await member.serve(BlobServer(BlobStore(folder / f"node-{i}"), named=named, ranges=served.find))
-                swarm.nodes.append(member)
-            operators = [node.transport.peer_id for node in swarm.nodes] or [swarm._identities[0].peer_id]
-            swarm.manifest = dataclasses.replace(
-                manifest(noise.index, swarm._identities[:1], mirrors), operators=tuple(operators)
-            )
-            yield swarm
+    async def __aenter__(self) -> TextSwarm:
+        for i in range(self._count):
+            transport = await self._transport(f"node-{i}", self._identities[i])
+            member = Member(transport)
+            served = ServedText(self.noise.folder, self.noise.index.digest, LocalDisk())
+            named = {endpoints.CORPUS_NAME: served.index}
+            store = BlobStore(self.folder / f"node-{i}")
+            server = BlobServer(store, named=named, uplink=self._uplink)
+            server.add_ranges(served.find)
+            await member.serve(server)
+            self.nodes.append(member)
+        operators = [node.transport.peer_id for node in self.nodes] or [self._identities[0].peer_id]
+        run = manifest(self.noise.index, self._identities[:1], self._mirrors)
+        self.manifest = dataclasses.replace(run, operators=tuple(operators))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._stack.aclose()
 
     async def start(
         self,
@@ -239,7 +247,9 @@ class TextSwarm:
         text = await open_text(self.manifest, access)
         self._stack.push_async_callback(text.aclose)
         reader = Reader(transport, text=text, told=told, folder=folder)
-        await reader.serve(BlobServer(BlobStore(self.folder / f"blobs-{number}"), ranges=text.find))
+        server = BlobServer(BlobStore(self.folder / f"blobs-{number}"))
+        server.add_ranges(text.find)
+        await reader.serve(server)
         self.peers.append(reader)
         return reader
 

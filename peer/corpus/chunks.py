@@ -91,15 +91,17 @@ class ChunkWriter:
         self._rows, self._held = [], 0
         size, leaves = blob_hash.leaves_of([data])
         name = blob_hash.root(size, leaves)
-        try:
-            is_there = self.disk.stat(self.folder / name)[0] == len(data)
-        except FileNotFoundError:
-            is_there = False
-        if not is_there:
-            self.disk.write(self.folder / (name + LEAVES), leaves)
-            self.disk.write(self.folder / name, data)
+        for path, content in ((self.folder / name, data), (self.folder / (name + LEAVES), leaves)):
+            if not self._is_there(path, len(content)):
+                self.disk.write(path, content)
         self.names.append(name)
         self.wrote(len(self.names))
+
+    def _is_there(self, path: Path, size: int) -> bool:
+        try:
+            return self.disk.stat(path)[0] == size
+        except FileNotFoundError:
+            return False
 
 
 def write_all(

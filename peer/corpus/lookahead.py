@@ -17,7 +17,7 @@ from collections import deque
 
 ROUNDS = 4
 MOST_ABOVE_MEAN = 1.1
-MARGIN = 0.05
+MARGIN = 0.08
 FIRST = 4
 
 

@@ -248,7 +248,7 @@ class Round:
     round: int
     """The round."""
     seconds: dict[str, float]
-    """Seconds by what the peer did: train, encode, disk, fetch, boundary, apply and others."""
+    """Seconds by what the peer did: train, encode, disk, fetch, boundary, apply and others; `text` is the part of train that it waited for text."""
     bytes_sent: int
     """All bytes that it has sent since it was started."""
     bytes_received: int

@@ -161,11 +161,10 @@ class Peer:
             lost=self._directory.lost,
             peers=self._directory.peers,
             uplink=self._line.uplink,
-            ranges=text.find if isinstance(text, FetchedText) else nothing,
         )
         self.rounds = rounds = self._make_rounds(exchange, inner_loop, restored)
         del restored  # it would keep this θ in memory as long as the run lasts
-        await exchange.serve()
+        await exchange.serve(text.find if isinstance(text, FetchedText) else nothing)
         await self._latency.serve()
         await DialBack(self._transport, self._factories.clock).serve()
         await self._transport.serve(endpoints.PIPE, lambda stream: pipes.serve(stream, rounds.member.applied))

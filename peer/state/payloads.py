@@ -62,7 +62,7 @@ class Committed:
 
 class Exchange:
     """One per daemon. It serves the payloads and checkpoints in `storage`, in turns of `uplink`. `reach(peer)` connects to a peer,
-    `lost(peer)` forgets how it was reached, `peers()` are those who may have states; `ranges` finds text that is served, too."""
+    `lost(peer)` forgets how it was reached, `peers()` are those who may have states."""
 
     def __init__(
         self,
@@ -75,7 +75,6 @@ class Exchange:
         lost: Callable[[str], None] = lambda peer: None,
         peers: Callable[[], Awaitable[Sequence[str]]],
         uplink: Uplink,
-        ranges: Find = nothing,
     ) -> None:
         self.manifest = manifest
         self.store = store = storage.blobs
@@ -83,7 +82,7 @@ class Exchange:
         self._emit = emit
         self._fetcher = Fetcher(transport, store, reach=reach, lost=lost, warn=self._warn)
         self._server = BlobServer(
-            store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn, ranges=ranges
+            store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn
         )
         self._reach = reach
         self._lost = lost
@@ -94,8 +93,9 @@ class Exchange:
         self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
 
-    async def serve(self) -> None:
-        """Lets others ask."""
+    async def serve(self, ranges: Find = nothing) -> None:
+        """Lets others ask, also for the text that `ranges` finds."""
+        self._server.add_ranges(ranges)
         await self._server.serve(self._transport)
 
         async def states(remote: str, request: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -68,6 +69,10 @@ class Swarm:
         """More of a peer's options, by its name."""
         self.measures: set[str] = set()
         """Peers that measure their lines."""
+        self.fetches: set[str] = set()
+        """Peers that have no text, and fetch it, in an empty home."""
+        self.serves_text = True
+        """Whether the nodes do."""
         self.places = places or {}
         self.manifest = manifest
         self._corpus = demo_corpus(manifest.train.sequence).folder
@@ -99,7 +104,8 @@ class Swarm:
         common = ["--dir", folder, "--host", host, "--port", self.ports.get(name, 0), "--json"]
         if name in self.nodes:
             known = [x for address in self.addresses for x in ("--initial-peer", address)]
-            arguments = ["bootstrap", self.file, *common, *known, "--corpus", self._corpus]
+            arguments = ["bootstrap", self.file, *common, *known]
+            arguments += ["--corpus", self._corpus] if self.serves_text else []
         else:
             whole = memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
             offer = ["--device", "cpu", "--memory", self.memory.get(name, whole), "--threads", 1]
@@ -109,13 +115,16 @@ class Swarm:
                 self.addresses[0],
                 *common,
                 *offer,
-                "--corpus",
-                self._corpus,
+                *([] if name in self.fetches else ["--corpus", self._corpus]),
                 *self.options.get(name, []),
             ]
+        home = {"HOME": str(folder / "home"), "XDG_CACHE_HOME": ""} if name in self.fetches else {}
         with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
             self.running[name] = subprocess.Popen(
-                [*prefix, sys.executable, "-m", self.module, *map(str, arguments)], stdout=out, stderr=errors
+                [*prefix, sys.executable, "-m", self.module, *map(str, arguments)],
+                stdout=out,
+                stderr=errors,
+                env=os.environ | home,
             )
 
     def start_node(self, name: str) -> None:

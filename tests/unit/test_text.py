@@ -14,13 +14,11 @@ import pytest
 
 from peer import events
 from peer.cli.data import tokenizer_file
-from peer.config import JoinConfig
 from peer.corpus.reader import CHUNKS, CorpusReader
 from peer.corpus.text import LocalText, check, open_corpus
 from peer.corpus.tokenizer import load_tokenizer
 from peer.net.disk import LocalDisk
 from peer.node import round_text
-from peer.node.peer import run_text
 from protocol.errors import UsageError
 from protocol.run import corpus as corpora
 from protocol.run import data_order
@@ -37,17 +35,13 @@ def run_of(digest: str) -> Manifest:
     return tiny.manifest(data=DataSpec(corpus=digest))
 
 
-def config(folder: Path | None) -> JoinConfig:
-    return JoinConfig(folder=Path("unused"), memory_bytes=1, up_bps=1, down_bps=1, corpus=folder)
-
-
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_an_inner_step_reads_what_seed_slots_and_corpus_say(step: int, tmp_path: Path) -> None:
     """Also across the end of an epoch: the third step does."""
     index, ids = write_corpus(tmp_path / "corpus", COUNT, sequence=8)
     run = run_of(index.digest)
     work = Work(slot=COUNT - 7, steps=3, micro_batches=3)  # 3 micro-batches of 1 row
-    text = asyncio.run(run_text(run, config(tmp_path / "corpus")))
+    text = LocalText(open_corpus(tmp_path / "corpus", LocalDisk(), run), run.seed_bytes)
     found = asyncio.run(round_text.reader(run, text, work, 11, lambda body: None)(10 + step))
     numbers: list[int] = []
     for slot in range(COUNT - 7 + 3 * (step - 1), COUNT - 7 + 3 * step):
@@ -107,7 +101,7 @@ def test_another_corpus_than_the_runs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"^corpus .*: its digest is .*, not 111111111111…; use the run's own corpus$"):
         open_corpus(tmp_path / "corpus", LocalDisk(), run_of("1" * 64))
     with pytest.raises(UsageError, match=r"^corpus .*: No such file or directory; give the folder of a `potluck data"):
-        asyncio.run(run_text(run_of("1" * 64), config(tmp_path / "nothing")))
+        open_corpus(tmp_path / "nothing", LocalDisk(), run_of("1" * 64))
 
 
 def test_a_corpus_that_was_not_built_for_the_run_is_refused(tmp_path: Path) -> None:

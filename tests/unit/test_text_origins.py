@@ -90,7 +90,7 @@ def test_a_node_that_does_not_give_what_it_should_is_passed_over(
     noise: Noise, tmp_path: Path, spoil: Callable[[int, bytes], Awaitable[bytes]]
 ) -> None:
     async def work() -> None:
-        async with TextSwarm.begin(noise, tmp_path, nodes=3) as swarm:
+        async with TextSwarm(noise, tmp_path, nodes=3) as swarm:
             for node in swarm.nodes[:2]:
                 node.spoil = spoil
             reader = await swarm.start(patience=PATIENCE)
@@ -113,7 +113,7 @@ def test_peers_that_have_it_may_lie(
     """The node sends a third peer to the two that it gave the text to; both do not give it."""
 
     async def work() -> None:
-        async with TextSwarm.begin(noise, tmp_path) as swarm:
+        async with TextSwarm(noise, tmp_path) as swarm:
             for _ in range(2):
                 await read(swarm, liar := await swarm.start(), 5)
                 liar.spoil = spoil
@@ -127,7 +127,7 @@ def test_peers_that_have_it_may_lie(
 
 def test_nobody_has_it(noise: Noise, tmp_path: Path) -> None:
     async def work() -> None:
-        async with TextSwarm.begin(noise, tmp_path) as swarm:
+        async with TextSwarm(noise, tmp_path) as swarm:
             reader = await swarm.start(patience=Patience(retry=0.05, hopeless=1.0))
             swarm.nodes[0].spoil = nothing
             with pytest.raises(RemoteError, match="does not have it"):
@@ -146,7 +146,7 @@ async def honest(index: int, data: bytes) -> bytes:
 
 def test_an_index_that_is_another_is_refused(noise: Noise, tmp_path: Path) -> None:
     async def work() -> None:
-        async with TextSwarm.begin(noise, tmp_path, nodes=0) as swarm:
+        async with TextSwarm(noise, tmp_path, nodes=0) as swarm:
             with pytest.raises(RemoteError, match="nobody gives the index of the run's corpus"):
                 await swarm.start()
 
@@ -246,7 +246,7 @@ def test_a_mirror_that_does_not_give_what_it_should_is_passed_over(
         bad, good = Server(noise.folder, behave), Server(noise.folder, web_server.honest)
         async with serving(bad, contexts[0]), serving(good, contexts[0]):
             addresses = [bad.address, good.address]
-            async with TextSwarm.begin(noise, tmp_path, nodes=0, mirrors=addresses) as swarm:
+            async with TextSwarm(noise, tmp_path, nodes=0, mirrors=addresses) as swarm:
                 mirrors = Mirrors(contexts[1], silence=0.5)
                 reader = await swarm.start(mirrors=mirrors, patience=PATIENCE)
                 asked = len(bad.requests)
@@ -277,7 +277,7 @@ def test_a_mirror_alone_gives_everything(
         hub = Server(noise.folder, moved, "/datasets/us/text/resolve/v1/corpus/")
         async with serving(hub, contexts[0]):
             mirror = "hf://datasets/us/text@v1/corpus"
-            async with TextSwarm.begin(noise, tmp_path, nodes=0, mirrors=[mirror]) as swarm:
+            async with TextSwarm(noise, tmp_path, nodes=0, mirrors=[mirror]) as swarm:
                 endpoint = f"https://127.0.0.1:{hub.port}"
                 reader = await swarm.start(mirrors=Mirrors(contexts[1], endpoint), patience=PATIENCE)
                 await read(swarm, reader, 30)
@@ -314,7 +314,7 @@ def test_requests_that_make_no_sense_end_the_stream(noise: Noise, tmp_path: Path
     ]  # fmt: skip
 
     async def work() -> None:
-        async with TextSwarm.begin(noise, tmp_path) as swarm:
+        async with TextSwarm(noise, tmp_path) as swarm:
             reader = await swarm.start()
             await read(swarm, reader, 2)
             for peer, change in itertools.product((swarm.nodes[0], reader), bad):

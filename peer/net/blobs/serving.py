@@ -64,8 +64,7 @@ PATIENCE = Patience()
 
 
 class BlobServer:
-    """Serves a store's blobs, those that `others` find (which are not spread: their holders are known), and the single ranges that `ranges`
-    finds. `is_there(peer)`: whether it is worth while to send others to it for a range."""
+    """Serves a store's blobs, and those that `others` find (which are not spread: their holders are known)."""
 
     def __init__(
         self,
@@ -80,11 +79,9 @@ class BlobServer:
         warn: Callable[[str], None] = lambda text: None,
         copies: int = COPIES,
         patience: Patience = PATIENCE,
-        ranges: Find = nothing,
-        is_there: Callable[[str], bool] = lambda peer: True,
     ) -> None:
         self.uplink = uplink or Uplink()
-        self._ranges = RangeServer(ranges, self.uplink, is_there=is_there)
+        self._ranges = RangeServer(nothing, self.uplink)
         self._store = store
         self._others = others
         self._coming = coming
@@ -100,6 +97,10 @@ class BlobServer:
     def open_streams(self) -> int:
         """How many streams are being served."""
         return sum(self._streams.values())
+
+    def add_ranges(self, find: Find, is_there: Callable[[str], bool] = lambda peer: True) -> None:
+        """Serves the single ranges that `find` finds, too. `is_there(peer)`: whether it is worth while to send others to it for one."""
+        self._ranges = RangeServer(find, self.uplink, is_there=is_there)
 
     async def serve(self, transport: Transport) -> None:
         """Lets others ask."""

@@ -1,0 +1,102 @@
+"""A peer that fetches text is killed in the middle, again and again: what came stays, over real daemons."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from bootstrap.text import ServedText
+from peer.corpus.open_text import Access, open_text
+from peer.net import p2p
+from peer.net.blobs import BlobServer, BlobStore
+from peer.net.disk import LocalDisk
+from peer.net.uplink import Uplink
+from protocol.identity import Identity
+from protocol.run import data_order
+from protocol.run import manifest as manifests
+from protocol.run.manifest import Manifest
+from protocol.wire import endpoints
+from tests.text_swarm import STEP, manifest, write_noise
+
+SEQUENCES = 16_000
+"""32 MB."""
+KILLS = 2
+RATE_BPS = 60_000_000
+DEADLINE = 200.0
+
+
+async def start(key: Path, *bootstrap: str) -> p2p.P2PTransport:
+    return await p2p.start(key, host="127.0.0.1", bootstrap=bootstrap, validate=lambda key, subkey, value: True)
+
+
+async def fetch(folder: Path, run: Manifest, address: str) -> None:
+    """What the process that is killed does: reads a round, the whole corpus."""
+    transport = await start(folder / "key", address)
+
+    async def reach(peer: str) -> None:
+        await transport.connect([address], timeout=60.0)
+
+    access = Access(
+        transport=transport,
+        folder=folder / "text",
+        limit=1 << 30,
+        disk=LocalDisk(),
+        reach=reach,
+        lost=lambda peer: None,
+        emit=lambda body: print(body, flush=True),
+    )
+    text = await open_text(run, access)
+    slots = data_order.slots(0, 0, SEQUENCES)
+    text.expect([slots])
+    for step in range(SEQUENCES // STEP):
+        await text.sequences(data_order.slots(0, step, STEP))
+    await text.aclose()
+    await transport.aclose()
+
+
+def here(folder: Path) -> int:
+    """Bytes of ranges that are on disk."""
+    return sum(path.stat().st_size for path in folder.glob("text/*/*") if path.name.isdecimal())
+
+
+def test_kills_repeat_less_than_two_percent(tmp_path: Path) -> None:
+    async def work() -> None:
+        noise = write_noise(tmp_path / "corpus", SEQUENCES)
+        whole = SEQUENCES * noise.index.stride
+        node = await start(tmp_path / "node")
+        try:
+            served = ServedText(noise.folder, noise.index.digest, LocalDisk())
+            named = {endpoints.CORPUS_NAME: served.index}
+            store = BlobStore(tmp_path / "blobs")
+            server = BlobServer(store, named=named, uplink=Uplink(RATE_BPS))
+            server.add_ranges(served.find)
+            await server.serve(node)
+            operator = Identity.from_libp2p((tmp_path / "node").read_bytes())
+            run = manifest(noise.index, [operator])
+            (tmp_path / "run.json").write_bytes(run.to_bytes())
+            command = [sys.executable, "-m", "tests.faults.test_text_resume", str(tmp_path), node.addresses[0]]
+            for kill in range(KILLS + 1):
+                process = await asyncio.to_thread(subprocess.Popen, command)
+                while process.poll() is None and (kill == KILLS or here(tmp_path) < whole * (kill + 1) // (KILLS + 1)):
+                    await asyncio.sleep(0.005)
+                if kill < KILLS:
+                    assert process.poll() is None, "it was to be killed before its end"
+                    os.kill(process.pid, signal.SIGKILL)
+                    await asyncio.to_thread(process.wait)
+            assert process.returncode == 0
+            sent = node.traffic.sent[endpoints.BLOB]
+            print(f"repeated {100 * (sent / whole - 1):.2f} % of {whole} bytes in {KILLS} kills")
+            assert sent < 1.02 * whole, f"{100 * (sent / whole - 1):.2f} % were sent again"
+        finally:
+            await node.aclose()
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    asyncio.run(fetch(folder, manifests.from_bytes((folder / "run.json").read_bytes(), "here"), sys.argv[2]))
