@@ -30,7 +30,7 @@ RELAYS = 6
 ASKED = 16
 """Announced peers among whom those are looked for."""
 CONNECT_SECONDS = 5.0
-MAPPED_SECONDS = 6.0
+MAPPED_SECONDS = 8.0
 """After the start, in which a router may have mapped a port for us by UPnP or NAT-PMP."""
 LOOK_SECONDS = 0.5
 SIGNALS_SECONDS = 5.0
