@@ -6,6 +6,7 @@ Shares no code with the planner's cost model (protocol/planning/objective.py). O
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -46,7 +47,8 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
         forward = max(busy(i, there, back) / x.up_bps, busy(i + 1, there, back) / y.down_bps) / CARRIED
         backward = max(busy(i + 1, back, there) / y.up_bps, busy(i, back, there) / x.down_bps) / CARRIED
         wires += [forward, backward]
-        round_trip += forward + backward + 2 * math.dist(x.coordinates, y.coordinates) / 1000
+        longer = 2 if x.reachable == y.reachable == "private" else 1  # through a relay
+        round_trip += forward + backward + longer * 2 * math.dist(x.coordinates, y.coordinates) / 1000
     step = min(
         _step(train.micro_batches, times, wires, round_trip - sum(stages), depth)
         for times, depth in _ways(manifest, members, ranges, stages)
@@ -62,9 +64,9 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
     )
     length = manifest.timing.training_seconds
     share = min(1.0, length / offer) if manifest.outer.overlap else length / (length + offer)
+    if any(x.peer in y.apart or y.peer in x.apart for x, y in itertools.pairwise(members)):
+        return 0.0
     there_at_all = math.prod(c.presence for c in members)
-    for x, y in itertools.pairwise(members):
-        there_at_all *= 0.7 if x.reachable == y.reachable == "private" else 1.0
     return train.micro_batches * tokens / step * share * there_at_all
 
 
@@ -173,6 +175,12 @@ def small_swarm(rng: random.Random, manifest: Manifest) -> list[Candidate]:
         )
         for i in range(rng.randint(2, 7))
     ]
+
+
+def parted(rng: random.Random, peers: Sequence[Candidate]) -> list[Candidate]:
+    """The same peers, of whom up to two cannot reach another."""
+    told = {c.peer: (rng.choice(peers).peer, "nobody") for c in rng.sample(peers, rng.choice((0, 0, 1, 2)))}
+    return [dataclasses.replace(c, apart=told.get(c.peer, ())) for c in peers]
 
 
 SHAPES = {

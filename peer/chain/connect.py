@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from peer.chain.apart import Apart
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
 from peer.net.base import Stream, Transport
@@ -46,7 +47,7 @@ PATIENCE = Patience()
 
 class Pipes:
     """A peer's pipes, one object per peer. `reach(peer)` connects to a peer; `lost(peer)` forgets how it was reached. Frames take turns
-    in `uplink`."""
+    in `uplink`. `apart` hears whether neighbours could be dialled."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class Pipes:
         lost: Callable[[str], None],
         uplink: Uplink,
         *,
+        apart: Apart | None = None,
         patience: Patience = PATIENCE,
         liveness: Liveness = LIVENESS,
     ) -> None:
@@ -62,6 +64,7 @@ class Pipes:
         self._reach = reach
         self._lost = lost
         self._uplink = uplink
+        self._apart = apart
         self._patience = patience
         self._beat_s = liveness.beat_s
         self._incoming: dict[Key, asyncio.Future[Stream]] = {}
@@ -111,6 +114,7 @@ class Pipes:
 
     async def _dial(self, round: int, generation: int, replica: int, peer: str, complete: asyncio.Event) -> Stream:
         """A stream to a later stage. We send signs of life on it until all neighbours are there."""
+        why = "it did not answer"
         try:
             async with asyncio.timeout(self._patience.dial):
                 while True:
@@ -120,11 +124,16 @@ class Pipes:
                         living = asyncio.create_task(keep_alive(pipe, complete.is_set, self._beat_s))
                         self._living.add(living)
                         living.add_done_callback(self._living.discard)
+                        if self._apart is not None:
+                            self._apart.reached(peer)
                         return pipe
-                    except RemoteError:
+                    except RemoteError as error:
+                        why = str(error)
                         self._lost(peer)  # it may have come back elsewhere
                         await asyncio.sleep(0.5)
         except TimeoutError:
+            if self._apart is not None:
+                self._apart.failed(peer, why)
             raise NeighbourLost(peer, f"did not answer for {self._patience.dial:g} s") from None
 
     async def _open(self, peer: str, chain: dict[str, int]) -> Stream:

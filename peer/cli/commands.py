@@ -45,6 +45,7 @@ from peer.ui import screen as tui
 from peer.ui.lines import Lines, printer
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
+from protocol.rounds.questions import Question
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
@@ -96,7 +97,9 @@ async def bootstrap(
         _raise_limits(emit)
         transport = await start_transport(folder, door, manifest.run_id)
         try:
-            node = BootstrapNode(manifest, key, transport, archive, emit, others)
+            together = relay_bps * len(manifest.operators)  # others are taken to allow as much
+            answer = functools.partial(Question.answer, relay_bps=together)
+            node = BootstrapNode(manifest, key, transport, archive, emit, others, answer=answer)
             await serve_bootstrap(node, transport, emit, relay_bps)
         finally:
             await transport.aclose()

@@ -2,7 +2,8 @@
 
 A connection begins slowly: TCP doubles its window once in a round trip until the line is full. So the first half of the bytes says
 nothing of the line. The later half is cut into SLICES of equally many bytes, and the rate is the median of theirs: a moment in which the
-machine or the line was busy with something else does not count.
+machine or the line was busy with something else does not count. No more is believed than the mean of the later half, or of one of
+its halves: on a machine that is late to read, what waited in its buffers comes faster than any line.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from bisect import bisect_left
 SLICES = 7
 AGREE = 0.1
 """By this share of the median the rate of the later half, and that of its own later half, may differ from it at most."""
-SPARED = 1.05
-"""Times the mean, of the later half or of a half of it, is the most that we believe: on a machine that is late to read, what waited in its buffers comes faster than any line."""
 LEAST_SECONDS = 0.3
 LEAST_TRIPS = 3.0
 """Of the later half, before it is believed: while the window doubles, half of all bytes come in the last round trip."""
@@ -50,7 +49,7 @@ class Arrivals:
             return None
         first, middle, last = self._cuts()
         mean = max(self._between(a, b) for a, b in ((first, middle), (middle, last), (first, last)))
-        return min(statistics.median(found), SPARED * mean)
+        return min(statistics.median(found), mean)
 
     @property
     def steady(self) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
+from peer.chain.apart import Apart
 from peer.chain.connect import Pipes
 from peer.config import JoinConfig
 from peer.corpus.tokenizer import load_tokenizer
@@ -134,7 +135,8 @@ class Peer:
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
-        pipes = Pipes(self._transport, self._directory.reach, self._directory.lost, self._line.uplink)
+        apart = Apart(self._directory.update, self._warn)
+        pipes = Pipes(self._transport, self._directory.reach, self._directory.lost, self._line.uplink, apart=apart)
         inner_loop = self._factories.inner_loop(
             self.manifest,
             self.identity.peer_id,
@@ -174,6 +176,7 @@ class Peer:
         try:
             await self._work(rounds)
         finally:
+            apart.close()
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
         shards = layout.shard_names(self.manifest.model)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -53,18 +54,19 @@ class Arranged:
 
 
 def arrange(
-    manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[Arranged] = ()
+    manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[Arranged] = (), relay_bps: float = math.inf
 ) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
     """The replicas, kept ones first in their order, and the spares. `kept`: replicas of the last plan, as they are to be if they stay;
-    all their members are candidates and can hold their blocks."""
+    all their members are candidates and can hold their blocks. `relay_bps`: what all relays together pass on."""
     everybody = sorted(candidates, key=lambda c: c.peer)
-    swarm = Swarm(manifest, everybody)
+    swarm = Swarm(manifest, everybody, relay_bps)
     number = {c.peer: i for i, c in enumerate(everybody)}
     old = _as_they_are(swarm, {tuple(number[p] for p in replica.members): replica for replica in kept})
     busy = {i for group in old for i in group}
     free = {i for i in range(len(everybody)) if i not in busy and swarm.caps[:, i].any()}
     rates = [replica.rate for replica in old.values()]
     now = Arrangement(groups=list(old), rates=rates, free=free, kept=set(old), bonus=1 / GAIN)
+    pools.tidy(now)  # neighbours that found out that they cannot reach each other
     _found(swarm, now)
     budget = NEW_ROWS if kept else min(ROWS, ROWS_A_PEER * len(everybody))
 
@@ -93,12 +95,14 @@ def _search(swarm: Swarm, now: Arrangement, budget: int, allowed: Allowed) -> No
             break
 
 
-def rates(manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged]) -> list[float]:
+def rates(
+    manifest: Manifest, candidates: Sequence[Candidate], replicas: Sequence[Arranged], relay_bps: float
+) -> list[float]:
     """Predicted tokens per second of replicas as they are; their members are candidates and can hold their blocks."""
     everybody = sorted(candidates, key=lambda c: c.peer)
     number = {c.peer: i for i, c in enumerate(everybody)}
     groups = [tuple(number[peer] for peer in replica.members) for replica in replicas]
-    as_is, _, _ = _as_is(Swarm(manifest, everybody), groups, replicas)
+    as_is, _, _ = _as_is(Swarm(manifest, everybody, relay_bps), groups, replicas)
     found: list[float] = as_is.tolist()
     return found
 

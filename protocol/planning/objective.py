@@ -17,7 +17,11 @@ chain of one stage.
 An inner stage has two neighbours, and its uplink and downlink carry both: each of its boundaries is as fast as if frames
 came in turns. A link is taken to carry CARRIED of its rate (docs/results/chain.md). With `overlap` the payload travels while
 training goes on, and counts only where it takes longer than the round. The presence of a replica is the product of its members':
-it takes all of them. Two neighbours behind routers that let nobody in can talk in PUNCHED of the cases.
+it takes all of them.
+
+Two neighbours behind routers that let nobody in talk through a bootstrap node: the way is taken to be DETOUR times as long, and what
+the relays pass on is shared between as many such pairs as there can be. Where nobody relays they can talk in PUNCHED of the cases. Who
+found a peer that it could not reach at all (`Candidate.apart`) is never its neighbour.
 
 What is not known is taken to be usual: a speed is the median of those that are known, or USUAL_FLOPS; likewise for links; a
 downlink is as the uplink; a latency is USUAL_LATENCY. Everything comes from announcements, so all is brought within bounds.
@@ -44,6 +48,8 @@ CARRIED = 0.9
 """Of a link's rate: the rest is headers, acknowledgements and room for a chain's turns."""
 PUNCHED = 0.7
 """How often a hole can be punched between two home routers: 4.4 million attempts (arXiv:2510.27500)."""
+DETOUR = 2.0
+"""How much longer than the straight way the one through a relay is taken to be: nobody knows yet which relay it will be."""
 USUAL_FLOPS = 1e12
 USUAL_BPS = 20e6
 """A home's uplink."""
@@ -82,9 +88,10 @@ def step(micro_batches: int, compute: Floats, links: tuple[Floats, Floats], dept
 
 
 class Swarm:
-    """The candidates as arrays, in the order in which they were given: [n] each."""
+    """The candidates as arrays, in the order in which they were given: [n] each. `relay_bps`: what all relays together pass on, in bits a
+    second; 0: there are none."""
 
-    def __init__(self, manifest: Manifest, candidates: Sequence[Candidate]) -> None:
+    def __init__(self, manifest: Manifest, candidates: Sequence[Candidate], relay_bps: float = math.inf) -> None:
         self.shapes = table = shapes(manifest)
         self.known = np.array([c.speed_flops > 0 for c in candidates], dtype=bool)
         self.speed = _filled([c.speed_flops for c in candidates], USUAL_FLOPS)
@@ -95,6 +102,10 @@ class Swarm:
         self.in_files = np.array([in_files(manifest, int(size)) for size in self.memory], dtype=np.int64)
         self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
         self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)
+        self.relayed_bps = relay_bps / max(1, int(self.private.sum()) // 2)
+        """Bits a second of one relayed boundary, both ways together."""
+        self.apart = _pairs(candidates)
+        """Of pairs that cannot be neighbours: the one's number times n, plus the other's; ascending."""
         self.place = _places(candidates)
         caps = [np.searchsorted(table.needs[kind][1:], self.memory, side="right") for kind in (FIRST, MIDDLE, LAST)]
         whole = np.where(self.memory >= table.needs[WHOLE][-1], table.layers, 0)
@@ -176,10 +187,18 @@ class Swarm:
         sends = np.array([forward, forward + backward, backward, 0.0])[kind] / self.up[rows]
         gets = np.array([backward, forward + backward, forward, 0.0])[kind] / self.down[rows]
         pair = rows[:, 1:] >= 0
-        return (
-            np.where(pair, np.maximum(sends[:, :-1], gets[:, 1:]), 0.0),
-            np.where(pair, np.maximum(sends[:, 1:], gets[:, :-1]), 0.0),
-        )
+        there = np.where(pair, np.maximum(sends[:, :-1], gets[:, 1:]), 0.0)
+        back = np.where(pair, np.maximum(sends[:, 1:], gets[:, :-1]), 0.0)
+        if self.private.any() and self.relayed_bps:
+            through = np.where(self.both_private(rows), bits.sum() / self.relayed_bps, 0.0)
+            there, back = np.maximum(there, through), np.maximum(back, through)
+        return there, back
+
+    def both_private(self, rows: Ints) -> Flags:
+        """[N, S - 1]: whether the boundary after each place is between two peers whose routers let nobody in."""
+        private = np.where(rows >= 0, self.private[rows], False)
+        found: Flags = private[:, 1:] & private[:, :-1]
+        return found
 
     def latencies(self, rows: Ints) -> Floats:
         """[N, S - 1]: one-way seconds of the boundary after each place; 0 where there is none."""
@@ -187,8 +206,10 @@ class Swarm:
         for axis in self.place.T:
             at = axis[rows]
             squares += (at[:, 1:] - at[:, :-1]) ** 2
-        apart = np.sqrt(squares) / 1e3
-        found: Floats = np.where(rows[:, 1:] >= 0, np.where(np.isnan(apart), USUAL_LATENCY, apart), 0.0)
+        seconds = np.sqrt(squares) / 1e3
+        found: Floats = np.where(rows[:, 1:] >= 0, np.where(np.isnan(seconds), USUAL_LATENCY, seconds), 0.0)
+        if self.private.any() and self.relayed_bps:
+            found = np.where(self.both_private(rows), DETOUR * found, found)
         return found
 
     def compute(self, rows: Ints, blocks: Ints) -> Floats:
@@ -256,16 +277,20 @@ class Swarm:
             part = bits.sum() / table.boundary_bits[0].sum()
             took = part * trip + latency + (table.micro_batches - 1) * np.maximum(part * slowest, pace)
             seconds = np.minimum(seconds, took)
-        if self.private.any():
+        with np.errstate(divide="ignore"):
             seconds = seconds / self._reached(rows)
         found: Floats = np.where(self._fits(rows, kind, self.caps), seconds, math.inf)
         return found
 
     def _reached(self, rows: Ints) -> Floats:
         """[N]: how likely all neighbours can talk."""
-        private = np.where(rows >= 0, self.private[rows], False)
-        pairs = (private[:, 1:] & private[:, :-1]).sum(axis=1)
-        found: Floats = PUNCHED**pairs
+        found = np.ones(len(rows))
+        if self.private.any() and not self.relayed_bps:
+            found = PUNCHED ** self.both_private(rows).sum(axis=1)
+        if len(self.apart):
+            one, other = rows[:, :-1], rows[:, 1:]
+            keys = np.where(other >= 0, one * len(self.private) + other, -1)
+            found = np.where(np.isin(keys, self.apart).any(axis=1), 0.0, found)
         return found
 
     def rated(self, rows: Ints) -> Rated:
@@ -321,6 +346,14 @@ def _places(candidates: Sequence[Candidate]) -> Floats:
         if len(c.coordinates) == axes and all(abs(x) < 1e5 for x in c.coordinates):
             place[i] = c.coordinates
     return place
+
+
+def _pairs(candidates: Sequence[Candidate]) -> Ints:
+    """The keys of those pairs of which one says that it cannot reach the other, both ways round."""
+    number = {c.peer: i for i, c in enumerate(candidates)}
+    told = {(i, number[peer]) for i, c in enumerate(candidates) for peer in c.apart if peer in number}
+    n = len(candidates)
+    return np.array(sorted({i * n + j for a, b in told for i, j in ((a, b), (b, a))}), dtype=np.int64)
 
 
 def padded(groups: Sequence[Sequence[int]]) -> Ints:

@@ -13,6 +13,7 @@ protocol/planning/memory.py.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from protocol.planning import arrange
@@ -36,22 +37,25 @@ def make_plan(
     previous: Plan | None,
     done: Mapping[int, int] | None = None,
     holds: Holds | None = None,
+    relay_bps: float = math.inf,
 ) -> Plan | None:
     """The plan of `round`; None where the candidates make not even one replica. `previous` and `done` are those of
     protocol/planning/allotment.py. `holds` says whether a stage's peer has its shards already (None: everybody has): a new replica
-    one of whose members has not is forming, and nobody waits for it, unless there is no other."""
+    one of whose members has not is forming, and nobody waits for it, unless there is no other. `relay_bps`: what all relays together pass
+    on, in bits a second."""
     candidates = sorted(candidates, key=lambda c: c.peer)
     there = {c.peer: c for c in candidates}
     kept = still_fit(manifest, previous.replicas if previous else (), there)
-    known, _ = _worth(manifest, candidates, _pending(manifest, previous, kept, there))
+    known, _ = _worth(manifest, candidates, _pending(manifest, previous, kept, there), relay_bps)
     pending = [change for change in known if round - change.since < FORMING_ROUNDS or not change.lacking(holds)]
     late = [change for change in known if round - change.since >= FORMING_ROUNDS and change.lacking(holds)]
     resting = [replica for change in late for replica in change.before]
     stuck = {p for change in late for p in change.lacking(holds)}.difference(*(replica.peers for replica in kept))
     taken = stuck.union(*(change.peers for change in pending), *(replica.peers for replica in resting))
     settled = [replica for replica in kept if taken.isdisjoint(replica.peers)]
-    staying, new = _arranged(manifest, [c for c in candidates if c.peer not in taken], settled, round)
-    worth, worse = _worth(manifest, candidates, new)
+    others = [c for c in candidates if c.peer not in taken]
+    staying, new = _arranged(manifest, others, settled, round, relay_bps)
+    worth, worse = _worth(manifest, candidates, new, relay_bps)
     begin = [*resting, *staying, *(replica for change in worse for replica in change.before)]
     waiting: list[Change] = []
     for change in (*pending, *worth):
@@ -87,11 +91,12 @@ def _pending(
 
 
 def _arranged(
-    manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[ReplicaSpec], round: int
+    manifest: Manifest, candidates: Sequence[Candidate], kept: Sequence[ReplicaSpec], round: int, relay_bps: float
 ) -> tuple[list[ReplicaSpec], list[Change]]:
     """Who of the `kept` stays as it is, and what else is best."""
     there = {c.peer: c for c in candidates}
-    found, _ = arrange.arrange(manifest, candidates, [arranged(balanced(manifest, r, there)) for r in kept])
+    as_they_are = [arranged(balanced(manifest, r, there)) for r in kept]
+    found, _ = arrange.arrange(manifest, candidates, as_they_are, relay_bps)
     before = {replica.peers: replica for replica in kept}
     staying: list[ReplicaSpec] = []
     new: list[ReplicaSpec] = []
@@ -107,12 +112,12 @@ def _arranged(
 
 
 def _worth(
-    manifest: Manifest, candidates: Sequence[Candidate], changes: Sequence[Change]
+    manifest: Manifest, candidates: Sequence[Candidate], changes: Sequence[Change], relay_bps: float
 ) -> tuple[list[Change], list[Change]]:
     """The changes that bring at least the tokens per second of what they replace, and those that do not. One that replaces nothing, or
     only ends something, is worth it."""
     replicas = [arranged(r) for c in changes if c.before and c.after for r in (*c.before, *c.after)]
-    rates = iter(arrange.rates(manifest, candidates, replicas) if replicas else ())
+    rates = iter(arrange.rates(manifest, candidates, replicas, relay_bps) if replicas else ())
     worth: list[Change] = []
     worse: list[Change] = []
     for change in changes:

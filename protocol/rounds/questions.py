@@ -8,6 +8,7 @@ answered on another thread, and an answer that comes too late is known by its qu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from protocol.planning import memory, planner
@@ -33,8 +34,9 @@ class Question:
     left_out: int
     attested: Attested | None
 
-    def answer(self) -> Plan | None:
-        """The plan, no longer than a commit can say; None where the candidates make not even one replica."""
+    def answer(self, relay_bps: float = math.inf) -> Plan | None:
+        """The plan, no longer than a commit can say; None where the candidates make not even one replica. `relay_bps`: what all relays
+        together pass on, in bits a second."""
         plan = planner.make_plan(
             self.manifest,
             self.candidates,
@@ -42,6 +44,7 @@ class Question:
             previous=self.previous,
             done={c.replica: c.steps for c in self.contributions},
             holds=self._holds if self.attested is not None else None,
+            relay_bps=relay_bps,
         )
         return plan and capacity.bounded(self.manifest, plan, self.contributions, self.left_out)
 

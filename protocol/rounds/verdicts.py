@@ -59,12 +59,9 @@ class Verdicts:
             touched = self._touched | (seen.wrong ^ before.wrong)
             todo = [replica for peer in touched for replica in self._of.get(peer, ())]
         self._touched.clear()
-        news = sum([self._enter(replica, judge(replica)) for replica in todo]) > 0
-        for number in self.complete.keys() - self.since.keys():
-            self.since[number] = waited
-        return news
+        return sum([self._enter(replica, judge(replica), waited) for replica in todo]) > 0
 
-    def _enter(self, replica: ReplicaSpec, found: Contribution | str | None) -> bool:
+    def _enter(self, replica: ReplicaSpec, found: Contribution | str | None, waited: float) -> bool:
         """Whether that is news."""
         number = replica.number
         before = self.complete.get(number) or self.failed.get(number)
@@ -78,6 +75,7 @@ class Verdicts:
             self.failed[replica.number] = found
         else:
             self.complete[replica.number] = found
+            self.since.setdefault(number, waited)
         return True
 
     def contributions(self) -> list[Contribution]:

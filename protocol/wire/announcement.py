@@ -12,6 +12,8 @@ AXES = 3
 REACHABLE = ("", "direct", "mapped", "private")
 """How others reach a peer: it is not known; at an address of its own; at one of a router in front of it; they cannot connect to it,
 unless it connects to them or a hole can be made in its router."""
+MOST_APART = 16
+"""Peers of whom one says that it cannot reach them."""
 FARTHEST = 10_000.0
 """Milliseconds along an axis that a place may have: no two points of the Earth are so far apart."""
 
@@ -42,7 +44,8 @@ class ChainReport:
 class Announcement:
     """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
-    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown; `reachable`: one of REACHABLE."""
+    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `reachable`: one of
+    REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through relays."""
 
     run: str
     peer: str
@@ -63,6 +66,7 @@ class Announcement:
     chain: ChainReport | None = None
     coordinates: tuple[float, ...] = ()
     reachable: str = ""
+    apart: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not is_place(self.coordinates) and self.coordinates:
@@ -71,6 +75,8 @@ class Announcement:
             raise ValueError(f"speed_flops must be in 0..{MAX_SPEED}")
         if self.reachable not in REACHABLE:
             raise ValueError(f"reachable must be one of {REACHABLE}")
+        if len(self.apart) > MOST_APART:
+            raise ValueError(f"apart must name at most {MOST_APART} peers")
 
 
 def is_place(coordinates: tuple[float, ...]) -> bool:

@@ -72,7 +72,7 @@ def small(seeds: range, rows: Rows) -> None:
     def one(seed: int) -> Row:
         rng = random.Random(seed)
         manifest = plans.small_manifest(rng)
-        peers = plans.small_swarm(rng, manifest)
+        peers = plans.parted(rng, plans.small_swarm(rng, manifest))
         best = plans.optimum(manifest, peers)
         found = plans.total(manifest, peers, arrange(manifest, peers)[0])
         return {"peers": len(peers), "share": found / best if best > 0 else None}

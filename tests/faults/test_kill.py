@@ -47,8 +47,11 @@ class Swarm:
 
     def __init__(self, out: Path, name: str, overlap: int = 0) -> None:
         self.name = name
-        self.rounds = ROUNDS if name.startswith("full") else 3 * ROUNDS  # the chain is tried again for a while
-        chosen = swarms.options(out, full=2, chains=1, rank=(8,), rounds=self.rounds, inner_steps=8, in_memory=False)
+        full = name.startswith("full")
+        self.rounds, steps = (ROUNDS, 8) if full else (3 * ROUNDS, 4)  # the chain is tried again for a while
+        chosen = swarms.options(
+            out, full=2, chains=1, rank=(8,), rounds=self.rounds, inner_steps=steps, in_memory=False
+        )
         self.folder = chosen.out / name
         self.demo = swarms.Background(chosen, swarms.manifest(chosen, outer={"overlap": overlap}))
         self.event = self.demo.event

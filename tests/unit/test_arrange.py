@@ -30,7 +30,7 @@ def test_small_swarms_are_arranged_almost_as_well_as_can_be() -> None:
     for seed in range(30):
         rng = random.Random(seed)
         manifest = plans.small_manifest(rng)
-        peers = plans.small_swarm(rng, manifest)[:5]
+        peers = plans.parted(rng, plans.small_swarm(rng, manifest)[:5])
         best = plans.optimum(manifest, peers)
         replicas, _ = arrange(manifest, peers)
         found = plans.total(manifest, peers, replicas)
@@ -104,7 +104,8 @@ def test_a_step_is_about_as_long_as_the_simulation_of_the_schedule_says() -> Non
     for _ in range(150):
         manifest = plans.small_manifest(rng)
         whole = memory.stage_memory(manifest, 0, manifest.model.n_layers)
-        peers = [dataclasses.replace(c, memory_bytes=2 * whole) for c in plans.small_swarm(rng, manifest)[:4]]
+        some = plans.small_swarm(rng, manifest)[:4]
+        peers = [dataclasses.replace(c, memory_bytes=2 * whole, reachable="") for c in some]
         swarm, rows = Swarm(manifest, peers), padded([range(len(peers))])
         blocks = swarm.share_out(rows, swarm.caps)
         stages = [StageCost(forward=t / 3, backward=2 * t / 3) for t in swarm.compute(rows, blocks)[0][: len(peers)]]
