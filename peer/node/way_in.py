@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import ipaddress
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,15 +42,16 @@ _MARK = "private"
 
 @dataclass(frozen=True, slots=True)
 class WayIn:
-    """Of one peer, whose files are in `folder`."""
+    """Of one peer, whose files are in `folder`. `begin(folder, door, run)` starts a transport."""
 
     run: Run
     folder: Path
     door: Door
+    begin: Callable[[Path, Door, str], Awaitable[Transport]] = start_transport
 
     async def start(self) -> Transport:
         """A transport as for a machine that can be reached. Raises UsageError."""
-        return await start_transport(self.folder, self.door, self.run.run_id)
+        return await self.begin(self.folder, self.door, self.run.run_id)
 
     async def settle(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Finding | None]:
         """Finds out how we are reached over a transport that has just been started and is connected to the run: the one to go on with,
@@ -68,7 +69,7 @@ class WayIn:
         if found.how != "private" or self.door.announce or not relays:
             return transport, found
         await transport.aclose()
-        again = await start_transport(self.folder, replace(self.door, relays=relays), self.run.run_id)
+        again = await self.begin(self.folder, replace(self.door, relays=relays), self.run.run_id)
         try:
             await _connect(again, relays)
             with contextlib.suppress(TimeoutError):
