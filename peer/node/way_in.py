@@ -24,6 +24,7 @@ from peer.net.reach import Finding
 from peer.node.open_run import Door, Run, start_transport
 from protocol.errors import RemoteError
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import Announcement
 
 RELAYS = 6
 """Public peers that carry our signals, at most."""
@@ -120,15 +121,17 @@ class WayIn:
         known = {
             address.rpartition("/p2p/")[2]: [address] for address in (*self.run.bootstrap, *manifest.hints.bootstrap)
         }
-        with contextlib.suppress(RemoteError):
-            found = await announcements(transport, manifest.run_id)
-            for node in manifest.operators:
-                with contextlib.suppress(RemoteError):
-                    found |= await roster.look_up(transport, manifest.run_id, node, sample=ASKED)
-                    break
-            for peer, said in found.items():
-                if peer in manifest.operators or said.reachable in ("direct", "mapped"):
-                    known.setdefault(peer, []).extend(said.addresses)
+        found: dict[str, Announcement] = {}
+        for node in manifest.operators:
+            with contextlib.suppress(RemoteError):
+                found = await roster.look_up(transport, manifest.run_id, node, manifest.operators, sample=ASKED)
+                break
+        if not set(manifest.operators) <= {*known, *found}:  # a node does not hear the others
+            with contextlib.suppress(RemoteError):
+                found |= await announcements(transport, manifest.run_id)
+        for peer, said in found.items():
+            if peer in manifest.operators or said.reachable in ("direct", "mapped"):
+                known.setdefault(peer, []).extend(said.addresses)
         others = [peer for peer in known if peer not in manifest.operators and peer != transport.peer_id]
         chosen = [*(peer for peer in manifest.operators if peer in known), *others][:ASKED]
         best = {peer: address for peer in chosen if (address := _best(known[peer]))}

@@ -21,6 +21,7 @@ from peer.net.reach import Finding
 from peer.node.open_run import Door, Run
 from peer.node.way_in import RELAYS, REMEMBERED_SECONDS, WayIn
 from protocol.identity import Identity
+from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, sealed
 from protocol.wire.announcement import Announcement
 from protocol.wire.roster import Lookup
@@ -45,6 +46,7 @@ class Street:
         self.open: set[int] = set()
         self.dialled = 0
         self.doors: list[Door] = []
+        self.heard = Heard(M.run_id, 0)
 
     async def greets(self, host: str, port: int) -> bool:
         self.dialled += 1
@@ -56,13 +58,13 @@ class Street:
         made.addresses = (address,)
         loop = asyncio.get_running_loop()
         await DialBack(made, Clock(steady=loop.time, wall=loop.time), self.greets).serve()
-        said = Announcement(run=M.run_id, peer=who.peer_id, addresses=(address,), reachable=reachable)
+        said = Announcement(run=M.run_id, peer=who.peer_id, addresses=(address,), reachable=reachable, serial=1)
+        self.heard.take(who.peer_id, sealed.seal(who, said))
         await made.store(endpoints.announcements_key(M.run_id), who.peer_id, sealed.seal(who, said), ttl=600.0)
         if who.peer_id == OPERATOR:
-            heard = Heard(M.run_id, 0)
 
             async def roster(peer: str, request: bytes) -> bytes:
-                return heard.answer(encoding.expect(Lookup, encoding.decode(request, peer), peer))
+                return self.heard.answer(encoding.expect(Lookup, encoding.decode(request, peer), peer))
 
             await serve_calls(made, endpoints.ROSTER, roster)
         if not there:
@@ -74,12 +76,12 @@ class Street:
         made.addresses = (LISTENS, CIRCUIT) if door.relays else (LISTENS,)
         return made
 
-    async def settle(self, **door: Any) -> Finding | None:
+    async def settle(self, manifest: Manifest = M, **door: Any) -> Finding | None:
         """Starts once; what was found."""
         line = f"/ip4/198.51.100.1/tcp/31337/p2p/{OPERATOR}"
         door = {"host": "0.0.0.0", **door}
         way_in = WayIn(Run(None, M.run_id, (line,)), self.folder, Door(**door), self.begin)
-        transport, found = await way_in.settle(await way_in.start(), M)
+        transport, found = await way_in.settle(await way_in.start(), manifest)
         assert self.network.peers["home"] is transport
         await transport.aclose()
         return found
@@ -161,6 +163,27 @@ def test_only_who_answers_now_and_is_reached_by_everybody_carries_signals(tmp_pa
         assert len(chosen) == RELAYS
         assert chosen[0].endswith(OPERATOR)
         assert {address.split("/")[2] for address in chosen[1:]} <= {f"198.51.100.{i}" for i in range(5, 12)}
+
+    run(story())
+
+
+def test_nodes_that_one_node_does_not_know_are_found_in_the_dht(tmp_path: Path) -> None:
+    async def story() -> None:
+        street = Street(tmp_path)
+        await street.public(VOLUNTEERS[0], 2, "")  # of which the first node has not heard
+        street.heard.remove(VOLUNTEERS[0].peer_id)
+        await street.public(tiny.OPERATOR, 1)
+        both = tiny.manifest(operators=(OPERATOR, VOLUNTEERS[0].peer_id))
+        assert both.run_id != M.run_id
+        said = Announcement(
+            run=both.run_id,
+            peer=VOLUNTEERS[0].peer_id,
+            addresses=(f"/ip4/198.51.100.2/tcp/31337/p2p/{VOLUNTEERS[0].peer_id}",),
+        )
+        key, node = endpoints.announcements_key(both.run_id), street.network.peers[VOLUNTEERS[0].peer_id]
+        await node.store(key, node.peer_id, sealed.seal(VOLUNTEERS[0], said), ttl=600.0)
+        await street.settle(both)
+        assert [address.rpartition("/")[2] for address in street.doors[-1].relays] == list(both.operators)
 
     run(story())
 
