@@ -73,6 +73,36 @@ def lab(script: Path, links: Mapping[str, str], *, idle_restart: bool = True) ->
         subprocess.run([script, "down", name], check=True, stdout=subprocess.DEVNULL)
 
 
+@contextlib.contextmanager
+def beside(there: Lab, home: str) -> Iterator[list[str]]:
+    """A second machine behind the router of `home`, in the same local network: what a command begins with that is to run there."""
+    first = f"nl-{there.name}-{_home(home)}"
+    second, router = f"{first}-2", f"{first}-r"
+    commands = [
+        f"ip netns add {second}",
+        f"ip -n {second} link set lo up",
+        f"ip -n {router} link add br0 type bridge",
+        f"ip -n {router} addr del 192.168.1.1/24 dev lan0",
+        f"ip -n {router} link set lan0 master br0",
+        f"ip -n {router} addr add 192.168.1.1/24 dev br0",
+        f"ip -n {router} link set br0 up",
+        f"ip -n {router} link add lan1 type veth peer name eth0 netns {second}",
+        f"ip -n {router} link set lan1 master br0 up",
+        f"ip -n {second} addr add 192.168.1.3/24 dev eth0",
+        f"ip -n {second} link set eth0 up",
+        f"ip -n {second} route add default via 192.168.1.1",
+        f"ip netns exec {second} sysctl -qw net.ipv4.tcp_congestion_control={CONGESTION_CONTROL}",
+        f"ip netns exec {router} nft add rule ip fw c_forward iifname br0 accept",
+        f"ip netns exec {router} nft add rule ip fw c_input iifname br0 accept",
+    ]
+    try:
+        for command in commands:
+            subprocess.run(command.split(), check=True, stdout=subprocess.DEVNULL)
+        yield ["ip", "netns", "exec", second]
+    finally:
+        subprocess.run(["ip", "netns", "del", second], check=False, stderr=subprocess.DEVNULL)
+
+
 def _home(peer: str) -> str:
     """The script's name for it."""
     return peer.replace("-", "")

@@ -195,6 +195,9 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                 if found is not None:
                     config = _reached(config, found, key.peer_id, announce)
                     emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
+                    if announce and found.how == "private":
+                        text = f"--announce {announce[0]}: nobody who tried got through; check where that port leads"
+                        emit(events.Warning(text=text))
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
                 peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories)
                 if not options.dry_run:

@@ -213,10 +213,10 @@ class Daemon:
             if writer is not None and not agreed:
                 writer.transport.abort()
 
-    async def connected(self) -> list[str]:
-        """The peer of every connection there is, alive or not; circuits are none."""
+    async def connected(self, *, circuits: bool = False) -> list[str]:
+        """The peer of every connection there is, alive or not; or of every circuit, which is none."""
         listed = await self.p2p.list_peers()
-        return [peer.peer_id.to_base58() for peer in listed if not any(is_circuit(str(a)) for a in peer.addrs)]
+        return [p.peer_id.to_base58() for p in listed if any(is_circuit(str(a)) for a in p.addrs) == circuits]
 
     async def answers(self, peer: str, timeout: float) -> str | None:
         """The address at which `peer` answers a ping, over the connection that a stream would take; empty if that is not known, None if it

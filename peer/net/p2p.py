@@ -137,6 +137,8 @@ class P2PTransport(Endpoint):
         )
         what = f"address {next(iter(known))}/p2p/{peer}"
         deadline = asyncio.get_running_loop().time() + timeout
+        if any(map(is_circuit, known)):
+            await self._end_circuit(peer)
         while True:
             left = deadline - asyncio.get_running_loop().time()
             try:
@@ -158,6 +160,14 @@ class P2PTransport(Endpoint):
                     return Unreachable(peer, f"{what}: {SIGNALS_ONLY}; try again")
                 if deadline - asyncio.get_running_loop().time() < RETRY_SECONDS:
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
+
+    async def _end_circuit(self, peer: str) -> None:
+        """Ends the circuits to `peer` if there is no connection: the daemon would take them for one, and dial none of its addresses. The DHT
+        makes them, too."""
+        with contextlib.suppress(RemoteError, TimeoutError):
+            through = await self.daemon.within(self.daemon.connected(circuits=True), CLOSE_SECONDS)
+            if peer in through and peer not in await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS):
+                await self.daemon.disconnect(peer)
 
     def doubt(self, peer: str) -> None:
         if self._closed or peer in self._later:

@@ -26,6 +26,8 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.dial_back import MOST_PORTS, Dialled, DialMe
 
 ANSWER_SECONDS = 10.0
+MOST_ANSWERED = 1024
+"""Bytes."""
 MOST_ASKED = 3
 AGAIN_SECONDS = 1800.0
 """Between two looks, when nothing changes."""
@@ -58,25 +60,48 @@ class Around:
 
 
 async def find_out(around: Around) -> Finding:
-    """Asks. Raises TransportLost."""
+    """Asks two at once, and one more while it is not clear. Raises TransportLost."""
     transport = around.transport
     listed = [address for address in transport.addresses if not is_circuit(address)]
     ports = list(dict.fromkeys(port for port in map(port_of, (*around.announced, *listed)) if port))[:MOST_PORTS]
     told: dict[str, Dialled] = {}
-    if ports:
-        request = encoding.encode(DialMe(ports=tuple(ports)))
-        async for peer in around.others():
-            if peer == transport.peer_id or peer in told:
-                continue
-            with contextlib.suppress(RemoteError):
-                await around.reach(peer)
-                raw = await call(transport, peer, endpoints.DIAL_BACK, request, timeout=ANSWER_SECONDS, limit=1024)
-                answer = encoding.expect(Dialled, encoding.decode(raw, peer), peer)
-                if _can_tell(answer, around.addresses(peer)):
-                    told[peer] = answer
-            if _majority(told) is not None or len(told) >= MOST_ASKED:
-                break
+    asked, others = {transport.peer_id}, around.others()
+    while ports and _majority(told) is None and len(told) < MOST_ASKED:
+        wave = await _take(others, 1 if told else 2, asked)
+        if not wave:
+            break
+        asked.update(wave)
+        answers = await asyncio.gather(*(_ask(around, peer, DialMe(ports=tuple(ports))) for peer in wave))
+        told |= {peer: answer for peer, answer in zip(wave, answers, strict=True) if answer is not None}
     return _judged(told, around)
+
+
+async def _take(others: AsyncIterator[str], count: int, known: set[str]) -> list[str]:
+    """The next ones that are not `known`, at most so many."""
+    taken: dict[str, None] = {}
+    async for peer in others:
+        if peer not in known:
+            taken[peer] = None
+        if len(taken) == count:
+            break
+    return list(taken)
+
+
+async def _ask(around: Around, peer: str, request: DialMe) -> Dialled | None:
+    """What `peer` says, or None where it cannot tell."""
+    with contextlib.suppress(RemoteError):
+        await around.reach(peer)
+        raw = await call(
+            around.transport,
+            peer,
+            endpoints.DIAL_BACK,
+            encoding.encode(request),
+            timeout=ANSWER_SECONDS,
+            limit=MOST_ANSWERED,
+        )
+        answer = encoding.expect(Dialled, encoding.decode(raw, peer), peer)
+        return answer if _can_tell(answer, around.addresses(peer)) else None
+    return None
 
 
 def _can_tell(answer: Dialled, its_addresses: Sequence[str]) -> bool:

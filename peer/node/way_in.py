@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import ipaddress
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,13 +24,14 @@ from peer.net.reach import Finding
 from peer.node.open_run import Door, Run, start_transport
 from protocol.errors import RemoteError
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import Announcement
 
 RELAYS = 6
 """Public peers that carry our signals, at most."""
 ASKED = 16
 """Announced peers among whom those are looked for."""
 CONNECT_SECONDS = 5.0
-MAPPED_SECONDS = 6.0
+MAPPED_SECONDS = 8.0
 """After the start, in which a router may have mapped a port for us by UPnP or NAT-PMP."""
 LOOK_SECONDS = 0.5
 SIGNALS_SECONDS = 5.0
@@ -42,15 +43,16 @@ _MARK = "private"
 
 @dataclass(frozen=True, slots=True)
 class WayIn:
-    """Of one peer, whose files are in `folder`."""
+    """Of one peer, whose files are in `folder`. `begin(folder, door, run)` starts a transport."""
 
     run: Run
     folder: Path
     door: Door
+    begin: Callable[[Path, Door, str], Awaitable[Transport]] = start_transport
 
     async def start(self) -> Transport:
         """A transport as for a machine that can be reached. Raises UsageError."""
-        return await start_transport(self.folder, self.door, self.run.run_id)
+        return await self.begin(self.folder, self.door, self.run.run_id)
 
     async def settle(self, transport: Transport, manifest: Manifest) -> tuple[Transport, Finding | None]:
         """Finds out how we are reached over a transport that has just been started and is connected to the run: the one to go on with,
@@ -68,7 +70,7 @@ class WayIn:
         if found.how != "private" or self.door.announce or not relays:
             return transport, found
         await transport.aclose()
-        again = await start_transport(self.folder, replace(self.door, relays=relays), self.run.run_id)
+        again = await self.begin(self.folder, replace(self.door, relays=relays), self.run.run_id)
         try:
             await _connect(again, relays)
             with contextlib.suppress(TimeoutError):
@@ -119,15 +121,17 @@ class WayIn:
         known = {
             address.rpartition("/p2p/")[2]: [address] for address in (*self.run.bootstrap, *manifest.hints.bootstrap)
         }
-        with contextlib.suppress(RemoteError):
-            found = await announcements(transport, manifest.run_id)
-            for node in manifest.operators:
-                with contextlib.suppress(RemoteError):
-                    found |= await roster.look_up(transport, manifest.run_id, node, sample=ASKED)
-                    break
-            for peer, said in found.items():
-                if peer in manifest.operators or said.reachable in ("direct", "mapped"):
-                    known.setdefault(peer, []).extend(said.addresses)
+        found: dict[str, Announcement] = {}
+        for node in manifest.operators:
+            with contextlib.suppress(RemoteError):
+                found = await roster.look_up(transport, manifest.run_id, node, manifest.operators, sample=ASKED)
+                break
+        if not set(manifest.operators) <= {*known, *found}:  # a node does not hear the others
+            with contextlib.suppress(RemoteError):
+                found |= await announcements(transport, manifest.run_id)
+        for peer, said in found.items():
+            if peer in manifest.operators or said.reachable in ("direct", "mapped"):
+                known.setdefault(peer, []).extend(said.addresses)
         others = [peer for peer in known if peer not in manifest.operators and peer != transport.peer_id]
         chosen = [*(peer for peer in manifest.operators if peer in known), *others][:ASKED]
         best = {peer: address for peer in chosen if (address := _best(known[peer]))}

@@ -37,6 +37,8 @@ class SeenPeer:
     """Floating-point operations a second that its training reached; 0 while that is unknown."""
     device: str
     """`cpu`, `cuda` or `mps`; `bootstrap` for a bootstrap node."""
+    reachable: str
+    """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not known."""
     serial: int
     """Grows with each of its announcements: Unix time in milliseconds."""
     phase: str
@@ -179,6 +181,7 @@ def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:
         down_bps=a.down_bps,
         speed_flops=a.speed_flops,
         device=a.device,
+        reachable=a.reachable,
         serial=a.serial,
         phase=a.phase,
         round=a.round,

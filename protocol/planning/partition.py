@@ -39,7 +39,8 @@ class Candidate:
     """A peer that is announced, connected and ready. The first fields are those of its announcement, 0 where it does not
     know. `coordinates`: its place, in milliseconds, so that the one-way latency between two peers is about their distance
     (Dabek et al., Vivaldi, SIGCOMM 2004); empty: unknown. `presence`: in which share of the recent rounds it was there.
-    `reachable`: as announced; two who are `private` may need a relay. `apart`: peers whom it cannot reach, not even through relays."""
+    `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it cannot reach, not
+    even through relays."""
 
     peer: str
     memory_bytes: int

@@ -44,8 +44,8 @@ class ChainReport:
 class Announcement:
     """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
-    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown; `reachable`: one of
-    REACHABLE; `apart`: peers that it could not reach as neighbours in a chain, not even through relays."""
+    member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `reachable`: one of
+    REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through relays."""
 
     run: str
     peer: str

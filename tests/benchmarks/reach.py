@@ -1,12 +1,20 @@
-"""What a pair of homes gets that cannot connect: a call, a blob and a chain's pipe through a relay, on emulated routers.
+"""How a pair of homes finds a way to each other, and what it carries: a call, a blob and a chain's pipe, on emulated routers.
 
-    python -m tests.benchmarks.reach --netlab PATH/netlab.sh                       # pairs of routers, one relay
-    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --memory              # what 50 circuits cost the relay
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh                      # all pairs of routers: the way, seconds
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --nodes 6            # with six public nodes instead of one
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --shares --pairs cone/cone sym/sym    # and what it carries
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --nodes 6 --tries 10 --pairs cone/cone
+    python -m tests.benchmarks.reach --netlab PATH/netlab.sh --memory             # what 50 circuits cost the relay
 
-Real daemons, one process each, behind real NAT (nftables). Every home has --link (Mb/s up / Mb/s down, ms there and back to the core), the
-relay is public, at --relay-link. Time runs from the moment at which a home knows the other's announced addresses only; nothing is
-connected but each of them with the relay. `first frame`: until one was echoed. Shares are of what the sender's uplink carries. `relay`: bits
-a second that it passed on meanwhile, and its limit.
+Real daemons, one process each, behind real NAT (nftables). Every home has --link (Mb/s up / Mb/s down, ms there and back to the core),
+the nodes are public, at --relay-link, and relay. A home starts as `potluck join` does (peer/node/way_in.py): it finds out how others
+reach it, and is started again if nobody does. Time runs from the moment at which a home knows the other's announced addresses
+only; nothing is connected but each of them with the nodes. `first frame`: until one was echoed, and over which way; `then`:
+the way of a stream that was opened later, up to LATER seconds, where the first one went through a relay. Shares are of
+what the sender's uplink carries. `relay`: bits a second that all relays passed on meanwhile, and the limit of one.
+
+Routers: none (a public machine), cone (port-restricted), sym (symmetric), full (everything is forwarded), upnp (needs miniupnpd, and
+NETLAB_NET=11.0.0 in the environment, since it takes no reserved address for a public one); cone/beside: both behind one router.
 
 Memory: 50 circuits whose receivers do not read, behind a line fifty times slower than that of their senders, who send until they are
 stopped, is the worst that honest peers do: all that is under way is at the relay. Resident
@@ -23,7 +31,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +39,27 @@ import psutil
 
 from peer.chain.connect import Pipes
 from peer.net import keyfile, p2p
-from peer.net.base import Ended, Stream, call, serve_calls
+from peer.net.address import host_of, is_public
+from peer.net.base import Ended, Stream, Transport, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, BlobStore, Fetcher
+from peer.net.clock import Clock
+from peer.net.dial_back import DialBack
 from peer.net.relay import RelayedTransport, RelayServer
 from peer.net.uplink import Uplink
+from peer.node.open_run import KEY, Door, Run
+from peer.node.way_in import WayIn
 from protocol.errors import RemoteError
 from protocol.wire import endpoints
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests import tiny
 from tests.benchmarks.chain import Processes, heard, say
-from tests.lab import lab
+from tests.lab import beside, lab
 
-PAIRS = (("cone", "cone"), ("cone", "sym"), ("sym", "cone"), ("sym", "sym"))
+KINDS = ("none", "cone", "sym", "full", "upnp")
+BESIDE = "beside"
+"""As the second home's router: that of the first."""
+PAIRS = (*((a, b) for a in KINDS for b in KINDS), ("cone", BESIDE))
+LATER = 20.0
 LINK, RELAY_LINK = "20/100:40", "200/200:10"
 QUICK, SLOW = "200/200:40", "200/4:40"
 """For the memory: who sends more than its receiver's line takes."""
@@ -57,9 +75,11 @@ SETTLED = 8.0
 
 
 async def be_relay(folder: Path, host: str) -> None:
+    folder.mkdir()
     transport = await p2p.start(folder / "relay", host=host, validate=lambda *_: False)
     server = RelayServer(transport, LIMIT, lambda peer: True)
     await server.serve()
+    await DialBack(transport, Clock()).serve()
     say(address=transport.addresses[0], peer=transport.peer_id)
     await heard()
     say(ready=True)
@@ -74,10 +94,11 @@ async def be_relay(folder: Path, host: str) -> None:
 
 
 class Home:
-    """A peer behind its router, and what it is told to do."""
+    """A peer behind its router, and what it is told to do. `direct`: the transport below `transport`."""
 
-    def __init__(self, transport: RelayedTransport, folder: Path, limit: int | None) -> None:
+    def __init__(self, transport: RelayedTransport, direct: Transport, folder: Path, limit: int | None) -> None:
         self.transport = transport
+        self.direct = direct
         self.store = BlobStore(folder / "blobs")
         self.addresses: dict[str, list[str]] = {}
         self.pipes = Pipes(transport, self.reach, lambda peer: None, Uplink(limit))
@@ -114,12 +135,14 @@ class Home:
         match order["do"]:
             case "first":
                 await self.reach(peer)
-                stream = await self.transport.open(peer, "echo", timeout=10.0)
-                await stream.send(b"first")
-                await stream.recv()
-                seconds = time.monotonic() - began
-                await stream.close()
-                return {"seconds": seconds, "path": "relayed" if self.transport.is_behind(peer) else "direct"}
+                where = await self.echoed(peer)
+                return {"seconds": time.monotonic() - began, "where": where}
+            case "later":
+                where = ""
+                while not where and time.monotonic() - began < LATER:
+                    await asyncio.sleep(0.5)
+                    where = await self.echoed(peer)
+                return {"seconds": time.monotonic() - began, "where": where}
             case "call":
                 assert await call(self.transport, peer, "reverse", b"abc", timeout=10.0) == b"cba"
             case "blob":
@@ -134,6 +157,14 @@ class Home:
                 await self.reach(peer)
                 self.held = [asyncio.create_task(self.pour(peer)) for _ in range(order["count"])]
         return {"seconds": time.monotonic() - began}
+
+    async def echoed(self, peer: str) -> str:
+        """Sends a frame and gets it back over a new stream: the host at its other end, empty if it went through a relay."""
+        stream = await self.transport.open(peer, "echo", timeout=10.0)
+        await stream.send(b"frame")
+        await stream.recv()
+        await stream.close()
+        return "" if self.transport.is_behind(peer) else host_of(self.direct.seen_at(peer))
 
     async def pipe(self, stages: Sequence[str], position: int, round: int) -> dict[str, Any]:
         """As the chain's first stage sends frames to the second, until all have come."""
@@ -162,13 +193,23 @@ class Home:
 
 
 async def be_home(folder: Path, name: str, relays: Sequence[str], limit: int | None) -> None:
-    key = keyfile.load_or_create(folder / name)
-    transport = await p2p.start(folder / name, bootstrap=relays, validate=lambda *_: False)
-    nodes = [address.rpartition("/p2p/")[2] for address in relays]
-    home = Home(await RelayedTransport.begin(transport, key, nodes), folder / f"{name}-files", limit)
+    own = folder / name
+    own.mkdir()
+    key = keyfile.load_or_create(own / KEY)
+    nodes = tuple(address.rpartition("/p2p/")[2] for address in relays)
+    manifest = tiny.manifest(operators=nodes)
+    way_in = WayIn(Run(None, manifest.run_id, tuple(relays)), own, Door(host="0.0.0.0"))
+    transport = await way_in.start()
+    await transport.connect(relays, timeout=20.0)
+    began = time.monotonic()
+    transport, found = await way_in.settle(transport, manifest)
+    assert found is not None
+    settled = time.monotonic() - began
+    home = Home(await RelayedTransport.begin(transport, key, nodes), transport, own / "files", limit)
     blob = await home.serve()
-    addresses = [address for address in transport.addresses if "/127." not in address]
-    say(peer=transport.peer_id, addresses=addresses, blob=blob)
+    listed = [*transport.addresses, *(f"{address}/p2p/{transport.peer_id}" for address in found.addresses)]
+    addresses = [address for address in listed if "/127." not in address]
+    say(peer=transport.peer_id, addresses=addresses, blob=blob, how=found.how, settled=settled)
     for other in await heard():
         home.addresses[other["peer"]] = other["addresses"]
     say(ready=True)
@@ -184,7 +225,7 @@ async def be_home(folder: Path, name: str, relays: Sequence[str], limit: int | N
 
 
 class Street:
-    """A relay and two homes, each a process."""
+    """The relays and two homes, each a process."""
 
     def __init__(self, relay: Processes, homes: Processes, peers: list[dict[str, Any]]) -> None:
         self.relay, self.homes, self.peers = relay, homes, peers
@@ -203,80 +244,142 @@ class Street:
         return dict(self.homes.hear(self.homes.stages[home]))
 
     def carried(self) -> dict[str, Any]:
-        """What the relay says of itself."""
+        """What the relays say of themselves, in all, and the first one's memory."""
         self.relay.tell({})
-        return dict(self.relay.hear(self.relay.stages[0]))
+        said = [self.relay.hear(stage) for stage in self.relay.stages]
+        return {**said[0], **{name: sum(one[name] for one in said) for name in ("circuits", "passed")}}
+
+
+COMMAND = [sys.executable, "-m", "tests.benchmarks.reach"]
+
+
+class Town:
+    """The public nodes, and homes that are empty yet. `nodes`: addresses; `places`: what a command begins with in a home."""
+
+    def __init__(self, folder: Path, relay: Processes, nodes: list[str], places: dict[str, list[str]]) -> None:
+        self.folder, self.relay, self.nodes, self.places = folder, relay, nodes, places
+
+    @contextlib.contextmanager
+    def street(self, chosen: argparse.Namespace, homes: tuple[str, str], limited: bool = True) -> Iterator[Street]:
+        """Two homes, each with a process that begins with nothing. `limited`: they send no more than nine tenths of their uplinks."""
+        limit = ["--limit", str(int(0.9e6 * float(chosen.link.partition("/")[0])))] if limited else []
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            command = [*COMMAND, "--folder", folder, "--relays", *self.nodes, *limit, "--be"]
+            both = Processes([[*self.places[home], *command, home] for home in homes])
+            try:
+                peers = [both.hear(stage) for stage in both.stages]
+                both.tell(peers)
+                for stage in both.stages:
+                    both.hear(stage)
+                yield Street(self.relay, both, peers)
+            finally:
+                both.kill()
 
 
 @contextlib.contextmanager
-def street(chosen: argparse.Namespace, kinds: tuple[str, str], lines: tuple[str, str] | None = None) -> Any:
-    """`kinds`: of the homes' routers; `lines`: their links, if not as chosen and limited accordingly."""
-    a, b = lines or (chosen.link, chosen.link)
-    links = {"relay": chosen.relay_link, "a": f"{a}:0:{kinds[0]}", "b": f"{b}:0:{kinds[1]}"}
-    unlimited = chosen.no_limit or lines is not None
-    limit = [] if unlimited else ["--limit", str(int(0.9e6 * float(chosen.link.partition("/")[0])))]
-    command = [sys.executable, "-m", "tests.benchmarks.reach"]
-    with lab(chosen.netlab, links) as there, tempfile.TemporaryDirectory(prefix="potluck-reach-") as folder:
-        host, prefix = there.places["relay"]
-        started: list[Processes] = []
-        try:
-            relay = Processes([[*prefix, *command, "--be", "relay", "--folder", folder, "--host", host]])
-            started.append(relay)
-            found = relay.hear(relay.stages[0])
-            relay.tell([])
-            relay.hear(relay.stages[0])
-            homes = Processes(
-                [
-                    [*there.places[n][1], *command, "--be", n, "--folder", folder, "--relays", found["address"], *limit]
-                    for n in ("a", "b")
-                ]
-            )
-            started.append(homes)
-            peers = [homes.hear(stage) for stage in homes.stages]
-            homes.tell(peers)
-            for stage in homes.stages:
-                homes.hear(stage)
-            yield Street(relay, homes, peers)
-        finally:
-            for processes in started:
-                processes.kill()
+def town(chosen: argparse.Namespace, homes: dict[str, str], besides: dict[str, str]) -> Iterator[Town]:
+    """`homes`: their links; `besides`: homes that are behind the router of another."""
+    nodes = [f"n{i}" for i in range(chosen.nodes)]
+    with (
+        lab(chosen.netlab, {**dict.fromkeys(nodes, chosen.relay_link), **homes}) as there,
+        tempfile.TemporaryDirectory(prefix="potluck-reach-") as folder,
+        contextlib.ExitStack() as stack,
+    ):
+        places = {name: there.places[name][1] for name in homes}
+        places |= {name: stack.enter_context(beside(there, first)) for name, first in besides.items()}
+        hosts = [there.places[name] for name in nodes]
+        command = [*COMMAND, "--be", "relay", "--folder"]
+        relay = Processes(
+            [
+                [*prefix, *command, f"{folder}/{n}", "--host", host]
+                for n, (host, prefix) in zip(nodes, hosts, strict=True)
+            ]
+        )
+        stack.callback(relay.kill)
+        found = [relay.hear(stage)["address"] for stage in relay.stages]
+        relay.tell([])
+        for stage in relay.stages:
+            relay.hear(stage)
+        yield Town(Path(folder), relay, found, places)
 
 
-HEAD = "| routers | path | first frame | call | blob | pipe open | pipe | relay, of its limit |\n|---|---|---|---|---|---|---|---|"
+def homes_of(chosen: argparse.Namespace, pairs: Sequence[tuple[str, str]]) -> tuple[dict[str, str], dict[str, str]]:
+    """What `town` takes, for these pairs; their names are those of `names_of`."""
+    homes, besides = dict[str, str](), dict[str, str]()
+    for pair in pairs:
+        a, b = names_of(pair)
+        homes[a] = f"{chosen.link}:0:{pair[0]}"
+        if pair[1] == BESIDE:
+            besides[b] = a
+        else:
+            homes[b] = f"{chosen.link}:0:{pair[1]}"
+    return homes, besides
 
 
-def row(chosen: argparse.Namespace, kinds: tuple[str, str]) -> bool:
+def names_of(pair: tuple[str, str]) -> tuple[str, str]:
+    return (f"c{pair[0]}", f"d{pair[0]}") if pair[1] == BESIDE else (f"a{pair[0]}", f"b{pair[1]}")
+
+
+HEAD = "| routers | how they are reached | first frame | then |", "|---|---|---|---|"
+SHARES = " call | blob | pipe open | pipe | relay, of its limit |", "---|---|---|---|---|"
+
+
+def named(where: str, there: Street) -> str:
+    """The way of a stream whose other end was at this host."""
+    a, b = (peer["how"] for peer in there.peers)
+    if not where:
+        return "relayed"
+    if not is_public(where):
+        return "local"
+    return "punched" if a == b == "private" else "direct" if b == "private" else b
+
+
+def row(chosen: argparse.Namespace, place: Town, kinds: tuple[str, str]) -> bool:
     """Measures and prints a row; whether everything worked."""
-    up = 1e6 * float(chosen.link.partition("/")[0])
-
-    def share(result: dict[str, Any]) -> str:
-        return f"{8 * result['bytes'] / result['seconds'] / up:.0%}"
-
-    with street(chosen, kinds) as there:
-        a, b = (peer["peer"] for peer in there.peers)
+    with place.street(chosen, names_of(kinds), not chosen.no_limit) as there:
+        b = there.peers[1]["peer"]
         first = there.ask(0, do="first", peer=b)
-        calls = there.ask(0, do="call", peer=b)
-        before = there.carried()
-        blob = there.ask(0, do="blob", peer=b, name=there.peers[1]["blob"])
-        for home in (0, 1):
-            there.begin(home, do="pipe", stages=[a, b], round=1)
-        pipe, other = there.result(0), there.result(1)
-        after = there.carried()
-    failed = [result["error"] for result in (first, calls, blob, pipe, other) if "error" in result]
+        results, then, shares = [first], "", ""
+        if not first.get("where", "?"):
+            later = there.ask(0, do="later", peer=b)
+            results.append(later)
+            if later.get("where"):
+                then = f"{named(later['where'], there)} after {first['seconds'] + later['seconds']:.1f} s"
+        if chosen.shares:
+            shares = carries(chosen, there, results)
+        reached = " / ".join(f"{peer['how']} ({peer['settled']:.1f} s)" for peer in there.peers)
+    failed = [result["error"] for result in results if "error" in result]
     if failed:
-        print(f"| {kinds[0]} / {kinds[1]} | FAILED: {failed[0]} |", flush=True)
+        print(f"| {kinds[0]} / {kinds[1]} | {reached} | FAILED: {failed[0]} |", flush=True)
         return False
+    way = f"{named(first['where'], there)}, {first['seconds']:.1f} s"
+    print(f"| {kinds[0]} / {kinds[1]} | {reached} | {way} | {then} |{shares}", flush=True)
+    return bool(first["where"]) or first["seconds"] <= 5.0
+
+
+def carries(chosen: argparse.Namespace, there: Street, results: list[dict[str, Any]]) -> str:
+    """What a call takes, and shares of the uplink; everything is added to `results`."""
+    up = 1e6 * float(chosen.link.partition("/")[0])
+    a, b = (peer["peer"] for peer in there.peers)
+    calls = there.ask(0, do="call", peer=b)
+    before = there.carried()
+    blob = there.ask(0, do="blob", peer=b, name=there.peers[1]["blob"])
+    for home in (0, 1):
+        there.begin(home, do="pipe", stages=[a, b], round=1)
+    pipe, other = there.result(0), there.result(1)
+    after = there.carried()
+    results += [calls, blob, pipe, other]
+    if any("error" in result for result in results):
+        return ""
     bps = 8 * (after["passed"] - before["passed"]) / (after["time"] - before["time"])
-    print(
-        f"| {kinds[0]} / {kinds[1]} | {first['path']} | {first['seconds']:.1f} s | {calls['seconds']:.2f} s | {share(blob)} |"
-        f" {pipe['opened']:.1f} s | {share(pipe)} | {bps / 1e6:.1f} Mb/s, {bps / LIMIT:.0%} |",
-        flush=True,
-    )
-    return first["path"] == "direct" or first["seconds"] <= 5.0
+    blobs, pipes = (f"{8 * result['bytes'] / result['seconds'] / up:.0%}" for result in (blob, pipe))
+    relayed = f"{bps / 1e6:.1f} Mb/s, {bps / LIMIT:.0%}"
+    return f" {calls['seconds']:.2f} s | {blobs} | {pipe['opened']:.1f} s | {pipes} | {relayed} |"
 
 
 def memory(chosen: argparse.Namespace) -> bool:
-    with street(chosen, ("cone", "cone"), (QUICK, SLOW)) as there:
+    links = {"a": f"{QUICK}:0:cone", "b": f"{SLOW}:0:cone"}
+    with town(chosen, links, {}) as place, place.street(chosen, ("a", "b"), False) as there:
         b = there.peers[1]["peer"]
         there.ask(0, do="first", peer=b)
         before = there.carried()
@@ -304,6 +407,9 @@ def main() -> int:
     parser.add_argument("--link", default=LINK, help="of a home: Mb/s up/down:ms to the core and back")
     parser.add_argument("--relay-link", default=RELAY_LINK)
     parser.add_argument("--pairs", nargs="*", help="such as cone/sym")
+    parser.add_argument("--nodes", type=int, default=1, help="public ones")
+    parser.add_argument("--tries", type=int, default=1, help="of each pair, from nothing")
+    parser.add_argument("--shares", action="store_true", help="what the way carries, too")
     parser.add_argument("--no-limit", action="store_true", help="homes do not know what their uplinks have")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--be", help=argparse.SUPPRESS)
@@ -322,9 +428,11 @@ def main() -> int:
         parser.error("--netlab is needed: homes are behind emulated routers")
     if chosen.memory:
         return 0 if memory(chosen) else 1
-    pairs = [tuple(pair.split("/")) for pair in chosen.pairs] if chosen.pairs else PAIRS
-    print(HEAD)
-    worked = [row(chosen, pair) for pair in pairs]
+    pairs = [(a, b) for a, _, b in (pair.partition("/") for pair in chosen.pairs)] if chosen.pairs else PAIRS
+    for head, more in zip(HEAD, SHARES, strict=True):
+        print(head + (more if chosen.shares else ""), flush=True)
+    with town(chosen, *homes_of(chosen, pairs)) as place:
+        worked = [row(chosen, place, pair) for pair in pairs for _ in range(chosen.tries)]
     return 0 if all(worked) else 1
 
 

@@ -55,6 +55,32 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
+OTHER = "/p2p/12D3KooWCPPWGMfAu9KZLRja98CHbFTJJVb8H9xPiDu9WtQSAMUU"
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "named"),
+    [
+        ("203.0.113.5:40213", 4001, "--announce: address"),
+        ("/ip4/203.0.113.5", 4001, "not a host, a TCP port and a peer id"),
+        ("/ip4/203.0.113.5/udp/4001/quic-v1", 4001, "QUIC and UDP are not used"),
+        ("/ip4/203.0.113.555/tcp/4001", 4001, "--announce: address"),
+        ("/ip4/203.0.113.5/tcp/0", 4001, "0 is not a port"),
+        (f"/ip4/203.0.113.5/tcp/4001{OTHER}", 4001, "not an address of this peer"),
+        (f"/ip4/203.0.113.5/tcp/4001{OTHER}/p2p-circuit", 4001, "--announce"),
+        ("/ip4/203.0.113.5/tcp/40213", 0, "goes with --port"),
+    ],
+)
+def test_an_announced_address_that_nobody_can_dial(
+    address: str, port: int, named: str, run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    boot = ["bootstrap", run_file, "--dir", tmp_path / "boot"]
+    assert named in potluck(capsys, *boot, "--port", port, "--announce", address)
+    line = f"/ip4/127.0.0.1/tcp/1{OTHER}#{'0' * 64}"
+    join = ["join", line, "--dir", tmp_path / "peer", "--memory", "1GB"]
+    assert named in potluck(capsys, *join, "--port", port, "--announce", address)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "named"),
     [

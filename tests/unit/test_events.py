@@ -51,7 +51,7 @@ def example(hint: Any, name: str = "") -> Any:
         hints = typing.get_type_hints(hint)
         return hint(**{f.name: example(hints[f.name], f.name) for f in dataclasses.fields(hint)})  # type: ignore[operator]
     if hint is str:
-        return {"peer": PEERS[1], "role": "full"}.get(name, "text")
+        return {"peer": PEERS[1], "role": "full", "how": "direct"}.get(name, "text")
     return {int: {"first": 0, "last": 2}.get(name, 1), float: 1.5, bool: True}[hint]
 
 
@@ -214,7 +214,7 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
     spare = dataclasses.replace(second, plan=everything(second.plan))
     said: dict[str, Announcement] = {
         CAROL.peer_id: announcement(
-            CAROL, addresses=("/ip4/1.2.3.4",), down_bps=8, speed_flops=9, phase="training", round=2, step=3, loss=1.5,
+            CAROL, addresses=("/ip4/1.2.3.4",), reachable="direct", down_bps=8, speed_flops=9, phase="training", round=2, step=3, loss=1.5,
             bytes_sent=10, bytes_received=11, chain=dataclasses.replace(REPORT, counts=(4_000, 5, 7, 2), gradients=(2.0, 3.0, 4.0)),
         ),
         ALICE.peer_id: announcement(ALICE),

@@ -14,7 +14,7 @@ from bootstrap.roster import Heard
 from bootstrap.sessions import Sessions as NodeSessions
 from peer.net.base import Closed, Stream, Timeout, Traffic, Unreachable, answer, serve_calls
 from peer.net.clock import Clock
-from peer.net.directory import PUBLISH_SECONDS, Directory
+from peer.net.directory import CIRCUITS, PUBLISH_SECONDS, Directory
 from peer.net.flow import LONGEST_SECONDS, SLOW_BYTES_PER_SECOND, Flow
 from peer.net.memory import MemoryNetwork, MemoryTransport, Pipe
 from peer.net.own_addresses import OwnAddresses, interface_hosts
@@ -271,6 +271,32 @@ def test_a_peer_that_moves_is_announced_at_its_new_address_and_only_there() -> N
         await other.directory.reach(peer)
         assert other.directory.known[peer].addresses == (new,)
         assert await says(other.transport, peer) == b"there?"
+
+    play(story)
+
+
+def test_a_way_in_that_was_found_and_a_few_relays_are_announced_and_nobody_has_moved() -> None:
+    async def story(internet: Internet, node: Node, members: list[Member]) -> None:
+        mover, _ = members
+        peer = mover.who.peer_id
+        (own,) = mover.transport.addresses
+        found = f"/ip4/203.0.113.9/tcp/4001/p2p/{peer}"
+        circuits = tuple(f"/ip4/198.51.100.7/tcp/{i}/p2p/r{i}/p2p-circuit/p2p/{peer}" for i in range(1, 7))
+
+        def announces(*addresses: str) -> Callable[[], bool]:
+            def holds() -> bool:
+                known = node.directory.known.get(peer)
+                return known is not None and known.addresses == addresses
+
+            return holds
+
+        mover.directory.found([found])
+        await until(announces(own, found), SOON_S)
+        mover.transport.addresses = (own, *circuits)
+        await until(announces(own, found, *circuits[:CIRCUITS]), SOON_S)
+        mover.transport.addresses = (own, found, *circuits[:1])  # the daemon knows it now, too
+        await until(announces(own, found, circuits[0]), SOON_S)
+        assert mover.moved == []
 
     play(story)
 
