@@ -79,8 +79,9 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on
 
 
 @app.command(
+    help="Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
     epilog="Example: potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
-    "With a quorum of three, the second and third node: potluck bootstrap my-run.toml --initial-peer ADDRESS"
+    "With a quorum of three, the second and third node: potluck bootstrap my-run.toml --initial-peer ADDRESS",
 )
 def bootstrap(
     manifest: Annotated[Path, typer.Argument(help="The run's manifest, a TOML file (docs/guides/manifest.md).")],
@@ -101,7 +102,10 @@ def bootstrap(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Run a bootstrap node: entry point, log, matchmaker and archive of a run."""
+    """`potluck bootstrap`.
+
+    Long because typer reads a command's options from its function's parameters.
+    """
 
     door = Door(host=host, port=port, announce=tuple(announce or ()))
     _run(commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, json))
