@@ -16,7 +16,7 @@ from peer import events
 from peer.corpus.cache import Chunk, Key, RangeCache
 from peer.corpus.lookahead import Lookahead
 from peer.corpus.origins import Origins
-from peer.corpus.range_fetcher import PATIENCE, Patience, RangeFetcher
+from peer.corpus.range_fetcher import COMING_SECONDS, PATIENCE, Patience, RangeFetcher
 from peer.net.blobs.ranges import LEAVES, Ranges
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
@@ -112,7 +112,7 @@ class FetchedText:
 
     async def find(self, name: str, size: int) -> Ranges | None:
         """What is here of a chunk, for others."""
-        return _Served(self._cache, self._fetcher, Chunk(name, size))
+        return _Served(self._cache, self._fetcher, Chunk(name, size), _now() + COMING_SECONDS)
 
     async def aclose(self) -> None:
         """Ends what is under way; what came stays on disk."""
@@ -187,14 +187,15 @@ class FetchedText:
 
 @dataclass(frozen=True, slots=True)
 class _Served:
-    """A chunk of which some ranges are here, for others."""
+    """A chunk of which some ranges are here, for one request of another peer, which waits until `end` for those that are on their way."""
 
     cache: RangeCache
     fetcher: RangeFetcher
     chunk: Chunk
+    end: float
 
     async def read(self, index: int) -> bytes:
-        await self.fetcher.coming(self.chunk, index)
+        await self.fetcher.coming(self.chunk, index, self.end)
         return await asyncio.to_thread(self.cache.read, self.chunk, index)
 
 

@@ -1,4 +1,4 @@
-"""A peer that fetches text is killed in the middle, again and again: what came stays, over real daemons."""
+"""A peer that fetches text is killed in the middle: what came stays, over real daemons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.text_swarm import STEP, manifest, write_noise
 
 SEQUENCES = 16_000
 """32 MB."""
-KILLS = 2
+KILLS = 1
 RATE_BPS = 60_000_000
 DEADLINE = 200.0
 
@@ -63,7 +63,7 @@ def here(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("text/*/*") if path.name.isdecimal())
 
 
-def test_kills_repeat_less_than_two_percent(tmp_path: Path) -> None:
+def test_a_kill_repeats_less_than_two_percent(tmp_path: Path) -> None:
     async def work() -> None:
         noise = write_noise(tmp_path / "corpus", SEQUENCES)
         whole = SEQUENCES * noise.index.stride
