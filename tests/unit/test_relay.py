@@ -188,10 +188,11 @@ def test_many_streams_open_at_once() -> None:
     run(story)
 
 
-def test_a_direct_way_is_taken_as_soon_as_there_is_one() -> None:
+@pytest.mark.parametrize("patience", [{"again": 0.0}, {"soon": 0.0}])
+def test_a_direct_way_is_taken_as_soon_as_there_is_one(patience: dict[str, float]) -> None:
     async def story(lab: Lab) -> None:
         server = await lab.relay(R1)
-        a = await lab.home(A, [R1], patience=dataclasses.replace(QUICK, again=0.0))
+        a = await lab.home(A, [R1], patience=dataclasses.replace(QUICK, **patience))
         b = await lab.home(B, [R1])
         await b.serve("echo", echo)
         await a.connect(address(B), timeout=10.0)

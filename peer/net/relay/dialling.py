@@ -27,14 +27,15 @@ RACED = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
     """Seconds. `direct`: that a direct way has before relays are asked too; `offer`: that one relay and the peer behind it may take to answer;
-    `kept`: that a relay which was the quickest is asked first; `next`: after which others are asked besides it; `again`: before a
-    direct way is tried again; `changed`, `silent`, `gone`: that a relay is avoided which changed something, passed nothing on or late, or broke off
+    `kept`: that a relay which was the quickest is asked first; `next`: after which others are asked besides it; `soon`, `again`: before a
+    direct way is tried again, at first and at most, each time twice as long; `changed`, `silent`, `gone`: that a relay is avoided which changed something, passed nothing on or late, or broke off
     (which may have been the peer behind it)."""
 
     direct: float = 2.0
     offer: float = 5.0
     kept: float = 600.0
     next: float = 1.0
+    soon: float = 5.0
     again: float = 60.0
     changed: float = 600.0
     silent: float = 60.0

@@ -55,7 +55,9 @@ class RelayedTransport:
         self._patience = patience
         self._signs = signs
         self._handlers: dict[str, Handler] = {}
-        self._behind: dict[str, tuple[tuple[str, ...], float]] = {}  # peers behind relays: addresses, when dialled
+        self._behind: dict[
+            str, tuple[tuple[str, ...], float, int]
+        ] = {}  # behind relays: addresses, when dialled, how often
         self._inside = Endpoint()
         self._inside.traffic = Inside(direct.traffic)
         self._channels: set[Channel] = set()
@@ -189,7 +191,7 @@ class RelayedTransport:
             if direct in done and direct.exception() is None:
                 return
             if through in done and through.exception() is None:
-                self._behind[peer] = addresses, asyncio.get_running_loop().time()
+                self._behind[peer] = addresses, asyncio.get_running_loop().time(), 0
                 if direct.done() and direct.exception() is None:
                     del self._behind[peer]
                 return
@@ -213,10 +215,10 @@ class RelayedTransport:
         return task
 
     def _dial_again(self, peer: str) -> None:
-        addresses, when = self._behind[peer]
+        addresses, when, times = self._behind[peer]
         now = asyncio.get_running_loop().time()
-        if now - when > self._patience.again:
-            self._behind[peer] = addresses, now
+        if now - when > min(self._patience.again, self._patience.soon * 2**times):
+            self._behind[peer] = addresses, now, times + 1
             self._dial(peer, addresses, 10.0)
 
     async def look(self) -> bool:
