@@ -129,14 +129,24 @@ class Peer:
         if memory.in_files(self.manifest, offered):
             self._storage.use_files()
         text = await self._factories.text(self.manifest, self._config, self._access())
-        if not self._line.is_given:
-            await self._line.measure()
-            self._carries()
+        try:
+            if not self._line.is_given:
+                await self._line.measure()
+                self._carries()
+        except BaseException:
+            await text.aclose()
+            raise
         return text
 
     async def run(self) -> None:
         """Until the run is over. Raises PotluckError."""
         text = await self._prepare()
+        try:
+            await self._take_part(text)
+        finally:
+            await text.aclose()
+
+    async def _take_part(self, text: Text) -> None:
         restored = await asyncio.to_thread(self._storage.load_checkpoint, self._warn)
         if restored is not None:
             self._emit(events.Restored(round=restored.round))
@@ -184,7 +194,6 @@ class Peer:
             apart.close()
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
-            await text.aclose()
         shards = layout.shard_names(self.manifest.model)
         digests = {s: rounds.outer.digest(s) for s in shards if s in rounds.outer.theta}
         self._emit(events.Finished(round=rounds.member.applied, digests=digests))
