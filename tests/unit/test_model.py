@@ -18,10 +18,10 @@ from peer.training.trainer import COORDINATES, Pace, StageTrainer, learning_rate
 from protocol.codec import boundary_formats
 from protocol.errors import LocalError
 from protocol.run import layout
-from tests.chains import BASIS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain, windows_of
+from tests.chains import BASIS, SPEC, TRAIN, ids_of, make_chain, random_theta, relative, run_chain
 
 CPU = torch.device("cpu")
-IDS = torch.tensor(windows_of()(7))
+IDS = torch.tensor(ids_of(7))
 
 
 def _whole() -> StageTrainer:
@@ -198,7 +198,7 @@ def test_optimizer_state_is_kept_for_what_is_still_held() -> None:
 
 def test_evaluate_and_sample() -> None:
     trainer = _whole()
-    windows = np.concatenate([windows_of()(s) for s in (1, 2, 3, 4)])
+    windows = np.concatenate([ids_of(s) for s in (1, 2, 3, 4)])
     ids = torch.tensor(windows)
     with torch.no_grad():
         logits = trainer.stage.logits(trainer.stage(ids[:, :-1]))

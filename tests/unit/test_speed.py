@@ -17,7 +17,7 @@ from protocol.run.manifest import TrainSpec
 from protocol.wire import encoding
 from protocol.wire.announcement import MAX_SPEED, Announcement
 from tests import tiny
-from tests.chains import random_theta, windows_of
+from tests.chains import ids_of, random_theta
 
 SPEC = ModelSpec(vocab_size=64, d_model=32, n_layers=3, n_heads=2, d_ff=48, context=16)
 TRAIN = TrainSpec(inner_steps=RECENT, micro_batches=2, rows=2, sequence=16, lr=1e-3, warmup_steps=0, total_steps=100)
@@ -28,7 +28,7 @@ def _carried_out(first: int, last: int) -> int:
     """The operations of a stage's forward and backward of one micro-batch, as torch counts them."""
     trainer = StageTrainer(SPEC, TRAIN, memory.stage_shards(M, first, last))
     trainer.begin_round(random_theta(SPEC))
-    ids = torch.tensor(windows_of(SPEC, TRAIN)(1))[: TRAIN.rows]
+    ids = torch.tensor(ids_of(1, SPEC, TRAIN))[: TRAIN.rows]
     wire = None if first == 0 else torch.randn(TRAIN.rows, TRAIN.sequence, SPEC.d_model)
     grad = None if last == SPEC.n_layers else torch.randn(TRAIN.rows, TRAIN.sequence, SPEC.d_model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
