@@ -207,7 +207,7 @@ def example(hint: Any, name: str = "") -> Any:
         return hint(**{f.name: example(hints[f.name], f.name) for f in dataclasses.fields(hint)})  # type: ignore[operator]
     if hint is str:
         known = {"run": RUN, "parent": RUN, "peer": KEY.peer_id, "digest": "0" * 64, "shard": "embed"}
-        known |= {"reachable": "private"}
+        known |= {"reachable": "private", "host": "203.0.113.5"}
         return known.get(name, "text")
     return {int: 7, float: 1.5, bool: True, bytes: b"bytes"}[hint]
 
