@@ -57,9 +57,9 @@ class Archive:
         except FileNotFoundError:
             return None
 
-    def serve_corpus(self, folder: Path) -> None:
-        """Has the run's corpus in `folder`, which is only read, served. Raises UsageError where it is another one."""
-        self.text = ServedText(folder, self.manifest.data.corpus, self._disk)
+    def serve_corpus(self, folder: Path, index: bytes) -> None:
+        """Has the run's corpus in `folder`, which is only read, served; `index`: the bytes of its index, which were checked."""
+        self.text = ServedText(folder, index, self._disk)
 
     def append(self, record: Record) -> None:
         """Makes a decided commit durable. Raises UsageError; then the file is as before."""

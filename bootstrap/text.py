@@ -12,7 +12,6 @@ from peer.net.blobs import Blob
 from peer.net.blobs.ranges import LEAVES, Ranges
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
-from protocol.errors import UsageError
 from protocol.run import corpus
 
 CACHED = 1024
@@ -20,25 +19,15 @@ CACHED = 1024
 
 
 class ServedText:
-    """The corpus with this digest in `folder`. `index`: as it is sent; `warn` hears of damage, once of each chunk. Raises UsageError."""
+    """The corpus with this index in `folder`. `index`: as it is sent; `warn` hears of damage, once of each chunk."""
 
-    def __init__(self, folder: Path, digest: str, disk: Disk) -> None:
+    def __init__(self, folder: Path, index: bytes, disk: Disk) -> None:
+        self.index = index
         self.warn: Callable[[str], None] = lambda line: None
         self._folder = folder
         self._disk = disk
         self._damaged: set[str] = set()
         self._leaves: OrderedDict[str, bytes] = OrderedDict()
-        try:
-            self.index = disk.read(folder / corpus.INDEX)
-        except OSError as error:
-            raise UsageError(
-                f"corpus {folder}: {error.strerror}; give the folder of a `potluck data build` that has finished"
-            ) from None
-        found = blob_hash.name_of(self.index)
-        if found != digest:
-            raise UsageError(
-                f"corpus {folder}: its digest is {found[:12]}…, not {digest[:12]}…; use the run's own corpus"
-            )
 
     async def find(self, name: str, size: int) -> Ranges | None:
         """The ranges of a chunk, if it is here."""

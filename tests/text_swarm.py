@@ -205,7 +205,7 @@ class TextSwarm:
         for i in range(self._count):
             transport = await self._transport(f"node-{i}", self._identities[i])
             member = Member(transport)
-            served = ServedText(self.noise.folder, self.noise.index.digest, LocalDisk())
+            served = ServedText(self.noise.folder, self.noise.index.to_bytes(), LocalDisk())
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(self.folder / f"node-{i}")
             server = BlobServer(store, named=named, uplink=self._uplink)

@@ -18,6 +18,7 @@ from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.config import JoinConfig, cache_folder
+from peer.corpus.reader import CorpusReader
 from peer.corpus.text import open_corpus
 from peer.events import Emitter, Sink, json_sink
 from peer.log import reader
@@ -82,8 +83,7 @@ async def bootstrap(
     others = (*(address.partition("#")[0] for address in initial_peers), *manifest.hints.bootstrap)
     for address in others:
         parse(address)
-    if corpus is not None:
-        whole_corpus(corpus, manifest)
+    text = None if corpus is None else whole_corpus(corpus, manifest)
     key = keyfile.load_or_create(folder / KEY)
     if key.peer_id not in manifest.operators:
         raise UsageError(
@@ -94,8 +94,8 @@ async def bootstrap(
     tokenizer = tokenizer_bytes(manifest, path.parent, corpus)
     archive = Archive(folder, manifest)
     try:
-        if corpus is not None:
-            archive.serve_corpus(corpus)
+        if text is not None:
+            archive.serve_corpus(text.folder, text.raw)
         if tokenizer is not None:
             archive.save_tokenizer(tokenizer)
         elif archive.tokenizer is None or hashlib.sha256(archive.tokenizer).hexdigest() != manifest.tokenizer.digest:
@@ -117,14 +117,16 @@ async def bootstrap(
         archive.close()
 
 
-def whole_corpus(folder: Path, manifest: Manifest) -> None:
-    """Raises UsageError where the run's corpus is not in `folder`, or not all of it."""
-    missing = open_corpus(folder, LocalDisk(), manifest).missing()
+def whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
+    """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
+    found = open_corpus(folder, LocalDisk(), manifest)
+    missing = found.missing()
     if missing:
         raise UsageError(
             f"--corpus {folder}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…; copy it again, or"
             " build it again"
         )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +218,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
 
 def _reached(config: JoinConfig, found: Finding, peer: str, announce: tuple[str, ...]) -> JoinConfig:
     """With how others reach `peer`, that is us."""
-    addresses = tuple(f"{address}/p2p/{peer}" for address in found.addresses)
-    return dataclasses.replace(config, reachable=found.how, reached_at=addresses, announce=announce)
+    return dataclasses.replace(config, reachable=found.how, reached_at=found.whole(peer), announce=announce)
 
 
 async def monitor(text: str, json: bool) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
-from peer.cli.plan import Known, known_by
+from peer.cli.plan import Known, known_by, next_plan
 from peer.net.base import Transport
 from peer.node.peer import Peer
 from peer.ui.monitor import Monitor
 from peer.ui.text import blocks, clean, count, duration, rate, size
 from protocol.planning import memory
-from protocol.planning.arrange import Arranged, arrange
+from protocol.planning.arrange import Arranged
 from protocol.planning.explain import why_spare
 from protocol.planning.partition import Candidate, candidate
-from protocol.planning.planner import arranged, still_fit
 from protocol.run import corpus, layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
@@ -37,24 +37,23 @@ async def dry_run(peer: Peer, transport: Transport) -> Iterator[str]:
 def _lines(known: Known, own: Announcement, round: int) -> Iterator[str]:
     manifest = known.manifest
     others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
-    there = {c.peer: c for c in (*others, candidate(own))}
-    kept = [arranged(replica) for replica in still_fit(manifest, known.replicas, there)]
-    replicas, _ = arrange(manifest, list(there.values()), kept)
+    machine = candidate(own)
+    replicas, _ = next_plan(dataclasses.replace(known, candidates=(*others, machine)))
     begun = f"round {round} of {manifest.rounds} is decided" if round else "it has not begun"
     yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: {begun}, {count(others, 'other peer')} there"
     yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)} offered; {REACHED[own.reachable]}"
     yield f"its line: {rate(own.up_bps)} up, {rate(own.down_bps)} down"
-    yield from _part(manifest, there[own.peer], own.peer, replicas)
+    yield from _part(manifest, machine, replicas)
     yield "nothing was trained; the same command without --dry-run joins"
 
 
-def _part(manifest: Manifest, own: Candidate, name: str, replicas: Sequence[Arranged]) -> Iterator[str]:
+def _part(manifest: Manifest, own: Candidate, replicas: Sequence[Arranged]) -> Iterator[str]:
     """What the next plan would give it to do, and to fetch."""
-    replica = next((r for r in replicas if name in r.members), None)
+    replica = next((r for r in replicas if own.peer in r.members), None)
     if replica is None:
         yield f"it would wait as a spare: {why_spare(manifest, own)}"
         return
-    first, last = replica.ranges[replica.members.index(name)]
+    first, last = replica.ranges[replica.members.index(own.peer)]
     whole = len(replica.members) == 1
     part = "a full replica" if whole else f"{blocks(first, last)} of a chain of {len(replica.members)}"
     yield f"it would be {part}: {replica.rate:,.0f} tokens per second by its announced speed, or by a usual one"

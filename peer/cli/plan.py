@@ -15,7 +15,7 @@ from peer.ui import plan_text
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean
 from protocol.errors import UsageError, shown
-from protocol.planning.arrange import arrange
+from protocol.planning.arrange import Arranged, arrange
 from protocol.planning.partition import Candidate, candidate
 from protocol.planning.planner import arranged, still_fit
 from protocol.run.manifest import Manifest
@@ -48,9 +48,7 @@ async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Cal
             raise UsageError("potluck plan: nothing to plan; name a run or a file of peers, or give --figures")
         return
     known = _from_file(Path(text)) if _lists_peers(text) else await _from_run(text)
-    there = {c.peer: c for c in known.candidates}
-    kept = [arranged(replica) for replica in still_fit(known.manifest, known.replicas, there)]
-    replicas, spares = arrange(known.manifest, known.candidates, kept)
+    replicas, spares = next_plan(known)
     candidates = known.candidates
     if what_if:
         before = sum(replica.rate for replica in replicas)
@@ -61,6 +59,13 @@ async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Cal
         say(plan_text.change_line(before, sum(replica.rate for replica in replicas)))
     for line in plan_text.plan_lines(known.manifest, candidates, replicas, spares):
         say(line)
+
+
+def next_plan(known: Known) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
+    """The replicas that the matchmaker would make, those of the newest plan kept as far as that pays, and the spares."""
+    there = {c.peer: c for c in known.candidates}
+    kept = [arranged(replica) for replica in still_fit(known.manifest, known.replicas, there)]
+    return arrange(known.manifest, known.candidates, kept)
 
 
 # --- where peers come from

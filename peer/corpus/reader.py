@@ -27,13 +27,14 @@ class CorpusReader:
         self.folder = folder
         self._disk = disk
         try:
-            raw = disk.read(folder / INDEX)
+            self.raw = disk.read(folder / INDEX)
+            """The index, as it is named by its digest."""
         except OSError as error:
             raise UsageError(
                 f"corpus {folder}: {error.strerror}; give the folder of a `potluck data build` that has finished"
             ) from None
-        self.index = corpus.from_bytes(raw, str(folder))
-        self.digest = blob_hash.name_of(raw)
+        self.index = corpus.from_bytes(self.raw, str(folder))
+        self.digest = blob_hash.name_of(self.raw)
         if digest and self.digest != digest:
             raise UsageError(
                 f"corpus {folder}: its digest is {self.digest[:12]}…, not {digest[:12]}…; use the run's own corpus"

@@ -45,6 +45,10 @@ class Finding:
     addresses: tuple[str, ...] = ()
     asked: tuple[str, ...] = ()
 
+    def whole(self, peer: str) -> tuple[str, ...]:
+        """The addresses with our id, `peer`."""
+        return tuple(f"{address}/p2p/{peer}" for address in self.addresses)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Around:

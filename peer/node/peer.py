@@ -302,7 +302,7 @@ class Peer:
     def _reached(self, found: Finding) -> None:
         self._emit(events.Reachable(how=found.how, addresses=found.addresses, asked=found.asked))
         self._directory.update(reachable=found.how)
-        self._directory.found([f"{address}/p2p/{self.identity.peer_id}" for address in found.addresses])
+        self._directory.found(found.whole(self.identity.peer_id))
 
     def _placed(self, coordinates: tuple[float, ...]) -> None:
         self._directory.update(coordinates=coordinates)

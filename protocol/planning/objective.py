@@ -277,8 +277,9 @@ class Swarm:
             part = bits.sum() / table.boundary_bits[0].sum()
             took = part * trip + latency + (table.micro_batches - 1) * np.maximum(part * slowest, pace)
             seconds = np.minimum(seconds, took)
-        with np.errstate(divide="ignore"):
-            seconds = seconds / self._reached(rows)
+        if self.private.any() or len(self.apart):
+            with np.errstate(divide="ignore"):
+                seconds = seconds / self._reached(rows)
         found: Floats = np.where(self._fits(rows, kind, self.caps), seconds, math.inf)
         return found
 

@@ -69,7 +69,7 @@ def test_a_kill_repeats_less_than_two_percent(tmp_path: Path) -> None:
         whole = SEQUENCES * noise.index.stride
         node = await start(tmp_path / "node")
         try:
-            served = ServedText(noise.folder, noise.index.digest, LocalDisk())
+            served = ServedText(noise.folder, noise.index.to_bytes(), LocalDisk())
             named = {endpoints.CORPUS_NAME: served.index}
             store = BlobStore(tmp_path / "blobs")
             server = BlobServer(store, named=named, uplink=Uplink(RATE_BPS))
