@@ -291,7 +291,8 @@ class Swarm:
         if len(self.apart):
             one, other = rows[:, :-1], rows[:, 1:]
             keys = np.where(other >= 0, one * len(self.private) + other, -1)
-            found = np.where(np.isin(keys, self.apart).any(axis=1), 0.0, found)
+            at = np.minimum(np.searchsorted(self.apart, keys), len(self.apart) - 1)
+            found = np.where((self.apart[at] == keys).any(axis=1), 0.0, found)
         return found
 
     def rated(self, rows: Ints) -> Rated:
