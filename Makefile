@@ -42,7 +42,7 @@ sim: setup
 	$(BIN)/python -m pytest tests/sim
 
 e2e: setup
-	$(BIN)/python -m pytest tests/e2e tests/faults
+	$(BIN)/python -m pytest tests/e2e tests/faults tests/hostile
 
 # The README's picture, from a run of the demo.
 screenshot: demo
@@ -57,6 +57,7 @@ campaign: setup
 
 fuzz: setup
 	nice $(BIN)/python -m tests.fuzz.campaign --inputs 10000000
+	nice $(BIN)/python -m tests.fuzz.handlers --messages 10000000
 
 benchmark: setup
 	$(BIN)/python -m tests.benchmarks.swarm

@@ -23,7 +23,7 @@ from protocol.wire.encoding import MessageError
 
 
 class Archive:
-    """DIR/log, DIR/vote, DIR/tokenizer.json and DIR/blobs (which keeps everything) of one bootstrap node. One process at a time. Raises
+    """DIR/log, DIR/vote, DIR/tokenizer.json and DIR/blobs (which keeps all that was committed) of one bootstrap node. One process at a time. Raises
     UsageError."""
 
     def __init__(self, folder: Path, manifest: Manifest, disk: Disk | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from bootstrap.sessions import Session
 from peer.net.base import Stream, Transport
@@ -19,14 +19,14 @@ RETRY_SECONDS = 2.0
 
 
 class Links:
-    """Those of one node. `hear(node, message)` is called with whatever another node says. What could not be sent is made again."""
+    """Those of one node. `hear(node, message)` is awaited with whatever another node says. What could not be sent is made again."""
 
     def __init__(
         self,
         transport: Transport,
         directory: Directory,
         others: Iterable[str],
-        hear: Callable[[str, Message | Record], None],
+        hear: Callable[[str, Message | Record], Awaitable[None]],
     ) -> None:
         self.to = {other: Session() for other in others}
         """What waits to be sent, by node."""
@@ -72,6 +72,6 @@ class Links:
         self._open[node] += 1
         try:
             while True:
-                self._hear(node, encoding.decode_any(bytes(await stream.recv()), node))
+                await self._hear(node, encoding.decode_any(bytes(await stream.recv()), node))
         finally:
             self._open[node] -= 1

@@ -12,9 +12,13 @@ import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from bootstrap import told
 from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
+from bootstrap.calls import Calls
+from bootstrap.inbox import Inbox
 from bootstrap.links import Links
 from bootstrap.news import News
 from bootstrap.payloads import Payloads
@@ -23,21 +27,21 @@ from bootstrap.roster import Heard
 from bootstrap.sessions import OUTBOX, Session, Sessions, unexpected
 from peer import events
 from peer.net.allowance import Allowance
-from peer.net.base import Transport, serve_calls
+from peer.net.base import Transport
 from peer.net.blobs import NODE_COPIES, BlobServer
 from peer.net.clock import Clock
 from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.latency import Latency
 from protocol import identity as identities
+from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import leader_events, paxos_events, presence
+from protocol.rounds import admission, leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
-from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
@@ -45,7 +49,6 @@ from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
-from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -88,24 +91,29 @@ class BootstrapNode:
         announcement = Announcement(
             run=manifest.run_id, peer=own, addresses=addresses, device="bootstrap", phase="serving"
         )
-
-        def listens(addresses: Sequence[str]) -> None:
-            emit(events.listening(manifest.run_id, addresses))
-
-        self._directory = Directory(manifest, identity, transport, initial_peers, announcement, self._clock, listens)
-        self._events: asyncio.Queue[leader_events.Event | paxos_events.Event] = asyncio.Queue()
-        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport.doubt)
+        self._directory = Directory(
+            manifest,
+            identity,
+            transport,
+            initial_peers,
+            announcement,
+            self._clock,
+            lambda addresses: emit(events.listening(manifest.run_id, addresses)),
+        )
+        transport.guests.tell = told.refusing(emit, self._directory)
+        self._events = Inbox[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
+        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport)
         self._links = Links(transport, self._directory, [o for o in manifest.operators if o != own], self._vote)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
         self._ready: dict[str, Candidate] = {}
         self._stays = presence.Stays()
-        self._latency = Latency(transport, self._clock, self._placed, random.Random(identity.peer_id))
+        self._latency = Latency(transport, self._clock, self._directory.placed, random.Random(identity.peer_id))
         self._payloads = Payloads(
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
-        self._planning = Planning(self._events.put_nowait, answer)
+        self._planning = Planning(self._events.put, answer)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -119,17 +127,17 @@ class BootstrapNode:
         """Serves until it is cancelled. Raises UsageError when the disk refuses."""
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._links.serve()
-        await serve_calls(self._transport, endpoints.LOG, self._log)
+        await Calls(self.archive, self.roster).serve(self._transport)
         await self._latency.serve()
         await Bandwidth(self._clock).serve(self._transport)
         await DialBack(self._transport, self._clock).serve()
-        await serve_calls(self._transport, endpoints.ROSTER, self._who_is_there, limit=8192)
         named = {endpoints.MANIFEST_NAME: self.manifest.to_bytes()}
         if self.archive.tokenizer is not None:
             named[endpoints.TOKENIZER_NAME] = self.archive.tokenizer
         await self._serve_blobs(named)
-        for commit in self.archive.commits[-1:]:
-            self._emit(events.commit_of(commit))
+        if self.archive.commits:
+            self._emit(events.commit_of(self.archive.commits[-1]))
+        self._forget(await self._payloads.sweep(self.archive.commits))
         self._payloads.complete(self.archive.commits)
         try:
             async with asyncio.TaskGroup() as group:
@@ -162,31 +170,18 @@ class BootstrapNode:
 
     # --- the other operators' nodes
 
-    def _vote(self, node: str, message: Message | Record) -> None:
+    async def _vote(self, node: str, message: Message | Record) -> None:
         match message:
             case Record():
-                self._events.put_nowait(paxos_events.Learned(node, message))
+                await self._events.hand_in(paxos_events.Learned(node, message))
             case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
-                self._events.put_nowait(paxos_events.Heard(node, message))
+                await self._events.hand_in(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 self._send_log(self._links.to[node], after)
             case _:
                 raise unexpected(node, "votes", message)
 
     # --- the peers
-
-    async def _log(self, remote: str, request: bytes) -> bytes:
-        ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
-        return self.archive.after(ask.after)
-
-    async def _who_is_there(self, remote: str, request: bytes) -> bytes:
-        ask = encoding.decode(request, remote)
-        if not isinstance(ask, Lookup | RosterRequest):
-            raise unexpected(remote, "roster", ask)
-        return self.roster.answer(ask)
-
-    def _placed(self, coordinates: tuple[float, ...]) -> None:
-        self._directory.update(coordinates=coordinates)
 
     def _announce_own(self, sealed: bytes) -> None:
         self.roster.take(self._transport.peer_id, sealed)
@@ -196,7 +191,7 @@ class BootstrapNode:
         if self._finished is not None:
             session.post(encoding.encode(self._finished))
 
-    def _hear(self, peer: str, session: Session, message: Message) -> None:
+    async def _hear(self, peer: str, session: Session, message: Message) -> None:
         if isinstance(message, Announced):
             if session.may_announce(self._heard, self._clock.steady()):
                 announcement = self.roster.take(peer, message.sealed)
@@ -208,9 +203,11 @@ class BootstrapNode:
             self._announced(peer, self._directory.known[peer])
         match message:
             case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
-                if isinstance(message, Attest):
+                if isinstance(message, Attest) and not admission.is_sound(self.manifest, message):
+                    raise RemoteError(peer, f"session of {short_peer(peer)}: attests what is no shard; it was closed")
+                if isinstance(message, Attest) and self._is_news(session, message):
                     self._emit(events.Attest(peer=peer, round=message.round, digests=message.digests))
-                self._events.put_nowait(leader_events.Received(peer, message))
+                await self._events.hand_in(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
                 self._opened(session)
@@ -220,9 +217,11 @@ class BootstrapNode:
             case _:
                 raise unexpected(peer, "session", message)
 
+    def _is_news(self, session: Session, attest: Attest) -> bool:
+        return abs(attest.round - self.leader.round + 1) <= 2 and session.may_tell(attest.round, self._clock.steady())
+
     def _send_log(self, session: Session, after: int) -> None:
-        for raw in self.archive.records[max(after + 1, 0) :][: OUTBOX // 2]:
-            session.post(raw)
+        session.post_records(self.archive.records[max(after + 1, 0) :][: OUTBOX // 2], self._clock.steady())
 
     async def _watch(self) -> None:
         """Turns silences into events."""
@@ -234,7 +233,7 @@ class BootstrapNode:
                 self.roster.remove(peer)
                 if peer not in self._sessions.open:
                     self._directory.lost(peer)
-                self._events.put_nowait(leader_events.Gone(peer))
+                self._events.put(leader_events.Gone(peer))
                 self._emit(events.Gone(peer=peer))
             self._sessions.forget(self._ready)
             known, there = self._directory.known, (self._ready, self._sessions.open, self._links.to)
@@ -243,8 +242,8 @@ class BootstrapNode:
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
             for peer in absent:
                 self._stays.lost(peer)
-            self._events.put_nowait(leader_events.Tick(absent))
-            self._events.put_nowait(paxos_events.Tick())
+            self._events.put(leader_events.Tick(absent))
+            self._events.put(paxos_events.Tick())
             await asyncio.sleep(POLL_SECONDS)
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
@@ -255,8 +254,8 @@ class BootstrapNode:
         if known == candidate:
             return
         self._ready[peer] = candidate
-        self._events.put_nowait(leader_events.Ready(candidate))
-        if known is None or known != _as_measured(candidate, known):
+        self._events.put(leader_events.Ready(candidate))
+        if told.is_news(known, candidate):
             self._emit(events.ready(announcement))
 
     # --- the machines
@@ -264,21 +263,31 @@ class BootstrapNode:
     async def _pump(self) -> None:
         await self._directory.connect()
         while True:
-            await self._tell(await self._events.get())
+            entry = await self._events.get()
+            entry.finish(await self._tell(entry.event))
 
-    async def _tell(self, event: leader_events.Event | paxos_events.Event) -> None:
+    async def _tell(self, event: leader_events.Event | paxos_events.Event) -> Exception | None:
         """Gives an event to its machine, and then those that its effects bring about: in their order, each when all effects of
-        the one before are done, or an older effect would undo what a newer one said."""
-        todo = deque([event])
+        the one before are done, or an older effect would undo what a newer one said. What a peer's message raised, if it did."""
+        todo, failure = deque([event]), None
         while todo:
             event = todo.popleft()
+            if self._is_gone(event):
+                continue
             if isinstance(event, paxos_events.Event):
                 todo.extend(await self._tell_quorum(event))
-            else:
-                todo.extend(self._tell_leader(event))
+                continue
+            try:
+                self._tell_leader(event, todo)
+            except LocalError:
+                raise
+            except Exception as error:
+                if not isinstance(event, leader_events.Received):
+                    raise
+                failure = error
+        return failure
 
-    def _tell_leader(self, event: leader_events.Event) -> list[paxos_events.Event]:
-        following: list[paxos_events.Event] = []
+    def _tell_leader(self, event: leader_events.Event, following: deque[Any]) -> None:
         for effect in self.leader.handle(event, self._clock.steady()):
             match effect:
                 case leader_events.Fetch(peer, part):
@@ -305,9 +314,10 @@ class BootstrapNode:
                             round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason
                         )
                     )
+                case leader_events.Resting(peer, until):
+                    self._emit(told.resting(peer, until))
                 case leader_events.Done(round):
                     self._finish(round)
-        return following
 
     async def _tell_quorum(self, event: paxos_events.Event) -> list[leader_events.Event | paxos_events.Event]:
         following: list[leader_events.Event | paxos_events.Event] = []
@@ -332,6 +342,7 @@ class BootstrapNode:
                     following.append(paxos_events.Appended(record))
                 case paxos_events.Decided(record):
                     following.append(leader_events.Decided(record.commit))
+                    self._forget(await self._payloads.settle(record.commit))
                     self._decided(record)
                 case paxos_events.Leads(leads):
                     self._emit(events.Leads(leads=leads))
@@ -341,56 +352,49 @@ class BootstrapNode:
         return following
 
     def _decided(self, record: Record) -> None:
+        if record.commit.plan is not None:
+            self._directory.planned(record.commit.plan)
         self._emit(events.commit_of(record.commit))
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])
         self._payloads.complete([record.commit])
 
     def _finish(self, round: int) -> None:
-        final = self.leader.attestations.majority(round)
-        whole = set(layout.shard_names(self.manifest.model)) <= set(final)
-        digest = layout.state_digest(self.manifest.model, final) if whole else None
-        self._emit(events.RunFinished(round=round, state_digest=digest))
+        self._emit(told.finished(self.manifest.model, round, self.leader.attestations.majority(round)))
         self._finished = Finished(round=round)
         self._sessions.post_all(encoding.encode(self._finished))
 
     def _stall(self, missing: tuple[str, ...]) -> None:
         self._stalled = bool(missing)
-        size = len(self._quorum.members)
-        if missing:
-            names = ", ".join(short_peer(m) for m in missing)
-            text = (
-                f"quorum: {size - len(missing)} of {size} bootstrap nodes give signs of life (none: {names});"
-                f" round {self._quorum.round} waits, start one of them again"
-            )
-        else:
-            text = f"quorum: enough of the {size} bootstrap nodes are back; round {self._quorum.round} goes on"
-        self._emit(events.Warning(text=text))
+        self._emit(told.stalled(len(self._quorum.members), missing, self._quorum.round))
 
     # --- payloads
 
+    def _forget(self, gone: set[str]) -> None:
+        """These are in the archive no more: an offer of them has to be fetched again. Before any other event is looked at."""
+        self.leader.offers.held -= gone
+        self._quorum.acceptor.held -= gone
+
+    def _is_gone(self, event: object) -> bool:
+        """Whether what has come went again before the machines hear that it came."""
+        match event:
+            case paxos_events.Held(name) | paxos_events.Listed(name) | leader_events.Held(name):
+                return not self.archive.blobs.has(name)
+        return False
+
     def _held(self, digest: str) -> None:
         """A payload is in the archive: the machines hear of it."""
-        self._events.put_nowait(paxos_events.Held(digest))
-        self._events.put_nowait(leader_events.Held(digest))
+        self._events.put(paxos_events.Held(digest))
+        self._events.put(leader_events.Held(digest))
 
     def _listed(self, root: str, parts: tuple[Part, ...]) -> None:
         """The same of a list of parts."""
-        self._events.put_nowait(paxos_events.Listed(root, parts))
-        self._events.put_nowait(leader_events.Held(root))
+        self._events.put(paxos_events.Listed(root, parts))
+        self._events.put(leader_events.Held(root))
 
     def _tell_offered(self, offered: Offered) -> None:
-        peers = list(self._sessions.open)
-        random.shuffle(peers)  # strong uplinks first: who asks first passes the payload on to the others
-        peers.sort(key=lambda p: -self._ready[p].up_bps if p in self._ready else 0)
+        peers = told.in_turn(self._sessions.open, self._ready)
         self._sessions.post((p for p in peers if not self._sessions.open[p].is_crowded), offered)
 
     def _refused(self, peer: str, withdraw: Withdraw) -> None:
-        self._events.put_nowait(leader_events.Received(peer, withdraw))
-
-
-def _as_measured(candidate: Candidate, known: Candidate) -> Candidate:
-    """With what is measured again and again as it was `known`."""
-    return dataclasses.replace(
-        candidate, speed_flops=known.speed_flops, coordinates=known.coordinates, presence=known.presence
-    )
+        self._events.put(leader_events.Received(peer, withdraw))

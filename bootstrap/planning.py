@@ -7,6 +7,7 @@ for some hundredths of a second at most (docs/results/planner.md).
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,11 +15,18 @@ from protocol.rounds.leader_events import Planned
 from protocol.rounds.questions import Question
 from protocol.wire.plan import Plan
 
+log = logging.getLogger("potluck.planning")
+PAUSE_SECONDS = 5.0
+"""After a plan that could not be made, before the next one is tried."""
+
 
 class Planning:
-    """`answer` finds an answer, `put` takes it."""
+    """`answer` finds an answer, `put` takes it; `pause`: seconds after one that could not be found."""
 
-    def __init__(self, put: Callable[[Planned], None], answer: Callable[[Question], Plan | None]) -> None:
+    def __init__(
+        self, put: Callable[[Planned], None], answer: Callable[[Question], Plan | None], *, pause: float = PAUSE_SECONDS
+    ) -> None:
+        self._pause = pause
         self._put = put
         self._answer = answer
         self._questions: asyncio.Queue[Question] = asyncio.Queue()
@@ -35,6 +43,14 @@ class Planning:
         try:
             while True:
                 question = await self._questions.get()
-                self._put(Planned(question, await loop.run_in_executor(worker, self._answer, question)))
+                try:
+                    plan = await loop.run_in_executor(worker, self._answer, question)
+                except (
+                    Exception
+                ):  # whoever announces what a planner cannot bear ends no node; others may leave, or say something else
+                    log.exception("a plan could not be made")
+                    plan = None
+                    await asyncio.sleep(self._pause)
+                self._put(Planned(question, plan))
         finally:
             worker.shutdown(wait=False)

@@ -1,25 +1,42 @@
-"""The sessions of a run's peers with a bootstrap node: who has one, what waits to be sent, and when each peer was heard."""
+"""The sessions of a run's peers with a bootstrap node: who has one, what waits to be sent, and when each peer was heard.
+
+A peer may say so much a second, in messages and in bytes. Whoever says more is read more slowly, and who goes on so for long is refused
+for a while (peer/net/guests.py). The next message of a session is read when the one before was dealt with: so each has the same share of
+this node's time, however much any of them says. A peer has one session: a new one ends the one before.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 from peer.net.allowance import Allowance
-from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, answer
+from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, Transport, answer
 from peer.net.clock import Clock
+from peer.net.guests import Bucket, Rate
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
+from protocol.rounds import part_lists
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
 from protocol.wire.encoding import Message
 from protocol.wire.session import Hello
 
+LONGEST = 64 * 1024
+"""Bytes of a message of a session, besides a list of all the model's parts or digests: names of a chain's members, an announcement."""
 ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE = 0.5, 4.0
 """Announcements of one peer that are looked at."""
+MESSAGES = Rate(50.0, 500.0)
+"""Of one session: a dozen in a round, and a heartbeat now and then."""
+ROUNDS_PER_SECOND = 10.0
+"""Of a run so small that rounds are quick: so often a peer may say the longest that there is to say."""
+PATIENCE_SECONDS, MANY_IN_A_ROW, PAUSE_SECONDS = 10.0, 100, 0.002
+"""A session whose next message was always there already, for so long and so many of them, says too much."""
+RECORDS_PER_SECOND, RECORDS_AT_ONCE = 1000.0, 4096.0
+"""Of the log, that one peer is sent when it asks."""
 OUTBOX = 1024
 """Messages that wait for one peer; to somebody who does not read, later ones are dropped."""
 
@@ -29,18 +46,50 @@ class Session:
     """One peer's open stream; `outbox` is drained by the session's own task."""
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
+    messages: Bucket = field(default_factory=lambda: Bucket(MESSAGES))
+    amounts: Bucket = field(default_factory=lambda: Bucket(Rate(1e6, 1e7)))
+    paused_at: float = 0.0
+    in_a_row: int = 0
+    records: Allowance = field(default_factory=lambda: Allowance(RECORDS_PER_SECOND, RECORDS_AT_ONCE))
     announcements: Allowance = field(default_factory=lambda: Allowance(ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE))
     has_announced: bool = False
+    attested: int = -1
+    tells: Allowance = field(default_factory=lambda: Allowance(0.2, 10.0))
 
     def may_announce(self, all_of_them: Allowance, now: float) -> bool:
         """Whether an announcement is to be looked at; the first one is, whatever the allowance of all peers together."""
         first, self.has_announced = not self.has_announced, True
         return self.announcements.take(now) and (first or all_of_them.take(now))
 
+    def may_tell(self, round: int, now: float) -> bool:
+        """Whether an attestation is worth an event: the first of a newer round is, others now and then; what is told is kept on disks."""
+        if round > self.attested:
+            self.attested = round
+            return True
+        return self.tells.take(now)
+
+    def pace(self, size: int, now: float) -> float:
+        """Seconds until the next message of this session is read, after one of so many bytes."""
+        return max(self.messages.take(now), self.amounts.take(now, size))
+
+    def floods(self, waited: float, now: float) -> bool:
+        """Whether it has said so much for so long without a pause that nobody honest does. `waited`: seconds for its newest message."""
+        if waited > PAUSE_SECONDS:
+            self.paused_at, self.in_a_row = now, 0
+        self.in_a_row += 1
+        return self.in_a_row > MANY_IN_A_ROW and now - self.paused_at > PATIENCE_SECONDS
+
     def post(self, raw: bytes) -> None:
         """Queues a message. One that finds no place is dropped: what matters is asked for or sent again."""
         with contextlib.suppress(asyncio.QueueFull):
             self.outbox.put_nowait(raw)
+
+    def post_records(self, records: Iterable[bytes], now: float) -> None:
+        """Queues as much of the log as may be asked for, now."""
+        for raw in records:
+            if not self.records.take(now):
+                return
+            self.post(raw)
 
     @property
     def is_crowded(self) -> bool:
@@ -49,7 +98,7 @@ class Session:
 
 
 class Sessions:
-    """All of them. `heard`: when each peer gave its last sign of life, in steady seconds. `hear(peer, session, message)` is called with
+    """All of them. `heard`: when each peer gave its last sign of life, in steady seconds. `hear(peer, session, message)` is awaited with
     whatever a peer says, `opened(session)` once it has said who it is, `doubt(peer)` when it has been silent for some heartbeats, or
     begins anew."""
 
@@ -57,9 +106,9 @@ class Sessions:
         self,
         manifest: Manifest,
         clock: Clock,
-        hear: Callable[[str, Session, Message], None],
+        hear: Callable[[str, Session, Message], Awaitable[None]],
         opened: Callable[[Session], None],
-        doubt: Callable[[str], None],
+        transport: Transport,
     ) -> None:
         self.open: dict[str, Session] = {}
         self.heard: dict[str, float] = {}
@@ -67,31 +116,40 @@ class Sessions:
         self._clock = clock
         self._hear = hear
         self._opened = opened
-        self._doubt = doubt
+        self._doubt = transport.doubt
+        self._guests = transport.guests
+        self._streams: dict[str, Stream] = {}
+        self._longest = LONGEST + part_lists.longest(manifest)
+        self._bytes = Rate(ROUNDS_PER_SECOND * self._longest, 4 * ROUNDS_PER_SECOND * self._longest)
         self._silence = SILENT_HEARTBEATS * manifest.timing.heartbeat
 
     async def serve(self, stream: Stream) -> None:
         """One session, from Hello to its end."""
         peer = stream.remote
-        hello = encoding.expect(Hello, encoding.decode(await stream.recv(timeout=REQUEST_SECONDS), peer), peer)
+        hello = encoding.expect(Hello, encoding.decode(await stream.recv(1024, timeout=REQUEST_SECONDS), peer), peer)
         if hello.run != self._manifest.run_id or hello.version != VERSION:
             raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
         if peer in self.open:
             self._doubt(peer)  # it has moved: that session's connection is dead, and others would be opened on it
-        session = Session()
-        self.open[peer] = session
+            await self._streams[peer].close()
+        session = Session(amounts=Bucket(self._bytes), paused_at=self._clock.steady())
+        self.open[peer], self._streams[peer] = session, stream
         self.heard[peer] = self._clock.steady()
         sender = asyncio.create_task(self._send(stream, session))
         try:
             self._opened(session)
             while True:
-                message = encoding.decode(await answer(stream, self._doubt, silence=self._silence), peer)
-                self.heard[peer] = self._clock.steady()
-                self._hear(peer, session, message)
+                began = self._clock.steady()
+                raw = await answer(stream, self._doubt, self._longest, silence=self._silence)
+                self.heard[peer] = now = self._clock.steady()
+                if session.floods(now - began, now):
+                    self._guests.refuse(peer, "says too much in its session", asyncio.get_running_loop().time())
+                await self._hear(peer, session, encoding.decode(raw, peer))
+                await asyncio.sleep(session.pace(len(raw), self._clock.steady()))
         finally:
             sender.cancel()
             if self.open.get(peer) is session:
-                del self.open[peer]
+                del self.open[peer], self._streams[peer]
             await asyncio.gather(sender, return_exceptions=True)
 
     async def _send(self, stream: Stream, session: Session) -> None:

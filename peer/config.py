@@ -26,7 +26,7 @@ class JoinConfig:
     `corpus`: a folder that has the run's text; None: it is fetched, and at most `data_bytes` of it are kept; `announce`: addresses,
     without our id, at which the user says that we are reached; `reachable`: how we are, as found out before the start
     (peer/net/reach.py), None: that is nobody's question; `reached_at`: at which addresses, with our id; `downlink`: what was found of it
-    before, None: nothing."""
+    before, None: nothing; `audit`: it follows the log for an operator, and trains nothing (peer/node/audit.py)."""
 
     folder: Path
     device: str = "cpu"
@@ -43,6 +43,7 @@ class JoinConfig:
     reachable: str | None = None
     reached_at: tuple[str, ...] = ()
     downlink: Downlink | None = None
+    audit: bool = False
 
 
 def cache_folder() -> Path:

@@ -1,8 +1,7 @@
-"""Texts for tests: small corpora of noise, and one that nobody may read."""
+"""Texts for tests: small corpora of noise."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,26 +49,3 @@ def write_corpus(
     )
     (folder / INDEX).write_bytes(index.to_bytes())
     return index, ids[:count]
-
-
-class NoText:
-    """Fails when it is read."""
-
-    @property
-    def index(self) -> CorpusIndex:
-        raise AssertionError("nobody reads text here")
-
-    async def sequences(self, slots: range) -> NDArray[np.int64]:
-        raise AssertionError("nobody reads text here")
-
-    def expect(self, slots: Sequence[range]) -> None: ...
-
-    async def held_out(self, limit: int) -> NDArray[np.int64]:
-        raise AssertionError("nobody reads text here")
-
-    async def aclose(self) -> None: ...
-
-
-async def no_text(*_: Any) -> NoText:
-    """For `Factories.text`."""
-    return NoText()

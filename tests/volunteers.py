@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,8 +20,10 @@ from peer.chain.stop_sign import StopSign
 from peer.config import JoinConfig
 from peer.events import Emitter, Event
 from peer.net import directory
+from peer.net.base import Transport, Validate
 from peer.net.disk import LocalDisk, Piece
-from peer.net.memory import MemoryNetwork, MemoryTransport
+from peer.net.memory import MemoryNetwork
+from peer.node.audit import NoTraining, no_text
 from peer.node.orders import ChainOrders, InnerLoop, Result
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
@@ -34,7 +36,6 @@ from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, TimingSpec, TokenizerSpec
 from protocol.wire import endpoints
 from tests import tiny
-from tests.texts import no_text
 
 TOKENIZER = b'{"not": "read"}'
 MODEL = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
@@ -61,7 +62,15 @@ def noise(spec: ModelSpec, peer: str, round: int, shard: str) -> list[np.ndarray
 Hold = Callable[[str, int], Awaitable[None]]
 
 
-class Noise:
+class Network(Protocol):
+    """Where a swarm's transports come from."""
+
+    def transport(self, peer_id: str, validate: Validate) -> Transport:
+        """A peer's."""
+        ...
+
+
+class Noise(NoTraining):
     """In place of the inner loop of a stage. `hold(peer, round)` is awaited before a round's work is done."""
 
     def __init__(self, hold: Hold, manifest: Manifest, peer: str) -> None:
@@ -89,28 +98,6 @@ class Noise:
     def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
         return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]
 
-    def on_device(self, shard: str) -> None: ...
-
-    def expect(self, slots: Any) -> None: ...
-
-    def release(self) -> None: ...
-
-    def optimizer(self) -> dict[str, Any]:
-        return {}
-
-    def lacks_moments(self, shard: str) -> bool:
-        """It never has any."""
-        return False
-
-    async def moments(self, shard: str) -> bytes | None:
-        """There are none."""
-        return None
-
-    def inherit(self, shard: str, moments: bytes) -> None:
-        """Nobody sends any."""
-
-    def close(self) -> None: ...
-
 
 class QuickDisk(LocalDisk):
     """Nothing here loses power."""
@@ -128,7 +115,7 @@ class Volunteer:
     name: str
     identity: Identity
     folder: Path
-    transport: MemoryTransport
+    transport: Transport
     storage: Storage
     peer: Peer
     task: asyncio.Task[None]
@@ -157,7 +144,7 @@ class Swarm:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest = manifest
         self.folder = folder
-        self.network = MemoryNetwork()
+        self.network: Network = MemoryNetwork()
         self.peers: dict[str, Volunteer] = {}
         self.events: list[Event] = []
         self._happened = asyncio.Event()

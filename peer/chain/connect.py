@@ -9,22 +9,26 @@ neighbour. It then sends signs of life.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from peer.chain.apart import Apart
 from peer.chain.frames import NeighbourLost
 from peer.chain.link import LIVENESS, Liveness, keep_alive
-from peer.net.base import Stream, Transport
+from peer.net.base import REQUEST_SECONDS, Stream, Transport
 from peer.net.striped_stream import STRIPES, StripedStream
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.wire import endpoints, framing
+from protocol.wire import calls, endpoints
+from protocol.wire.calls import PipeHello
 from protocol.wire.plan import Plan
 
-MAX_PIPES = 16
-"""Pipes that may wait here for a training that takes them."""
+MAX_PIPES = 64
+PIPES_OF_A_PEER = 4
+"""Pipes, of all and of one peer, that may wait here for a chain that we do not know of yet: a neighbour may be ahead of us. Strangers
+who take these places keep no neighbour out whom our plan names; it dials until then."""
 AHEAD = 3
 """A neighbour may be one commit ahead of us, and train one round ahead of that."""
 
@@ -70,6 +74,7 @@ class Pipes:
         self._incoming: dict[Key, asyncio.Future[Stream]] = {}
         self._stripes: dict[Key, dict[int, Stream]] = {}
         self._taken: set[Key] = set()
+        self._awaited: set[Key] = set()  # those that our own plan names
         self._living: set[asyncio.Task[None]] = set()
         self._oldest = (0, 0)
         self._over = asyncio.Event()
@@ -120,7 +125,8 @@ class Pipes:
                 while True:
                     try:
                         await self._reach(peer)
-                        pipe = await self._open(peer, {"round": round, "replica": replica, "generation": generation})
+                        hello = PipeHello(round=round, generation=generation, replica=replica, stripe=0)
+                        pipe = await self._open(peer, hello)
                         living = asyncio.create_task(keep_alive(pipe, complete.is_set, self._beat_s))
                         self._living.add(living)
                         living.add_done_callback(self._living.discard)
@@ -136,13 +142,13 @@ class Pipes:
                 self._apart.failed(peer, why)
             raise NeighbourLost(peer, f"did not answer for {self._patience.dial:g} s") from None
 
-    async def _open(self, peer: str, chain: dict[str, int]) -> Stream:
+    async def _open(self, peer: str, chain: PipeHello) -> Stream:
         """A pipe of all stripes. Raises RemoteError."""
         streams: dict[int, Stream] = {}
 
         async def open(stripe: int) -> None:
             streams[stripe] = await self._transport.open(peer, endpoints.PIPE, timeout=self._patience.dial)
-            await streams[stripe].send(framing.pack_message({**chain, "stripe": stripe}))
+            await streams[stripe].send(calls.write(dataclasses.replace(chain, stripe=stripe)))
 
         tasks = [asyncio.create_task(open(stripe)) for stripe in range(STRIPES)]
         try:
@@ -158,6 +164,7 @@ class Pipes:
 
     async def _accept(self, key: Key) -> Stream:
         seconds = self._patience.reconfigured if key[1] else self._patience.accept
+        self._awaited.add(key)
         try:
             async with asyncio.timeout(seconds):
                 return await self._expect(key)
@@ -169,6 +176,11 @@ class Pipes:
             self._incoming[key] = asyncio.get_running_loop().create_future()
         return self._incoming[key]
 
+    def _has_room(self, peer: str) -> bool:
+        """Whether one more pipe that nobody here waits for yet may wait; those that we wait for need no room."""
+        early = [key for key in self._incoming if key not in self._awaited]
+        return len(early) < MAX_PIPES and sum(key[3] == peer for key in early) < PIPES_OF_A_PEER
+
     def forget(self, round: int, generation: int = 0) -> None:
         """Ends the handlers of the pipes that are older."""
         self._oldest = max(self._oldest, (round, generation))
@@ -176,6 +188,7 @@ class Pipes:
             self._incoming.pop(key).cancel()
             self._stripes.pop(key, None)
             self._taken.discard(key)
+            self._awaited.discard(key)
         self._wake()
 
     def _wake(self) -> None:
@@ -185,27 +198,22 @@ class Pipes:
 
     async def serve(self, stream: Stream, applied: int) -> None:
         """An incoming pipe: hands the stream to the training that waits for it, and stays until that is over."""
-        hello = framing.unpack_message(bytes(await stream.recv(256)))
-        match hello:
-            case {"round": int(round), "generation": int(generation), "replica": int(replica), "stripe": int(stripe)}:
-                pass
-            case _:
-                raise RemoteError(
-                    stream.remote, f"pipe of {short_peer(stream.remote)}: not a pipe's beginning; it was closed"
-                )
-        if not applied < round <= applied + AHEAD or (round, generation) < self._oldest or not 0 <= stripe < STRIPES:
+        hello = calls.read(PipeHello, await stream.recv(256, timeout=REQUEST_SECONDS), stream.remote, "pipe")
+        round, generation, stripe = hello.round, hello.generation, hello.stripe
+        if not applied < round <= applied + AHEAD or (round, generation) < self._oldest or stripe >= STRIPES:
             raise RemoteError(stream.remote, f"pipe of {short_peer(stream.remote)}: not for this chain; it was closed")
-        if len(self._incoming) >= MAX_PIPES:
+        key = (round, generation, hello.replica, stream.remote)
+        if key not in self._incoming and not self._has_room(stream.remote):
             raise RemoteError(stream.remote, f"pipe of {short_peer(stream.remote)}: too many wait here; it was closed")
-        key = (round, generation, replica, stream.remote)
         waiting = self._expect(key)
         if waiting.done():
             raise RemoteError(
                 stream.remote, f"pipe of {short_peer(stream.remote)}: there is one already; it was closed"
             )
         stripes = self._stripes.setdefault(key, {})
-        stripes[stripe] = stream  # one that was there before is of a dial that failed
-        self._wake()
+        before, stripes[stripe] = stripes.get(stripe), stream
+        if before is not None:  # it is of a dial that failed
+            self._wake()
         if len(stripes) == STRIPES:
             pipe = StripedStream([stripes[i] for i in range(STRIPES)], self._uplink)
             waiting.set_result(pipe)

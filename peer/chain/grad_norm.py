@@ -21,6 +21,7 @@ from peer.chain.frames import DONE, NORM, RESUME, TOTAL, Head
 from peer.chain.link import Link
 from peer.chain.neighbours import Neighbours
 from peer.chain.timing import StageTiming, finite
+from protocol.wire.bounds import MAX_LOSS
 
 MAX_STAGES = 64
 _NORM = struct.Struct(">Bd")
@@ -49,7 +50,9 @@ class Norms:
     def pack(self) -> bytes:
         """As a frame's body."""
         records = b"".join(_MEASURED.pack(*astuple(stage)) for stage in self.stages)
-        return _NORM.pack(self.stop, self.loss) + struct.pack(f">{len(self.sums)}d", *self.sums) + records
+        return (
+            _NORM.pack(self.stop, min(self.loss, MAX_LOSS)) + struct.pack(f">{len(self.sums)}d", *self.sums) + records
+        )
 
     @classmethod
     def unpack(cls, body: bytes | memoryview, shards: int) -> Norms:
@@ -60,7 +63,7 @@ class Norms:
         wish, loss = _NORM.unpack_from(body)
         sums = list(struct.unpack_from(f">{shards}d", body, _NORM.size))
         stages = [StageTiming(*values) for values in _MEASURED.iter_unpack(body[-rest:])]
-        if wish > 1 or not finite(loss, *sums):
+        if wish > 1 or not finite(loss, *sums, sum(sums)) or loss > MAX_LOSS:
             raise ValueError("impossible gradient norms")
         if not all(stage.plausible() for stage in stages):
             raise ValueError("impossible measurements")
@@ -89,7 +92,7 @@ class Total:
     def unpack(cls, body: memoryview) -> Total | None:
         """None where these `RESUME_BYTES` cannot be one."""
         steps, stop, norm, loss = _STANDING.unpack(body)
-        return cls(steps, stop == 1, norm, loss) if stop <= 1 and finite(norm, loss) else None
+        return cls(steps, stop == 1, norm, loss) if stop <= 1 and finite(norm, loss) and loss <= MAX_LOSS else None
 
 
 RESUME_BYTES = _STANDING.size
@@ -116,13 +119,13 @@ async def settle(near: Neighbours, step: int, norms: Norms, steps: int) -> Total
     """Tells `norms`, of this stage and all behind it, to the previous stage, and gives the TOTAL that all stages have, as the one after
     which `steps` steps of the round are done. The first stage makes it. Raises NeighbourLost."""
     if near.previous is None:
-        stop, norm, loss = norms.stop, math.sqrt(sum(norms.sums)), norms.loss
+        stop, norm, loss = norms.stop, math.sqrt(sum(norms.sums)), min(norms.loss, MAX_LOSS)
     else:
         body = norms.pack()
         near.previous.send(Head(NORM, step=step, width=len(norms.sums)), body, len(body))
         told = (await near.receive(near.previous, Head(TOTAL, step=step), _TOTAL.size)).body
         wish, norm, loss = _TOTAL.unpack(told)
-        if wish > 1 or not finite(norm, loss):
+        if wish > 1 or not finite(norm, loss) or loss > MAX_LOSS:
             near.previous.blame("sent an impossible total")
         stop = wish == 1
     if near.following is not None:

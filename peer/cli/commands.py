@@ -17,6 +17,7 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
+from peer.cli.auditing import audit_beside, auditor
 from peer.config import Downlink, JoinConfig, cache_folder
 from peer.corpus.reader import CorpusReader
 from peer.corpus.text import open_corpus
@@ -75,6 +76,7 @@ async def bootstrap(
     initial_peers: Sequence[str],
     relay_limit: str,
     corpus: Path | None,
+    audit: bool,
     json: bool,
 ) -> None:
     """`potluck bootstrap`. `door`: as it was typed."""
@@ -112,7 +114,11 @@ async def bootstrap(
             together = relay_bps * len(manifest.operators)  # others are taken to allow as much
             answer = functools.partial(Question.answer, relay_bps=together)
             node = BootstrapNode(manifest, key, transport, archive, emit, others, answer=answer)
-            await serve_bootstrap(node, transport, emit, relay_bps)
+            node.leader.witnesses.auditors = frozenset({auditor(folder)} if audit else ())
+            async with asyncio.TaskGroup() as group:
+                group.create_task(serve_bootstrap(node, transport, emit, relay_bps))
+                if audit:
+                    group.create_task(audit_beside(folder, manifest.run_id, transport.addresses, emit))
         finally:
             await transport.aclose()
     finally:

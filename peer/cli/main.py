@@ -100,15 +100,17 @@ def bootstrap(
     corpus: Annotated[
         Path | None, typer.Option(help="Folder with the run's corpus (potluck data build), to serve it.")
     ] = None,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Follow the log beside the node; believe nobody else.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """`potluck bootstrap`.
 
     Long because typer reads a command's options from its function's parameters.
     """
-
     door = Door(host=host, port=port, announce=tuple(announce or ()))
-    _run(commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, json))
+    _run(commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, audit, json))
 
 
 @app.command(

@@ -33,6 +33,7 @@ from peer.events.node import (
     Listening,
     Moved,
     Ready,
+    Refused,
     Relayed,
     RunFinished,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "Reachable",
     "Ready",
     "Recovered",
+    "Refused",
     "Relayed",
     "Restored",
     "Role",
@@ -128,7 +130,7 @@ __all__ = [
 ]
 
 Body = (
-    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | RunFinished
+    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip

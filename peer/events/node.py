@@ -154,6 +154,20 @@ class Relayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """Somebody used more than it may of this process, which takes nothing more from it for a while."""
+
+    peer: str
+    """Who."""
+    address: str
+    """The network that it comes from; empty where that is not known."""
+    reason: str
+    """What it did, for a reader."""
+    seconds: float
+    """For how long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leads:
     """A bootstrap node begins to lead the quorum, or no longer does."""
 

@@ -12,10 +12,11 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from peer.net.guests import Guests
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import short_peer
 from protocol.wire.framing import MAX_FRAME
@@ -150,10 +151,11 @@ Validate = Callable[[str, str, bytes], bool]
 
 
 class Transport(Protocol):
-    """One peer's access to the network. `lost` is set when it has failed for good (its daemon died)."""
+    """One peer's access to the network. `guests`: what others may use of us; `lost` is set when it has failed for good (its daemon died)."""
 
     peer_id: str
     traffic: Traffic
+    guests: Guests
     lost: asyncio.Event
 
     @property
@@ -191,6 +193,9 @@ class Transport(Protocol):
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         """Stores a signed value for `ttl` seconds; False if it was refused. Raises UsageError over MAX_RECORD or MAX_TTL,
         TransportLost."""
+
+    def prefer(self, peers: Collection[str]) -> None:
+        """The records of these, as subkeys, are kept before those of others where there is no space for all."""
 
     async def get(self, key: str) -> dict[str, bytes]:
         """The valid values under `key` by subkey; what cannot be found is missing. Raises Timeout, TransportLost."""
@@ -273,8 +278,9 @@ async def serve_calls(
         except RemoteError as error:
             parts = (_FAILED, str(error).encode()[:300])
         except Exception:
-            log.exception("call %s of %s failed", name, short_peer(stream.remote))
-            parts = (_FAILED, b"internal error")
+            await stream.send(_FAILED, b"internal error")
+            await stream.finish()
+            raise
         await stream.send(*parts)
 
     await transport.serve(name, serve)

@@ -15,6 +15,16 @@ _UNLIMITED = (1 << 20, 1 << 16, 10_240)
 """Tried in turn where the hard limit is none: some systems then refuse what is above limits of their own."""
 
 
+RESERVED = 256
+"""Descriptors that are left for files, and for what we open ourselves."""
+
+
+def streams() -> int:
+    """How many streams of others may be open at once, so that files can still be opened: half of what this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 16 if soft == resource.RLIM_INFINITY else max(64, (soft - RESERVED) // 2)
+
+
 def raise_limit(enough: int = ENOUGH) -> str | None:
     """Raises the soft limit to the hard one. Returns what to tell the user where it still is below `enough`, else None."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

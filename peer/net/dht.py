@@ -3,6 +3,8 @@
 Deviations from plain hivemind 1.1.12, each because of something it does:
 - its msgpack decoder is replaced (`safe_loads`), because it can be made to recurse until the process crashes;
 - what a DHT node keeps is bounded (`Storage`), because an answer with too many records never arrives;
+- a request has few keys, and a peer makes few requests (`_bounded`): each key costs as much time as a whole request may;
+- a peer is one node: whom hivemind meets under a new name, it sends all records that such a node should have;
 - a record's value repeats the key, so that a validator learns it (hivemind has only the key's hash).
 """
 
@@ -10,21 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
 import math
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgpack
 from hivemind.dht.node import DHTNode
-from hivemind.dht.protocol import ValidationError
+from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.utils.serializer import MSGPackSerializer
 
 from peer.net.base import MAX_RECORD, MAX_TTL, ClockWrong, Timeout, Unreachable, Validate, check_record, log
 from peer.net.daemon import Daemon
+from peer.net.guests import Guests
 from protocol.identity import short_peer
 from protocol.wire.framing import FrameError, unpack_message
 
@@ -39,6 +47,11 @@ SKEW_SECONDS = 60.0
 """How far beyond MAX_TTL a record's expiry may lie by our clock: the writer's may be ahead."""
 MAX_KEY_BYTES = 3 << 20
 """Most bytes of records that we keep under one key. The daemon drops an answer of over 4 MiB without a word."""
+MOST_RECORDS = 512
+"""Under one key. Of more, those are kept of whom somebody knows (`Dht.prefer`), and of the others some by chance: a stranger may make as many
+names as it likes, but cannot choose which stay."""
+MOST_KEYS = 16
+"""In one request; hivemind asks for one."""
 _SUBKEY_BYTES = 128
 _RECORD_BYTES = _SUBKEY_BYTES + 16
 """Of a record in an answer, besides its value, at most."""
@@ -64,6 +77,8 @@ def safe_loads(raw: bytes) -> object:
             pass
         case _:
             raise FrameError("DHT dictionary: not of the expected form")
+    if len(items) > 2 * MOST_RECORDS:
+        raise FrameError("DHT dictionary: too many records")
     dictionary = DictionaryDHTValue()  # the sender's size limit is not taken over
     with dictionary.freeze():
         for item in items:
@@ -77,12 +92,47 @@ def safe_loads(raw: bytes) -> object:
 
 MSGPackSerializer.loads = staticmethod(safe_loads)
 
+Rpc = Callable[[DHTProtocol, Any, P2PContext], Awaitable[Any]]
+_guests: WeakKeyDictionary[DHTProtocol, Guests] = WeakKeyDictionary()
+"""Of those protocols whose transport counts what others ask."""
+
+
+def _bounded(rpc: Rpc) -> Rpc:
+    """A handler of hivemind's, for requests that are not too large, of peers that do not ask too often."""
+
+    @functools.wraps(rpc)
+    async def bounded(self: DHTProtocol, request: Any, context: P2PContext) -> Any:
+        guests, now = _guests.get(self), asyncio.get_running_loop().time()
+        peer = context.remote_id.to_base58()
+        if guests is not None and not guests.may_call(peer, now):
+            raise PermissionError("too many requests")
+        if guests is not None and not guests.may_be_node(peer, request.peer.node_id, now):
+            raise PermissionError("another node id")
+        if len(getattr(request, "keys", ())) > MOST_KEYS:
+            if guests is not None:
+                guests.offend(peer, "asks the DHT for too much at once", now)
+            raise ValueError("too many keys")
+        return await rpc(self, request, context)
+
+    return bounded
+
+
+for _name in ("rpc_ping", "rpc_store", "rpc_find"):
+    setattr(DHTProtocol, _name, _bounded(getattr(DHTProtocol, _name)))
+
+
+Latest = Callable[[bytes], float]
+"""The value of a valid record -> until when, in Unix seconds, it may be kept."""
+
 
 class Validator(RecordValidatorBase):  # type: ignore[misc]
-    """Caps size and expiry, checks the form, and asks `validate`; refuses records without subkey."""
+    """Caps size and expiry, checks the form, and asks `validate`; refuses records without subkey. `latest`: see above. Of two records of one
+    writer the newer one so has the later expiry, and wins, however often somebody else stores the older one again."""
 
-    def __init__(self, validate: Validate, now: Callable[[], float] = time.time) -> None:
-        self._validate, self._now = validate, now
+    def __init__(
+        self, validate: Validate, now: Callable[[], float] = time.time, latest: Latest = lambda value: math.inf
+    ) -> None:
+        self._validate, self._now, self._latest = validate, now, latest
 
     def allows(self, key: str, subkey: str, value: bytes) -> bool:
         """What `validate` says."""
@@ -106,13 +156,23 @@ class Validator(RecordValidatorBase):  # type: ignore[misc]
                     and record.expiration_time <= self._now() + MAX_TTL + SKEW_SECONDS
                     and DHTID.from_bytes(record.key) == DHTID.generate(key)
                     and bool(self._validate(key, subkey, value))
+                    and record.expiration_time <= self._latest(value)
                 )
         return False
 
 
 class Storage(DHTLocalStorage):  # type: ignore[misc]
     """What we keep for others: for each key at most MAX_KEY_BYTES, so that our answer to a reader can arrive, and nothing of a
-    record that is not newer than the one we have."""
+    record that is not newer than the one we have. `preferred`: whose records stay before all others."""
+
+    def __init__(self, preferred: set[str]) -> None:
+        super().__init__()
+        self._preferred = preferred
+        self._salt = secrets.token_bytes(16)
+
+    def _order(self, subkey: str) -> tuple[bool, bytes]:
+        """The last go first. Which strangers those are is this node's secret."""
+        return subkey not in self._preferred, hashlib.sha256(self._salt + subkey.encode()).digest()
 
     def store_subkey(self, key: DHTID, subkey: str, value: bytes, expiration_time: float) -> bool:
         held = self.get(key)
@@ -121,6 +181,12 @@ class Storage(DHTLocalStorage):  # type: ignore[misc]
             size = sum(_RECORD_BYTES + len(item.value) for item in held.value.data.values())
             if known is not None and known.expiration_time >= expiration_time:
                 return False
+            if known is None and len(held.value.data) >= MOST_RECORDS:
+                last = max(held.value.data, key=self._order)
+                if self._order(subkey) > self._order(last):
+                    return False
+                size -= _RECORD_BYTES + len(held.value.data[last].value)
+                del held.value[last]
             if size + _RECORD_BYTES + len(value) - (len(known.value) if known else 0) > MAX_KEY_BYTES:
                 return False
         return bool(super().store_subkey(key, subkey, value, expiration_time))
@@ -129,15 +195,31 @@ class Storage(DHTLocalStorage):  # type: ignore[misc]
 class Dht:
     """Our node of the DHT. `node` is hivemind's. Made by `begin`."""
 
-    def __init__(self, node: DHTNode, validator: Validator, daemon: Daemon) -> None:
+    def __init__(self, node: DHTNode, validator: Validator, daemon: Daemon, preferred: set[str]) -> None:
         self.node = node
         self._validator = validator
         self._daemon = daemon
+        self._preferred = preferred
+
+    def count(self, guests: Guests) -> None:
+        """From now on what others ask counts as what they use of us."""
+        _guests[self.node.protocol] = guests
+
+    def prefer(self, peers: Collection[str]) -> None:
+        """The records of these are kept before those of others."""
+        self._preferred.clear()
+        self._preferred.update(peers)
 
     @classmethod
-    async def begin(cls, daemon: Daemon, validate: Validate, rpc_seconds: float = RPC_SECONDS) -> Dht:
+    async def begin(
+        cls,
+        daemon: Daemon,
+        validate: Validate,
+        rpc_seconds: float = RPC_SECONDS,
+        latest: Latest = lambda value: math.inf,
+    ) -> Dht:
         """A node that knows nobody yet."""
-        validator = Validator(validate)
+        validator, preferred = Validator(validate, latest=latest), set[str]()
         node = await DHTNode.create(
             p2p=daemon.p2p,
             record_validator=validator,
@@ -147,8 +229,8 @@ class Dht:
             cache_nearest=0,
             cache_refresh_before_expiry=0,
         )
-        node.protocol.storage, node.protocol.cache = Storage(), Storage()
-        return cls(node, validator, daemon)
+        node.protocol.storage, node.protocol.cache = Storage(preferred), Storage(preferred)
+        return cls(node, validator, daemon, preferred)
 
     async def join(self, peer: str, timeout: float) -> None:
         """Enters the DHT through a connected peer, unless we are in it. Raises ClockWrong, Unreachable, TransportLost."""

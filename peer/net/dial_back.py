@@ -8,7 +8,6 @@ of the answer either. Each address, each peer and all together may ask so often,
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from peer.net.address import host_of, is_circuit, port_of
 from peer.net.allowance import Allowance
 from peer.net.base import Transport, serve_calls
 from peer.net.clock import Clock
+from peer.net.guests import network_of
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
@@ -26,8 +26,6 @@ from protocol.wire.dial_back import Dialled, DialMe
 GREETING = b"\x13/multistream/1.0.0\n"
 """What a libp2p host sends first, whoever connects (https://github.com/multiformats/multistream-select)."""
 MAX_REQUEST = 256
-_PREFIX = {4: 32, 6: 64}
-"""Bits of an IP address that a home or a machine has for itself, by version."""
 
 Greets = Callable[[str, int], Coroutine[Any, Any, bool]]
 """(IP address, port) -> whether a libp2p host greets there."""
@@ -83,12 +81,11 @@ class DialBack:
         ask = encoding.expect(DialMe, encoding.decode(request, peer), peer)
         seen = self._transport.seen_at(peer)
         host = "" if is_circuit(seen) else host_of(seen)
-        try:
-            network = ipaddress.ip_network((host, _PREFIX[ipaddress.ip_address(host).version]), strict=False)
-        except ValueError:
+        network = "" if is_circuit(seen) else network_of(seen)
+        if not network:
             return encoding.encode(Dialled(host=""))
         now = self._clock.steady()
-        may = all(self._may_ask(who, now) for who in (peer, str(network)))
+        may = all(self._may_ask(who, now) for who in (peer, network))
         if not may or self._under_way >= self._bounds.at_once or not self._together.take(now):
             raise RemoteError(peer, f"dial-back for {short_peer(peer)}: asked too often; ask somebody else")
         self._under_way += 1

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from peer.net import roster
 from peer.net.address import is_circuit
-from peer.net.base import Transport, Validate
+from peer.net.base import MAX_TTL, Transport, Validate
 from peer.net.clock import Clock
 from protocol.errors import RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
+from protocol.wire.plan import Plan
 from protocol.wire.roster import MOST_LOOKED_UP
 
 TTL_SECONDS = 300.0
@@ -73,6 +74,7 @@ class Directory:
         self.crowd = manifest.start_peers
         self.sealed = b""
         self._said: Announcement | None = None
+        self._serial = 0
         self._identity = identity
         self._transport = transport
         self._bootstrap = tuple(bootstrap)
@@ -83,12 +85,22 @@ class Directory:
         self._direct = self._where(circuits=False)
         self._wanted: dict[str, None] = {}
         self._asking = asyncio.Lock()
+        transport.prefer(manifest.operators)
         self._is_operator = identity.peer_id in manifest.operators
         self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
     def update(self, **fields: object) -> None:
         """Changes what the next announcement says."""
         self.announcement = dataclasses.replace(self.announcement, **fields)  # type: ignore[arg-type]
+
+    def placed(self, coordinates: tuple[float, ...]) -> None:
+        """We are there (protocol/planning/coordinates.py)."""
+        self.update(coordinates=coordinates)
+
+    def planned(self, plan: Plan) -> None:
+        """The run goes on with these: their announcements are kept before those of strangers."""
+        self.crowd = plan.count
+        self._transport.prefer((*self.manifest.operators, *plan.peers))
 
     # --- what we say
 
@@ -110,6 +122,7 @@ class Directory:
             if (self.announcement != self._said and quiet >= self.pace) or quiet >= max(REPEAT_SECONDS, self.pace):
                 self._said, said_at = self.announcement, self._clock.steady()
                 serial = max(serial + 1, int(1000 * self._clock.wall()))  # the time of day may go back
+                self._serial = serial
                 self.sealed = sealed.seal(self._identity, dataclasses.replace(self._said, serial=serial))
                 tell(self.sealed)
             await asyncio.sleep(PUBLISH_SECONDS)
@@ -123,7 +136,8 @@ class Directory:
             if said is not None and self.is_sampled and (quiet > TTL_SECONDS / 3 or said.addresses != stored):
                 with contextlib.suppress(RemoteError):
                     key = endpoints.announcements_key(self.manifest.run_id)
-                    if await self._transport.store(key, self._transport.peer_id, self.sealed, ttl=TTL_SECONDS):
+                    ttl = min(self._serial / 1000 + TTL_SECONDS - self._clock.wall(), MAX_TTL)
+                    if await self._transport.store(key, self._transport.peer_id, self.sealed, ttl=max(ttl, 1.0)):
                         stored_at, stored = self._clock.steady(), said.addresses
             await asyncio.sleep(PUBLISH_SECONDS)
 
@@ -261,6 +275,17 @@ class Directory:
         if others:
             with contextlib.suppress(RemoteError):
                 await self._transport.connect(others, timeout=10.0)
+
+
+def latest_expiry(run: str) -> Callable[[bytes], float]:
+    """Until when a record of `run` may be kept: it follows from when its announcement was made, which is signed. So nobody can store an
+    old one again that outlives the newer ones."""
+
+    def latest(value: bytes) -> float:
+        found = roster.believed(value, run)
+        return 0.0 if found is None else found.serial / 1000 + TTL_SECONDS + 1.0
+
+    return latest
 
 
 def valid_record(run: str) -> Validate:

@@ -11,6 +11,7 @@ process that is killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import math
@@ -93,6 +94,10 @@ class Lock(Protocol):
 
 def disk_error(path: Path, error: OSError) -> LocalError:
     """One line for a failed write under `path`; exit code 2, since only the user can mend it."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return UsageError(
+            f"directory {path}: {error.strerror}; raise the hard limit (ulimit -Hn, LimitNOFILE= of a service), then start again"
+        )
     return UsageError(
         f"directory {path}: {error.strerror or error}; free space or choose another folder, then start again"
         " (nothing half-written is kept)"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from peer.net.base import Handler, NotServed, TransportLost, Unreachable, Validate, check_record
 from peer.net.stream import Endpoint, FrameStream
@@ -92,7 +92,8 @@ class MemoryTransport(Endpoint):
             back.close()
 
         theirs = other.stream(self.peer_id, name, there.reader, back, cut)
-        other.own(loop.create_task(other.run(handler, theirs)))
+        where = self._network.hosts.get(self.peer_id, "")
+        other.own(loop.create_task(other.run(handler, theirs, where)))
         return self.stream(peer, name, back.reader, there, cut)
 
     async def connect(self, addresses: Sequence[str], *, timeout: float) -> None:
@@ -134,6 +135,9 @@ class MemoryTransport(Endpoint):
             return False
         records[subkey] = (expires, bytes(value))
         return True
+
+    def prefer(self, peers: Collection[str]) -> None:
+        """There is space for all."""
 
     async def get(self, key: str) -> dict[str, bytes]:
         self._check()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.proto import p2pd_pb2
 
 from peer.net import daemon as daemons
-from peer.net import keyfile
+from peer.net import descriptors, keyfile
 from peer.net.address import is_circuit, parse
 from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
 from peer.net.daemon import (
@@ -30,7 +30,8 @@ from peer.net.daemon import (
     dial_bytes,
     raw_id,
 )
-from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht
+from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
+from peer.net.guests import Limits
 from peer.net.own_addresses import OwnAddresses, interface_hosts
 from peer.net.stream import Endpoint, FrameStream
 from protocol.errors import RemoteError
@@ -51,7 +52,7 @@ class P2PTransport(Endpoint):
     """See peer.net.base.Transport. Made by `start`."""
 
     def __init__(self, daemon: Daemon, dht: Dht, own: OwnAddresses) -> None:
-        super().__init__()
+        super().__init__(Limits(together=descriptors.streams()))
         self.peer_id = daemon.peer_id
         self.addresses = own.listed
         self._own = own
@@ -63,6 +64,9 @@ class P2PTransport(Endpoint):
         self._signals: set[str] = set()  # peers that last answered through a circuit
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._later: dict[str, asyncio.TimerHandle] = {}  # peers that are asked as soon as they may be
+        self._expelled: dict[str, float] = {}  # when their connections were ended
+        self.guests.expel = self._expel
+        dht.count(self.guests)
         daemon.watch(self.abort_all)
 
     # --- streams
@@ -72,7 +76,9 @@ class P2PTransport(Endpoint):
             remote = info.peer_id.to_base58()
             self._met(remote, str(info.addr))
             with contextlib.suppress(asyncio.CancelledError):  # nothing comes after, and asyncio would call it an error
-                await self.run(handler, self.stream(remote, name, reader, writer, writer.transport.abort))
+                await self.run(
+                    handler, self.stream(remote, name, reader, writer, writer.transport.abort), str(info.addr)
+                )
 
         await self.daemon.within(self.daemon.p2p.add_binary_stream_handler(name, serve), CLOSE_SECONDS)
 
@@ -178,6 +184,20 @@ class P2PTransport(Endpoint):
         else:
             self._check(peer, several=False)
 
+    def _expel(self, peer: str) -> None:
+        """Ends the connections to a peer that is refused, once a second at most; it may make new ones, which costs it more than us."""
+        now = asyncio.get_running_loop().time()
+        self._expelled = {p: at for p, at in self._expelled.items() if now - at < 1.0}
+        if self._closed or peer in self._expelled or len(self._expelled) >= CHECKS:
+            return
+        self._expelled[peer] = now
+
+        async def end() -> None:
+            with contextlib.suppress(RemoteError, TransportLost):
+                await self.daemon.disconnect(peer)
+
+        self.own(asyncio.create_task(end()))
+
     def _doubt_again(self, peer: str) -> None:
         del self._later[peer]
         self.doubt(peer)
@@ -233,6 +253,9 @@ class P2PTransport(Endpoint):
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return await self.dht.store(key, subkey, value, ttl)
 
+    def prefer(self, peers: Collection[str]) -> None:
+        self.dht.prefer(peers)
+
     async def get(self, key: str) -> dict[str, bytes]:
         return await self.dht.get(key)
 
@@ -261,12 +284,13 @@ async def start(
     rpc_seconds: float = RPC_SECONDS,
     sockets: Path | None = None,
     entrance: Entrance = OPEN,
+    latest: Latest = lambda value: math.inf,
 ) -> P2PTransport:
     """Starts the daemon, listening on TCP `host`:`port` (0: any), and joins through `bootstrap` (full addresses).
 
     The identity is made if its file is missing. `timeout`: seconds
     that the start and the joining may each take; `rpc_seconds`: that one request of the DHT may take; `sockets`: the folder for
-    Unix sockets, whose path is short; `entrance`: how others come to us. Raises UsageError (PortInUse, StartFailed, BadAddress, IdentityError), LocalError,
+    Unix sockets, whose path is short; `entrance`: how others come to us; `latest`: until when a valid record may be kept. Raises UsageError (PortInUse, StartFailed, BadAddress, IdentityError), LocalError,
     ClockWrong, Unreachable if no bootstrap node was reached.
 
     Long because it is where all that can be set of a transport comes in.
@@ -282,7 +306,7 @@ async def start(
     try:
         if daemon.peer_id != identity.peer_id:
             raise StartFailed(f"{identity_file}: the network daemon reads another identity from it; remove the file")
-        dht = await Dht.begin(daemon, validate, rpc_seconds)
+        dht = await Dht.begin(daemon, validate, rpc_seconds, latest)
         own = OwnAddresses()
         own.update(await daemon.addresses(), interface_hosts())
         transport = P2PTransport(daemon, dht, own)

@@ -11,15 +11,19 @@ import contextlib
 from collections.abc import Callable
 from typing import Protocol
 
+from peer.net.allowance import Allowance
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came
 from peer.net.flow import Flow
-from protocol.errors import RemoteError
+from peer.net.guests import COUNTED_ELSEWHERE, LIMITS, Guests, Limits
+from protocol.errors import LocalError, RemoteError
 from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
 
 CHUNK = 256 * 1024
 """Bytes written or read at once."""
+TOLD = (0.1, 20.0)
+"""Of a second, and at once: failures of handlers of which the log says everything."""
 LINGER_SECONDS = 5.0
 """How long a closing side that has finished waits for the other to read everything and to finish."""
 
@@ -168,7 +172,7 @@ class FrameStream:
                 with contextlib.suppress(RemoteError):
                     async with asyncio.timeout(LINGER_SECONDS):
                         while True:
-                            await self.recv()
+                            await self.recv(CHUNK)  # nobody wants it: it is not to take much memory
         except TimeoutError:
             pass
         finally:
@@ -185,6 +189,11 @@ class FrameStream:
             else:
                 self.abort()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it is over on this side."""
+        return self._closed
+
     def abort(self) -> None:
         """Ends both directions at once."""
         self._closed = True
@@ -194,8 +203,10 @@ class FrameStream:
 class Endpoint:
     """A transport's streams and the handlers that serve them; all of them end with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
         self.traffic = Traffic()
+        self.guests = Guests(limits)
+        self._told = Allowance(*TOLD)
         self._streams: dict[FrameStream, None] = {}  # in the order in which they were opened
         self._flows: dict[str, Flow] = {}
         self._tasks: set[asyncio.Task[object]] = set()
@@ -228,22 +239,42 @@ class Endpoint:
         """What passes between us and `peer`."""
         return self._flows.get(peer, Flow())
 
-    async def run(self, handler: Handler, stream: FrameStream) -> None:
-        """Serves one stream in the current task."""
+    async def run(self, handler: Handler, stream: FrameStream, where: str = "") -> None:
+        """Serves one stream in the current task, as far as its peer, at the multiaddress `where`, may have one. Whatever the handler raises
+        ends this stream and nothing else."""
+        clock = asyncio.get_running_loop().time
+        if not self.guests.enter(stream.remote, where, stream.name, stream, clock()):
+            stream.abort()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
+            until = clock() + self.guests.wait(stream.remote, stream.name, clock())
+            while clock() < until and not stream.is_closed:  # it may be refused meanwhile
+                await asyncio.sleep(min(1.0, until - clock()))
             await handler(stream)
             await stream.finish()
         except RemoteError as error:
             log.debug("serving %s: %s", stream.name, error)
-        except Exception:
-            log.exception("serving %s to %s failed", stream.name, short_peer(stream.remote))
-            stream.abort()
+        except Exception as error:
+            self._failed(stream, error)
         finally:
-            await stream.close()
-            self._tasks.discard(task)
+            try:
+                await stream.close()
+            finally:
+                self.guests.leave(stream.remote, stream)
+                self._tasks.discard(task)
+
+    def _failed(self, stream: FrameStream, error: Exception) -> None:
+        """A handler did not expect what came, or our own disk or network fails. The log says so, but a stranger does not decide how
+        long it gets."""
+        stream.abort()
+        now = asyncio.get_running_loop().time()
+        if self._told.take(now):
+            log.exception("serving %s to %s failed", stream.name, short_peer(stream.remote))
+        if stream.name not in COUNTED_ELSEWHERE and not isinstance(error, LocalError | OSError):
+            self.guests.offend(stream.remote, f"sends what {stream.name} cannot bear", now)
 
     def own(self, task: asyncio.Task[object]) -> None:
         """Makes `task` end with this endpoint."""

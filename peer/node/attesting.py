@@ -20,7 +20,7 @@ Then = Callable[[int, Mapping[str, str]], Awaitable[None]]
 class Attester:
     """One per peer. `put` hands events to the member machine."""
 
-    def __init__(self, put: Callable[[member_events.Event], None]) -> None:
+    def __init__(self, put: Callable[[member_events.Digested], None]) -> None:
         self._put = put
         self._quiet = ThreadPoolExecutor(1, "quiet", initializer=_be_quiet)
         self._task: asyncio.Task[None] | None = None

@@ -11,7 +11,7 @@ from peer.corpus.reader import TOKENIZER
 from peer.net.address import is_circuit, parse
 from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
-from peer.net.directory import valid_record
+from peer.net.directory import latest_expiry, valid_record
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
 from protocol.run import manifest as manifests
@@ -75,7 +75,13 @@ async def start_transport(folder: Path, door: Door, run: str) -> Transport:
 
     entrance = Entrance(announce=door.announce, relays=door.relays)
     return await p2p.start(
-        folder / KEY, host=door.host, port=door.port, bootstrap=(), validate=valid_record(run), entrance=entrance
+        folder / KEY,
+        host=door.host,
+        port=door.port,
+        bootstrap=(),
+        validate=valid_record(run),
+        entrance=entrance,
+        latest=latest_expiry(run),
     )
 
 

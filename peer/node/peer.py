@@ -29,6 +29,7 @@ from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
 from peer.net.line import Around, Given, Line
 from peer.net.reach import Finding, Reach
+from peer.node.audit import nobody
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
@@ -43,11 +44,11 @@ from protocol.rounds import member_events
 from protocol.rounds.member import ForkError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints
+from protocol.wire import bounds, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
-from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TimeUp
+from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
 Optimizer = dict[str, NDArray[np.generic]]
 
@@ -109,7 +110,10 @@ class Peer:
         self._directory.found(config.reached_at)
         self._reach = self._make_reach()
         self._sessions = Sessions(self._directory, transport, emit)
-        self._latency = Latency(transport, self._factories.clock, self._placed, random.Random(identity.peer_id))
+        transport.guests.tell = emit
+        self._latency = Latency(
+            transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
+        )
         self._line = self._make_line()
 
     async def rehearse(self) -> Announcement:
@@ -121,7 +125,7 @@ class Peer:
     async def _prepare(self) -> Text:
         """Checks the memory, opens the text, measures the line. Raises PotluckError."""
         smallest, offered = memory.smallest_stage(self.manifest), self._config.memory_bytes
-        if offered < smallest:
+        if offered < smallest and not self._config.audit:
             raise UsageError(
                 f"memory: {offered / 1e6:.0f} MB offered, one block of this model needs {smallest / 1e6:.0f} MB;"
                 " offer more with --memory, or join a run with a smaller model"
@@ -169,7 +173,7 @@ class Peer:
             self._emit,
             reach=self._directory.reach,
             lost=self._directory.lost,
-            peers=self._directory.peers,
+            peers=nobody if self._config.audit else self._directory.peers,
             uplink=self._line.uplink,
         )
         self.rounds = rounds = self._make_rounds(exchange, inner_loop, restored)
@@ -242,8 +246,8 @@ class Peer:
             clock=self._factories.clock,
             threads=self._config.threads,
             up_bps=self._line.up_bps,
-            warm=memory.keeps_warm(self.manifest, self._config.memory_bytes),
-            whole=memory.holds_whole(self.manifest, self._config.memory_bytes),
+            warm=self._config.audit or memory.keeps_warm(self.manifest, self._config.memory_bytes),
+            whole=self._config.audit or memory.holds_whole(self.manifest, self._config.memory_bytes),
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)
 
@@ -258,6 +262,8 @@ class Peer:
                     rounds.prefetch(message)
                 case TimeUp():
                     rounds.put(member_events.TimeUp(message.round))
+                case TakeSeat():
+                    rounds.put(member_events.Seated(message.round, message.replica, message.seconds))
                 case ChainReconfig():
                     rounds.put(member_events.Reconfigured(message))
                 case Finished():
@@ -305,9 +311,6 @@ class Peer:
         self._directory.update(reachable=found.how)
         self._directory.found(found.whole(self.identity.peer_id))
 
-    def _placed(self, coordinates: tuple[float, ...]) -> None:
-        self._directory.update(coordinates=coordinates)
-
     def _measured(self, body: events.Body) -> None:
         self._emit(body)
         self._carries()
@@ -332,7 +335,7 @@ class Peer:
             case events.Role(role="full"):
                 self._directory.update(chain=None)
             case events.Step(round=round, step=step, loss=loss):
-                self._directory.update(phase="training", round=round, step=step, loss=loss)
+                self._directory.update(phase="training", round=round, step=step, loss=bounds.told(loss))
             case events.Offered(round=round):
                 self._directory.update(phase="offered", round=round)
             case events.Withdrew(round=round):

@@ -21,6 +21,7 @@ from peer import events
 from peer.net.base import Traffic
 from peer.net.clock import Clock
 from peer.node.attesting import Attester, digests
+from peer.node.doubts import Doubts
 from peer.node.moments import MomentsExchange
 from peer.node.newcomer import Newcomer
 from peer.node.orders import InnerLoop
@@ -38,7 +39,7 @@ from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.rounds import handover, member_events, part_lists, retention
 from protocol.rounds.member import Member
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints
+from protocol.wire import bounds, endpoints
 from protocol.wire.commit import Commit, Part
 from protocol.wire.encoding import Message
 from protocol.wire.handover import Handover
@@ -83,7 +84,7 @@ class Rounds:
         self._seconds: dict[str, float] = {}
         self._scratch: list[NDArray[np.float32]] = []
         self._worker = ThreadPoolExecutor(1, "rounds")
-        self._attester = Attester(self.put)
+        self._attester = Attester(self._digested)
         self._text_ahead = TextAhead(manifest, peer, around.inner_loop.expect)
         self._events: asyncio.Queue[member_events.Event] = asyncio.Queue()
         self._looked_at = float("-inf")
@@ -116,15 +117,20 @@ class Rounds:
         self._taking = Taking(manifest, self._storage, self.outer, self._feedback, owner)
         self._moments = MomentsExchange(manifest, peer, self._exchange, around.inner_loop)
         self._recovery = Recovery(manifest, self.outer, self._storage, self._exchange, self.member.commits, self._emit)
+        self._doubts = Doubts(manifest, self.outer, self._recovery, self._storage.states(), self._emit)
         self._warm_up = WarmUp(self._recovery, lambda: self.member.applied, lambda: self.put(member_events.Tick()))
 
     def put(self, event: member_events.Event) -> None:
         """Hands an event to the machine."""
         self._events.put_nowait(event)
 
+    def _digested(self, event: member_events.Digested) -> None:
+        self._doubts.saw(event.round, event.digests)
+        self.put(event)
+
     def set_uplink(self, bps: int) -> None:
         """From now on offers are taken to leave with so many bits a second."""
-        self.member.up_bps = bps
+        self.member.deadline.up_bps = bps
 
     def prefetch(self, offered: Offered) -> None:
         """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold, or soon will."""
@@ -189,7 +195,7 @@ class Rounds:
             await self._work(self._own_work.keep, heirs)
             await self._feedback.changed_between()
         self._emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
-        await self._giving.leave(plan, self.member.up_bps, handover.LEAVE_SECONDS)
+        await self._giving.leave(plan, self.member.deadline.up_bps, handover.LEAVE_SECONDS)
 
     async def _tick(self) -> None:
         while True:
@@ -246,7 +252,8 @@ class Rounds:
 
     def _begin_training(self, order: member_events.TrainOrder) -> None:
         theta = {s: self.outer.theta[s] for s in retention.used_shards(self.manifest, order.plan, self.peer)}
-        if order.generation:  # a spare did not know what it would read, and needs its memory for the stage
+        # a spare, or who takes a seat, did not know what it would read, and needs its memory for the stage
+        if order.plan.round == self.member.applied + 1 and order.plan is not self.member.plan:
             self._text_ahead.expect(order.plan)
             self.outer.theta = dict(theta)
         self._training.begin(order, theta, ahead=order.plan.round > self.member.applied + 1)
@@ -265,7 +272,7 @@ class Rounds:
             parts=tuple(parts),
             tokens=effect.tokens,
             steps=effect.steps,
-            loss=effect.loss,
+            loss=bounds.told(effect.loss),
         )
         self._storage.save_offer(offer)
         return offer
@@ -297,7 +304,7 @@ class Rounds:
     async def _apply(self, commit: Commit, rebuild: Sequence[str]) -> None:
         began = self._clock.steady()
         await self._leap(commit)
-        held = [s for s in self.outer.theta if s not in rebuild]
+        held = list(self.outer.theta)
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
         scratch = None
         if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
@@ -310,12 +317,7 @@ class Rounds:
                 self.outer.apply(shard, payloads.by_shard[shard], scratch)
 
         await self._timed("apply", self._work(work))
-        if rebuild:
-            again = [s for s in rebuild if s in self.outer.theta]
-            for shard in again:
-                del self.outer.theta[shard]
-            await self._recovery.build(again, commit.round)
-            self._emit(events.ShardRebuilt(round=commit.round, shards=tuple(again)))
+        await self._doubts.settle(rebuild, commit.round)
         await self._work(self._settle, commit)
         self._tell_of_round(commit, self._clock.steady() - began)
 

@@ -31,6 +31,7 @@ from protocol.wire.session import (
     Hello,
     LogRequest,
     Offered,
+    TakeSeat,
     TimeUp,
 )
 
@@ -122,9 +123,9 @@ class Sessions:
                 message = encoding.decode_any(await self._next(node, stream), node)
                 if isinstance(message, Heartbeat):
                     self._watch(node, message)
-                elif isinstance(message, Record | Finished | Offered | ChainReconfig | TimeUp):
+                elif isinstance(message, Record | Finished | Offered | ChainReconfig | TimeUp | TakeSeat):
                     if isinstance(message, Record) and message.commit.plan is not None:
-                        self.directory.crowd = message.commit.plan.count
+                        self.directory.planned(message.commit.plan)
                     await on_message(message)
 
         sender, receiver = asyncio.create_task(send()), asyncio.create_task(receive())

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer import events
+from peer.net.allowance import Allowance
 from peer.net.base import CallHandler, Closed, Timeout, Transport, Unreachable, call, serve_calls
 from peer.net.blobs import NO_ROUND, BlobServer, Fetcher
 from peer.net.blobs.ranges import Find, nothing
@@ -37,10 +38,13 @@ from protocol.rounds import part_lists, retention
 from protocol.rounds.part_lists import Parts
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints, framing
+from protocol.wire import calls, endpoints
+from protocol.wire.calls import HeldState
 from protocol.wire.commit import Commit, Part, Share
 
 RETRY_SECONDS = 1.0
+WARNINGS = (1.0, 50.0)
+"""That are told in a second, and at once: others decide how often a fetch fails."""
 ASKED = 64
 """Peers that are asked for their states."""
 ASK_SECONDS = 10.0
@@ -82,7 +86,7 @@ class Exchange:
         self.store = store = storage.blobs
         self._transport = transport
         self._emit = emit
-        self._fetcher = Fetcher(transport, store, reach=reach, lost=lost, warn=self._warn)
+        self._fetcher = Fetcher(transport, store, reach=reach, lost=lost, warn=self._complain)
         self._server = BlobServer(
             store, others=storage.find, coming=self._fetcher.coming, uplink=uplink, warn=self._warn
         )
@@ -94,6 +98,7 @@ class Exchange:
         self._prefetches: dict[asyncio.Task[None], tuple[int, str]] = {}
         self._useless: set[str] = set()  # payloads on their way that were not committed
         self._over_limit = False
+        self._warnings = Allowance(*WARNINGS)
 
     async def serve(self, ranges: Find = nothing) -> None:
         """Lets others ask, also for the text that `ranges` finds."""
@@ -101,7 +106,8 @@ class Exchange:
         await self._server.serve(self._transport)
 
         async def states(remote: str, request: bytes) -> bytes:
-            return framing.pack_message([[round, list(shards)] for round, shards in self._storage.states().items()])
+            held = [HeldState(round=r, shards=tuple(s)) for r, s in self._storage.states().items()]
+            return calls.write(calls.States(held=tuple(held[-calls.MOST_STATES :])))
 
         await serve_calls(self._transport, endpoints.STATES, states, limit=1024)
 
@@ -192,7 +198,7 @@ class Exchange:
             try:
                 await fetch()
             except RemoteError as error:
-                self._warn(str(error))
+                self._complain(str(error))
             found = await asyncio.to_thread(read)
             if found is None:
                 await asyncio.sleep(RETRY_SECONDS)
@@ -216,7 +222,7 @@ class Exchange:
         holders = [sender, *self.manifest.operators]
         if sum((self._transport.peer_id + name).encode()) % 2:
             holders.append(holders.pop(0))
-        await self._fetcher.fetch(name, size, holders, round=round, check=check)
+        await self._fetcher.fetch(name, size, holders, round=round, check=check, owner=sender)
 
     # --- between two peers
 
@@ -268,18 +274,15 @@ class Exchange:
             return found
 
         async def ask(peer: str) -> None:
-            with contextlib.suppress(RemoteError, framing.FrameError, TimeoutError):
+            with contextlib.suppress(RemoteError, TimeoutError):
                 async with asyncio.timeout(ASK_SECONDS):
                     await self._reach(peer)
                     raw = await call(
                         self._transport, peer, endpoints.STATES, b"", timeout=ASK_SECONDS, limit=ANSWER_BYTES
                     )
-                for state in framing.unpack_message(raw):
-                    match state:
-                        case [int(round), list(shards)]:
-                            for shard in shards:
-                                if isinstance(shard, str):
-                                    found.setdefault((round, shard), []).append(peer)
+                for state in calls.read(calls.States, raw, peer, "states").held:
+                    for shard in state.shards:
+                        found.setdefault((state.round, shard), []).append(peer)
 
         async with asyncio.TaskGroup() as group:
             for peer in random.sample(peers, min(ASKED, len(peers))):
@@ -345,6 +348,11 @@ class Exchange:
                 " of time until the next one; allow more with --store-limit"
             )
         self._over_limit = not fits
+
+    def _complain(self, text: str) -> None:
+        """As `_warn`, of what others decide how often it happens."""
+        if self._warnings.take(asyncio.get_running_loop().time()):
+            self._warn(text)
 
     def _warn(self, text: str) -> None:
         self._emit(events.Warning(text=text))

@@ -42,6 +42,8 @@ class Base:
 
 PREFETCHED = 16
 """Rounds whose payloads come while the state does."""
+AGAIN = 8.0
+"""Times a shard's own bytes that may be fetched to compute it again."""
 PROGRESS_SECONDS = 5.0
 """How often it is told how far it is."""
 
@@ -87,11 +89,25 @@ class Recovery:
 
     async def beside(self, shards: Sequence[str], round: int) -> Outer:
         """An `Outer` of its own that holds `shards` after `round`; ours is as it was. Tries until it has them."""
-        outer = self.outer
+        return await self._build(await self._find_bases(shards, round), round)
+
+    async def again(
+        self, shard: str, round: int, ours: Mapping[int, Mapping[str, str]]
+    ) -> list[NDArray[np.float32]] | None:
+        """What the log gives of a shard after `round`, from the seed, or from a state on which we and the log agreed: `ours`, {round: {shard:
+        digest}}, are digests that we computed. None where that takes over AGAIN times the shard's bytes."""
+        found = self.bases(shard, round, await self._exchange.holders())
+        found = [base for base in found if base.round == 0 or ours.get(base.round, {}).get(shard) == base.digest]
+        if found[0].cost > AGAIN * layout.shard_bytes(self.manifest.model, shard):
+            return None
+        return (await self._build({shard: found}, round)).theta[shard]
+
+    async def _build(self, found: Mapping[str, Sequence[Base]], round: int) -> Outer:
+        """An `Outer` that holds the shards of `found` after `round`, each from one of its bases, the first that can be had."""
+        outer, shards = self.outer, tuple(found)
         beside = Outer(
             outer.spec, outer.codec, float(outer.beta), float(outer.eta), threads=outer.threads, empty=outer.empty
         )
-        found = await self._find_bases(shards, round)
         progress = _Progress(sum(found[shard][0].cost for shard in shards))
         async with self._telling(round, progress):
             bases = await self._take_bases(beside, found, round, progress)
@@ -191,8 +207,8 @@ class Recovery:
                     if base.holders is None:
                         return shard, base.round
                     progress.came += layout.shard_bytes(self.manifest.model, shard)
-                    for r in range(base.round + 1, round + 1):
-                        await self.advance(beside, [shard], r)
+                    if not await self._replay(beside, shard, base.round, round):
+                        continue
                     progress.came += max(0, base.cost - layout.shard_bytes(self.manifest.model, shard))
                     return shard, round
             raise AssertionError("the seed gives a state of every shard")
@@ -206,6 +222,18 @@ class Recovery:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._emit(events.Recovered(round=round, bases={shard: taken[shard] for shard in found}))
         return reached
+
+    async def _replay(self, beside: Outer, shard: str, after: int, round: int) -> bool:
+        """Applies the rounds after `after`. Whether that gives what the newest commit says of the state before it; if not, a false state
+        was in the log, and offered."""
+        for r in range(after + 1, round + 1):
+            await self.advance(beside, [shard], r)
+            said = self._log[round].digests.get(shard) if r == round - 1 else None
+            if said is not None and said != await asyncio.to_thread(beside.digest, shard):
+                text = f"state of {shard} after round {after}: the log leads from it to other bits than the run had after round {r}"
+                self._emit(events.Warning(text=f"{text}; another one is taken"))
+                return False
+        return True
 
     def _prefetch(self, shard: str, after: int, round: int) -> None:
         """Begins to fetch the payloads of the first rounds that will be applied to a state which comes."""

@@ -22,8 +22,10 @@ from protocol.wire import framing
 from protocol.wire.handover import Handover, HandoverAnswer, Step
 from protocol.wire.schema import SchemaError, build, plain
 
-MOST = 64
-"""Hand-overs that are under way at once."""
+MOST, OF_A_GIVER = 64, 16
+"""Hand-overs that are under way at once, of all and of one giver."""
+SILENT_SECONDS = 120.0
+"""A giver speaks every few seconds; of whom nothing was heard for so long, nothing is expected."""
 GIVERS = 4096
 """Entries of the note of what was added; beyond them nothing new is taken."""
 REQUEST_BYTES = 2048
@@ -33,10 +35,11 @@ TAKEN = "taken_from"
 
 @dataclass(slots=True)
 class _Coming:
-    """A hand-over that is under way. `sound`: its payload is here, and nothing is wrong with it; `refused`: why it is not added."""
+    """A hand-over that is under way. `heard`: when its giver spoke of it last, by the loop's clock; `sound`: its payload is here, and nothing is wrong with it; `refused`: why it is not added."""
 
     handover: Handover
     fetching: asyncio.Task[None]
+    heard: float
     sound: bool = False
     refused: str = ""
 
@@ -86,17 +89,21 @@ class Taking:
             reason = f"feedback of {GIVERS} givers was added already"
         if reason is not None:
             return Step.REFUSED, reason
+        self._drop_dead()
         coming = self._coming.get(key)
         if coming is None or coming.handover.serial != handover.serial or coming.handover.blob != handover.blob:
-            if coming is None and len(self._coming) >= MOST:
+            of_giver = sum(other.startswith(f"{giver}/") for other in self._coming)
+            if coming is None and (len(self._coming) >= MOST or of_giver >= OF_A_GIVER):
                 return Step.WAIT, ""
             if coming is not None:
                 coming.fetching.cancel()
-            coming = self._coming[key] = _Coming(handover, asyncio.create_task(self._bring(giver, handover)))
+            coming = self._coming[key] = _Coming(
+                handover, asyncio.create_task(self._bring(giver, handover)), asyncio.get_running_loop().time()
+            )
             return Step.WAIT, ""
         if handover.given and coming.sound and not coming.handover.given:
             self._owner.wake()
-        coming.handover = handover
+        coming.handover, coming.heard = handover, asyncio.get_running_loop().time()
         if not coming.fetching.done():
             return Step.WAIT, ""
         if coming.fetching.cancelled() or coming.fetching.exception() is not None:
@@ -106,6 +113,14 @@ class Taking:
             del self._coming[key]
             return Step.REFUSED, coming.refused
         return (Step.READY if coming.sound and not handover.given else Step.WAIT), ""
+
+    def _drop_dead(self) -> None:
+        """Those of which the giver has not spoken for long are over: they keep the places of others, who speak every few seconds."""
+        now = asyncio.get_running_loop().time()
+        for key, coming in list(self._coming.items()):
+            if now - coming.heard > SILENT_SECONDS:
+                coming.fetching.cancel()
+                self._forget(key, coming.handover)
 
     async def _bring(self, giver: str, handover: Handover) -> None:
         await self._owner.fetch(handover.blob, handover.size, giver)
@@ -124,7 +139,7 @@ class Taking:
             return
         payload = await asyncio.to_thread(self._storage.blobs.get, handover.blob)
         if payload is None:
-            del self._coming[key]  # it was evicted
+            self._coming.pop(key, None)  # it was evicted
             return
         try:
             norm = await asyncio.to_thread(self._outer.norm, handover.shard, payload, codec)
@@ -144,7 +159,7 @@ class Taking:
             self._forget(key, handover)
 
     def _forget(self, key: str, handover: Handover) -> None:
-        del self._coming[key]
+        self._coming.pop(key, None)
         if handover.blob not in self._storage.blobs.protected:
             self._storage.blobs.remove(handover.blob)
 

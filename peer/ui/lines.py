@@ -57,6 +57,9 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("info", f"replica {replica}: {readable(reason, names)}")]
         case events.Diverged(peer=peer, round=round, shard=shard):
             return [Said("error", f"{called(peer, names)} has other bits in {clean(shard)} after round {round}")]
+        case events.Refused(peer=peer, address=address, reason=reason, seconds=seconds):
+            who = f"peer {called(peer, names)}" + (f" at {clean(address)}" if address else "")
+            return [Said("warning", f"{who} {clean(reason)}; nothing is taken from it for {duration(seconds)}")]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
             return [Said("info", f"relays {streams} at {bps / 1e6:.1f} Mb/s; {size(passed)} since the start")]

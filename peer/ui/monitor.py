@@ -137,6 +137,10 @@ class Monitor:
             if old is not None and new.serial < old.serial:
                 continue
             self.peers[peer] = new
+            if new.refused > (old.refused if old is not None else 0):
+                who = f"peer {short_peer(peer)}: it has refused {new.refused} times somebody who used too much of it"
+                text = f"{who}; its own events say whom"
+                sink(Event(now, "monitor", events.Warning(text=text)))
             if old is None:
                 sink(Event(now, "bootstrap", events.ready(new)))
             news = _news(old, new)

@@ -29,6 +29,7 @@ def chart(
     Points are (x, y), sorted by x. Where a column has several points of `line`, it shows their mean.
     """
     plot_width, plot_height = width - _LABEL - 2, height - 2
+    line, marks = ([point for point in some if all(abs(value) < 1e15 for value in point)] for some in (line, marks))
     points = [*line, *marks]
     if not points or plot_width < 4 or plot_height < 1:
         return [Text("waiting for the first step" if not points and n == height // 2 else "") for n in range(height)]
@@ -57,7 +58,7 @@ def chart(
         ticks[plot_height // 2] = high - (high - low) * (plot_height // 2 + 0.5) / plot_height
     out = []
     for y in range(plot_height):
-        text = Text(f"{ticks[y]:{_LABEL}.2f} " if y in ticks else " " * (_LABEL + 1), style=AXIS)
+        text = Text(_tick(ticks[y]) if y in ticks else " " * (_LABEL + 1), style=AXIS)
         text.append(("+" if ascii_only else "┤") if y in ticks else ("|" if ascii_only else "│"), style=AXIS)
         for x in range(plot_width):
             if (y, x) in marked:
@@ -73,6 +74,12 @@ def chart(
     middle = x_label.center(max(0, plot_width - len(start) - len(end)))
     out.append(Text(" " * (_LABEL + 2) + start + middle[: plot_width - len(start) - len(end)] + end, style=AXIS))
     return out
+
+
+def _tick(value: float) -> str:
+    """A number at the axis, as wide as the others."""
+    shown = f"{value:{_LABEL}.2f}"
+    return (shown if len(shown) <= _LABEL else f"{value:{_LABEL}.0e}") + " "
 
 
 def _joined(

@@ -5,6 +5,7 @@ Texts of other peers are cleaned before they are kept (peer/ui/text.py), so no c
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,14 +17,15 @@ from peer.ui.text import blocks, called, clean, mean_loss, readable
 from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck
 from protocol.planning import memory
 from protocol.rounds import attestations
+from protocol.rounds.witnesses import Witnesses
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec
 
 MESSAGES = 200
 """Notes that are kept for the reader."""
-_MOST_POINTS = 20_000
-"""Steps whose loss is kept for the curve; of more, every second one is forgotten."""
+_MOST_POINTS = _MOST_PEERS = 20_000
+"""Steps whose loss is kept for the curve, of more every second one is forgotten; peers, of more those who are gone."""
 
 
 @dataclass(slots=True)
@@ -152,6 +154,7 @@ class View:
     _steps: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     _attests: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
     _commit_times: dict[int, float] = field(default_factory=dict)
+    _witnesses: Witnesses = field(default_factory=Witnesses)
     _tokens: dict[int, int] = field(default_factory=dict)
 
     # --- what is shown
@@ -189,7 +192,12 @@ class View:
     def curve(self) -> list[tuple[float, float]]:
         """(rounds done, mean loss in nats per token) of the inner steps at each place of a round, in order."""
         inner = self.manifest.train.inner_steps
-        return [(r - 1 + s / inner, total / n) for (r, s), (total, n) in sorted(self._steps.items())]
+        return [(r - 1 + s / inner, min(self.highest, total / n)) for (r, s), (total, n) in sorted(self._steps.items())]
+
+    @property
+    def highest(self) -> float:
+        """The most nats per token on a curve, four times those of a guess: what one replica says beyond would hide all others."""
+        return 4 * math.log(max(self.manifest.model.vocab_size, 2))
 
     @property
     def traffic(self) -> tuple[int, int] | None:
@@ -284,6 +292,8 @@ class View:
 
     def _peer(self, peer: str) -> PeerView:
         if peer not in self.peers:
+            if len(self.peers) >= _MOST_PEERS:
+                self.peers = {p: view for p, view in self.peers.items() if view.here}
             self.peers[peer] = PeerView(peer, self.name(peer))
         return self.peers[peer]
 
@@ -304,8 +314,8 @@ class View:
     def _steps_on(self, peer: str, round: int, step: int, loss: float | None) -> None:
         p = self._peer(peer)
         p.round, p.step, p.phase = round, step, "training"
-        if loss is not None:
-            p.loss = loss
+        p.loss = p.loss if loss is None else loss
+        if loss is not None and p.replica is not None and 1 <= round <= self.manifest.rounds:
             place = round, max(1, step * self.manifest.train.inner_steps // p.steps)
             total, n = self._steps.get(place, (0.0, 0))
             self._steps[place] = (total + loss, n + 1)
@@ -333,8 +343,7 @@ class View:
         p = self._peer(peer)
         if p.counted or round == 1:
             p.sent_bytes = total_sent - (p.total_sent if total_sent >= p.total_sent else 0)
-            neighbours = (p.position > 0) + (p.position < p.stages - 1)
-            p.dense_bytes = self._dense(p, neighbours * boundary_tokens)
+            p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
         p.total_sent, p.counted, p.phase = total_sent, True, "waiting"
 
     def _dense(self, p: PeerView, vectors: int) -> int | None:
@@ -351,6 +360,7 @@ class View:
             return
         self._commit_times[number] = when
         self._tokens = {c.replica: c.tokens for c in commit.contributions}
+        self._witnesses.count({peer: c.tokens for c in commit.contributions for peer in c.peers}, commit.plan)
         if loss is not None:
             self.committed[number] = loss
         self.left_out = [(self.replica_name(x.replica), readable(x.reason, self.names)) for x in commit.left_out]
@@ -385,6 +395,6 @@ class View:
         if latest is None:
             return
         found = self._attests[latest]
-        shards, right = layout.shard_names(self.manifest.model), attestations.majority(found.values())
+        shards, right = layout.shard_names(self.manifest.model), attestations.majority(found, self._witnesses.weights())
         wrong = [(d.peer, d.shard) for d in attestations.diverged(found, right, ties=True) if d.shard in shards]
         self.compared = Comparison(latest, len(found), wrong)

@@ -136,7 +136,7 @@ def _bar(view: View, width: int) -> Text:
 
 
 def _curve(view: View, width: int, height: int, ascii_only: bool) -> Panel:
-    marks = sorted((float(r), x) for r, x in view.committed.items())
+    marks = sorted((float(r), min(view.highest, x)) for r, x in view.committed.items())
     curve = view.curve or marks
     lines = chart(curve, marks, width - 4, height - 2, ascii_only=ascii_only, x_label="rounds")
     return _panel("loss, nats per token", Group(*lines), width, height, ascii_only)

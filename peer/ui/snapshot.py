@@ -35,6 +35,8 @@ class SeenPeer:
     """Bits per second that it can receive."""
     speed_flops: int
     """Floating-point operations a second that its training reached; 0 while that is unknown."""
+    refused: int
+    """How often it has refused somebody who used too much of it."""
     device: str
     """`cpu`, `cuda` or `mps`; `bootstrap` for a bootstrap node."""
     reachable: str
@@ -180,6 +182,7 @@ def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:
         up_bps=a.up_bps,
         down_bps=a.down_bps,
         speed_flops=a.speed_flops,
+        refused=a.refused,
         device=a.device,
         reachable=a.reachable,
         serial=a.serial,

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sized
 from typing import Protocol
 
 from protocol.identity import short_peer
+from protocol.wire.bounds import MAX_TIME
 
 
 class _Trained(Protocol):
@@ -82,5 +83,5 @@ def duration(seconds: float) -> str:
 
 
 def clock(when: float) -> str:
-    """Local time of day."""
-    return time.strftime("%H:%M:%S", time.localtime(when))
+    """Local time of day; of what is no time, midnight of some day."""
+    return time.strftime("%H:%M:%S", time.localtime(min(max(0.0, when), MAX_TIME)))

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 from protocol.planning.partition import Candidate, stage_seconds
 from protocol.run.manifest import Manifest
-from protocol.wire.plan import Plan, ReplicaSpec, Work
+from protocol.wire.plan import Plan, ReplicaSpec, Seat, Work
 
 HEADROOM = 1.25
 """A replica is given so many times the steps that it is expected to do: its pace may rise by so much."""
@@ -30,6 +30,10 @@ FASTER = 4
 """A replica that did all that it was given is expected to be so much faster."""
 FEWEST = 4
 """Every replica does about so many inner steps, if it has micro-batches for them: the rest of a step is lost time."""
+A_SEAT_FOR = 8
+"""Replicas of a plan, for which there is one seat more than one (protocol/rounds/seats.py)."""
+MOST_SEATS = 32
+"""Of one plan."""
 NEW = -1
 """The number of a replica that has none yet."""
 
@@ -63,15 +67,30 @@ def allot(
         return work
 
     known = {r.number: r for r in previous.replicas} if previous is not None else {}
+    partly = {seat.number for seat in previous.seats} if previous is not None else set()
     shares: list[tuple[int, int]] = []
     for i, replica in enumerate(planned):
         before = known.get(replica.number)
+        if replica.number in partly and step_seconds(manifest, replica, there) is not None:
+            before = None  # who took a seat had a part of the round: its speed says more than what it did
         shares.append(share(manifest, replica, there, before, (done or {}).get(replica.number)))
         ahead = before.following if before is not None and before.is_like(replica) else None
         planned[i] = dataclasses.replace(replica, work=ahead or fresh(*shares[i]), following=None)
     if manifest.outer.overlap and round < manifest.rounds:
         planned = [dataclasses.replace(r, following=fresh(*s)) for r, s in zip(planned, shares, strict=True)]
-    return Plan(round=round, replicas=tuple(planned), spares=tuple(spares), next_number=number, next_slot=slot)
+    seats: list[Seat] = []
+    if manifest.timing.round_seconds and planned:  # who takes one is given as much as whoever is given most
+        most = max(r.work.steps for r in planned), max(r.work.micro_batches for r in planned)
+        count = min(MOST_SEATS, 1 + len(planned) // A_SEAT_FOR)
+        seats = [Seat(number=number + i, work=fresh(*most)) for i in range(count)]
+    return Plan(
+        round=round,
+        replicas=tuple(planned),
+        seats=tuple(seats),
+        spares=tuple(spares),
+        next_number=number + len(seats),
+        next_slot=slot,
+    )
 
 
 def share(

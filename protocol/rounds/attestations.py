@@ -1,25 +1,30 @@
 """Who attested which state: every peer that holds shards says their digests after each round, and they are compared.
 
-All who hold a shard after a round must hold the same bits of it. What most of them have is taken for right. A peer
-that has something else has *diverged*, and its work of the next round does not count.
+All who hold a shard after a round must hold the same bits of it. What the witnesses among them have, by their weight
+(protocol/rounds/witnesses.py), is taken for right. A peer that has something else has *diverged*, and its work of the next round does
+not count.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from protocol.wire.commit import Diverged
 from protocol.wire.session import Attest
 
+Weights = Mapping[str, int]
+"""Of the witnesses, above zero; nobody else counts."""
 
-def majority(attested: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The digest that most peers have of each shard, none where there is a tie. `attested`: their {shard: digest}."""
+
+def majority(attested: Mapping[str, Mapping[str, str]], weights: Weights) -> dict[str, str]:
+    """The digest of each shard that has most of the weight, none where there is a tie or no witness. `attested`: {peer: {shard: digest}}."""
     counts: dict[str, Counter[str]] = {}
-    for digests in attested:
-        for shard, digest in digests.items():
-            counts.setdefault(shard, Counter())[digest] += 1
+    for peer, digests in attested.items():
+        if peer in weights:
+            for shard, digest in digests.items():
+                counts.setdefault(shard, Counter())[digest] += weights[peer]
     found = {}
     for shard, counted in counts.items():
         ranked = counted.most_common(2)
@@ -31,13 +36,17 @@ def majority(attested: Iterable[Mapping[str, str]]) -> dict[str, str]:
 def diverged(attested: Mapping[str, Mapping[str, str]], right: Mapping[str, str], ties: bool = False) -> list[Diverged]:
     """Who of `attested`, {peer: {shard: digest}}, has other bits than the majority, which is `right`.
 
-    With `ties`, nobody is right about a shard that has no majority.
+    With `ties`, nobody is right about a shard of which some say one thing and some another, and that has no majority.
     """
+    known: dict[str, set[str]] = {}
+    for digests in attested.values():
+        for shard, digest in digests.items():
+            known.setdefault(shard, set()).add(digest)
     return [
         Diverged(peer=peer, shard=shard)
         for peer, digests in sorted(attested.items())
         for shard, digest in sorted(digests.items())
-        if (right[shard] != digest if shard in right else ties)
+        if (right[shard] != digest if shard in right else ties and len(known[shard]) > 1)
     ]
 
 
@@ -47,7 +56,7 @@ def _holds(known: Mapping[str, str], right: Mapping[str, str], shards: Iterable[
 
 @dataclass(frozen=True, slots=True)
 class Attested:
-    """What was attested of one round up to now, {peer: {shard: digest}}, and what most have; what comes later does not change it."""
+    """What was attested of one round up to now, {peer: {shard: digest}}, and what is right; what comes later does not change it."""
 
     known: Mapping[str, Mapping[str, str]]
     majority: Mapping[str, str]
@@ -58,44 +67,35 @@ class Attested:
 
 
 class _Shard:
-    """What was attested of one shard after one round, counted as it comes: `digests`: who has which; `right`: the digest that most have,
-    None in a tie. The digests are kept by how many have them, so that every change takes the same short time."""
+    """What was attested of one shard after one round, counted as it comes. `digests`: who has which; `_weight`: of the witnesses that have a
+    digest, of as few digests as there are opinions among them."""
 
     def __init__(self) -> None:
         self.digests: dict[str, dict[str, None]] = {}
-        self._by_count: dict[int, dict[str, None]] = {}
-        self._most = 0
+        self._weight: Counter[str] = Counter()
 
     @property
     def right(self) -> str | None:
-        top = self._by_count.get(self._most, {})
-        return next(iter(top)) if len(top) == 1 else None
+        """What most of the weight has, None in a tie."""
+        ranked = self._weight.most_common(2)
+        return ranked[0][0] if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]) else None
 
-    def add(self, peer: str, digest: str) -> None:
+    def add(self, peer: str, digest: str, weight: int) -> None:
         """`peer`, of whom nothing was known, has this."""
-        have = self.digests.setdefault(digest, {})
-        have[peer] = None
-        self._moved(digest, len(have) - 1, len(have))
+        self.digests.setdefault(digest, {})[peer] = None
+        if weight:
+            self._weight[digest] += weight
 
-    def remove(self, peer: str, digest: str) -> None:
+    def remove(self, peer: str, digest: str, weight: int) -> None:
         """`peer` has this no more."""
         have = self.digests[digest]
         del have[peer]
-        self._moved(digest, len(have) + 1, len(have))
         if not have:
             del self.digests[digest]
-
-    def _moved(self, digest: str, before: int, after: int) -> None:
-        if before:
-            del self._by_count[before][digest]
-            if not self._by_count[before]:
-                del self._by_count[before]
-        if after:
-            self._by_count.setdefault(after, {})[digest] = None
-        if after > self._most:
-            self._most = after
-        elif before == self._most and before not in self._by_count:
-            self._most = after  # one less: it is this digest's count now
+        if weight:
+            self._weight[digest] -= weight
+            if not self._weight[digest]:
+                del self._weight[digest]
 
     def wrong(self, ties: bool) -> list[str]:
         """Who has something else than what is right; with `ties`, everybody where nothing is. As many steps as that are peers."""
@@ -109,7 +109,8 @@ class _Round:
     """What was attested of one round. `majority`: by shard, without those that have a tie; `split`: the shards of which not all have the
     same; `reported`: who was told to have diverged."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Weights) -> None:
+        self._weights = weights
         self.known: dict[str, dict[str, str]] = {}
         self.majority: dict[str, str] = {}
         self.split: dict[str, None] = {}
@@ -118,13 +119,13 @@ class _Round:
 
     def take(self, peer: str, digests: Mapping[str, str]) -> None:
         """`peer` has these, whatever it said before."""
-        before = self.known.get(peer, {})
+        before, weight = self.known.get(peer, {}), self._weights.get(peer, 0)
         for name, digest in before.items():
             if digests.get(name) != digest:
-                self._shards[name].remove(peer, digest)
+                self._shards[name].remove(peer, digest, weight)
         for name, digest in digests.items():
             if before.get(name) != digest:
-                self._shards.setdefault(name, _Shard()).add(peer, digest)
+                self._shards.setdefault(name, _Shard()).add(peer, digest, weight)
         self.known[peer] = dict(digests)
         for name in {**before, **digests}:
             self._judge(name)
@@ -151,9 +152,11 @@ class _Round:
 
 
 class Attestations:
-    """What was attested of the last rounds. An attestation costs as many steps as it has shards, and as peers have diverged."""
+    """What was attested of the last rounds. An attestation costs as many steps as it has shards, and as peers have diverged. `weights()`
+    are those of who counts, for a round of which nothing was attested yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Callable[[], Weights]) -> None:
+        self._weights = weights
         self._rounds: dict[int, _Round] = {}
         self._newest: dict[str, int] = {}
 
@@ -172,7 +175,9 @@ class Attestations:
 
     def add(self, peer: str, attest: Attest) -> list[Diverged]:
         """Takes what `peer` attested; returns who has diverged, as far as known, and was not named for it before."""
-        round = self._rounds.setdefault(attest.round, _Round())
+        round = self._rounds.get(attest.round)
+        if round is None:
+            round = self._rounds[attest.round] = _Round(self._weights())
         if round.known.get(peer) == attest.digests:
             return []
         self._newest[peer] = max(self.newest(peer), attest.round)
@@ -188,7 +193,7 @@ class Attestations:
         self._newest = {peer: round for peer, round in self._newest.items() if round >= before}
 
     def majority(self, round: int) -> dict[str, str]:
-        """The digest of each shard after `round` that most attesting peers have; shards with a tie are left out."""
+        """The digest of each shard after `round` that most of the weight has; shards with a tie are left out."""
         return dict(self._rounds[round].majority) if round in self._rounds else {}
 
     def diverged(self, round: int, ties: bool = False) -> list[Diverged]:

@@ -28,6 +28,8 @@ from protocol.wire.schema import packed
 
 MAX_DIVERGED = 4096
 """Entries of one commit."""
+STRANGERS = 64
+"""Of them, those of peers that the plan does not name."""
 MAX_SPARES = 4096
 """Of one plan; who is neither in a replica nor a spare waits for a later plan."""
 REASONS = 256 * 1024
@@ -126,7 +128,7 @@ def bounded(manifest: Manifest, plan: Plan, contributions: tuple[Contribution, .
     """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions and so many replicas
     `left_out`, and in the next one for what it says of them; the members of the others are spares."""
     whole, said = budget(manifest), cost(contributions) + _left_out().times(left_out)
-    decided = planned = Cost(0, 0)
+    decided, planned = _longest_contribution(1).times(len(plan.seats)), cost(plan.seats)
     kept: list[ReplicaSpec] = []
     for replica in (*plan.replicas, *plan.forming):
         decided += _decided(replica)
@@ -146,13 +148,14 @@ def bounded(manifest: Manifest, plan: Plan, contributions: tuple[Contribution, .
 
 
 def foremost(diverged: Sequence[Diverged], plan: Plan | None) -> tuple[Diverged, ...]:
-    """At most MAX_DIVERGED of `diverged`; those of the members of `plan`, whose work waits for it, before all others."""
-    if len(diverged) <= MAX_DIVERGED:
-        return tuple(diverged)
+    """At most MAX_DIVERGED of `diverged`; those of the members of `plan`, whose work waits for it, before all others, of whom at most
+    STRANGERS: anybody may attest anything, and the log is for ever."""
     planned = {peer for replica in (plan.replicas if plan else ()) for peer in replica.peers}
-    first = [d for d in diverged if d.peer in planned][:MAX_DIVERGED]
-    others = (d for d in diverged if d.peer not in planned)
-    return (*first, *(d for d, _ in zip(others, range(MAX_DIVERGED - len(first)), strict=False)))
+    named = {peer for replica in (plan.forming if plan else ()) for peer in replica.peers}
+    named.update(plan.spares if plan else ())
+    strangers = [d for d in diverged if d.peer not in planned and d.peer not in named][:STRANGERS]
+    first = [d for d in diverged if d.peer in planned]
+    return (*first, *(d for d in diverged if d.peer in named and d.peer not in planned), *strangers)[:MAX_DIVERGED]
 
 
 def shortened(left_out: Sequence[LeftOut]) -> tuple[LeftOut, ...]:

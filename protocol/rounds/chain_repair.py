@@ -24,7 +24,8 @@ round.
 The first report of a generation decides, and a report of an older generation is answered with the present
 `ChainReconfig`. That is repeated until every member follows it, which the members tell to all nodes: so the next
 leader knows it. A node that does not know of a reconfiguration does no harm: it ignores the spare's offers, and the
-replica is left out. Two nodes that both believe to lead may give one generation to two chains. The members then find
+replica is left out. The next plan keeps a reconfigured chain as it is; a member that was lost is planned again once it
+was heard again. Two nodes that both believe to lead may give one generation to two chains. The members then find
 each other only under the same names, report again, and the higher generation counts.
 """
 
@@ -33,6 +34,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from protocol.identity import short_peer
+from protocol.rounds.offers import Offers
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 
@@ -75,6 +78,7 @@ class ChainRoster:
         self._logged = plan
         self._retried: set[tuple[int, str]] = set()
         self._followers: set[tuple[int, int, str]] = set()
+        self._seats: dict[str, int] = {}
 
     def find(self, replica: int) -> ReplicaSpec | None:
         """The replica with this number, as it is now."""
@@ -91,6 +95,26 @@ class ChainRoster:
             of = {peer: r.number for r in reversed(replicas) for peer in r.peers}
             self._index = (self.plan, {r.number: r for r in replicas}, of)
         return self._index[1:]
+
+    def seat_of(self, peer: str) -> int | None:
+        """The number of the seat that `peer` has taken, if it has."""
+        return self._seats.get(peer)
+
+    @property
+    def seats(self) -> set[int]:
+        """The numbers of the seats that are taken."""
+        return set(self._seats.values())
+
+    def take_seat(self, peer: str, layers: int, number: int | None = None) -> ReplicaSpec | None:
+        """`peer` takes a seat, the one with this number or the first free one; None where there is none. `layers`: of the model."""
+        assert self.plan is not None
+        taken = self.seats
+        free = [s.number for s in self.plan.seats if s.number not in taken and number in (None, s.number)]
+        found = self.plan.taken(free[0], (peer,), layers) if free else None
+        if found is not None:
+            self._seats[peer] = found.number
+            self.plan = self.plan.seated(found)
+        return found
 
     def ended(self, replica: int) -> str | None:
         """Why this chain's round is over, if it is."""
@@ -136,6 +160,27 @@ class ChainRoster:
         self.reconfigs[reconfig.replica] = reconfig
         self.changes += 1
         self._followers = {who for who in self._followers if who[0] != reconfig.replica}
+
+    def lost(
+        self, peer: str, reason: str, must_go_on: bool, offers: Offers, suits: Callable[[str, StageSpec], bool]
+    ) -> ChainReconfig | None:
+        """How the chain of `peer`, if it is in one, goes on. None: it is waited for.
+
+        `must_go_on`: without a spare, the chain does not wait. `suits`: as for `replace`.
+        """
+        replica = self.replica_of(peer)
+        if replica is None or self.plan is None:
+            return None
+        spec = self.plan.replica(replica)
+        if self.ended(replica) or not spec.is_chain:
+            return None
+        steps, text = offers.steps(spec), f"peer {short_peer(peer)}: {reason}"
+        if offers.of(replica, peer) is not None:
+            return self.renew(replica, spec.peers, text, steps) if must_go_on else None
+        found = self.replace(replica, peer, text, steps, suits)
+        if found is not None or not must_go_on:
+            return found
+        return self.go_on_without_spare(replica, peer, text, steps, may_return=not offers.has_failed(peer))
 
     def replace(
         self,

@@ -38,9 +38,12 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
                                                              does not follow
     OPEN       Tick          OPEN       Send(TimeUp)         the time to train is over, some have offered and others
                                                              have not
+    OPEN       Attest        OPEN       Send(TakeSeat)       it came after the plan, and holds the state: it takes a
+                                                             seat
     any        Attest        the same   Report               a peer has other bits than the majority
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
+    any        Decided       the same   Resting              a peer was planned again and again and brings nothing
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
 every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an
@@ -50,9 +53,7 @@ round's deadline. Its members are those of the newest reconfiguration (protocol/
 
 A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
 plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
-has just restarted has heard of nobody yet. It is too late to attest the final state after `gone_after` for a member
-that is gone, and after `round_deadline` for one that is still applying. The next plan keeps a reconfigured chain as it
-is; a member that was lost is planned again once it was heard again.
+has just restarted has heard of nobody yet. Who comes within a round takes a seat (protocol/rounds/seats.py).
 """
 
 from __future__ import annotations
@@ -60,10 +61,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence, Set
 
-from protocol.identity import short_peer
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, capacity, grace, presence
+from protocol.rounds import admission, capacity, presence, promises, seats
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -79,21 +79,24 @@ from protocol.rounds.leader_events import (
     Keep,
     Lead,
     MakePlan,
-    Moved,
     Phase,
     Planned,
     Propose,
     Ready,
     Received,
     Report,
+    Resting,
     Send,
     Tell,
     Tick,
+    moves,
 )
 from protocol.rounds.offers import Offers
+from protocol.rounds.promises import Promises
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Position
 from protocol.rounds.verdicts import Seen, Verdicts
+from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -109,14 +112,16 @@ class Leader:
         self.head: Commit | None = commits[-1] if commits else None
         self.position = Position(TABLE, self._between())
         self.ready: dict[str, Candidate] = {}
-        self.attestations = Attestations()
+        self.witnesses = Witnesses(commits)
+        self.attestations = Attestations(self.witnesses.weights)
+        self.promises = Promises()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
         self._verdicts = Verdicts()
         self._asked: tuple[Question, Commit] | None = None
-        self._final: frozenset[str] | None = None
+        self._final: presence.Final | None = None
         self._leads = False
         self._began = now
 
@@ -159,7 +164,7 @@ class Leader:
                 self._verdicts.touch(peers)
                 return self.position.stay(Held, [Tell(self.round, share) for share in whole]) if whole else []
             case Received():
-                return self._received(event)
+                return self._received(event, now)
             case Lead(leads):
                 self._leads = leads
                 self._asked = None
@@ -173,13 +178,13 @@ class Leader:
                 return self._tick(absent, now)
         return []
 
-    def _received(self, event: Received) -> list[Effect]:
+    def _received(self, event: Received, now: float) -> list[Effect]:
         peer = event.peer
         self.roster.away.discard(peer)
         self._verdicts.touch([peer])
         match event.message:
             case Attest() as attest:
-                return self._attest(peer, attest)
+                return [*self._attest(peer, attest), *self._seat(peer, now)]
             case Offer() as offer:
                 return self._offer(peer, offer)
             case Withdraw() as withdraw:
@@ -217,19 +222,9 @@ class Leader:
 
         `must_go_on`: without a spare, the chain does not wait.
         """
-        replica, roster = self.roster.replica_of(peer), self.roster
-        if replica is None or roster.plan is None or not self._leads or self.phase in SETTLED:
+        if not self._leads or self.phase in SETTLED:
             return None
-        spec = roster.plan.replica(replica)
-        if roster.ended(replica) or not spec.is_chain:
-            return None
-        steps, text = self.offers.steps(spec), f"peer {short_peer(peer)}: {reason}"
-        if self.offers.of(replica, peer) is not None:
-            return roster.renew(replica, spec.peers, text, steps) if must_go_on else None
-        found = roster.replace(replica, peer, text, steps, self._suits)
-        if found is not None or not must_go_on:
-            return found
-        return roster.go_on_without_spare(replica, peer, text, steps, may_return=not self.offers.has_failed(peer))
+        return self.roster.lost(peer, reason, must_go_on, self.offers, self._suits)
 
     def _suits(self, spare: str, stage: StageSpec) -> bool:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
@@ -260,11 +255,20 @@ class Leader:
         fresh = self.attestations.add(peer, attest)
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
+    def _seat(self, peer: str, now: float) -> list[Effect]:
+        known = self.ready.get(peer) if self._leads and self.phase is Phase.OPEN else None
+        known = None if self.promises.rests(peer, self.round) else known
+        seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
+        return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
+
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
         named = self.roster.find(offer.replica)  # a spare may have been named twice, by two leaders
         is_named = named is not None and peer in named.peers
         replica = offer.replica if is_named else self.roster.replica_of(peer)
         spec = None if replica is None else self.roster.find(replica)
+        if spec is None and not self._leads and offer.round == self.round:
+            replica, known = offer.replica, self.ready.get(peer)
+            spec = seats.claim(self.manifest, self.roster, self.attestations, known, offer.replica)
         if replica is None or offer.round != self.round or spec is None:
             return []
         reason = admission.why_refused(self.manifest, spec, peer, offer)
@@ -288,6 +292,7 @@ class Leader:
     def _begin(self, commit: Commit, now: float) -> list[Effect]:
         """The round of `commit` is decided, the next one begins."""
         before = self.roster.plan or self._last_plan
+        rest = self.promises.settle(commit, self._broken(commit.contributions))
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
         self.offers.begin()
@@ -296,18 +301,18 @@ class Leader:
         self.roster.away = away
         self._began = now
         self.attestations.forget(commit.round - 1)
+        self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
-        moved = [
-            Moved(commit.round + 1, number, old, new, partition.why_moved(self.manifest, old, new, self.ready))
-            for number, old, new in partition.moves(before, commit.plan)
-        ]
-        return [*self.position.stay(Decided, moved)] if moved else []
+        moved = moves(self.manifest, before, commit.plan, self.ready)
+        effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
+        return effects + (self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else [])
+
+    def _broken(self, contributions: Sequence[Contribution]) -> dict[str, float]:
+        return promises.broken(self.roster.plan, contributions, self.offers.brought, self.roster.away)
 
     def _candidates(self) -> list[Candidate]:
-        """Ready peers that attested the state before the open round (if there is one), and those of replicas that are forming."""
-        there = [c for p, c in sorted(self.ready.items()) if p not in self.roster.away]
-        forming = {p for r in (self._last_plan.forming if self._last_plan else ()) for p in r.peers}
-        return [c for c in there if c.peer in forming or self.attestations.newest(c.peer) >= self.round - 1]
+        away, newest = self.roster.away, self.attestations.newest
+        return promises.candidates(self.ready, away, newest, self._last_plan, self.round)
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
@@ -326,8 +331,7 @@ class Leader:
         if verdicts.pending and waited < timing.round_deadline:
             if not news and isinstance(event, Received | Held | Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
-            offered = ((verdicts.since[number], c.tokens) for number, c in verdicts.complete.items())
-            if not grace.is_over(self.manifest, offered, verdicts.pending.values(), waited):
+            if seats.waits(self.manifest, self.roster, verdicts, waited):
                 return []
         complete, outliers = admission.without_outliers(verdicts.contributions())
         left_out = sorted([*verdicts.left_out(waited), *outliers], key=lambda x: x.replica)
@@ -341,12 +345,8 @@ class Leader:
         based = self.attestations.of(self.round - 1)
 
         def judge(replica: ReplicaSpec) -> Contribution | str | None:
-            reason = self.roster.ended(replica.number) or self.offers.failure(replica, wrong)
-            if reason is None and silent:
-                reason = self.offers.gone(replica, self.ready)
-            if reason is not None or not self.offers.is_complete(replica, based):
-                return reason
-            return self.offers.contribution(replica)
+            ended = self.roster.ended(replica.number)
+            return ended or self.offers.verdict(replica, wrong, based, self.ready if silent else None)
 
         return self._verdicts.renew(Seen(self.roster.plan, wrong, (silent, self.roster.changes)), judge, waited)
 
@@ -367,9 +367,11 @@ class Leader:
         )
         if self.round >= self.manifest.rounds:
             return self.position.step(None, Phase.DECIDING, [Propose(commit)])
+        there, resting = self.promises.apart(self._candidates(), self.round + 1, self._broken(contributions))
         question = Question(
             manifest=self.manifest,
-            candidates=tuple(self._candidates()),
+            candidates=there,
+            resting=resting,
             round=self.round + 1,
             previous=self.roster.plan or self._last_plan,
             contributions=tuple(contributions),
@@ -393,8 +395,6 @@ class Leader:
     def _close(self, now: float) -> list[Effect]:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
-        if self._final is None:
-            self._final = frozenset(p for r in (self._last_plan.replicas if self._last_plan else ()) for p in r.peers)
-        late = self._final - self.attestations.of(self.head.round).keys()
-        waits = presence.awaited(late, self.ready, self.manifest.timing, now - self._began)
+        self._final = self._final or presence.Final(self._last_plan, self.manifest.timing)
+        waits = self._final.waits(self.attestations.of(self.head.round), self.ready, now - self._began)
         return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from protocol.planning import partition
 from protocol.planning.partition import Candidate
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Table, Transition
+from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.plan import Plan, ReplicaSpec
-from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
+from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
 
 
 class Phase(Enum):
@@ -141,7 +144,7 @@ class Send:
     """Effect: send this to those of `peers` that have a session. `first`: it is no repetition."""
 
     peers: tuple[str, ...]
-    message: ChainReconfig | TimeUp
+    message: ChainReconfig | TimeUp | TakeSeat
     first: bool
 
 
@@ -166,14 +169,29 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
+class Resting:
+    """Effect: show that `peer`, which was planned and brought nothing, is in no plan up to `round`."""
+
+    peer: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Effect: the run is over; its final state, after `round`, was compared."""
 
     round: int
 
 
+def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Mapping[str, Candidate]) -> list[Moved]:
+    """The chains that have other numbers of blocks after than before."""
+    found = partition.moves(before, after)
+    round = after.round if after is not None else 0
+    return [Moved(round, n, old, new, partition.why_moved(manifest, old, new, ready)) for n, old, new in found]
+
+
 Event = Ready | Gone | Received | Held | Lead | Decided | Planned | Tick
-Effect = Fetch | Keep | Tell | MakePlan | Propose | Send | Report | Moved | Done
+Effect = Fetch | Keep | Tell | MakePlan | Propose | Send | Report | Moved | Resting | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -210,7 +228,11 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(
         Phase.OPEN, Tick, Phase.OPEN, (TimeUp,), "the time to train is over, some have offered and others have not"
     ),
+    Transition(
+        Phase.OPEN, Attest, Phase.OPEN, (TakeSeat,), "it came after the plan, and holds the state: it takes a seat"
+    ),
     Transition(None, Attest, None, (Report,), "a peer has other bits than the majority"),
     Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),
+    Transition(None, Decided, None, (Resting,), "a peer was planned again and again and brings nothing"),
 )
 TABLE = Table("leader", Phase, _ROWS)

@@ -11,6 +11,8 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     WAITING                  HOLDING   HoldShards                        no newer commit is known, the plan is new
     HOLDING   ShardsHeld     WAITING
     WAITING                  TRAINING  TrainOrder, EndIn                 the plan names us
+    WAITING   Seated         TRAINING  TrainOrder, EndIn                 we came within the round, and hold the
+                                                                         state
     WAITING                  TRAINING  EndIn                             the plan is the one that we train ahead by
                                                                          already
     WAITING                  ENCODING  EncodeUpdate                      the plan is the one that we trained ahead
@@ -61,6 +63,7 @@ TRAINING, and the work is kept. With `overlap = 1` the next round is trained whi
 from __future__ import annotations
 
 from protocol.rounds.chain_repair import SLOW, reconfigured
+from protocol.rounds.deadline import Deadline
 from protocol.rounds.member_events import (
     TABLE,
     Applied,
@@ -81,6 +84,7 @@ from protocol.rounds.member_events import (
     Reconfigured,
     RestoreFeedback,
     RunOver,
+    Seated,
     Send,
     ShardsHeld,
     Stop,
@@ -102,10 +106,6 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogReques
 RESEND_SECONDS = 5.0
 SETTLED_SECONDS = 1.0
 """Without a commit, after which a newcomer takes the newest that it knows for the run's."""
-FORGIVEN = 0.75
-"""Of the seconds by which a peer was asked to finish earlier than it would have, those that the next round ends earlier by."""
-COPIES = 2
-"""A payload leaves its sender so many times (docs/protocol.md, Blobs)."""
 
 
 class ForkError(Exception):
@@ -145,9 +145,7 @@ class Member:
         self._order: TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
-        self.up_bps = up_bps
-        self._began = self._trained_at = self._lead = 0.0
-        self._ends = self._late = 0.0
+        self.deadline = Deadline(manifest, up_bps)
 
     @property
     def phase(self) -> Phase:
@@ -167,7 +165,7 @@ class Member:
 
     def is_new(self, now: float) -> bool:
         """Whether the newest plan, of which all is applied, does not name us: we came after it was made."""
-        plan, settled = self.plan, now - self._began >= SETTLED_SECONDS
+        plan, settled = self.plan, now - self.deadline.began >= SETTLED_SECONDS
         return (
             self.phase is Phase.WAITING
             and settled
@@ -189,9 +187,10 @@ class Member:
                 return self._finished(event, now)
             case TimeUp(round):
                 if self.phase is Phase.TRAINING and self._order is not None and self._order.plan.round == round:
-                    self._late += max(0.0, self._ends - now)
-                    self._ends = now
+                    self.deadline.asked(now)
                     return self.position.stay(TimeUp, [EndIn(round, 0.0)])
+            case Seated():
+                return self._seated(event, now)
             case ChainFailed():
                 return self._chain_failed(event)
             case Reconfigured(reconfig):
@@ -233,7 +232,7 @@ class Member:
             if reason is not None:
                 raise ForkError(f"the commit of round {commit.round} {reason}")
             self.commits[commit.round] = commit
-            self._began = now
+            self.deadline.began = now
         return []
 
     # --- training and its end
@@ -250,7 +249,7 @@ class Member:
         if self.phase is Phase.STOPPING:
             return self.position.step(type(event), Phase.ENCODING, [KeepInFeedback(event.round)])
         if isinstance(event, Trained):
-            self._trained_at = now
+            self.deadline.trained(now)
             return self.position.step(Trained, Phase.ENCODING, [_encode(self._order, event)])
         self._withdraw = Withdraw(round=event.round, reason=event.reason)
         return self.position.step(Failed, Phase.ENCODING, [Send(self._withdraw), KeepInFeedback(event.round)])
@@ -258,11 +257,23 @@ class Member:
     def _encoded(self, offer: Offer | None, now: float) -> list[Effect]:
         if offer is None:
             return self.position.step(UpdateEncoded, Phase.WAITING)
-        self._lead = now - self._trained_at + upload_seconds(offer, self.up_bps)
+        self.deadline.encoded(now, offer)
         self._pending = offer
         effects: list[Effect] = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
         assert self._order is not None
         return effects + self.overlap.begin(offer, self._order.plan, self.commits.get(offer.round))
+
+    def _seated(self, seat: Seated, now: float) -> list[Effect]:
+        """The plan names us nowhere, and the leader has given us one of its seats."""
+        plan, idle = self.plan, self.phase is Phase.WAITING and self.overlap.state is Ahead.NONE
+        ready = idle and self._held_round == self.applied and self._attempted <= self.applied == self.head
+        replica = plan.taken(seat.replica, (self.peer,), self.manifest.model.n_layers) if plan is not None else None
+        if plan is None or replica is None or replica.peers != (self.peer,) or not ready or plan.round != seat.round:
+            return []  # if there is a seat for us, we are told again
+        self._order, self._attempted = TrainOrder(plan.seated(replica), replica.number), plan.round
+        sizes = [sum(share.size for share in c.shares) for c in self.commits[self.applied].contributions]
+        left = self.deadline.left_of(now, seat.seconds, max(sizes, default=0))
+        return self.position.step(Seated, Phase.TRAINING, [self._order, EndIn(plan.round, left)])
 
     # --- a chain that lost a member
 
@@ -332,12 +343,7 @@ class Member:
         return out
 
     def _end(self, now: float) -> EndIn:
-        """When the training of the round after the newest commit ends: early enough for our offer to be there in time. On a slow line
-        commits come late; by how much shows when we are asked to finish."""
-        seconds = self.manifest.timing.training_seconds
-        self._late *= FORGIVEN
-        self._ends = max(now, self._began + seconds - min(self._lead + self._late, seconds / 2))
-        return EndIn(self.head + 1, self._ends - now)
+        return EndIn(self.head + 1, self.deadline.left(now))
 
     def _advance(self, now: float) -> list[Effect]:
         following = self.commits.get(self.applied + 1)
@@ -381,17 +387,12 @@ class Member:
         self._order, self._attempted = order, order.plan.round
         if result is None:
             return self.position.step(None, Phase.TRAINING, [self._end(now)])
-        self._trained_at = now
+        self.deadline.trained(now)
         return self.position.step(None, Phase.ENCODING, [_encode(order, result)])
 
     def _leave(self) -> list[Effect]:
         attested = self._attest is not None and self._attest.round == self.applied
         return self.position.step(None, Phase.DONE, [Finish()]) if self._run_over and attested else []
-
-
-def upload_seconds(offer: Offer, up_bps: int) -> float:
-    """Seconds until an archive has the offer's payloads: an uplink of `up_bps` bits a second sends each COPIES times."""
-    return COPIES * 8 * sum(part.size for part in offer.parts) / up_bps if up_bps else 0.0
 
 
 def _encode(order: TrainOrder, result: Trained) -> EncodeUpdate:

@@ -61,6 +61,15 @@ class TimeUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Seated:
+    """Event: the leading node gives us the seat with the number `replica`; `seconds` of the time to train `round` are left."""
+
+    round: int
+    replica: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Event: the training of `round` ended early, after `steps` complete inner steps."""
 
@@ -235,6 +244,7 @@ Event = (
     | ChainFailed
     | Reconfigured
     | TimeUp
+    | Seated
     | UpdateEncoded
     | Applied
     | ShardsHeld
@@ -260,6 +270,9 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit is known, the plan is new"),
     Transition(Phase.HOLDING, ShardsHeld, Phase.WAITING),
     Transition(Phase.WAITING, None, Phase.TRAINING, (TrainOrder, EndIn), "the plan names us"),
+    Transition(
+        Phase.WAITING, Seated, Phase.TRAINING, (TrainOrder, EndIn), "we came within the round, and hold the state"
+    ),
     Transition(Phase.WAITING, None, Phase.TRAINING, (EndIn,), "the plan is the one that we train ahead by already"),
     Transition(Phase.WAITING, None, Phase.ENCODING, (EncodeUpdate,), "the plan is the one that we trained ahead by"),
     Transition(Phase.TRAINING, TimeUp, Phase.TRAINING, (EndIn,), "the round's time is over, and others have offered"),

@@ -60,6 +60,11 @@ class Offers:
             self._lacking[peer].discard(name)
         return peers, [self._shares[peer] for peer in sorted(peers) if not self._lacking[peer]]
 
+    @property
+    def brought(self) -> set[str]:
+        """The peers of whose offers all is durable here."""
+        return {peer for peer in self._offers if not self._lacking[peer]}
+
     def fail(self, peer: str, reason: str) -> None:
         """`peer` gave up or was refused; the first reason counts."""
         self._failures.setdefault(peer, reason)
@@ -107,6 +112,21 @@ class Offers:
             self.of(replica.number, peer) is not None and peer in based and not self._lacking[peer]
             for peer in replica.peers
         )
+
+    def verdict(
+        self,
+        replica: ReplicaSpec,
+        diverged: Collection[str],
+        based: Collection[str],
+        ready: Collection[str] | None,
+    ) -> Contribution | str | None:
+        """What a replica contributes, why it has failed, or None while it is pending. `ready`: None while nobody is taken for gone."""
+        reason = self.failure(replica, diverged)
+        if reason is None and ready is not None:
+            reason = self.gone(replica, ready)
+        if reason is not None or not self.is_complete(replica, based):
+            return reason
+        return self.contribution(replica)
 
     def contribution(self, replica: ReplicaSpec) -> Contribution:
         """What a commit says of a complete replica: the steps of its slowest member, the loss of its last stage."""

@@ -105,6 +105,9 @@ def why_refused(manifest: Manifest, plan: Plan | None, commit: Commit, lists: Li
     planned = {r.number: r for r in plan.replicas} if plan is not None else {}
     for contribution in commit.contributions:
         spec = planned.get(contribution.replica)
+        if spec is None and plan is not None:
+            peers = tuple(share.peer for share in contribution.shares)
+            spec = plan.taken(contribution.replica, peers, manifest.model.n_layers)
         if spec is None or len(spec.stages) != len(contribution.shares):
             return f"replica {contribution.replica} is not the planned one"
         for stage, share in zip(spec.stages, contribution.shares, strict=True):

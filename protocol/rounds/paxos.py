@@ -69,6 +69,7 @@ from protocol.rounds.table import Position
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, Record, vote_body
 from protocol.wire.session import Heartbeat, LogRequest
 
@@ -271,6 +272,8 @@ class Quorum:
             else:
                 size, rank = len(self.members), self.members.index(self.peer)
                 above = max(vote.ballot, self._highest, 0)
+                if above + size > MAX_BALLOT:  # nobody could read a higher one, ourselves after a restart included
+                    return
                 self._ballot = next(b for b in range(above + 1, above + 1 + size) if b % size == rank)
                 self.position.step(None, Phase.PREPARING)
             self._ask(out)

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
 from protocol.run.manifest import TimingSpec
+from protocol.wire.plan import Plan
 
 ABSENT_HEARTBEATS = 2
 """After so many heartbeats without a session a peer is absent."""
@@ -37,12 +38,20 @@ def gone(ready: Iterable[str], heard: Mapping[str, float], timing: TimingSpec, n
     return [p for p in ready if now - heard.get(p, now) > timing.gone_after]
 
 
-def awaited(late: Collection[str], ready: Collection[str], timing: TimingSpec, waited: float) -> bool:
-    """Whether the end of the run waits for the peers that have not attested its final state, `waited` seconds after it was decided:
-    for those that are gone not for long, and for nobody for ever."""
-    if waited >= timing.gone_after:
-        late = set(late) & set(ready)
-    return bool(late) and waited < timing.round_deadline
+class Final:
+    """Who is waited for at the end of the run: the members of its last plan."""
+
+    def __init__(self, plan: Plan | None, timing: TimingSpec) -> None:
+        self._members = frozenset(p for r in (plan.replicas if plan else ()) for p in r.peers)
+        self._timing = timing
+
+    def waits(self, attested: Mapping[str, object], ready: Collection[str], waited: float) -> bool:
+        """Whether somebody who has not attested the final state is waited for, so many seconds after it was decided: those that are gone
+        not for long, and nobody for ever."""
+        late = self._members - attested.keys()
+        if waited >= self._timing.gone_after:
+            late &= set(ready)
+        return bool(late) and waited < self._timing.round_deadline
 
 
 class Stays:

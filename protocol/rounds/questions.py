@@ -22,12 +22,14 @@ from protocol.wire.plan import Plan, StageSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """`round`: the plan's. `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit
+    """`round`: the plan's. `resting`: who is planned only where the `candidates` make not even one replica (protocol/rounds/promises.py).
+    `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit
     that brings the plan says of the round before, and of how many replicas it says why they are left out. `attested`: of the state
     before that round; None: everybody has what the first plan needs."""
 
     manifest: Manifest
     candidates: tuple[Candidate, ...]
+    resting: tuple[Candidate, ...] = ()
     round: int
     previous: Plan | None
     contributions: tuple[Contribution, ...]
@@ -37,16 +39,21 @@ class Question:
     def answer(self, relay_bps: float = math.inf) -> Plan | None:
         """The plan, no longer than a commit can say; None where the candidates make not even one replica. `relay_bps`: what all relays
         together pass on, in bits a second."""
-        plan = planner.make_plan(
+        plan = self._plan(self.candidates, relay_bps)
+        if plan is None and self.resting:
+            plan = self._plan((*self.candidates, *self.resting), relay_bps)
+        return plan and capacity.bounded(self.manifest, plan, self.contributions, self.left_out)
+
+    def _plan(self, candidates: tuple[Candidate, ...], relay_bps: float) -> Plan | None:
+        return planner.make_plan(
             self.manifest,
-            self.candidates,
+            candidates,
             round=self.round,
             previous=self.previous,
             done={c.replica: c.steps for c in self.contributions},
             holds=self._holds if self.attested is not None else None,
             relay_bps=relay_bps,
         )
-        return plan and capacity.bounded(self.manifest, plan, self.contributions, self.left_out)
 
     def _holds(self, stage: StageSpec) -> bool:
         """Whether a peer attested all shards that a stage needs."""

@@ -15,7 +15,7 @@ from protocol.rounds import chain_repair, part_lists
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Record, is_decided
-from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.plan import Plan, ReplicaSpec, Work
 
 MAX_SLOT = 2**62
 """No run comes so far."""
@@ -42,16 +42,21 @@ def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str
         return "was proposed by a node that is not a member"
     if not is_decided(record, members):
         return "lacks the votes of a majority"
-    if commit.plan is not None and not all(_allows(manifest, r) for r in commit.plan.replicas):
+    if commit.plan is not None and not all(_allows(manifest, w) for w in _works(commit.plan)):
         return "plans more work than the manifest allows"
     return None
 
 
-def _allows(manifest: Manifest, replica: ReplicaSpec) -> bool:
-    """Whether a replica is given no more than the manifest says, in this round and in the one after."""
-    works = [work for work in (replica.work, replica.following) if work is not None]
+def _works(plan: Plan) -> Iterator[Work]:
+    """What a plan gives anybody, in its round and in the one after."""
+    yield from (seat.work for seat in plan.seats)
+    yield from (work for r in plan.replicas for work in (r.work, r.following) if work is not None)
+
+
+def _allows(manifest: Manifest, work: Work) -> bool:
+    """Whether this is no more than the manifest says."""
     steps, micro_batches = manifest.train.inner_steps, manifest.train.micro_batches
-    return all(w.steps <= steps and w.micro_batches <= micro_batches and w.slot <= MAX_SLOT for w in works)
+    return work.steps <= steps and work.micro_batches <= micro_batches and work.slot <= MAX_SLOT
 
 
 def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
@@ -72,11 +77,14 @@ def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[
         yield f"the run has {manifest.rounds} rounds only"
     planned = sorted(r.number for r in plan.replicas) if plan is not None else []
     decided = sorted([c.replica for c in commit.contributions] + [x.replica for x in commit.left_out])
-    if decided != planned:
+    seats = {seat.number for seat in plan.seats} if plan is not None else set()
+    taken = seats.intersection(decided)
+    if decided != sorted([*planned, *taken]):
         yield f"decides about replicas {decided}, the plan has {planned}"
     wrong = {d.peer for d in commit.diverged}
     for contribution in commit.contributions:
-        spec = plan.find(contribution.replica) if plan is not None else None
+        peers = tuple(share.peer for share in contribution.shares)
+        spec = plan.taken(contribution.replica, peers, manifest.model.n_layers) if plan is not None else None
         if plan is not None and spec is not None:
             yield from _contribution(manifest, plan, spec, contribution, wrong)
     took_part = [share.peer for c in commit.contributions for share in c.shares]
@@ -85,7 +93,7 @@ def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[
     if commit.plan is not None:
         if commit.plan.round != commit.round + 1:
             yield f"plans round {commit.plan.round}, not the next one"
-        numbers = [replica.number for replica in commit.plan.replicas]
+        numbers = [r.number for r in commit.plan.replicas] + [seat.number for seat in commit.plan.seats]
         if len(set(numbers)) < len(numbers) or not all(0 <= n < commit.plan.next_number for n in numbers):
             yield f"plans replicas under the numbers {numbers}"
         for replica in (*commit.plan.replicas, *commit.plan.forming):

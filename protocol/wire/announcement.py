@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from protocol.wire.bounds import (
+    Address,
+    Count,
+    Loss,
+    Magnitude,
+    Memory,
+    Milliseconds,
+    Offset,
+    PeerId,
+    Rate,
+    Round,
+    RunId,
+    Size,
+    Word,
+)
+from protocol.wire.schema import AtMost, Within
 
 VERSION = 1
 MAX_SPEED = 10**18
@@ -26,10 +44,10 @@ class ChainReport:
     from the previous and from the next stage; empty where there is none. What makes them: peer/chain/pipeline.py, peer/chain/activation_stats.py.
     """
 
-    times_ms: tuple[int, ...]
-    counts: tuple[int, ...]
-    activations: tuple[float, ...] = ()
-    gradients: tuple[float, ...] = ()
+    times_ms: Annotated[tuple[Milliseconds, ...], AtMost(6)]
+    counts: Annotated[tuple[Size, ...], AtMost(4)]
+    activations: Annotated[tuple[Magnitude, ...], AtMost(3)] = ()
+    gradients: Annotated[tuple[Magnitude, ...], AtMost(3)] = ()
 
     def __post_init__(self) -> None:
         if (len(self.times_ms), len(self.counts)) != (6, 4):
@@ -45,28 +63,30 @@ class Announcement:
     """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
     member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `reachable`: one of
-    REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through relays."""
+    REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through
+    relays. `refused`: how often it has refused somebody who used too much of it (peer/net/guests.py)."""
 
-    run: str
-    peer: str
-    version: int = VERSION
-    addresses: tuple[str, ...] = ()
-    memory_bytes: int = 0
-    up_bps: int = 0
-    down_bps: int = 0
-    speed_flops: int = 0
-    device: str = "cpu"
-    serial: int = 0
-    phase: str = "starting"
-    round: int = 0
-    step: int = 0
-    loss: float | None = None
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    run: RunId
+    peer: PeerId
+    version: Count = VERSION
+    addresses: Annotated[tuple[Address, ...], AtMost(64)] = ()
+    memory_bytes: Memory = 0
+    up_bps: Rate = 0
+    down_bps: Rate = 0
+    speed_flops: Annotated[int, Within(0, MAX_SPEED)] = 0
+    device: Word = "cpu"
+    serial: Count = 0
+    phase: Word = "starting"
+    round: Round = 0
+    step: Count = 0
+    loss: Loss | None = None
+    bytes_sent: Size = 0
+    bytes_received: Size = 0
     chain: ChainReport | None = None
-    coordinates: tuple[float, ...] = ()
-    reachable: str = ""
-    apart: tuple[str, ...] = ()
+    coordinates: Annotated[tuple[Offset, ...], AtMost(AXES)] = ()
+    reachable: Word = ""
+    apart: Annotated[tuple[PeerId, ...], AtMost(MOST_APART)] = ()
+    refused: Count = 0
 
     def __post_init__(self) -> None:
         if not is_place(self.coordinates) and self.coordinates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from protocol.wire.bounds import Ballot, Round, RunId, Signature
 from protocol.wire.commit import Commit
 
 
@@ -11,8 +12,8 @@ from protocol.wire.commit import Commit
 class Prepare:
     """Paxos, phase 1: please promise `ballot` for `round`."""
 
-    round: int
-    ballot: int
+    round: Round
+    ballot: Ballot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +21,9 @@ class Promise:
     """The answer, and a member's durable vote: the highest ballot that was promised, and the commit that was accepted last
     (in ballot `accepted`), if any."""
 
-    round: int
-    ballot: int = -1
-    accepted: int = -1
+    round: Round
+    ballot: Ballot = -1
+    accepted: Ballot = -1
     commit: Commit | None = None
 
 
@@ -30,8 +31,8 @@ class Promise:
 class Accept:
     """Paxos, phase 2: please accept `commit`."""
 
-    round: int
-    ballot: int
+    round: Round
+    ballot: Ballot
     commit: Commit
 
 
@@ -39,16 +40,16 @@ class Accept:
 class Vote:
     """The answer: the commit with this digest is accepted; the signature is over `vote_body`."""
 
-    round: int
-    ballot: int
-    digest: str
-    signature: bytes
+    round: Round
+    ballot: Ballot
+    digest: RunId
+    signature: Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reject:
     """The answer to a ballot that is too low."""
 
-    round: int
-    ballot: int
-    promised: int
+    round: Round
+    ballot: Ballot
+    promised: Ballot

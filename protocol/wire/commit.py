@@ -9,10 +9,26 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from protocol.wire import framing
+from protocol.wire.bounds import (
+    MAX_SHARDS,
+    Ballot,
+    Count,
+    Loss,
+    Norm,
+    NormOfAll,
+    PeerId,
+    Round,
+    RunId,
+    Shard,
+    Signature,
+    Size,
+    Time,
+)
 from protocol.wire.plan import Plan
-from protocol.wire.schema import Digest, packed, row
+from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
 
 DOMAIN = b"potluck/1/"
 
@@ -22,10 +38,10 @@ DOMAIN = b"potluck/1/"
 class Part:
     """One shard's payload: its digest (a blob's name, protocol/codec/blob_hash.py), its bytes, and the L2 norm of what it sends."""
 
-    shard: str
+    shard: Shard
     digest: Digest
-    size: int
-    norm: float
+    size: Size
+    norm: Norm
 
 
 @row
@@ -34,11 +50,11 @@ class Share:
     """One stage's parts within a contribution: the name of their list (protocol/rounds/part_lists.py), the bytes of all payloads, the
     L2 norm of all that they send, and the list's own bytes."""
 
-    peer: str
+    peer: PeerId
     root: Digest
-    size: int
-    norm: float
-    listed: int
+    size: Size
+    norm: NormOfAll
+    listed: Size
 
 
 @row
@@ -47,11 +63,11 @@ class Contribution:
     """One replica's committed contribution; its weight in the mean is tokens / sum of tokens. A share may be a spare's of the
     round's plan, in the place of a member that was lost."""
 
-    replica: int
-    tokens: int
-    steps: int
-    loss: float | None
-    shares: tuple[Share, ...]
+    replica: Count
+    tokens: Count
+    steps: Count
+    loss: Loss | None
+    shares: Annotated[tuple[Share, ...], AtMost(4096)]
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -63,9 +79,9 @@ class Contribution:
 class LeftOut:
     """A planned replica whose work is not in the commit, and why."""
 
-    replica: int
+    replica: Count
     """Its number."""
-    reason: str
+    reason: Annotated[str, AtMost(4096)]
     """Why, for a reader."""
 
 
@@ -74,9 +90,9 @@ class LeftOut:
 class Diverged:
     """A peer whose digest of `shard` after the previous round differs from the majority's."""
 
-    peer: str
+    peer: PeerId
     """Who."""
-    shard: str
+    shard: Shard
     """In what."""
 
 
@@ -86,17 +102,17 @@ class Commit:
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
     proposed it; `members` decide the next round."""
 
-    run: str
-    round: int
-    parent: str
-    time: float
-    contributions: tuple[Contribution, ...]
-    left_out: tuple[LeftOut, ...]
-    diverged: tuple[Diverged, ...]
-    digests: dict[str, Digest]
+    run: RunId
+    round: Round
+    parent: RunId
+    time: Time
+    contributions: Annotated[tuple[Contribution, ...], AtMost(MAX_ITEMS)]
+    left_out: Annotated[tuple[LeftOut, ...], AtMost(MAX_ITEMS)]
+    diverged: Annotated[tuple[Diverged, ...], AtMost(MAX_ITEMS)]
+    digests: Annotated[dict[Shard, Digest], AtMost(MAX_SHARDS)]
     plan: Plan | None
-    leader: str = ""
-    members: tuple[str, ...] = ()
+    leader: PeerId = ""
+    members: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -132,8 +148,8 @@ class Record:
     """A decided commit with its proof: the signatures of the members that accepted it in `ballot`."""
 
     commit: Commit
-    ballot: int
-    votes: dict[str, bytes]
+    ballot: Ballot
+    votes: Annotated[dict[PeerId, Signature], AtMost(16)]
 
 
 def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:

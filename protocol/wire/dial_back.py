@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Annotated
+
+from protocol.wire.bounds import Port, Word
+from protocol.wire.schema import AtMost
 
 MOST_PORTS = 4
 """That one request names."""
@@ -13,7 +17,7 @@ MOST_PORTS = 4
 class DialMe:
     """Please try at which of these TCP ports of the host that I come from a libp2p host answers."""
 
-    ports: tuple[int, ...]
+    ports: Annotated[tuple[Port, ...], AtMost(MOST_PORTS)]
 
     def __post_init__(self) -> None:
         if not 0 < len(self.ports) <= MOST_PORTS:
@@ -26,8 +30,8 @@ class Dialled:
     """The answer. `host`: the IP address that you come from, empty where that is not known; `ports`: those at which one answered, which
     may be another than you named: that of your connection to us."""
 
-    host: str
-    ports: tuple[int, ...] = ()
+    host: Word
+    ports: Annotated[tuple[Port, ...], AtMost(MOST_PORTS + 1)] = ()
 
     def __post_init__(self) -> None:
         if self.host:

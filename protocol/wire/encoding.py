@@ -28,6 +28,7 @@ from protocol.wire.session import (
     LogRequest,
     Offer,
     Offered,
+    TakeSeat,
     TimeUp,
     Withdraw,
 )
@@ -51,6 +52,7 @@ Message = (
     | ChainFailure
     | ChainReconfig
     | TimeUp
+    | TakeSeat
     | Attest
     | Heartbeat
     | Hello

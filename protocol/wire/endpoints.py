@@ -15,13 +15,13 @@ BLOB = "potluck/blob/1"
 """Stream: a blob's ranges, or what has a name; see peer/net/blobs/serving.py."""
 
 STATES = "potluck/states/1"
-"""Call: nothing -> msgpack list of [round, [shards]], the states that the called peer serves as blobs."""
+"""Call: nothing -> States (protocol/wire/calls.py), which the called peer serves as blobs."""
 
 HANDOVER = "potluck/handover/1"
 """Call between peers: Handover -> HandoverAnswer (protocol/wire/handover.py)."""
 
 MOMENTS = "potluck/moments/1"
-"""Call between peers: {"shard": name} -> {"blob": name, "size": bytes} of its moments (peer/training/moments.py), or {}."""
+"""Call between peers: MomentsRequest -> MomentsAnswer (protocol/wire/calls.py), the blob being peer/training/moments.py's."""
 
 PIPE = "potluck/pipe/1"
 """Stream between neighbouring stages of a chain, forward and backward."""

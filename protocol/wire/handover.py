@@ -5,22 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from protocol.wire.bounds import Block, Count, PeerId, Reason, RunId, Shard, Size, Word
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
     """A part of the giver's error feedback of `shard`, for `heir`. The giver keeps it as a blob, and in no other place."""
 
-    serial: int
+    serial: Count
     """Its number; the giver's later ones have larger numbers."""
-    heir: str
+    heir: PeerId
     """The peer that trains the shard now."""
-    shard: str
+    shard: Shard
     """Of what."""
-    topk: int
+    topk: Block
     """Entries of every 4096 in the payload (protocol/codec/sparse.py); all else of the codec is the run's."""
-    blob: str
+    blob: RunId
     """The payload's name (protocol/codec/blob_hash.py)."""
-    size: int
+    size: Size
     """Its bytes."""
     given: bool = False
     """Whether it is the heir's. Until then the giver may take it back, and the heir must not add it."""
@@ -47,7 +49,7 @@ class Step(StrEnum):
 class HandoverAnswer:
     """What the heir says to a Handover."""
 
-    step: str
+    step: Word
     """A Step."""
-    reason: str = ""
+    reason: Reason = ""
     """Why it refuses."""

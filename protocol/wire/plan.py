@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Annotated
 
-from protocol.wire.schema import row
+from protocol.wire.bounds import Block, Count, Number, PeerId, Round, Slot
+from protocol.wire.schema import MAX_ITEMS, AtMost, row
 
 
 @row
@@ -13,11 +15,11 @@ from protocol.wire.schema import row
 class StageSpec:
     """One peer's part of a replica. The stage with block 0 has `embed` too, the one with the last block has `head`."""
 
-    peer: str
+    peer: PeerId
     """Who trains it."""
-    first: int
+    first: Block
     """Its first block."""
-    last: int
+    last: Block
     """The block after its last one."""
 
 
@@ -26,11 +28,11 @@ class StageSpec:
 class Work:
     """The text and the inner steps that a replica is given for one round (protocol/planning/allotment.py)."""
 
-    slot: int = 0
+    slot: Slot = 0
     """The first slot of text of its first inner step (protocol/run/data_order.py)."""
-    steps: int = 1
+    steps: Count = 1
     """The most inner steps that it may do: more than it is expected to have time for."""
-    micro_batches: int = 1
+    micro_batches: Count = 1
     """Micro-batches of each inner step."""
 
     def __post_init__(self) -> None:
@@ -43,15 +45,15 @@ class Work:
 class ReplicaSpec:
     """One replica: a full peer (one stage) or a chain."""
 
-    number: int = 0
+    number: Number = 0
     """Its name as long as it is planned, from plan to plan: no other replica of the run ever has it."""
-    stages: tuple[StageSpec, ...]
+    stages: Annotated[tuple[StageSpec, ...], AtMost(4096)]
     """Its stages, the one with block 0 first."""
     work: Work = Work()
     """What it is given for the plan's round."""
     following: Work | None = None
     """What it is given for the round after, which it may train ahead; None where nobody trains ahead."""
-    rank: int = 0
+    rank: Count = 0
     """Values per token that cross a chain's boundaries; 0: all of them."""
 
     @property
@@ -77,24 +79,38 @@ class ReplicaSpec:
         return self.stages[self.peers.index(peer)]
 
 
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """A full replica of a round that nobody is planned for: who holds the whole state before the round's time is over may take it
+    (protocol/rounds/seats.py)."""
+
+    number: Number
+    """The replica's number."""
+    work: Work
+    """What it is given."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Who does what in a round."""
 
-    round: int
+    round: Round
     """The round."""
-    replicas: tuple[ReplicaSpec, ...]
+    replicas: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)]
     """The replicas, in the order in which a commit adds their work."""
-    forming: tuple[ReplicaSpec, ...] = ()
+    forming: Annotated[tuple[ReplicaSpec, ...], AtMost(MAX_ITEMS)] = ()
     """Replicas of a later round: their members fetch the shards that they will train, and nobody waits for them. Whoever trains in
     another replica meanwhile goes on there (protocol/planning/changes.py)."""
-    forming_since: tuple[int, ...] = ()
+    forming_since: Annotated[tuple[Round, ...], AtMost(MAX_ITEMS)] = ()
     """The round of the first plan that named each of them."""
-    spares: tuple[str, ...] = ()
+    seats: Annotated[tuple[Seat, ...], AtMost(MAX_ITEMS)] = ()
+    """For peers that come within the round."""
+    spares: Annotated[tuple[PeerId, ...], AtMost(MAX_ITEMS)] = ()
     """Peers that wait to take the place of a member of a chain that is lost."""
-    next_number: int = 0
+    next_number: Count = 0
     """The number of the next new replica."""
-    next_slot: int = 0
+    next_slot: Slot = 0
     """The first slot of text that nobody was given yet."""
 
     def __post_init__(self) -> None:
@@ -112,10 +128,34 @@ class Plan:
         """The replica with this number, None where there is none."""
         return next((r for r in self.replicas if r.number == number), None)
 
+    def taken(self, number: int, peers: tuple[str, ...], layers: int) -> ReplicaSpec | None:
+        """The replica with this number, or the seat with it as `peers` have it, who must be one peer that the plan has in no replica;
+        None where it is neither. `layers`: blocks of the model."""
+        seat = next((seat for seat in self.seats if seat.number == number), None)
+        if seat is None or len(peers) != 1 or self.replica_of(peers[0]) is not None:
+            return self.find(number)
+        whole = (StageSpec(peer=peers[0], first=0, last=layers),)
+        return ReplicaSpec(number=number, stages=whole, work=seat.work)
+
+    def seated(self, replica: ReplicaSpec) -> Plan:
+        """The plan with a seat that is taken as its last replica, which need not form any more."""
+        forming = [x for x in zip(self.forming, self.forming_since, strict=True) if x[0].peers != replica.peers]
+        return dataclasses.replace(
+            self,
+            replicas=(*self.replicas, replica),
+            forming=tuple(replica for replica, _ in forming),
+            forming_since=tuple(since for _, since in forming),
+        )
+
     @property
     def count(self) -> int:
         """How many peers it names."""
         return len({p for replica in (*self.replicas, *self.forming) for p in replica.peers}) + len(self.spares)
+
+    @property
+    def peers(self) -> frozenset[str]:
+        """Everybody whom it names."""
+        return frozenset((*self.spares, *(p for r in (*self.replicas, *self.forming) for p in r.peers)))
 
     def names(self, peer: str) -> bool:
         """Whether `peer` is in it."""

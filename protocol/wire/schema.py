@@ -1,7 +1,8 @@
 """One strict decoder from plain data (TOML tables, msgpack maps) to frozen dataclasses.
 
 Used at both edges: manifests refuse unknown fields, network messages ignore them (design, section 4).
-Supported field types: bool, int, float, str, bytes, Digest, nested dataclasses, `tuple[T, ...]`, `dict[str, T]` and `T | None`.
+Supported field types: bool, int, float, str, bytes, Digest, nested dataclasses, `tuple[T, ...]`, `dict[str, T]` and `T | None`; and
+each of them with bounds, `Annotated[int, Within(0, 9)]`, which are checked here and nowhere else (protocol/wire/bounds.py).
 
 There are two plain forms. `plain` makes maps of names, for files and screens that people read. `packed` makes what travels: the same,
 but that a dataclass marked as a `row`, of which a message has many, is the list of its fields in their order, without those at the end
@@ -28,6 +29,29 @@ _HEX = object()
 Digest = Annotated[str, _HEX]
 """64 hexadecimal digits; 32 bytes where it travels. No other text is read in its place."""
 _rows: set[type] = set()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Within:
+    """Bounds of a number."""
+
+    least: float
+    most: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AtMost:
+    """How many characters, bytes or entries a text, bytes, a list or a map may have."""
+
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """What a text for a reader has beyond so many characters is left out, and is no error."""
+
+    count: int
+
 
 MAX_ITEMS = 65_536
 """Most entries that one list or map of a message may have."""
@@ -99,7 +123,12 @@ def _converter(hint: Any) -> Convert:
     """For fields of this type: a dataclass, a tuple or a table of one type, an optional one, a digest, or a plain type."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
-        return _convert_digest
+        base, *marks = typing.get_args(hint)
+        if _HEX in marks:
+            return _convert_digest
+        if base in (int, float) and len(marks) == 1:  # most fields: in one step
+            return functools.partial(_convert_number, base, marks[0].least, marks[0].most)
+        return functools.reduce(_bounded, marks, _converter(base))
     if origin in (types.UnionType, typing.Union):
         inner = _converter(next(a for a in typing.get_args(hint) if a is not type(None)))
         return lambda value, path, ignore: None if value is None else inner(value, path, ignore)
@@ -109,8 +138,23 @@ def _converter(hint: Any) -> Convert:
     if origin is tuple:
         return functools.partial(_convert_list, _converter(typing.get_args(hint)[0]))
     if origin is dict:
-        return functools.partial(_convert_table, _converter(typing.get_args(hint)[1]))
+        key, value = map(_converter, typing.get_args(hint))
+        return functools.partial(_convert_table, key, value)
     return functools.partial(_convert_plain, hint)
+
+
+def _bounded(convert: Convert, mark: Any) -> Convert:
+    """`convert`, with what `mark` says. How much there is of something is looked at before it is converted."""
+
+    def at_most(value: Any, path: str, ignore: bool) -> Any:
+        if isinstance(value, str | bytes | list | tuple | dict) and len(value) > mark.count:
+            raise SchemaError(path, f"has {len(value)} entries; at most {mark.count}")
+        return convert(value, path, ignore)
+
+    def cut(value: Any, path: str, ignore: bool) -> Any:
+        return convert(value, path, ignore)[: mark.count]
+
+    return at_most if isinstance(mark, AtMost) else cut
 
 
 def _convert_list(item: Convert, value: Any, path: str, ignore: bool) -> tuple[Any, ...]:
@@ -120,11 +164,19 @@ def _convert_list(item: Convert, value: Any, path: str, ignore: bool) -> tuple[A
     return tuple([item(v, f"{path}[{i}]", ignore) for i, v in enumerate(value)])
 
 
-def _convert_table(item: Convert, value: Any, path: str, ignore: bool) -> dict[str, Any]:
+def _convert_table(key: Convert, item: Convert, value: Any, path: str, ignore: bool) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(k, str) for k in value):
         raise SchemaError(path, f"must be a table with text keys, not {_name(value)}")
     _limit(value, path)
-    return {k: item(v, f"{path}.{k}", ignore) for k, v in value.items()}
+    return {key(k, path, ignore): item(v, f"{path}.{k}", ignore) for k, v in value.items()}
+
+
+def _convert_number(hint: Any, least: float, most: float, value: Any, path: str, ignore: bool) -> Any:
+    if type(value) is not hint and not (hint is float and type(value) is int):
+        raise SchemaError(path, f"must be {hint.__name__}, not {_name(value)}")
+    if not least <= value <= most:  # nor is what is no number
+        raise SchemaError(path, f"must be in {least}..{most}")
+    return float(value) if hint is float else value
 
 
 def _convert_plain(hint: Any, value: Any, path: str, ignore: bool) -> Any:
@@ -211,7 +263,8 @@ def _packer(hint: Any) -> Callable[[Any], Any]:
     """For fields of this type, as `_converter`."""
     origin = typing.get_origin(hint)
     if origin is Annotated:
-        return _digest
+        base, *marks = typing.get_args(hint)
+        return _digest if _HEX in marks else _packer(base)
     if origin in (types.UnionType, typing.Union):
         inner = _packer(next(a for a in typing.get_args(hint) if a is not type(None)))
         return lambda value: None if value is None else inner(value)

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from protocol.wire.bounds import (
+    MAX_SHARDS,
+    Count,
+    Loss,
+    PeerId,
+    Reason,
+    Round,
+    RunId,
+    Sealed,
+    Seconds,
+    Shard,
+    Since,
+    Word,
+)
 from protocol.wire.commit import Part, Share
-from protocol.wire.schema import Digest
+from protocol.wire.schema import AtMost, Digest
+
+MAX_TOLD = 4096
+"""Shares of one Offered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
     """A stage's share of its replica's contribution to `round`."""
 
-    round: int
-    replica: int
-    parts: tuple[Part, ...]
-    tokens: int
-    steps: int
-    loss: float | None
+    round: Round
+    replica: Count
+    parts: Annotated[tuple[Part, ...], AtMost(MAX_SHARDS)]
+    tokens: Count
+    steps: Count
+    loss: Loss | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +43,16 @@ class Offered:
     """A node has all payloads of these offers to `round`, and their lists (protocol/rounds/part_lists.py), and they are valid: others may
     fetch them at once."""
 
-    round: int
-    shares: tuple[Share, ...]
+    round: Round
+    shares: Annotated[tuple[Share, ...], AtMost(MAX_TOLD)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdraw:
     """The sender cannot finish `round`; its replica sits out."""
 
-    round: int
-    reason: str
+    round: Round
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +62,11 @@ class ChainFailure:
     `generation` is the number of times that the chain of this replica was reconfigured in the round.
     """
 
-    round: int
-    replica: int
-    generation: int
-    peer: str
-    reason: str
+    round: Round
+    replica: Count
+    generation: Count
+    peer: PeerId
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,63 +77,73 @@ class ChainReconfig:
     members offer them. A member sends the message back when it follows it.
     """
 
-    round: int
-    replica: int
-    generation: int
-    peers: tuple[str, ...]
-    steps: int
-    reason: str
+    round: Round
+    replica: Count
+    generation: Count
+    peers: Annotated[tuple[PeerId, ...], AtMost(4096)]
+    steps: Count
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeUp:
     """The time to train `round` is over and others have offered: the receiver offers what it has done."""
 
-    round: int
+    round: Round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeSeat:
+    """The receiver, whom the plan of `round` has in no replica, trains the seat with the number `replica`; `seconds` of the time to
+    train are left."""
+
+    round: Round
+    replica: Count
+    seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attest:
     """The digests of the sender's shards after `round` was applied."""
 
-    round: int
-    digests: dict[str, Digest]
+    round: Round
+    digests: Annotated[dict[Shard, Digest], AtMost(MAX_SHARDS)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """A sign of life."""
 
-    phase: str
-    round: int
-    step: int = 0
-    loss: float | None = None
+    phase: Word
+    round: Round
+    step: Count = 0
+    loss: Loss | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
     """Opens a session with a bootstrap node."""
 
-    run: str
-    version: int
+    run: RunId
+    version: Count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
     """The sender's newest announcement, sealed (protocol/wire/sealed.py), so that others believe it too."""
 
-    sealed: bytes
+    sealed: Sealed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRequest:
     """Please send the commits after round `after`."""
 
-    after: int
+    after: Since
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The run is over and everybody's state was compared."""
 
-    round: int
+    round: Round

@@ -39,6 +39,7 @@ from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
 from peer.net.base import Handler, Stream, Transport
 from peer.net.uplink import Uplink
+from peer.node.audit import no_text
 from peer.node.peer import Factories, Peer
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
@@ -56,7 +57,6 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
-from tests.texts import no_text
 from tests.volunteers import TOKENIZER, Noise
 
 MODEL = ModelSpec(vocab_size=16384, d_model=512, n_layers=10, n_heads=8, d_ff=1408, context=1024)

@@ -24,7 +24,7 @@ import pstats
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,8 @@ class SocketTransport(Endpoint):
         return False
 
     def doubt(self, peer: str) -> None: ...
+
+    def prefer(self, peers: Collection[str]) -> None: ...
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return True

@@ -313,7 +313,9 @@ def test_full_disk_at_a_commit(small_disk: Path) -> None:
             file.write(bytes(1000))
             file.flush()
     before = (archive.folder / "log").read_bytes()
-    large = dataclasses.replace(commits[1].commit, left_out=(LeftOut(replica=0, reason="x" * 200_000),))
+    large = dataclasses.replace(
+        commits[1].commit, left_out=tuple(LeftOut(replica=i, reason="x" * 4000) for i in range(50))
+    )
     with pytest.raises(UsageError, match="No space left on device"):
         archive.append(tiny.record(large))
     assert (archive.folder / "log").read_bytes() == before

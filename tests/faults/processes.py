@@ -67,7 +67,7 @@ class Swarm:
         self.module = module
         self.memory = memory or {}
         self.options: dict[str, list[str]] = {}
-        """More of a peer's options, by its name."""
+        """More of a process's options, by its name."""
         self.measures: set[str] = set()
         """Peers that measure their lines."""
         self.fetches: set[str] = set()
@@ -107,6 +107,7 @@ class Swarm:
             known = [x for address in self.addresses for x in ("--initial-peer", address)]
             arguments = ["bootstrap", self.file, *common, *known]
             arguments += ["--corpus", self._corpus] if self.serves_text else []
+            arguments += self.options.get(name, [])
         else:
             whole = memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
             offer = ["--device", "cpu", "--memory", self.memory.get(name, whole), "--threads", 1]

@@ -36,8 +36,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 MEMBER,
-                "            self._began = now\n        return []\n",
-                "            self._began = now\n"
+                "            self.deadline.began = now\n        return []\n",
+                "            self.deadline.began = now\n"
                 "        elif commit.round == self.applied and self.phase is Phase.WAITING:\n"
                 "            self.applied -= 1\n        return []\n",
             ),
@@ -92,7 +92,7 @@ BUGS: dict[str, Bug] = {
                 "        return offer\n",
             ),
         ),
-        ("P2",),
+        ("P2", "P4"),
         only="crowd",
     ),
     # the pumps

@@ -25,6 +25,7 @@ from peer import events
 from peer.chain.stop_sign import StopSign
 from peer.config import JoinConfig
 from peer.events import Event
+from peer.node.audit import NoTraining, no_text
 from peer.node.orders import ChainOrders, Result
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
@@ -36,7 +37,6 @@ from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
 from tests import tiny
 from tests.sim.disk import SimDisk
 from tests.sim.world import Process, Weather, World
-from tests.texts import no_text
 
 CALM = Weather(
     drop=0.0, duplicate=0.0, overtake=0.0, slow=0.02, crash=0.0, focus="", focus_crash=0.0, power=0.0, away=1e9, kill=0.0,
@@ -107,7 +107,7 @@ class Floor:
         here.done.set_result(steps)
 
 
-class PacedTrainer:
+class PacedTrainer(NoTraining):
     """An inner loop that lasts as long as its machine's pace says; what it learns is drawn."""
 
     def __init__(
@@ -150,33 +150,6 @@ class PacedTrainer:
         draw = np.random.default_rng(len(shard))
         shapes = layout.shapes(self._manifest.model, shard)
         return [(LEARNING * draw.standard_normal(shape).astype(np.float32), None) for shape in shapes]
-
-    def on_device(self, shard: str) -> None:
-        """There is no device."""
-
-    def expect(self, slots: Any) -> None:
-        """Nobody reads text."""
-
-    def release(self) -> None:
-        """Nothing is kept."""
-
-    def optimizer(self) -> dict[str, Any]:
-        """There is none."""
-        return {}
-
-    def lacks_moments(self, shard: str) -> bool:
-        """It never has any."""
-        return False
-
-    async def moments(self, shard: str) -> bytes | None:
-        """There are none."""
-        return None
-
-    def inherit(self, shard: str, moments: bytes) -> None:
-        """Nobody sends any."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,21 @@ from bootstrap.node import BootstrapNode
 from peer import events
 from peer.config import JoinConfig
 from peer.events import Event
+from peer.node.audit import no_text
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
+from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.rounds import part_lists
+from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import logfile
 from tests import tiny
+from tests.liars import Liar
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
 from tests.sim.world import NODE_POINTS, POINTS, Crashed, Process, Violation, Weather, World
-from tests.texts import no_text
 
 KINDS = ("crowd", "swarm", "storm", "swarm", "swarm", "storm")
 """By the seed: a swarm; a crowd of weak peers, whose two chains break often; a storm over the quorum, with one peer."""
@@ -44,9 +47,9 @@ LATEST = 40.0
 
 
 class Swarm:
-    """Everything that one seed decides; `run` raises Violation if a promise is broken."""
+    """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part."""
 
-    def __init__(self, seed: int, verbose: bool = False) -> None:
+    def __init__(self, seed: int, verbose: bool = False, liars: int = 0) -> None:
         rng = random.Random(seed)
         kind = kind_of(seed)
         quorum, nodes = rng.choice(QUORUMS[kind])
@@ -67,7 +70,7 @@ class Swarm:
         )
         self.world = world = World(seed, weather(rng, seed), rng, verbose)
         self.ledger = Ledger(self.manifest, world.stats)
-        world.tells = lambda who, raw: self._guarded(self.ledger.told, who, raw)
+        world.tells = self._told
         world.dies = self._check_disk
         self.meetings = Meetings(world)
         self.reports: set[tuple[int, str, str]] = set()
@@ -88,6 +91,8 @@ class Swarm:
             identity = Identity(rng.randbytes(32))
             self.peers.append(Process(world, identity, self._peer_life(config, addresses), "peers"))
             self._ended[identity.peer_id] = world.loop.create_future()
+        self.liars = [Process(world, Identity(rng.randbytes(32)), self._lie, "liars") for _ in range(liars)]
+        self._lying = {liar.name for liar in self.liars}
         world.trace("world", f"{world.weather}")
 
     # --- the processes
@@ -128,6 +133,20 @@ class Swarm:
 
         return live
 
+    async def _lie(self, process: Process) -> None:
+        addresses = tuple(f"/memory/p2p/{name}" for name in self.manifest.operators)
+        false = {s: blob_hash.name_of(f"false {s}".encode()) for s in layout.shard_names(self.manifest.model)}
+        liar = Liar(self.manifest, process.identity, process.transport, addresses, false, process.rng)
+        process.running = liar
+        try:
+            await liar.run()
+        finally:
+            self.world.stats["lies"] += liar.said
+
+    def _told(self, who: str, raw: bytes) -> None:
+        if who not in self._lying:
+            self._guarded(self.ledger.told, who, raw)
+
     def _disk(self, process: Process) -> SimDisk:
         def heard(path: Path, data: bytes) -> None:
             if path.name == logfile.LOG:
@@ -141,6 +160,8 @@ class Swarm:
 
     def _hear_node(self, process: Process, event: Event) -> None:
         match event.body:
+            case events.Attest(peer=peer) if peer in self._lying:
+                pass
             case events.Attest(peer=peer, round=round, digests=digests):
                 self._guarded(self.ledger.attested, peer, round, dict(digests), self._excused.get(peer, set()))
             case events.Diverged(peer=peer, round=round, shard=shard):
@@ -216,6 +237,8 @@ class Swarm:
         for peer in self.peers:
             late = rng.random() < 0.15
             world.loop.call_later(rng.uniform(10.0, LATEST) if late else rng.uniform(0.0, 5.0), peer.start)
+        for liar in self.liars:
+            world.loop.call_later(rng.uniform(0.0, LATEST), liar.start)
         names = [p.name for p in (*self.nodes, *self.peers)]
         weathers = asyncio.ensure_future(world.weathers(names, [n.name for n in self.nodes]))
         over = asyncio.ensure_future(asyncio.wait(list(self._ended.values())))

@@ -33,6 +33,12 @@ def test_the_faults_do_happen_and_the_work_is_done_nevertheless(lived: list[Life
     assert stats["commits"] > 3 * len(lived)
 
 
+def test_made_up_identities_that_say_what_they_like_break_no_promise() -> None:
+    lived = list(lives(range(12), liars=6))
+    assert [text for _, _, text in lived if text] == []
+    assert sum((found for _, found, _ in lived), Counter[str]())["lies"] > 1000
+
+
 def test_a_seed_decides_everything() -> None:
     assert list(lives((3, 5))) == list(lives((3, 5)))
 

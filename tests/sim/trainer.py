@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.chain.stop_sign import StopSign
+from peer.node.audit import NoTraining
 from peer.node.orders import ChainOrders, Result
 from protocol.rounds import retention
 from protocol.rounds.member_events import TrainOrder
@@ -127,7 +128,7 @@ class Meetings:
         self._world.loop.call_later(after, tell)
 
 
-class DrawnTrainer:
+class DrawnTrainer(NoTraining):
     """One life's inner loop; see peer.node.orders.InnerLoop. `deltas`: what was learned, by round and shard, as far as it was asked
     for."""
 
@@ -199,30 +200,6 @@ class DrawnTrainer:
             shapes = layout.shapes(self._manifest.model, shard)
             known[shard] = [draw.integers(-8, 9, shape).astype(np.float32) for shape in shapes]
         return [(array, None) for array in known[shard]]
-
-    def on_device(self, shard: str) -> None:
-        """There is no device."""
-
-    def expect(self, slots: Any) -> None:
-        """Nobody reads text."""
-
-    def release(self) -> None:
-        """Nothing is kept."""
-
-    def optimizer(self) -> dict[str, Any]:
-        """There is none."""
-        return {}
-
-    def lacks_moments(self, shard: str) -> bool:
-        """It never has any."""
-        return False
-
-    async def moments(self, shard: str) -> bytes | None:
-        """There are none."""
-        return None
-
-    def inherit(self, shard: str, moments: bytes) -> None:
-        """Nobody sends any."""
 
     def close(self) -> None:
         """The process ends, one way or another."""

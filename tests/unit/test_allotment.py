@@ -105,13 +105,15 @@ def test_whoever_comes_or_goes_a_replica_keeps_its_number_and_what_it_was_promis
     assert [(r.number, r.peers) for r in first.replicas] == [(0, ("a",)), (1, ("b",)), (2, ("c",))]
     second = make_plan(AHEAD, [announced(p) for p in "bcd"], round=2, previous=first, done={0: 3, 1: 4, 2: 5})
     assert second is not None
-    assert [(r.number, r.peers) for r in second.replicas] == [(1, ("b",)), (2, ("c",)), (3, ("d",))]
+    assert [(r.number, r.peers) for r in second.replicas] == [(1, ("b",)), (2, ("c",)), (4, ("d",))]
     assert [second.replica(n).work for n in (1, 2)] == [first.replica(n).following for n in (1, 2)]
     third = make_plan(AHEAD, [announced(p) for p in "acd"], round=3, previous=second, done={1: 4, 2: 5})
     assert third is not None
-    assert [(r.number, r.peers) for r in third.replicas] == [(2, ("c",)), (3, ("d",)), (4, ("a",))]
-    assert [third.replica(n).work for n in (2, 3)] == [second.replica(n).following for n in (2, 3)]
+    assert [(r.number, r.peers) for r in third.replicas] == [(2, ("c",)), (4, ("d",)), (6, ("a",))]
+    assert [third.replica(n).work for n in (2, 4)] == [second.replica(n).following for n in (2, 4)]
+    assert [seat.number for p in (first, second, third) for seat in p.seats] == [3, 5, 7], "nobody else gets a seat's"
     works = [w for p in (first, second, third) for r in p.replicas for w in (r.work, r.following) if w is not None]
+    works += [seat.work for p in (first, second, third) for seat in p.seats]
     assert is_apart(set(works))
 
 
@@ -133,8 +135,8 @@ def test_nothing_is_promised_without_overlap_and_after_the_last_round() -> None:
 
 def test_a_plan_says_who_is_spare_and_what_the_next_one_begins_with() -> None:
     plan = allot(M, 4, [full("a"), full("b")], ("s",), {})
-    assert (plan.round, plan.spares, plan.next_number) == (4, ("s",), 2)
-    assert plan.next_slot == 2 * TRAIN.inner_steps * TRAIN.step_rows
+    assert (plan.round, plan.spares, plan.next_number) == (4, ("s",), 3)
+    assert plan.next_slot == 3 * TRAIN.inner_steps * TRAIN.step_rows, "with the seat's"
 
 
 # --- inner steps

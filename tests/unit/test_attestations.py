@@ -12,16 +12,56 @@ from protocol.wire.session import Attest
 
 def attested(**peers: dict[str, str]) -> Attestations:
     """What each of `peers` said of round 1."""
-    known = Attestations()
+    known = Attestations(lambda: dict.fromkeys("abcd", 1))
     for peer, digests in peers.items():
         known.add(peer, Attest(round=1, digests=digests))
     return known
 
 
 def test_the_majority_is_by_shard_and_a_tie_has_none() -> None:
-    said = [{"embed": "x", "head": "h"}, {"embed": "x", "head": "i"}, {"embed": "y"}, {"block.0": "b"}]
-    assert majority(said) == {"embed": "x", "block.0": "b"}
-    assert majority([]) == {}
+    said = {
+        "a": {"embed": "x", "head": "h"},
+        "b": {"embed": "x", "head": "i"},
+        "c": {"embed": "y"},
+        "d": {"block.0": "b"},
+    }
+    assert majority(said, dict.fromkeys("abcd", 1)) == {"embed": "x", "block.0": "b"}
+    assert majority({}, {"a": 1}) == {}
+
+
+def test_weight_counts_and_not_how_many_they_are() -> None:
+    said = {"a": {"embed": "x"}, "b": {"embed": "y"}, "c": {"embed": "y"}}
+    assert majority(said, {"a": 3, "b": 1, "c": 1}) == {"embed": "x"}
+    known = Attestations(lambda: {"a": 3, "b": 1, "c": 1})
+    for peer, digests in said.items():
+        known.add(peer, Attest(round=1, digests=digests))
+    assert known.majority(1) == {"embed": "x"}
+    assert [d.peer for d in known.diverged(1)] == ["b", "c"]
+
+
+def test_who_is_no_witness_changes_nothing_but_is_told_that_it_differs() -> None:
+    known = attested(a={"embed": "x"}, b={"embed": "x"})
+    for number in range(10):
+        fresh = known.add(f"stranger {number}", Attest(round=1, digests={"embed": "false"}))
+        assert [d.peer for d in fresh] == [f"stranger {number}"]
+    assert known.majority(1) == {"embed": "x"}
+    assert not {"a", "b"} & {d.peer for d in known.diverged(1, ties=True)}
+    alone = attested()
+    alone.add("stranger", Attest(round=1, digests={"embed": "false"}))
+    assert alone.majority(1) == {}, "nothing is right before a witness has said what it has"
+
+
+def test_weights_that_change_count_for_rounds_of_which_nothing_was_said_yet() -> None:
+    weights = {"a": 1, "b": 1}
+    known = Attestations(lambda: dict(weights))
+    for peer in "ab":
+        known.add(peer, Attest(round=1, digests={"embed": "x"}))
+    weights.clear()
+    weights["c"] = 1
+    known.add("c", Attest(round=1, digests={"embed": "y"}))
+    known.add("c", Attest(round=2, digests={"embed": "z"}))
+    known.add("a", Attest(round=2, digests={"embed": "x"}))
+    assert (known.majority(1), known.majority(2)) == ({"embed": "x"}, {"embed": "z"})
 
 
 def test_who_differs_from_the_majority_has_diverged_in_that_shard() -> None:
@@ -85,14 +125,17 @@ Said = tuple[str, dict[str, str]]
             st.dictionaries(st.sampled_from(["embed", "block.0", "head"]), st.sampled_from("xyz"), max_size=3),
         ),
         max_size=30,
-    )
+    ),
+    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 3)),
 )
-def test_what_is_counted_as_it_comes_is_what_counting_all_of_it_gives(said: list[Said]) -> None:
-    known, told, newest = Attestations(), set[tuple[str, str]](), dict[str, dict[str, str]]()
+def test_what_is_counted_as_it_comes_is_what_counting_all_of_it_gives(
+    said: list[Said], weights: dict[str, int]
+) -> None:
+    known, told, newest = Attestations(lambda: weights), set[tuple[str, str]](), dict[str, dict[str, str]]()
     for peer, digests in said:
         fresh = known.add(peer, Attest(round=1, digests=digests))
         newest[peer] = digests
-        right = majority(newest.values())
+        right = majority(newest, weights)
         assert known.majority(1) == right
         wrong = diverged(newest, right)
         assert fresh == [d for d in wrong if (d.peer, d.shard) not in told]

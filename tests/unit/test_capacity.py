@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import LocalError
 from protocol.planning import memory
+from protocol.planning.allotment import MOST_SEATS
 from protocol.planning.partition import Candidate
 from protocol.rounds import capacity, part_lists
 from protocol.rounds.leader import Leader
@@ -21,7 +22,7 @@ from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import encoding, endpoints, framing
 from protocol.wire.ballot import Accept, Promise
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Record, Share
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
+from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests import tiny
 
 MOST = 20_000
@@ -51,13 +52,16 @@ def plan_of(m: Manifest, chains: list[int], replicas: int, ahead: bool = True, r
         found.append(ReplicaSpec(number=2**40 + index, rank=rank, stages=tuple(stages), work=work, following=following))
         used += size
     spares = tuple(peer(used + i) for i in range(5000))
-    return Plan(round=10**6, replicas=tuple(found), spares=spares, next_number=2**50, next_slot=2**60)
+    work = Work(slot=2**50, steps=2**31, micro_batches=2**31)
+    seats = tuple(Seat(number=2**40 + replicas + i, work=work) for i in range(MOST_SEATS))
+    return Plan(round=10**6, replicas=tuple(found), seats=seats, spares=spares, next_number=2**50, next_slot=2**60)
 
 
 def longest(m: Manifest, plan: Plan, following: Plan, left_out: int, reason: str, diverged: int) -> Commit:
     """What a leader proposes where everything is as long as it may be: the first replicas are left out for `reason`."""
     contributions = []
-    for replica in plan.replicas[left_out:]:
+    taken = [plan.taken(seat.number, (peer(10**7 + seat.number % 100),), m.model.n_layers) for seat in plan.seats]
+    for replica in (*plan.replicas[left_out:], *(seat for seat in taken if seat is not None)):
         shares = []
         for stage in replica.stages:
             shards = memory.stage_shards(m, stage.first, stage.last)
@@ -168,6 +172,13 @@ def test_who_is_planned_hears_first_that_it_diverged() -> None:
     told = capacity.foremost(wrong, plan)
     assert len(told) == capacity.MAX_DIVERGED
     assert told[0].peer == peer(2)
+
+
+def test_strangers_that_attest_nonsense_cost_the_log_little() -> None:
+    plan = plan_of(manifest(4), [1], 3)
+    strangers = [Diverged(peer=f"stranger {i:05}", shard="head") for i in range(5000)]
+    spare = Diverged(peer=plan.spares[0], shard="head")
+    assert capacity.foremost([*strangers, spare], plan) == (spare, *strangers[: capacity.STRANGERS])
 
 
 def test_a_plan_is_cut_for_what_this_commit_says_too() -> None:

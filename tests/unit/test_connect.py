@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from peer.chain.connect import MAX_PIPES, PATIENCE, Patience, Pipes
+from peer.chain.connect import MAX_PIPES, PATIENCE, PIPES_OF_A_PEER, Patience, Pipes
 from peer.chain.frames import BEAT, Head, NeighbourLost
 from peer.chain.link import Liveness
-from peer.net.base import Closed
+from peer.net.base import Closed, Stream
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.striped_stream import SLICE, STRIPES, StripedStream
 from peer.net.uplink import Uplink
@@ -182,14 +182,25 @@ def test_a_dial_that_failed_halfway_does_not_stand_in_the_way_of_the_next() -> N
 
 def test_waiting_pipes_are_bounded() -> None:
     async def story(made: dict[str, Pipes], network: MemoryNetwork) -> int:
-        streams = [await network.peers["a"].open("b", endpoints.PIPE, timeout=1.0) for _ in range(MAX_PIPES + 4)]
-        for number, stream in enumerate(streams):
-            await stream.send(framing.pack_message({"round": 4, "generation": number, "replica": 0, "stripe": 0}))
-            while made["b"].waiting <= min(number, MAX_PIPES - 1):
-                await asyncio.sleep(0)
+        async def dial(peer: str, generation: int) -> Stream:
+            stream = await network.peers[peer].open("b", endpoints.PIPE, timeout=1.0)
+            hello = {"round": 4, "generation": generation, "replica": 7, "stripe": 0}
+            await stream.send(framing.pack_message(hello))
+            return stream
+
+        kept = [await dial("a", number) for number in range(PIPES_OF_A_PEER)]
         with pytest.raises(Closed):
-            await streams[-1].recv()
-        return made["b"].waiting
+            await (await dial("a", PIPES_OF_A_PEER)).recv()
+        for number in range(MAX_PIPES - PIPES_OF_A_PEER):
+            network.transport(f"stranger {number}")
+            kept.append(await dial(f"stranger {number}", 1))
+        network.transport("one too many")
+        with pytest.raises(Closed):
+            await (await dial("one too many", 1)).recv()
+        waiting = made["b"].waiting
+        found = await asyncio.gather(*(made[p].neighbours(PLAN, 0, 0, i) for i, p in enumerate(NAMES)))
+        assert found[1][0] is not None, "strangers who took all places keep no neighbour out"
+        return waiting
 
     assert run(story) == MAX_PIPES
 

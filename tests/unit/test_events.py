@@ -24,7 +24,7 @@ from peer.ui.snapshot import Snapshot, snapshot
 from protocol.rounds import part_lists
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
-from protocol.wire.plan import Plan, Work
+from protocol.wire.plan import Plan, Seat, Work
 from tests import tiny
 from tests.docs import events as document
 from tests.unit.test_monitor import ALICE, BOB, CAROL, MANIFEST, REPORT, announcement, commits
@@ -203,7 +203,13 @@ def everything(plan: Plan) -> Plan:
     ahead = dataclasses.replace(first, following=Work(slot=90))
     forming = dataclasses.replace(others[0], number=-1)
     return dataclasses.replace(
-        plan, replicas=(ahead, *others), forming=(forming,), forming_since=(3,), next_slot=4, spares=(PEERS[5],)
+        plan,
+        replicas=(ahead, *others),
+        forming=(forming,),
+        forming_since=(3,),
+        seats=(Seat(number=9, work=Work(slot=7)),),
+        next_slot=4,
+        spares=(PEERS[5],),
     )
 
 
@@ -214,7 +220,7 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
     spare = dataclasses.replace(second, plan=everything(second.plan))
     said: dict[str, Announcement] = {
         CAROL.peer_id: announcement(
-            CAROL, addresses=("/ip4/1.2.3.4",), reachable="direct", down_bps=8, speed_flops=9, phase="training", round=2, step=3, loss=1.5,
+            CAROL, addresses=("/ip4/1.2.3.4",), reachable="direct", down_bps=8, speed_flops=9, refused=1, phase="training", round=2, step=3, loss=1.5,
             bytes_sent=10, bytes_received=11, chain=dataclasses.replace(REPORT, counts=(4_000, 5, 7, 2), gradients=(2.0, 3.0, 4.0)),
         ),
         ALICE.peer_id: announcement(ALICE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from peer.state.feedback_writer import FeedbackWriter
 from peer.state.giving import Giving
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards, Storage
-from peer.state.taking import Owner, Taking
+from peer.state.taking import OF_A_GIVER, SILENT_SECONDS, Owner, Taking
 from protocol.codec import sparse
 from protocol.rounds import handover as rules
 from protocol.run import layout
@@ -28,6 +29,7 @@ from protocol.wire.handover import Handover, HandoverAnswer, Step
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.schema import build, plain
 from tests import tiny
+from tests.sim.loop import VirtualLoop
 
 MANIFEST = tiny.manifest(outer=OuterSpec(topk=64, values="fp32", indices="fixed", beta=1.0))
 LAYERS = MANIFEST.model.n_layers
@@ -362,3 +364,43 @@ def test_a_liar_does_not_get_a_part_added_before_it_is_looked_at_or_twice(world:
         assert same(a.outer.feedback[SHARD], once)
 
     asyncio.run(lie())
+
+
+def test_givers_who_fall_silent_keep_no_places(tmp_path: Path) -> None:
+    """Each giver has some of the places for hand-overs under way, and one who does not speak of its own any more has none."""
+
+    async def story() -> None:
+        made = World(tmp_path)
+        heir = made.start("a")
+        fetched: list[str] = []
+
+        async def never(blob: str, size: int, holder: str) -> None:
+            fetched.append(holder)
+            await asyncio.Event().wait()
+
+        owner = Owner(
+            why_refused=lambda giver, handover: None, own_norm=heir.norm, fetch=never, work=heir.work, wake=lambda: None
+        )
+        taking = Taking(MANIFEST, heir.storage, heir.outer, heir.writer, owner)
+
+        async def give(giver: str, number: int) -> None:
+            handover = Handover(
+                serial=1, heir="a", shard=f"block.{number}", topk=rules.TOPK[0], blob=f"{number:064x}", size=8
+            )
+            await taking.answer(giver, framing.pack_message(plain(handover)))
+
+        for giver in ("x", "y", "z", "u", "v"):
+            for number in range(2 * OF_A_GIVER):
+                await give(giver, number)
+        await asyncio.sleep(0)
+        assert [fetched.count(giver) for giver in "xyzuv"] == [OF_A_GIVER] * 4 + [0], "all places are taken"
+        await asyncio.sleep(SILENT_SECONDS + 1)
+        await give("v", 0)
+        await asyncio.sleep(0)
+        assert fetched[-1] == "v"
+        await taking.aclose()
+        for side in made.sides.values():
+            side.close()
+
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
+        runner.run(story())

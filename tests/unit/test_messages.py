@@ -28,7 +28,7 @@ from protocol.wire.encoding import (
     encode_record,
     expect,
 )
-from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
+from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
 from protocol.wire.sealed import seal, unseal, unseal_announcement
@@ -43,6 +43,7 @@ from protocol.wire.session import (
     LogRequest,
     Offer,
     Offered,
+    TakeSeat,
     TimeUp,
     Withdraw,
 )
@@ -61,7 +62,14 @@ FULL = ReplicaSpec(
 )
 FORMING = ReplicaSpec(number=-1, rank=0, stages=(StageSpec(peer="e", first=0, last=4),))
 PLAN = Plan(
-    round=3, next_number=2, next_slot=40, replicas=(FULL, CHAIN), forming=(FORMING,), forming_since=(2,), spares=("d",)
+    round=3,
+    next_number=2,
+    next_slot=40,
+    replicas=(FULL, CHAIN),
+    forming=(FORMING,),
+    forming_since=(2,),
+    spares=("d",),
+    seats=(Seat(number=5, work=Work(slot=50, steps=5)),),
 )
 COMMIT = Commit(
     run="r",
@@ -113,6 +121,7 @@ SAMPLES: list[Message] = [
     Dialled(host="203.0.113.9", ports=(4001,)),
     Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
     TimeUp(round=2),
+    TakeSeat(round=2, replica=4, seconds=12.5),
 ]
 
 
@@ -249,7 +258,7 @@ def test_only_a_peer_itself_announces_itself_and_for_this_run() -> None:
 
 
 def test_reports_of_a_chain_are_small_whatever_they_say() -> None:
-    largest = ChainReport(times_ms=(2**63,) * 6, counts=(2**63,) * 4, activations=(1e300,) * 3, gradients=(1e-300,) * 3)
+    largest = ChainReport(times_ms=(2**40,) * 6, counts=(2**63,) * 4, activations=(1e39,) * 3, gradients=(1e-300,) * 3)
     announced = Announcement(run="r", peer=ME.peer_id, chain=largest)
     assert unseal_announcement(seal(ME, announced), ME.peer_id, "r") == announced
     with_none = seal(ME, dataclasses.replace(announced, chain=None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from peer.node.moments import STRANGERS_SHARDS, MomentsExchange
 from peer.training import moments
 from peer.training.trainer import StageTrainer
+from protocol.codec import blob_hash
 from protocol.codec.sparse import PayloadError
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
+from protocol.wire import calls
+from protocol.wire.calls import MomentsAnswer, MomentsRequest
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests import tiny
 from tests.volunteers import Noise, Swarm, manifest
 
 SPEC = ModelSpec(vocab_size=64, d_model=32, n_layers=1, n_heads=2, d_ff=64, context=16)
@@ -145,5 +152,57 @@ def test_who_begins_to_train_a_shard_gets_them_from_one_who_does(tmp_path: Path)
             names = layout.shard_names(swarm.manifest.model)
             await swarm.until(lambda: len(got) == len(names))
             assert got == {(young.id, shard): f"moments of {shard}".encode() for shard in names}
+
+    asyncio.run(asyncio.wait_for(work(), DEADLINE))
+
+
+class Desk:
+    """What a peer answers others with; `handler` is what it answers them by."""
+
+    async def answer(self, name: str, handler: Any, limit: int) -> None:
+        self.handler = handler
+
+    def keep(self, data: bytes) -> str:
+        return blob_hash.name_of(data)
+
+    def drop(self, name: str) -> None: ...
+
+
+def test_strangers_take_little_of_the_time_of_who_trains() -> None:
+    """Those whom the plan names get all that they ask for; anybody gets what is ready anyhow."""
+
+    async def work() -> None:
+        model = dataclasses.replace(tiny.manifest().model, n_layers=3 * STRANGERS_SHARDS)
+        made, desk = tiny.manifest(model=model), Desk()
+        asked: list[str] = []
+
+        async def hold(peer: str, round: int) -> None: ...
+
+        class Counting(Knowing):
+            async def moments(self, shard: str) -> bytes | None:
+                asked.append(shard)
+                return await super().moments(shard)
+
+        inner: Any = Counting(hold, made, "us")
+        inner.got, inner.knows = {}, True
+        exchange: Any = desk
+        ours = MomentsExchange(made, "us", exchange, inner)
+        await ours.serve()
+        shards = layout.shard_names(model)
+
+        async def get(who: str) -> list[bool]:
+            raw = [await desk.handler(who, calls.write(MomentsRequest(shard=shard))) for shard in shards]
+            return [calls.read(MomentsAnswer, one, "us", "moments").size > 0 for one in raw]
+
+        stages = (StageSpec(peer="us", first=0, last=model.n_layers),)
+        for round in (1, 2):
+            asked.clear()
+            ours.follow(Plan(round=round, replicas=(ReplicaSpec(stages=stages),), spares=("member",)))
+            assert sum(await get("stranger")) == STRANGERS_SHARDS
+            assert sum(await get("another")) == STRANGERS_SHARDS
+            assert all(await get("member"))
+            assert all(await get("stranger")), "they are ready now"
+            assert sorted(asked) == sorted(shards), "each once"
+        await ours.aclose()
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE))

@@ -140,7 +140,7 @@ class Node:
         self.transport = internet.join(tiny.OPERATOR)
         self.heard = Heard(M.run_id, 0)
         self.clock = virtual_clock()
-        self.sessions = NodeSessions(M, self.clock, self._hear, lambda session: None, self.transport.doubt)
+        self.sessions = NodeSessions(M, self.clock, self._hear, lambda session: None, self.transport)
         self.moved: list[str] = []
         self.directory = directory(tiny.OPERATOR, self.transport, (), self.moved.extend)
 
@@ -155,7 +155,7 @@ class Node:
         tell = self.directory.announce(lambda sealed: None)
         return [asyncio.create_task(work) for work in (tell, self.directory.publish(), self.directory.watch())]
 
-    def _hear(self, peer: str, session: Any, message: Message) -> None:
+    async def _hear(self, peer: str, session: Any, message: Message) -> None:
         match message:
             case Announced(sealed=sealed):
                 found = self.heard.take(peer, sealed)

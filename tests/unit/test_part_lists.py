@@ -19,6 +19,7 @@ from protocol.rounds.part_lists import BadList
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
+from protocol.wire import bounds
 from protocol.wire.commit import Part
 from protocol.wire.schema import build, packed, plain
 from tests import tiny
@@ -35,7 +36,7 @@ PARTS = tuple(Part(shard=s, digest=tiny.digest(s), size=8 + i, norm=float(i)) fo
             shard=st.sampled_from(SHARDS),
             digest=st.binary(min_size=32, max_size=32).map(bytes.hex),
             size=st.integers(0, 2**63),
-            norm=st.floats(0, 1e100),
+            norm=st.floats(0, bounds.MAX_NORM),
         ),
         max_size=20,
     )

@@ -34,7 +34,9 @@ from protocol.rounds.paxos_events import (
 from protocol.rounds.validation import why_not_next
 from protocol.run import layout
 from protocol.run.manifest import Manifest
+from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Prepare, Promise, Vote
+from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, Contribution, Part, Record, is_decided
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Heartbeat, LogRequest
@@ -242,6 +244,21 @@ def test_a_lower_ballot_is_rejected_and_tried_again_higher() -> None:
     cluster.pass_time(5)
     assert cluster.logs[A][0].ballot > 8
     assert all(len(log) == 1 for log in cluster.logs.values())
+
+
+def test_the_highest_ballot_that_there_is_ends_no_node() -> None:
+    """It can be promised, stored and read again. Nobody can exceed it, so the round waits; a restarted node can read its own vote."""
+    cluster = Cluster(3)
+    for name in (A, B):
+        cluster.do(name, Heard(C, Prepare(round=0, ballot=MAX_BALLOT)))
+    cluster.propose(A, 1.0)
+    cluster.pass_time(5)
+    assert cluster.votes[A][-1].ballot == MAX_BALLOT
+    for vote in (vote for votes in cluster.votes.values() for vote in votes):
+        assert encoding.decode(encoding.encode(vote), "vote") == vote
+    cluster.restart(A)
+    cluster.pass_time(5)
+    assert cluster.logs[A] == []
 
 
 def test_a_commit_whose_digest_was_computed_beforehand_is_proposed_as_it_is() -> None:

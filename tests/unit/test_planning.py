@@ -248,7 +248,7 @@ def test_what_makes_no_replica_is_asked_again_when_somebody_comes() -> None:
 
 
 def test_a_question_does_not_change_with_what_is_attested_later() -> None:
-    known = Attestations()
+    known = Attestations(lambda: {})
     known.add("a", Attest(round=0, digests={"embed": "x"}))
     seen = known.snapshot(0)
     known.add("a", Attest(round=0, digests={"head": "x"}))

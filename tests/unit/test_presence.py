@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protocol.rounds import presence
 from protocol.run.manifest import TimingSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
 TIMING = TimingSpec(round_deadline=60.0, heartbeat=3.0, gone_after=12.0)
 PEERS = ("a", "b")
@@ -26,11 +27,14 @@ def test_gone_is_who_was_silent_for_a_lease() -> None:
 
 
 def test_the_end_waits_for_who_is_there_and_not_long_for_who_is_gone() -> None:
-    assert presence.awaited({"a"}, set(), TIMING, 11.9), "it may be back"
-    assert not presence.awaited({"a"}, {"b"}, TIMING, 12.0)
-    assert presence.awaited({"a"}, {"a"}, TIMING, 59.9), "it still applies the last round"
-    assert not presence.awaited({"a"}, {"a"}, TIMING, 60.0)
-    assert not presence.awaited(set(), {"a"}, TIMING, 0.0)
+    stages = (StageSpec(peer="a", first=0, last=2), StageSpec(peer="b", first=2, last=4))
+    final = presence.Final(Plan(round=3, replicas=(ReplicaSpec(stages=stages),)), TIMING)
+    assert final.waits({"b": {}}, set(), 11.9), "it may be back"
+    assert not final.waits({"b": {}}, {"b"}, 12.0)
+    assert final.waits({"b": {}}, {"a"}, 59.9), "it still applies the last round"
+    assert not final.waits({"b": {}}, {"a"}, 60.0)
+    assert not final.waits({"a": {}, "b": {}}, {"a"}, 0.0)
+    assert not presence.Final(None, TIMING).waits({}, {"a"}, 0.0)
 
 
 def test_presence_is_the_share_of_rounds_in_which_a_peer_stayed() -> None:

@@ -164,7 +164,10 @@ def test_a_reader_of_differences_knows_what_the_node_knows(steps: list[Step]) ->
 def test_a_long_roster_comes_in_pages() -> None:
     async def story(swarm: Nodes) -> None:
         for who in PEERS:
-            swarm.heard.take(who.peer_id, raw(who, device="d" * 3500))
+            long = tuple(
+                f"/dns4/{'d' * 60}.{'d' * 60}.{'d' * 60}/tcp/{port}/p2p/{who.peer_id}" for port in range(1, 14)
+            )
+            swarm.heard.take(who.peer_id, raw(who, addresses=long))
         reader = RosterReader(swarm.me, RUN)
         await reader.refresh([tiny.OPERATOR.peer_id])
         assert sorted(reader.known) == sorted(p.peer_id for p in PEERS)

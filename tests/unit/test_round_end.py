@@ -11,6 +11,7 @@ import pytest
 from peer.chain.stop_sign import StopSign
 from peer.events import Emitter
 from peer.net.clock import Clock
+from peer.node.audit import NoTraining
 from peer.node.orders import Result
 from peer.node.training import OVERRUN, RoundEnd, Training
 from protocol.rounds.grace import LEAST
@@ -77,7 +78,7 @@ def test_when_the_time_is_over_already_the_step_under_way_is_the_last() -> None:
     assert end.is_set()
 
 
-class Stepping:
+class Stepping(NoTraining):
     """An inner loop that does steps of a second on the test's clock."""
 
     def __init__(self, watch: Watch, before_step: Callable[[int], None]) -> None:
@@ -95,30 +96,6 @@ class Stepping:
             if over:
                 break
         return Result(step, step * 8, 2.0, "too late" if stop.is_set() else None)
-
-    def displacement(self, shard: str) -> Any: ...
-
-    def on_device(self, shard: str) -> None: ...
-
-    def expect(self, slots: Any) -> None: ...
-
-    def release(self) -> None: ...
-
-    def optimizer(self) -> dict[str, Any]:
-        return {}
-
-    def lacks_moments(self, shard: str) -> bool:
-        """It never has any."""
-        return False
-
-    async def moments(self, shard: str) -> bytes | None:
-        """There are none."""
-        return None
-
-    def inherit(self, shard: str, moments: bytes) -> None:
-        """Nobody sends any."""
-
-    def close(self) -> None: ...
 
 
 def trained(before_step: Callable[[Training, int], None]) -> list[Event]:

@@ -108,6 +108,7 @@ def test_a_table_has_no_row_twice() -> None:
 
 # --- the volunteer, and training ahead
 
+IN_TIME = dataclasses.replace(tiny.manifest().timing, round_seconds=48.0)
 ME = "me"
 SPARES = {("a", "me", "z"): ("s",), ("a", "b", "z"): ("me", "s"), ("me",): (), ("other",): ()}
 """The replicas that plans have, and with which spares."""
@@ -118,7 +119,7 @@ class Life:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.manifest = tiny.manifest(rounds=5, outer=OuterSpec(overlap=self.rng.choice((0, 1))))
+        self.manifest = tiny.manifest(rounds=5, outer=OuterSpec(overlap=self.rng.choice((0, 1))), timing=IN_TIME)
         self.member = Member(self.manifest, ME)
         self.commits: list[Commit] = []
         self.answers: list[events.Event] = []
@@ -167,7 +168,7 @@ class Life:
 
     def happens(self) -> events.Event:
         rng = self.rng
-        match rng.randrange(12):
+        match rng.randrange(13):
             case 0 | 1 | 2 | 3 if self.answers:
                 return self.answers.pop(rng.randrange(len(self.answers)))
             case 4 if self.job is not None and rng.random() < 0.5:
@@ -182,6 +183,8 @@ class Life:
                 return events.Reconfigured(self.reconfig())
             case 10:
                 return rng.choice((events.Connected(), events.RunOver(), events.TimeUp(self.member.applied + 1)))
+            case 11 if (plan := self.member.plan) is not None:
+                return events.Seated(plan.round - rng.randrange(2), plan.seats[0].number - rng.randrange(2), 9.0)
         self.now += rng.choice((1.0, 6.0))
         return events.Tick()
 
@@ -232,7 +235,7 @@ def test_random_lives_of_a_volunteer_take_every_row_and_apply_every_commit_once(
 
 # --- the round, as a bootstrap node sees it
 
-M = tiny.manifest(rounds=2, start_peers=2)
+M = tiny.manifest(rounds=2, start_peers=2, timing=IN_TIME)
 FULL, THIRD = tiny.full_memory(M), tiny.third_memory(M)
 SHARDS = layout.shard_names(M.model)
 CROWDS = (
@@ -251,7 +254,7 @@ class Twins:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.memory = self.rng.choice(CROWDS)
-        self.manifest: Manifest = dataclasses.replace(M, start_peers=len(self.memory))
+        self.manifest: Manifest = dataclasses.replace(M, start_peers=len(self.memory) - self.rng.randrange(2))
         self.nodes = [Leader(self.manifest, (), (), 0.0) for _ in range(2)]
         self.now = 0.0
         self.commit: Commit | None = None

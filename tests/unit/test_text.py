@@ -19,6 +19,7 @@ from peer.corpus.text import LocalText, check, open_corpus
 from peer.corpus.tokenizer import load_tokenizer
 from peer.net.disk import LocalDisk
 from peer.node import round_text
+from peer.node.audit import NoText
 from protocol.errors import UsageError
 from protocol.run import corpus as corpora
 from protocol.run import data_order
@@ -26,7 +27,7 @@ from protocol.run.manifest import DataSpec, Manifest, TokenizerSpec
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
-from tests.texts import NoText, write_corpus
+from tests.texts import write_corpus
 
 COUNT = 50
 

@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
 from peer.net.base import Closed, Stream, Timeout, Transport, Unreachable, answer
+from peer.net.blobs.gate import Gate
 from peer.net.blobs.holders import Holders, Speed, rank
 from peer.net.blobs.idle import IdleStreams
-from peer.net.blobs.jobs import OVERDUE_SECONDS, Asked, Job
+from peer.net.blobs.jobs import OVERDUE_SECONDS, WAIT_SECONDS, Asked, Job
 from peer.net.blobs.named import answer_of
 from peer.net.blobs.store import BlobStore
 from protocol.codec import blob_hash
@@ -34,8 +35,6 @@ PARALLEL = 4
 """Holders that one blob is fetched from at once."""
 PARALLEL_BYTES = 1 << 20
 """One holder more for every so many missing bytes."""
-JOBS = 64
-"""Blobs that are fetched at once; the others wait."""
 
 
 class Corrupt(RemoteError):
@@ -64,7 +63,7 @@ class Fetcher:
         self._reach = reach
         self._lost = lost
         self._timeout = timeout
-        self._gate = asyncio.Semaphore(JOBS)
+        self._gate = Gate()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, Job] = {}
         self._closing: set[asyncio.Task[list[str]]] = set()
@@ -101,10 +100,11 @@ class Fetcher:
         check: Callable[[bytes], None] | None = None,
         all_asked: asyncio.Event | None = None,
         streams: int = 1,
+        owner: str = "",
     ) -> None:
         """Returns when the blob of exactly `size` bytes is in the store, as one of `round`'s; `check` sees it before and may
         refuse it by raising. `all_asked` is set when every range was asked for once: the line will soon be free. `streams`: that one holder is asked over, at most, where
-        there are too few others. Whoever asks for a blob that is on its way waits for that fetch, which goes on when they are
+        there are too few others. `owner`: who offered the blob (default: the first holder; see gate.py). Whoever asks for a blob that is on its way waits for that fetch, which goes on when they are
         cancelled. Raises RemoteError naming the last holder to fail, UsageError where the disk refuses."""
         if self._store.has(name):
             return
@@ -115,10 +115,24 @@ class Fetcher:
         task = self._running.get(name)
         if task is None:
             self._running[name] = task = asyncio.create_task(
-                self._fetch(name, size, holders, round, check, all_asked or asyncio.Event(), streams)
+                self._fetch(
+                    name,
+                    size,
+                    holders,
+                    round,
+                    check,
+                    all_asked or asyncio.Event(),
+                    streams,
+                    owner or next(iter(holders), ""),
+                )
             )
             task.add_done_callback(lambda task: self._ended(name, task))
         await asyncio.shield(task)
+
+    def give_up(self, name: str) -> None:
+        """Nobody needs this blob any more."""
+        if name in self._running:
+            self._running[name].cancel()
 
     async def aclose(self) -> None:
         """Ends every fetch; what came so far stays on disk."""
@@ -126,6 +140,7 @@ class Fetcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._gate.close()
         await self._idle.aclose()
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
@@ -145,22 +160,30 @@ class Fetcher:
         check: Callable[[bytes], None] | None,
         all_asked: asyncio.Event,
         streams: int,
+        owner: str,
     ) -> None:
-        async with self._gate:
-            part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
-            missing = sorted(part.missing) if part is not None else [0]
-            self._begun[name] = job = Job(name, size, part, deque(missing), all_asked=all_asked)
-            if part is not None and part.leaves is not None:
-                job.known.set()
-            if missing:
+        async def turn() -> None:
+            job = self._begun.get(name)
+            if job is None:
+                part = await asyncio.to_thread(self._store.part, name, size) if size > blob_hash.WHOLE else None
+                missing = sorted(part.missing) if part is not None else [0]
+                self._begun[name] = job = Job(name, size, part, deque(missing), all_asked=all_asked)
+                if part is not None and part.leaves is not None:
+                    job.known.set()
+                if not missing:
+                    job.done.set()
+            if not job.done.is_set():
                 await self._gather(job, holders, streams)
-            if part is not None:
-                await asyncio.to_thread(part.finish, round, check, sync=self._sync)
-            else:
-                assert job.data is not None
-                if check is not None:
-                    await asyncio.to_thread(check, job.data)
-                await asyncio.to_thread(self._store.put, job.data, round, sync=self._sync)
+
+        await self._gate.run(owner, turn, lambda: self._begun[name].received if name in self._begun else 0)
+        job = self._begun[name]
+        if job.part is not None:
+            await asyncio.to_thread(job.part.finish, round, check, sync=self._sync)
+        else:
+            assert job.data is not None
+            if check is not None:
+                await asyncio.to_thread(check, job.data)
+            await asyncio.to_thread(self._store.put, job.data, round, sync=self._sync)
 
     async def _gather(self, job: Job, holders: Sequence[str], streams: int) -> None:
         """Asks holders, and whomever they name, until nothing is missing."""
@@ -224,11 +247,14 @@ class Fetcher:
                         continue
                     if others:
                         busy.append(peer)
-                        waiting.extend(self._holders.order([p for p in others if p not in asked], job.size))
+                        told = [p for p in others if p not in asked and not self._holders.breaks_promises(p)]
+                        waiting.extend(self._holders.order(told, job.size))
         finally:
             done.cancel()
             known.cancel()
             for worker, holder in workers.items():
+                if holder.answered and holder.is_late(clock()):  # it let us wait, and others were quicker
+                    self._holders.broke_promise(holder.peer)
                 if holder.mine or not job.done.is_set():
                     worker.cancel()
                 self._closing.add(worker)
@@ -266,7 +292,11 @@ class Fetcher:
             if job.part is None:
                 job.ask(mine, 0)
             waited = False
+            until = asyncio.get_running_loop().time() + WAIT_SECONDS + OVERDUE_SECONDS
             while (said := answer_of(reply, what)).get("state") == "wait":
+                if asyncio.get_running_loop().time() > until:
+                    self._holders.broke_promise(peer)
+                    raise RemoteError(peer, f"{what} promised it for {WAIT_SECONDS:g} s; another is asked")
                 waited, reply = True, await self._answer(stream, 4096)
             usable = job.part is None and said.get("state") in ("busy", "absent")
             if said.get("state") == "busy":
@@ -277,6 +307,8 @@ class Fetcher:
             if said.get("state") != "here":
                 raise RemoteError(peer, f"{what} does not have it; another is asked")
             job.served = holder.gives = True
+            job.streams[stream] = stream.received
+            self._holders.gave(peer)
             speed = self._holders.speed(peer)
             if leaves:
                 assert job.part is not None
@@ -298,6 +330,7 @@ class Fetcher:
         finally:
             job.asking.discard(peer)
             job.give_back(mine)
+            job.over(stream)
             if stream is not None and usable:
                 await self._idle.keep(stream)
             elif stream is not None:

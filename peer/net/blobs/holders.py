@@ -22,6 +22,8 @@ AVOID_SECONDS = 600.0
 """How long a holder that sent wrong bytes is not asked."""
 REST_SECONDS = 30.0
 """How long a holder that did not answer is asked after all others; until it answers."""
+MOST_BROKEN = 5
+"""Promises in a row that are counted."""
 MEASURED = 512
 """Holders whose speed is remembered."""
 
@@ -68,6 +70,7 @@ class Holders:
         self._speeds: OrderedDict[str, Speed] = OrderedDict()
         self._avoid: dict[str, float] = {}
         self._resting: dict[str, float] = {}
+        self._broken: OrderedDict[str, int] = OrderedDict()
 
     def order(self, holders: Sequence[str], size: int) -> deque[str]:
         """The likely fastest first; who was not measured yet is taken to be as fast as the middle of the others. Last are those that did
@@ -90,15 +93,33 @@ class Holders:
             self._speeds.popitem(last=False)
         return speed
 
-    def silent(self, peer: str) -> None:
+    def silent(self, peer: str, seconds: float = REST_SECONDS) -> None:
         """`peer` does not answer, or is gone."""
         now = asyncio.get_running_loop().time()
         self._resting = {p: until for p, until in self._resting.items() if until > now}
-        self._resting[peer] = now + REST_SECONDS
+        self._resting[peer] = now + seconds
 
     def answered(self, peer: str) -> None:
         """`peer` is there."""
+        if peer not in self._broken:
+            self._resting.pop(peer, None)
+
+    def gave(self, peer: str) -> None:
+        """`peer` gives what it was asked for."""
+        self._broken.pop(peer, None)
         self._resting.pop(peer, None)
+
+    def broke_promise(self, peer: str) -> None:
+        """`peer` said that the blob was on its way, and it was not, or not soon. That happens; who does it again and again is asked after
+        all others for longer each time, and not at all where others only named it."""
+        times = self._broken[peer] = min(self._broken.pop(peer, 0) + 1, MOST_BROKEN)
+        if len(self._broken) > MEASURED:
+            self._broken.popitem(last=False)
+        self.silent(peer, REST_SECONDS * 2 ** (times - 1))
+
+    def breaks_promises(self, peer: str) -> bool:
+        """Whether it does so again and again, and did of late."""
+        return self._broken.get(peer, 0) > 1 and self._resting.get(peer, 0.0) > asyncio.get_running_loop().time()
 
     def is_avoided(self, peer: str) -> bool:
         """Whether `peer` is not asked for now."""

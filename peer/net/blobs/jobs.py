@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from peer.net.base import Stream
 from peer.net.blobs.holders import Speed
 from peer.net.blobs.store import Part
 from protocol.codec import blob_hash
@@ -56,7 +57,8 @@ class Job:
     `part`: what is here of a large blob; `data`: a small blob, once it is here. `todo`: ranges that nobody was asked for (of a small blob
     the one piece that it comes in); `asked`: when the others were asked for. `asking`: the holders that were asked and have not
     ended; `served`: one of them has the blob; `named_by`: peers that somebody sure named, and who. `known` is set when the digests of
-    all ranges are known, of a small blob never; `all_asked` when every range was asked for once; `done` when nothing is missing, `changed` now
+    all ranges are known, of a small blob never; `all_asked` when every range was asked for once; `streams`: those on which it is given, and how much had come
+    before on each, `read`: what came on others; `done` when nothing is missing, `changed` now
     and then.
     """
 
@@ -73,6 +75,18 @@ class Job:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     all_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: dict[Stream, int] = field(default_factory=dict)
+    read: int = 0
+
+    @property
+    def received(self) -> int:
+        """Bytes that holders have given; a promise is none."""
+        return self.read + sum(stream.received - before for stream, before in self.streams.items())
+
+    def over(self, stream: Stream | None) -> None:
+        """Nothing more comes of the blob on this one."""
+        if stream in self.streams:
+            self.read += stream.received - self.streams.pop(stream)
 
     @property
     def came(self) -> int:

@@ -16,7 +16,7 @@ multiply like the leaves of a tree and a home uplink sends its own payload about
 peer that is still getting a blob lets others wait for it (who may wait for whom: fetching.py). Who finds nobody else may
 insist.
 
-*Fairness.* With an upload limit, ranges are sent in turn, one for each requesting peer, as a token bucket allows.
+*Fairness.* However many streams a peer has, a few pieces for it are under way at once. With an upload limit, ranges are sent in turn, one for each requesting peer, as a token bucket allows.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ NODE_COPIES = 6
 """How often a bootstrap node does: a server's uplink spares the homes'."""
 STREAMS_PER_PEER = 128
 """At once; a payload or shard takes one."""
+PIECES_PER_PEER = 8
+"""That are read from disk and sent at once to one peer, however many streams it has: others get their share."""
 CACHED_LEAVES = 1024
 """Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
 
@@ -92,6 +94,7 @@ class BlobServer:
         self._leaves: OrderedDict[str, bytes] = OrderedDict()
         self._damaged: set[str] = set()
         self._streams: dict[str, int] = {}
+        self._pieces: dict[str, asyncio.Semaphore] = {}
 
     @property
     def open_streams(self) -> int:
@@ -111,6 +114,7 @@ class BlobServer:
         if self._streams.get(peer, 0) >= STREAMS_PER_PEER:
             raise RemoteError(peer, f"blobs for {short_peer(peer)}: {STREAMS_PER_PEER} streams at once; it was closed")
         self._streams[peer] = self._streams.get(peer, 0) + 1
+        self._pieces.setdefault(peer, asyncio.Semaphore(PIECES_PER_PEER))
         try:
             raw = await stream.recv(1024, timeout=self._patience.request)
             while isinstance(request := framing.unpack_message(raw), dict):
@@ -131,21 +135,23 @@ class BlobServer:
         finally:
             self._streams[peer] -= 1
             if not self._streams[peer]:
-                del self._streams[peer]
+                del self._streams[peer], self._pieces[peer]
 
     async def _send_named(self, stream: Stream, data: bytes | None) -> None:
         await stream.send(framing.pack_message({"size": -1 if data is None else len(data)}))
         view = memoryview(data or b"")
         for start in range(0, len(view), blob_hash.RANGE):
-            await self.uplink.turn(stream.remote, blob_hash.RANGE)
-            await stream.send(view[start : start + blob_hash.RANGE])
+            async with self._pieces[stream.remote]:
+                await self.uplink.turn(stream.remote, blob_hash.RANGE)
+                await stream.send(view[start : start + blob_hash.RANGE])
 
     async def _answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
         size, peer = request.get("size"), stream.remote
         if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB:
             raise RemoteError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
-        coming = self._coming(name, peer, request.get("named_by")) if blob is None else None
+        named_by = request.get("named_by")
+        coming = self._coming(name, peer, named_by if isinstance(named_by, str) else "") if blob is None else None
         if coming is not None or (blob is not None and blob.size == size):
             now = asyncio.get_running_loop().time()
             ask = self._spreading.admit(name, size, peer, request.get("insist") is True, now)
@@ -181,9 +187,10 @@ class BlobServer:
             return await _say(stream, "absent")
         await _say(stream, "here")
         if request.get("whole") is True and size <= blob_hash.WHOLE:
-            data = await asyncio.to_thread(self._read_whole, name, blob, leaves)
-            await self.uplink.turn(stream.remote, size)
-            await stream.send(data)
+            async with self._pieces[stream.remote]:
+                data = await asyncio.to_thread(self._read_whole, name, blob, leaves)
+                await self.uplink.turn(stream.remote, size)
+                await stream.send(data)
             sent[0] = size
             return
         if request.get("leaves") is True and len(leaves) > blob_hash.LEAF:
@@ -199,9 +206,10 @@ class BlobServer:
                 raise RemoteError(
                     stream.remote, f"blobs for {short_peer(stream.remote)}: asks for no range; it was closed"
                 )
-            data = await asyncio.to_thread(self._read, name, blob, leaves, index)
-            await self.uplink.turn(stream.remote, len(data))
-            await stream.send(data)
+            async with self._pieces[stream.remote]:
+                data = await asyncio.to_thread(self._read, name, blob, leaves, index)
+                await self.uplink.turn(stream.remote, len(data))
+                await stream.send(data)
             sent[0] += len(data)
 
     async def _leaves_of(self, name: str, blob: Blob) -> bytes | None:

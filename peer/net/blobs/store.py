@@ -95,6 +95,11 @@ class BlobStore:
     def has(self, name: str) -> bool:
         return name in self._known
 
+    def round_of(self, name: str) -> int:
+        """The round that a blob belongs to; -1 where it is not here."""
+        known = self._known.get(name)
+        return -1 if known is None else known.round
+
     def newer(self, round: int) -> set[str]:
         """The blobs of later rounds."""
         return {name for name, known in list(self._known.items()) if round < known.round < NO_ROUND}
@@ -155,13 +160,15 @@ class BlobStore:
                 self.used -= known.size if known.round != NO_ROUND else 0
                 self.disk.remove(self.folder / name)
 
-    def settle(self, round: int, committed: Collection[str]) -> None:
-        """`round` is decided: what was stored for it and is not committed goes, as soon as it is not protected."""
+    def settle(self, round: int, committed: Collection[str]) -> set[str]:
+        """`round` is decided: what was stored for it and is not committed goes, as soon as it is not protected. The names that are gone."""
         with self._lock:
             self._loose |= {n for n, k in self._known.items() if k.round == round and n not in committed}
-            for name in self._loose - self.protected:
-                self._loose.discard(name)
+            gone = self._loose - self.protected
+            self._loose -= gone
+            for name in gone:
                 self.remove(name)
+            return gone
 
     def part(self, name: str, size: int) -> Part:
         """The ranges of a blob that are here already. One user at a time."""

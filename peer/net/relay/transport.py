@@ -7,9 +7,10 @@ is found, also later, new streams take it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from peer.net.base import Handler, NotServed, Stream, Timeout, Traffic, Transport, Unreachable
+from peer.net.guests import Limits
 from peer.net.relay.channel import SIGNS, Channel, Signs
 from peer.net.relay.dialling import PATIENCE, Patience, Relays, handshake
 from peer.net.stream import Endpoint, FrameStream
@@ -22,6 +23,8 @@ from protocol.wire.relaying import MAX_HELLO
 
 MOST_ACCEPTED = 256
 """Streams through relays that others have open to us."""
+MOST_OF_A_PEER = 96
+"""Of those, of one peer: the pipes of two chains are 32."""
 HANDSHAKE_SECONDS = 10.0
 
 
@@ -58,7 +61,9 @@ class RelayedTransport:
         self._behind: dict[
             str, tuple[tuple[str, ...], float, int]
         ] = {}  # behind relays: addresses, when dialled, how often
-        self._inside = Endpoint()
+        self.guests = direct.guests
+        self._inside = Endpoint(Limits(of_a_peer=MOST_OF_A_PEER))
+        self._inside.guests.tell = lambda refused: self.guests.tell(refused)
         self._inside.traffic = Inside(direct.traffic)
         self._channels: set[Channel] = set()
         self._accepted = 0
@@ -238,6 +243,9 @@ class RelayedTransport:
 
     async def store(self, key: str, subkey: str, value: bytes, *, ttl: float) -> bool:
         return await self._direct.store(key, subkey, value, ttl=ttl)
+
+    def prefer(self, peers: Collection[str]) -> None:
+        self._direct.prefer(peers)
 
     async def get(self, key: str) -> dict[str, bytes]:
         return await self._direct.get(key)

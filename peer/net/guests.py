@@ -1,0 +1,252 @@
+"""What those who open streams to us may use: each peer, each address, and all together.
+
+Who opens streams faster than its rate waits, which an honest peer hardly notices. Who has too many open gets no further one. Who goes on
+all the same is *refused* for a while: its streams end, its connections too, and the operator is told who and why. When all that
+there is is taken, whoever has the most gives one up for whoever has the least, so that one who is greedy keeps nobody out.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from peer import events
+from peer.net.allowance import Allowance
+from protocol.wire import endpoints
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """`per_second` on average, and `burst` at once."""
+
+    per_second: float
+    burst: float
+
+
+@dataclass(slots=True)
+class Bucket:
+    """How much of a rate is left; what is taken beyond it has to be waited for."""
+
+    rate: Rate
+    left: float = float("inf")
+    at: float = 0.0
+
+    def take(self, now: float, amount: float = 1.0) -> float:
+        """Seconds until that much is paid for; `now` in steady seconds."""
+        self.left = min(self.rate.burst, self.left + (now - self.at) * self.rate.per_second) - amount
+        self.at = now
+        return max(0.0, -self.left / self.rate.per_second)
+
+
+OPENED: Mapping[str, Rate] = {
+    endpoints.SESSION: Rate(2, 64),
+    endpoints.QUORUM: Rate(1, 32),
+    endpoints.BLOB: Rate(200, 2000),
+    endpoints.PIPE: Rate(16, 512),
+    endpoints.RELAY: Rate(50, 500),
+    endpoints.RELAYED: Rate(500, 5000),
+    endpoints.BANDWIDTH: Rate(20, 200),
+    endpoints.LOG: Rate(10, 100),
+}
+"""Streams of one peer, by name. A newcomer fetches thousands of payloads from a node, a pipe is 16 streams, and all that comes
+through relays comes from one."""
+OPENED_ELSE = Rate(10, 200)
+CALLS = Rate(20, 400)
+"""Requests of the DHT of one peer."""
+RENAMED = Rate(1 / 30, 4)
+"""Times that a peer is another node of the DHT than before."""
+COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
+"""What comes through a relay is not the relay's doing: whoever sends it is known, and counted, once it has said who it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """`of_a_peer`, `of_an_address`, `together`: streams that are open at once. `rates_of_an_address`: times those of a peer. An offence is a stream
+    beyond its limit, or what a handler calls one; after `offences` of them, at most so many a second on average, a peer is refused for
+    `seconds`. `remembered`: peers and addresses whose rates are known."""
+
+    of_a_peer: int = 256
+    of_an_address: int = 4096
+    together: int = 8192
+    rates_of_an_address: float = 16.0
+    offences: Rate = Rate(1.0, 64.0)
+    seconds: float = 60.0
+    remembered: int = 8192
+
+
+LIMITS = Limits()
+
+
+class Ends(Protocol):
+    """A stream, as far as it can be ended."""
+
+    def abort(self) -> None:
+        """Ends it at once."""
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One that has streams open, at an address."""
+
+    address: str
+    streams: dict[Ends, None] = field(default_factory=dict)
+
+
+class Guests:
+    """One per transport. `tell` hears of whoever is refused; `expel(peer)` ends its connections."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
+        self.tell: Callable[[events.Refused], None] = lambda refused: None
+        self.expel: Callable[[str], None] = lambda peer: None
+        self._open: dict[str, _Peer] = {}
+        self._count = 0
+        self._of_address: Counter[str] = Counter()
+        self._rates: OrderedDict[tuple[str, str], Bucket] = OrderedDict()
+        self._offences: OrderedDict[str, Allowance] = OrderedDict()
+        self._calls: OrderedDict[str, Allowance] = OrderedDict()
+        self._nodes: OrderedDict[str, bytes] = OrderedDict()
+        self._renamed: OrderedDict[str, Allowance] = OrderedDict()
+        self._refused: OrderedDict[str, float] = OrderedDict()
+
+    @property
+    def streams(self) -> int:
+        """How many are open."""
+        return self._count
+
+    @property
+    def remembered(self) -> int:
+        """Rates, offences and refusals that are known."""
+        return len(self._rates) + len(self._offences) + len(self._calls) + len(self._refused)
+
+    def of(self, peer: str) -> int:
+        """How many streams `peer` has open."""
+        return len(self._open[peer].streams) if peer in self._open else 0
+
+    def is_refused(self, peer: str, now: float) -> bool:
+        """Whether nothing is taken from `peer` for now."""
+        return self._refused.get(peer, float("-inf")) > now
+
+    def enter(self, peer: str, where: str, name: str, stream: Ends, now: float) -> bool:
+        """Whether a stream of `peer`, at the multiaddress `where`, may be served under this name; `leave` follows if it may."""
+        if self.is_refused(peer, now):
+            self.expel(peer)
+            return False
+        address = network_of(where)
+        if self.of(peer) >= self.limits.of_a_peer and name not in COUNTED_ELSEWHERE:
+            self.offend(peer, f"has {self.limits.of_a_peer} streams open and opens more", now)
+            return False
+        if address and self._of_address[address] >= self.limits.of_an_address:
+            return False
+        if self._count >= self.limits.together and not self._make_room(peer):
+            return False
+        known = self._open.setdefault(peer, _Peer(address))
+        known.streams[stream] = None
+        self._count += 1
+        self._of_address[known.address] += 1
+        return True
+
+    def leave(self, peer: str, stream: Ends) -> None:
+        """A stream that entered is over."""
+        known = self._open[peer]
+        del known.streams[stream]
+        self._count -= 1
+        self._of_address[known.address] -= 1
+        if not self._of_address[known.address]:
+            del self._of_address[known.address]
+        if not known.streams:
+            del self._open[peer]
+
+    def wait(self, peer: str, name: str, now: float) -> float:
+        """For how many seconds a stream of this name that has entered is to wait before it is served."""
+        rate, address = OPENED.get(name, OPENED_ELSE), self._open[peer].address
+        seconds = self._bucket((peer, name), rate).take(now)
+        if address:
+            times = self.limits.rates_of_an_address
+            whole = Rate(times * rate.per_second, times * rate.burst)
+            seconds = max(seconds, self._bucket((address, name), whole).take(now))
+        return seconds
+
+    def may_call(self, peer: str, now: float) -> bool:
+        """Whether `peer` may ask the DHT of us now; one that is refused may not, and who asks too often is."""
+        if self.is_refused(peer, now):
+            self.expel(peer)
+            return False
+        if self._may(self._calls, peer, CALLS, now):
+            return True
+        self.offend(peer, "asks the DHT too often", now)
+        return False
+
+    def may_be_node(self, peer: str, name: bytes, now: float) -> bool:
+        """Whether `peer` may be the DHT's node of this name: after a restart it has another one, but not again and again."""
+        known = self._nodes.pop(peer, None)
+        if not name or known == name:
+            self._nodes[peer] = name or known or b""
+            return True
+        if known and not self._may(self._renamed, peer, RENAMED, now):
+            self._nodes[peer] = known
+            self.offend(peer, "is another node of the DHT all the time", now)
+            return False
+        self._nodes[peer] = name
+        if len(self._nodes) > self.limits.remembered:
+            self._nodes.popitem(last=False)
+        return True
+
+    def offend(self, peer: str, reason: str, now: float) -> None:
+        """`peer` did what an honest peer does seldom, or never; too often, and it is refused."""
+        if not self._may(self._offences, peer, self.limits.offences, now):
+            self.refuse(peer, reason, now)
+
+    def _may(self, known: OrderedDict[str, Allowance], peer: str, rate: Rate, now: float) -> bool:
+        """Whether one more is within the rate."""
+        allowance = known.setdefault(peer, Allowance(rate.per_second, rate.burst))
+        known.move_to_end(peer)
+        if len(known) > self.limits.remembered:
+            known.popitem(last=False)
+        return allowance.take(now)
+
+    def refuse(self, peer: str, reason: str, now: float) -> None:
+        """Takes nothing more from `peer` for a while, and ends what it has open."""
+        if self.is_refused(peer, now):
+            return
+        self._refused[peer] = now + self.limits.seconds
+        self._refused.move_to_end(peer)
+        if len(self._refused) > self.limits.remembered:
+            self._refused.popitem(last=False)
+        known = self._open.get(peer)
+        address = known.address if known else ""
+        self.tell(events.Refused(peer=peer, address=address, reason=reason, seconds=self.limits.seconds))
+        for stream in list(known.streams if known else ()):
+            stream.abort()
+        self.expel(peer)
+
+    def _make_room(self, peer: str) -> bool:
+        """Ends the newest stream of whoever has the most, if that is more than `peer` will have."""
+        most = max(self._open.values(), key=lambda known: len(known.streams))
+        if len(most.streams) <= self.of(peer) + 1:
+            return False
+        next(reversed(most.streams)).abort()
+        return True
+
+    def _bucket(self, key: tuple[str, str], rate: Rate) -> Bucket:
+        bucket = self._rates.setdefault(key, Bucket(rate))
+        self._rates.move_to_end(key)
+        if len(self._rates) > 4 * self.limits.remembered:
+            self._rates.popitem(last=False)
+        return bucket
+
+
+_BITS = {4: 32, 6: 64}
+"""Of an IP address that a home or a machine has for itself, by version."""
+
+
+def network_of(where: str) -> str:
+    """The network of a multiaddress that a home or a machine has for itself; empty where there is none."""
+    try:
+        host = ipaddress.ip_address(where.split("/")[2])
+    except (ValueError, IndexError):
+        return ""
+    return str(ipaddress.ip_network((host, _BITS[host.version]), strict=False))

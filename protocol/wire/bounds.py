@@ -1,0 +1,72 @@
+"""What a field of a message may hold: names for types with bounds. Decoding checks them (protocol/wire/schema.py), in one place.
+
+Every field of what travels has one of these, or is a digest or true or false (tests/fuzz/messages.py makes messages at and beyond all of
+them). So whatever a machine gets can be counted with, stored, shown and sent on: no sum of what is in a message is infinite, and no
+text of somebody else is long.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+from protocol.wire.schema import AtMost, Cut, Within
+
+MAX_LOSS = 1e6
+"""Nats per token. A model that guesses has the logarithm of its vocabulary's size, 17 at most; who diverges says this."""
+MAX_NORM = 1e50
+"""Of an update; all values of fp32, squared and added up, have less."""
+MAX_BALLOT = 2**53
+MAX_SHARDS = 4098
+"""Of a model: its blocks (protocol/run/layout.py), the embedding and the head."""
+MAX_TIME = 2.0**34
+"""Unix seconds, in the year 2514: every clock and calendar can show it."""
+
+Count = Annotated[int, Within(0, 2**53)]
+"""Of what is counted one by one: steps, tokens, replicas, serial numbers."""
+Number = Annotated[int, Within(-1, 2**53)]
+"""A replica's; -1 before it has one."""
+Size = Annotated[int, Within(0, 2**63)]
+"""Bytes; what may be fetched follows from the model (protocol/rounds/part_lists.py)."""
+Round = Annotated[int, Within(0, 2**31 - 2)]
+"""The round of a run: fits where a blob's round is kept (peer/net/blobs/store.py)."""
+Since = Annotated[int, Within(-1, 2**53)]
+"""Where a reader stands; -1: at the beginning."""
+Ballot = Annotated[int, Within(-1, MAX_BALLOT)]
+"""Of the quorum's votes; -1: none."""
+Slot = Annotated[int, Within(0, 2**62)]
+"""A place in the run's text; no run comes so far."""
+Block = Annotated[int, Within(0, 4096)]
+"""A number of the model's blocks, or the one after the last."""
+Rate = Annotated[int, Within(0, 10**13)]
+"""Bits a second."""
+Memory = Annotated[int, Within(0, 2**50)]
+"""Bytes of a machine's memory."""
+Milliseconds = Annotated[int, Within(0, 2**40)]
+Seconds = Annotated[float, Within(0.0, 2.0**31)]
+Port = Annotated[int, Within(1, 65535)]
+Loss = Annotated[float, Within(0.0, MAX_LOSS)]
+Norm = Annotated[float, Within(0.0, MAX_NORM)]
+NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
+"""Of all parts of a share: the root of the sum of so many squares."""
+Time = Annotated[float, Within(0.0, MAX_TIME)]
+Magnitude = Annotated[float, Within(0.0, 1e39)]
+"""Of values in fp32."""
+Offset = Annotated[float, Within(-1e4, 1e4)]
+"""Milliseconds along an axis (protocol/wire/announcement.py)."""
+PeerId = Annotated[str, AtMost(64)]
+RunId = Annotated[str, AtMost(64)]
+Shard = Annotated[str, AtMost(16)]
+Address = Annotated[str, AtMost(512)]
+Word = Annotated[str, AtMost(48)]
+"""One word of what somebody says of itself."""
+Reason = Annotated[str, Cut(400)]
+"""Why, for a reader."""
+Signature = Annotated[bytes, AtMost(64)]
+Sealed = Annotated[bytes, AtMost(4096)]
+"""A sealed announcement: as long as a record of the DHT may be."""
+
+
+def told(loss: float | None) -> float | None:
+    """A loss as it may be told; whoever has diverged is not to be refused for that."""
+    return None if loss is None or math.isnan(loss) else min(max(loss, 0.0), MAX_LOSS)

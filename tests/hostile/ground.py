@@ -1,0 +1,189 @@
+"""Where attacks are tried: a bootstrap node, peers that do everything but compute (tests/volunteers.py), and enemies. Each has a network
+daemon of its own; all live in this process, so that a test sees into them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from peer import events
+from peer.net import directory, p2p
+from peer.net.base import Stream, Transport, Validate
+from peer.net.p2p import P2PTransport
+from protocol.errors import RemoteError
+from protocol.identity import Identity
+from protocol.planning.memory import stage_memory
+from protocol.run.manifest import Manifest, TimingSpec
+from protocol.wire import encoding, endpoints, sealed
+from protocol.wire.announcement import VERSION, Announcement
+from protocol.wire.encoding import Message
+from protocol.wire.session import Announced, Heartbeat, Hello
+from tests import tiny, volunteers
+from tests.volunteers import Volunteer
+
+DEADLINE = 240.0
+"""Seconds; far above what anything here takes."""
+SOON = 60.0
+
+
+def manifest(**changes: Any) -> Manifest:
+    """A long run with two replicas at least, and short silences."""
+    timing = TimingSpec(round_deadline=30.0, round_seconds=1.0, heartbeat=0.5, gone_after=5.0)
+    return volunteers.manifest(**{"rounds": 1_000_000, "timing": timing, **changes})
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, DEADLINE))
+
+
+def identity(name: str) -> Identity:
+    """Everybody's key follows from a name."""
+    return Identity(hashlib.sha256(name.encode()).digest())
+
+
+class Daemons:
+    """Transports that were started beforehand, in the place of a network in memory."""
+
+    def __init__(self) -> None:
+        self.started: dict[str, P2PTransport] = {}
+
+    def transport(self, peer_id: str, validate: Validate) -> Transport:
+        return self.started[peer_id]
+
+
+@dataclass(frozen=True)
+class Enemy:
+    """Somebody with a key and a daemon, connected to the node, who knows the protocol."""
+
+    identity: Identity
+    transport: P2PTransport
+    manifest: Manifest
+    node: str
+
+    @property
+    def id(self) -> str:
+        return self.identity.peer_id
+
+    async def open(self, peer: str, name: str) -> Stream:
+        return await self.transport.open(peer, name, timeout=SOON)
+
+    async def session(self, **said: Any) -> Stream:
+        """One that begins as it should, with an announcement of what is `said`."""
+        stream = await self.open(self.node, endpoints.SESSION)
+        await stream.send(encoding.encode(Hello(run=self.manifest.run_id, version=VERSION)))
+        await self.say(stream, Announced(sealed=self.sealed(**said)))
+        return stream
+
+    async def lives(self, session: Stream) -> None:
+        """Gives signs of life until it is cancelled."""
+        while True:
+            await self.say(session, Heartbeat(phase="x", round=0))
+            await asyncio.sleep(self.manifest.timing.heartbeat)
+
+    async def say(self, stream: Stream, message: Message) -> None:
+        await stream.send(encoding.encode(message))
+
+    def sealed(self, **said: Any) -> bytes:
+        """What we announce, signed."""
+        values = {"addresses": self.transport.addresses, "serial": 1, "up_bps": 10**8, "down_bps": 10**8, **said}
+        return sealed.seal(self.identity, Announcement(run=self.manifest.run_id, peer=self.id, **values))
+
+    @property
+    def whole(self) -> int:
+        """Memory with which one is planned as a full replica."""
+        return stage_memory(self.manifest, 0, self.manifest.model.n_layers)
+
+
+class Ground(volunteers.Swarm):
+    """Use as `async with`."""
+
+    def __init__(self, folder: Path, of: Manifest | None = None) -> None:
+        super().__init__(folder, of or manifest())
+        self.network = self.daemons = Daemons()
+        self._sockets = Path(f"/tmp/hostile-{os.getpid()}")
+
+    async def __aenter__(self) -> Ground:
+        self._sockets.mkdir()
+        await self._listen(tiny.OPERATOR)
+        await super().__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await super().__aexit__(*error)
+        await asyncio.gather(*(transport.aclose() for transport in self.daemons.started.values()))
+        shutil.rmtree(self._sockets)
+
+    async def _listen(self, who: Identity) -> P2PTransport:
+        key = self.folder / f"{who.peer_id}.key"
+        key.write_bytes(who.libp2p_bytes())
+        key.chmod(0o600)
+        run = self.manifest.run_id
+        self.daemons.started[who.peer_id] = made = await p2p.start(
+            key,
+            host="127.0.0.1",
+            validate=directory.valid_record(run),
+            latest=directory.latest_expiry(run),
+            sockets=self._sockets,
+        )
+        return made
+
+    async def join(self, *names: str, **config: Any) -> list[Volunteer]:
+        """Starts honest peers."""
+        await asyncio.gather(*(self._listen(identity(name)) for name in names))
+        return [self.start(name, **config) for name in names]
+
+    async def enemy(self, name: str = "enemy") -> Enemy:
+        """Starts an enemy and connects it to the node."""
+        who = identity(name)
+        transport = await self._listen(who)
+        await transport.connect(self.boot.addresses, timeout=SOON)
+        return Enemy(who, transport, self.manifest, self.boot.peer_id)
+
+    # --- what must hold
+
+    async def goes_on(self, rounds: int = 5) -> None:
+        """So many more rounds are decided, with the work of every honest peer that runs in one of them at least."""
+        before = self.head
+        await self.until(lambda: self.head >= before + rounds)
+        await self.until(
+            lambda: (
+                {v.id for v in self.peers.values()}
+                <= {s.peer for commit in self.archive.commits[before + 1 :] for s in commit.shares}
+            )
+        )
+
+    def refusals(self, enemy: Enemy, told: list[Any] | None = None) -> list[str]:
+        """Why the node (or the peer whose events these are) refused the enemy."""
+        found = [e.body for e in (self.events if told is None else told)]
+        return [b.reason for b in found if isinstance(b, events.Refused) and b.peer == enemy.id]
+
+
+async def ended(stream: Stream) -> int:
+    """Reads what still comes until the other side has ended the stream; the bytes of it."""
+    came = 0
+    with contextlib.suppress(RemoteError):
+        while True:
+            came += len(await stream.recv(timeout=SOON))
+    return came
+
+
+async def until_it_breaks(work: Callable[[int], Coroutine[Any, Any, Any]], times: int) -> int:
+    """Does `work(i)` up to so many times, as long as nobody ends what it uses; how often it was done."""
+    done = 0
+    with contextlib.suppress(RemoteError, ConnectionError):
+        for i in range(times):
+            await work(i)
+            done = i + 1
+    return done
+
+
+def with_changes(of: Manifest, **tables: dict[str, Any]) -> Manifest:
+    """A manifest with some fields of its tables replaced."""
+    return replace(of, **{name: replace(getattr(of, name), **fields) for name, fields in tables.items()})

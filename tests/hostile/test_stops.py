@@ -1,0 +1,210 @@
+"""No stranger stops rounds: who floods, promises or hoards is slowed down, then refused, and the operator is told."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from bootstrap.sessions import OUTBOX, RECORDS_AT_ONCE, RECORDS_PER_SECOND, Session
+from peer.events import Event
+from peer.net.base import Stream
+from peer.net.guests import LIMITS
+from peer.ui.monitor import Monitor
+from protocol.codec import blob_hash
+from protocol.errors import RemoteError
+from protocol.planning import memory
+from protocol.run import layout
+from protocol.wire import encoding, endpoints, framing
+from protocol.wire.commit import Part
+from protocol.wire.session import Attest, Heartbeat, Offer
+from tests.hostile.ground import SOON, Enemy, Ground, ended, run, until_it_breaks
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_flood_of_small_messages_is_read_slowly_and_then_refused(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with Ground(tmp_path) as ground:
+            (a, _) = await ground.join("a", "b")
+            await ground.goes_on(2)
+            enemy = await ground.enemy()
+            session = await enemy.session()
+            beat = encoding.encode(Heartbeat(phase="x", round=1))
+
+            async def flood() -> int:
+                return await until_it_breaks(lambda i: session.send(beat), 10**9)
+
+            flooding = asyncio.create_task(flood())
+            while not flooding.done():
+                await ground.goes_on(2)
+            assert ground.refusals(enemy) == ["says too much in its session"]
+            with contextlib.suppress(RemoteError):
+                await ended(await enemy.session())
+            await ground.goes_on()
+            assert not ground.machine.has_session(enemy.id)
+            monitor, told = Monitor(ground.manifest, a.transport), list[Event]()
+            while not any("has refused" in str(e.fields.get("text")) for e in told):
+                await monitor.poll(told.append)
+                await ground.goes_on(1)
+
+    run(work())
+
+
+def test_a_flood_of_large_attestations_is_no_use_either(tmp_path: Path) -> None:
+    async def work() -> None:
+        async with Ground(tmp_path) as ground:
+            await ground.join("a", "b")
+            await ground.goes_on(2)
+            enemy = await ground.enemy()
+            session = await enemy.session()
+            names = layout.shard_names(ground.manifest.model)
+
+            async def attest(i: int) -> None:
+                digest = hashlib.sha256(i.to_bytes(8)).hexdigest()
+                await enemy.say(session, Attest(round=ground.head, digests=dict.fromkeys(names, digest)))
+
+            flooding = asyncio.create_task(until_it_breaks(attest, 10**9))
+            while not flooding.done():
+                await ground.goes_on(2)
+            assert "says too much in its session" in ground.refusals(enemy)
+            assert max(len(raw) for raw in ground.archive.records) < 20_000
+
+    run(work())
+
+
+def test_requests_for_the_log_are_answered_within_bounds() -> None:
+    """Each asks for hundreds of records; what waits for who does not read is bounded, too."""
+    session, records = Session(), [b"record"] * (OUTBOX // 2)
+    for _ in range(10):
+        session.post_records(records, 0.0)
+    assert session.outbox.qsize() == OUTBOX
+    sent = OUTBOX
+    for _ in range(20):
+        while not session.outbox.empty():
+            session.outbox.get_nowait()
+        session.post_records(records, 0.0)
+        sent += session.outbox.qsize()
+    assert sent <= RECORDS_AT_ONCE
+    session.post_records(records, 0.1)
+    assert session.outbox.qsize() == RECORDS_PER_SECOND / 10
+
+
+def test_a_second_session_ends_the_first(tmp_path: Path) -> None:
+    """Nobody speaks in several sessions at once, or what each may say would be worth nothing."""
+
+    async def work() -> None:
+        async with Ground(tmp_path) as ground:
+            await ground.join("a")
+            enemy = await ground.enemy()
+            first = await enemy.session()
+            await enemy.session()
+            await ended(first)
+            assert ground.machine.has_session(enemy.id)
+
+    run(work())
+
+
+@pytest.mark.parametrize("name", [endpoints.PIPE, endpoints.SESSION, endpoints.STATES])
+def test_whoever_hoards_streams_is_refused(name: str, tmp_path: Path) -> None:
+    """At a peer, a chain's member perhaps: opened again and again, and kept."""
+
+    async def work() -> None:
+        async with Ground(tmp_path) as ground:
+            (victim, _) = await ground.join("a", "b")
+            await ground.goes_on(2)
+            enemy = await ground.enemy()
+            target = ground.boot if name == endpoints.SESSION else victim.transport
+            await enemy.transport.connect(target.addresses, timeout=SOON)
+            kept: list[Stream] = []
+
+            async def hoard(i: int) -> None:
+                with contextlib.suppress(RemoteError):
+                    kept.append(await enemy.open(target.peer_id, name))
+
+            told = ground.events if target is ground.boot else victim.events
+            for _ in range(20):
+                await asyncio.gather(*(hoard(i) for i in range(50)))
+                assert target.guests.of(enemy.id) <= LIMITS.of_a_peer
+                if ground.refusals(enemy, told):
+                    break
+            assert ground.refusals(enemy, told) == [f"has {LIMITS.of_a_peer} streams open and opens more"]
+            await ground.until(lambda: target.guests.of(enemy.id) == 0)
+            await ground.goes_on()
+
+    run(work())
+
+
+class Promiser:
+    """An enemy who trains, as far as anybody can see: planned as a full replica, it attests what the others attest and offers payloads that
+    never come. `said`: how it answers whoever asks for them."""
+
+    def __init__(self, ground: Ground, enemy: Enemy) -> None:
+        self.ground = ground
+        self.enemy = enemy
+        self.asked = 0
+        self.rounds: set[int] = set()
+
+    async def serve(self) -> None:
+        await self.enemy.transport.serve(endpoints.BLOB, self._promise)
+
+    async def _promise(self, stream: Stream) -> None:
+        await stream.recv(1024)
+        self.asked += 1
+        while True:
+            await stream.send(framing.pack_message({"state": "wait", "ask": [], "sure": True}))
+            await asyncio.sleep(0.5)
+
+    def offer(self, replica: int) -> Offer:
+        """Of the open round, with other payloads each time."""
+        made, model = self.ground.manifest, self.ground.manifest.model
+        shards = memory.stage_shards(made, 0, model.n_layers)
+        round = self.ground.head + 1
+        parts = tuple(
+            Part(shard=s, digest=blob_hash.name_of(f"{s} {round} {self.asked}".encode()), size=200, norm=1.0)
+            for s in shards
+        )
+        plan = self.ground.archive.commits[-1].plan
+        assert plan is not None
+        work = plan.replica(replica).work
+        tokens = made.train.tokens(work.steps, work.micro_batches)
+        return Offer(round=round, replica=replica, parts=parts, tokens=tokens, steps=work.steps, loss=1.0)
+
+    async def go_on(self, session: Stream) -> None:
+        """Attests and offers whenever it is planned."""
+        while True:
+            await asyncio.sleep(0.05)
+            head = self.ground.head
+            known = self.ground.leader.attestations.majority(head)
+            await self.enemy.say(session, Attest(round=head, digests=known))
+            plan = self.ground.archive.commits[-1].plan
+            replica = plan.replica_of(self.enemy.id) if plan is not None else None
+            if replica is not None and known:
+                self.rounds.add(head + 1)
+                await self.enemy.say(session, self.offer(replica))
+
+
+def test_payloads_that_are_promised_and_never_come_hold_up_nobody(tmp_path: Path) -> None:
+    """However many: each round sixteen other offers of six payloads each, for all of which the node is told to wait."""
+
+    async def work() -> None:
+        async with Ground(tmp_path) as ground:
+            await ground.join("a", "b")
+            await ground.goes_on(2)
+            enemy = await ground.enemy()
+            liar = Promiser(ground, enemy)
+            await liar.serve()
+            session = await enemy.session(memory_bytes=enemy.whole, reachable="direct")
+            lying = asyncio.create_task(liar.go_on(session))
+            await ground.until(lambda: len(liar.rounds) >= 2 and liar.asked > 0)
+            await ground.goes_on(4)
+            assert not lying.done() or lying.exception() is None
+            lying.cancel()
+            parts = list((ground.folder / "bootstrap" / "blobs" / "parts").iterdir())
+            assert len(parts) < 200, "what was begun is dropped with its round"
+            assert all(enemy.id not in {s.peer for s in c.shares} for c in ground.archive.commits)
+
+    run(work())
