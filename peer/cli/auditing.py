@@ -109,10 +109,18 @@ async def _end(child: asyncio.subprocess.Process) -> None:
     if child.returncode is None and child.stdin is not None:
         child.stdin.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(child.wait(), AGAIN_SECONDS)
+            await asyncio.wait_for(_rest(child), AGAIN_SECONDS)
     if child.returncode is None:
         child.kill()
-        await child.wait()
+        await _rest(child)
+
+
+async def _rest(child: asyncio.subprocess.Process) -> None:
+    """Waits for its end. What it still writes is read and dropped: it is not known to have ended before its pipe has."""
+    assert child.stdout is not None
+    while await child.stdout.read(LINE_BYTES):
+        pass
+    await child.wait()
 
 
 if __name__ == "__main__":
