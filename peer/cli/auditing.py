@@ -69,24 +69,34 @@ async def _until_alone() -> None:
     await reader.read()
 
 
-async def audit_beside(folder: Path, run: str, addresses: Sequence[str], emit: events.Emit) -> None:
+PROGRAM = (sys.executable, "-m", "peer.cli.auditing")
+
+
+async def audit_beside(
+    folder: Path,
+    run: str,
+    addresses: Sequence[str],
+    emit: events.Emit,
+    program: Sequence[str] = PROGRAM,
+    again: float = AGAIN_SECONDS,
+) -> None:
     """Runs the auditor of the node in `folder`, which listens at `addresses`, until the run is over. Whatever becomes of it, the node goes
-    on."""
+    on. `program`: the command before its arguments; `again`: seconds until it is started again, and that it has to end."""
     address = next((a for a in addresses if "/127." in a), addresses[0])
-    command = [sys.executable, "-m", "peer.cli.auditing", f"{address}#{run}", str(folder / FOLDER)]
+    command = [*program, f"{address}#{run}", str(folder / FOLDER)]
     while True:
         try:
-            code = await _follow(command, emit)
+            code = await _follow(command, emit, again)
             if code == 0:
                 return
             ended = f"ended with exit code {code}"
         except (OSError, ValueError) as error:  # it could not be started, or says what no auditor says
             ended = f"could not be followed ({error})"
         emit(events.Warning(text=f"audit: its process {ended}; it is started again"))
-        await asyncio.sleep(AGAIN_SECONDS)
+        await asyncio.sleep(again)
 
 
-async def _follow(command: Sequence[str], emit: events.Emit) -> int:
+async def _follow(command: Sequence[str], emit: events.Emit, patience: float) -> int:
     """Runs an auditor to its end, and tells what it warns of; its exit code. Raises OSError, and ValueError for a line over LINE_BYTES."""
     child = await asyncio.create_subprocess_exec(
         *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LINE_BYTES
@@ -101,15 +111,15 @@ async def _follow(command: Sequence[str], emit: events.Emit) -> int:
                 emit(events.Warning(text=f"audit: peer {short_peer(found.source)} follows the log beside this node"))
         return await child.wait()
     finally:
-        await _end(child)
+        await _end(child, patience)
 
 
-async def _end(child: asyncio.subprocess.Process) -> None:
+async def _end(child: asyncio.subprocess.Process, patience: float) -> None:
     """Lets it write its state, if it has not ended."""
     if child.returncode is None and child.stdin is not None:
         child.stdin.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(_rest(child), AGAIN_SECONDS)
+            await asyncio.wait_for(_rest(child), patience)
     if child.returncode is None:
         child.kill()
         await _rest(child)

@@ -7,8 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +17,13 @@ from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.cli.auditing import audit_beside, auditor
-from peer.config import Downlink, JoinConfig, cache_folder
+from peer.config import Downlink, JoinConfig
 from peer.corpus.reader import CorpusReader
 from peer.corpus.text import open_corpus
 from peer.events import Emitter, Sink, json_sink
-from peer.log import reader
 from peer.net import descriptors, keyfile
 from peer.net.address import parse
 from peer.net.base import Transport, TransportLost
-from peer.net.blobs import BlobStore
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.line import measured_downlink
@@ -43,18 +40,14 @@ from peer.node.open_run import (
     tokenizer_bytes,
 )
 from peer.node.way_in import WayIn
-from peer.ui import log_text
 from peer.ui import monitor as watch
 from peer.ui import screen as tui
 from peer.ui.lines import Lines, printer
-from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
 from protocol.rounds.questions import Question
-from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
-    from peer.log.reader import Source
     from peer.node.peer import Factories
 
 
@@ -260,72 +253,3 @@ async def monitor(text: str, json: bool) -> None:
                 await watcher.follow(screen.feed)
         finally:
             await transport.aclose()
-
-
-@contextlib.asynccontextmanager
-async def _log_of(text: str) -> AsyncIterator[tuple[Manifest | None, Source]]:
-    """The manifest (None for a log without commits) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
-    import tempfile
-
-    if Path(text).is_dir():
-        folder = reader.Folder(Path(text))
-        yield await folder.manifest(), folder
-        return
-    run = parse_run(text)
-    with tempfile.TemporaryDirectory(prefix="potluck-log-") as name:
-        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
-        try:
-            manifest = await manifest_of(run, transport)
-            dialled = [address.rpartition("/p2p/")[2] for address in run.bootstrap]
-            nodes = list(dict.fromkeys([*dialled, *manifest.operators]))
-            source = reader.Remote(transport, nodes, BlobStore(Path(name) / "blobs"))
-            try:
-                yield manifest, source
-            finally:
-                await source.aclose()
-        finally:
-            await transport.aclose()
-
-
-def _note(text: str) -> None:
-    print(f"potluck: note: {text}", file=sys.stderr)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-async def log_show(text: str, json: bool) -> None:
-    """`potluck log show`."""
-    import json as jsons
-
-    async with _log_of(text) as (manifest, source):
-        if manifest is None:
-            _note(f"log {source.name}: has no rounds yet")
-        elif json:
-            await log_text.show_json(manifest, source, lambda fields: _say(jsons.dumps(fields)), _note)
-        else:
-            await log_text.show(manifest, source, _say, _note)
-
-
-async def log_verify(text: str, checkpoint: Path | None) -> None:
-    """`potluck log verify`."""
-
-    async with _log_of(text) as (manifest, source):
-        if manifest is None:
-            _note(f"log {source.name}: has no rounds yet")
-        else:
-            await log_text.verify(manifest, source, checkpoint, _say, _note, _room_for(manifest))
-
-
-def _room_for(manifest: Manifest) -> Empty:
-    """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
-    the next state of a shard."""
-    from peer.training import device
-
-    shards = [layout.shard_bytes(manifest.model, shard) for shard in layout.shard_names(manifest.model)]
-    if sum(shards) + max(shards) <= device.memory_budget("cpu"):
-        return in_memory
-    disk, folder = LocalDisk(), cache_folder()
-    disk.make_folder(folder)
-    return functools.partial(disk.arrays, folder)

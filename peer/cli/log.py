@@ -1,0 +1,137 @@
+"""`potluck log`: the log of a run, from a bootstrap node's folder or over the network."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from peer.cli import running
+from peer.config import cache_folder
+from peer.log import reader
+from peer.net.blobs import BlobStore
+from peer.net.disk import LocalDisk
+from peer.node.open_run import Door, manifest_of, parse_run, start_transport
+from peer.ui import log_text
+from protocol.codec.topk import Empty, in_memory
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+
+if TYPE_CHECKING:
+    from peer.log.reader import Source
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the network.",
+)
+
+Log = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|RUN",
+        help="A bootstrap node's folder; or a manifest file or one-line address, as for join.",
+        show_default=False,
+    ),
+]
+
+
+@app.command("show", epilog="Example: potluck log show demo-run/bootstrap")
+def show(
+    where: Log,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
+) -> None:
+    """Show a run's rounds: who contributed with what weight, bytes, norm and loss, who was left out and why."""
+
+    running.run(_show(where, json), interrupted=1)
+
+
+@app.command("verify", epilog="Example: potluck log verify demo-run/bootstrap")
+def verify(
+    where: Log,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay from a peer's folder checkpoint-…, not from the start; all commits are still checked."
+        ),
+    ] = None,
+) -> None:
+    """Verify a run's log: every commit, and the model replayed from its payloads against what the peers attested.
+
+    One line per problem. Exit code 0: all is well; 1: it is not; 2: bad usage or input.
+    """
+
+    running.run(_verify(where, checkpoint), interrupted=1)
+
+
+@contextlib.asynccontextmanager
+async def _log_of(text: str) -> AsyncIterator[tuple[Manifest | None, Source]]:
+    """The manifest (None for a log without commits) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
+    import tempfile
+
+    if Path(text).is_dir():
+        folder = reader.Folder(Path(text))
+        yield await folder.manifest(), folder
+        return
+    run = parse_run(text)
+    with tempfile.TemporaryDirectory(prefix="potluck-log-") as name:
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
+        try:
+            manifest = await manifest_of(run, transport)
+            dialled = [address.rpartition("/p2p/")[2] for address in run.bootstrap]
+            nodes = list(dict.fromkeys([*dialled, *manifest.operators]))
+            source = reader.Remote(transport, nodes, BlobStore(Path(name) / "blobs"))
+            try:
+                yield manifest, source
+            finally:
+                await source.aclose()
+        finally:
+            await transport.aclose()
+
+
+def _note(text: str) -> None:
+    print(f"potluck: note: {text}", file=sys.stderr)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+async def _show(text: str, json: bool) -> None:
+    """`potluck log show`."""
+    import json as jsons
+
+    async with _log_of(text) as (manifest, source):
+        if manifest is None:
+            _note(f"log {source.name}: has no rounds yet")
+        elif json:
+            await log_text.show_json(manifest, source, lambda fields: _say(jsons.dumps(fields)), _note)
+        else:
+            await log_text.show(manifest, source, _say, _note)
+
+
+async def _verify(text: str, checkpoint: Path | None) -> None:
+    """`potluck log verify`."""
+
+    async with _log_of(text) as (manifest, source):
+        if manifest is None:
+            _note(f"log {source.name}: has no rounds yet")
+        else:
+            await log_text.verify(manifest, source, checkpoint, _say, _note, _room_for(manifest))
+
+
+def _room_for(manifest: Manifest) -> Empty:
+    """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
+    the next state of a shard."""
+    from peer.training import device
+
+    shards = [layout.shard_bytes(manifest.model, shard) for shard in layout.shard_names(manifest.model)]
+    if sum(shards) + max(shards) <= device.memory_budget("cpu"):
+        return in_memory
+    disk, folder = LocalDisk(), cache_folder()
+    disk.make_folder(folder)
+    return functools.partial(disk.arrays, folder)

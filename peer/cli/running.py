@@ -1,0 +1,58 @@
+"""How a command runs: its work to the end, a signal that ends it cleanly, and one line for whatever goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+from protocol.errors import PotluckError
+
+
+def run(work: Coroutine[Any, Any, None], interrupted: int = 0) -> None:
+    """Runs a command; SIGTERM and Ctrl-C end it cleanly, with exit code `interrupted`."""
+
+    signalled = False
+
+    async def guarded() -> None:
+        task = asyncio.ensure_future(work)
+
+        def stop() -> None:
+            nonlocal signalled
+            signalled = True
+            task.cancel()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+        await task
+
+    try:
+        asyncio.run(guarded())
+    except asyncio.CancelledError:
+        if not signalled:
+            raise
+        raise SystemExit(interrupted) from None
+    except BrokenPipeError:  # whoever read our output has seen enough, as with `potluck log show … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except BaseExceptionGroup as group:
+        _fail(_first(group))
+    except Exception as error:
+        _fail(error)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _fail(error: BaseException) -> None:
+    if not isinstance(error, PotluckError):
+        raise error
+    print(f"potluck: {error}", file=sys.stderr)
+    raise SystemExit(error.exit_code) from None

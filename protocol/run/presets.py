@@ -1,0 +1,71 @@
+"""Recipes for runs of usual sizes: a model, how it is trained, and rounds that fit homes. `potluck init` writes them into manifests.
+
+The shapes of 178M and 512M are those of *Heterogeneous low-bandwidth pre-training of LLMs*; 1B and 7B are LLaMA's. Each
+has as many parameters as its name says with 32,000 tokens (1B: 1.2 billion, 7B: 6.7).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+TOKENS_PER_PARAMETER = 20
+"""Of a training that spends its computing well (Hoffmann et al., 2022)."""
+HOMES, HOME_FLOPS = 8, 20e12
+"""What a run is laid out for where nobody says who takes part: so many GPUs, and the operations a second that training gets out of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """Widths and depth of a model for sequences of `sequence` tokens, and its training; `vocab_size` of a tokenizer that is made for it.
+    `round_seconds`: replicas train for so long in a round."""
+
+    d_model: int
+    n_layers: int
+    n_heads: int
+    d_ff: int
+    sequence: int
+    vocab_size: int
+    rows: int
+    micro_batches: int
+    inner_steps: int
+    lr: float
+    ranks: tuple[int, ...]
+    round_seconds: float
+    rounds: int = 0
+    """0: as many as a swarm of HOMES needs for TOKENS_PER_PARAMETER."""
+
+
+PRESETS = {
+    "tiny": Preset(
+        d_model=256, n_layers=6, n_heads=4, d_ff=688, sequence=256, vocab_size=4096, rows=4, micro_batches=4, inner_steps=20,
+        lr=2e-3, ranks=(128, 32), round_seconds=30.0, rounds=200,
+    ),
+    "178m": Preset(
+        d_model=1024, n_layers=9, n_heads=8, d_ff=2688, sequence=2048, vocab_size=32_000, rows=4, micro_batches=16,
+        inner_steps=200, lr=1e-3, ranks=(512, 128), round_seconds=60.0,
+    ),
+    "512m": Preset(
+        d_model=1536, n_layers=12, n_heads=12, d_ff=5440, sequence=2048, vocab_size=32_000, rows=2, micro_batches=32,
+        inner_steps=200, lr=8e-4, ranks=(768, 192), round_seconds=120.0,
+    ),
+    "1b": Preset(
+        d_model=2048, n_layers=16, n_heads=16, d_ff=8192, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
+        inner_steps=200, lr=6e-4, ranks=(1024, 256), round_seconds=300.0,
+    ),
+    "7b": Preset(
+        d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, sequence=2048, vocab_size=32_000, rows=1, micro_batches=128,
+        inner_steps=200, lr=3e-4, ranks=(2048, 512), round_seconds=600.0,
+    ),
+}  # fmt: skip
+"""By name."""
+
+
+def rounds_for(parameters: int, tokens_a_second: float, round_seconds: float) -> int:
+    """Rounds after which such a swarm has trained TOKENS_PER_PARAMETER of each parameter."""
+    return max(1, math.ceil(TOKENS_PER_PARAMETER * parameters / (tokens_a_second * round_seconds)))
+
+
+def homes_rate(parameters: int) -> float:
+    """Tokens a second of HOMES machines: 6 operations a parameter and token."""
+    return HOMES * HOME_FLOPS / (6 * parameters)

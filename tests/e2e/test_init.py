@@ -1,0 +1,146 @@
+"""`potluck init`: from nothing to rounds of one's own run, with real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peer.cli import main
+from peer.cli.init import CORPUS, MANIFEST, NODE, commented
+from peer.node.open_run import read_manifest
+from protocol.run import manifest as manifests
+from protocol.run.presets import PRESETS
+from tests.faults.processes import DEADLINE
+from tests.texts import write_corpus
+
+TEXT = "Strangers cook one meal together. Each brings what there is at home, and nobody leaves hungry.\n"
+
+
+@pytest.fixture
+def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with some text in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"{i} {TEXT}" for i in range(20_000)))
+    return tmp_path
+
+
+def potluck(*arguments: object) -> int:
+    """Runs a command here; its exit code."""
+    with pytest.raises(SystemExit) as end:
+        main.main([*map(str, arguments)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+@contextlib.contextmanager
+def running(*arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """`potluck …` as it is typed."""
+    command = [sys.executable, "-m", "peer.cli", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        watchdog = threading.Timer(DEADLINE, process.kill)
+        watchdog.start()
+        try:
+            yield process
+        finally:
+            watchdog.cancel()
+            process.terminate()
+
+
+def until(process: subprocess.Popen[str], kind: str, **fields: object) -> dict[str, object]:
+    """The next event of this kind, with these fields, that it tells."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = json.loads(line)
+        if event["event"] == kind and fields.items() <= event.items():
+            return dict(event)
+    raise AssertionError(f"{process.args} ended without {kind}")
+
+
+def test_what_it_ends_with_starts_a_run_that_trains(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert potluck("init", "ours", "text.txt", "--rounds", 2) == 0
+    said = capsys.readouterr().out
+    manifest = read_manifest(at_home / "ours" / MANIFEST)
+    assert manifest.rounds == 2
+    assert f"run ours {manifest.run_id[:12]}" in said
+    last = said.splitlines()[-1].split()
+    assert last[:2] == ["potluck", "bootstrap"]
+    with running(*last[1:], "--host", "127.0.0.1", "--port", 0, "--json") as node:
+        address = until(node, "listening")["address"]
+        options = ("--dir", "peer", "--host", "127.0.0.1", "--memory", "1GB", "--threads", 1, "--json")
+        with running("join", address, *options) as peer:
+            until(peer, "round", round=1)
+
+
+def test_it_is_made_again_where_it_was_interrupted(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The manifest is written last: without it, the same command goes on; with it, nothing is touched."""
+    assert potluck("init", "ours", "text.txt") == 0
+    path = at_home / "ours" / MANIFEST
+    before, key = path.read_text(), (at_home / "ours" / NODE / "identity.key").read_bytes()
+    path.unlink()
+    assert potluck("init", "ours", "text.txt", "--preset", "178m") == 2
+    assert not path.exists(), "this text is cut into sequences of another length"
+    capsys.readouterr()
+    assert potluck("init", "ours", "--corpus", f"ours/{CORPUS}") == 0
+    assert path.read_text() == before
+    assert (at_home / "ours" / NODE / "identity.key").read_bytes() == key
+    assert potluck("init", "ours", "text.txt") == 2
+    assert "is there already" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_three_operators_and_machines_that_are_named(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = []
+    for name in ("second", "third"):
+        assert potluck("key", "--dir", name) == 0
+        keys.append(capsys.readouterr().out.strip())
+    Path("peers.toml").write_text('[[peers]]\nmemory = "8GB"\nup = "20Mbps"\nspeed = "1TFLOPS"\ncount = 2\n')
+    operators = [word for key in keys for word in ("--operator", key)]
+    assert potluck("init", "ours", "text.txt", *operators, "--peers", "peers.toml") == 0
+    manifest = read_manifest(at_home / "ours" / MANIFEST)
+    assert manifest.operators[1:] == tuple(keys)
+    assert manifest.quorum == 3
+    assert "with 2 machines (2 replicas, 0 spares)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_manifest_with_comments_is_the_same_run(name: str, at_home: Path) -> None:
+    write_corpus(Path("corpus"), 100, 64)
+    assert potluck("init", "ours", "--corpus", "corpus", "--preset", name) == 0
+    manifest = read_manifest(at_home / "ours" / MANIFEST)
+    assert manifests.from_toml(commented(manifest).encode(), "again") == manifest
+    assert manifest.train.sequence == 64, "what the corpus was built for"
+    assert manifest.train.total_steps == manifest.rounds * manifest.train.inner_steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["a/b"], "NAME a/b: not a name"),
+        (["x" * 65], "not a name"),
+        (["ours", "--preset", "13b"], "choose one of tiny, 178m"),
+        (["ours", "none.txt"], "source none.txt: no such file or folder"),
+        (["ours", "text.txt", "--corpus", "corpus"], "without SOURCE"),
+        (["ours", "--corpus", "nowhere"], "nowhere"),
+        (["ours", "text.txt", "--tokenizer", "none.json"], "tokenizer none.json"),
+        (["ours", "text.txt", "--operator", "12D3KooW"], "12D3KooW"),
+        (["ours", "--peers", "none.toml"], "peers none.toml: No such file"),
+        (["ours", "text.txt", "--peers", "small.toml"], "these machines make no replica"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    arguments: list[str], named: str, at_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("small.toml").write_text('[[peers]]\nmemory = "1MB"\n')
+    assert potluck("init", *arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert named in lines[0]
+    assert ";" in lines[0], "no remedy"
+    assert not list(at_home.rglob(MANIFEST))
