@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from peer.cli.plan import Known, known_by, next_plan
 from peer.net.base import Transport
-from peer.node.peer import Peer
 from peer.ui.monitor import Monitor
 from peer.ui.text import blocks, clean, count, duration, rate, size
 from protocol.planning import memory
-from protocol.planning.arrange import Arranged
 from protocol.planning.explain import why_spare
-from protocol.planning.partition import Candidate, candidate
+from protocol.planning.partition import candidate
 from protocol.run import corpus, layout
-from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
+
+if TYPE_CHECKING:
+    from peer.node.peer import Peer
 
 REACHED = {
     "": "not asked",
@@ -37,18 +38,19 @@ async def dry_run(peer: Peer, transport: Transport) -> Iterator[str]:
 def _lines(known: Known, own: Announcement, round: int) -> Iterator[str]:
     manifest = known.manifest
     others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
-    machine = candidate(own)
-    replicas, _ = next_plan(dataclasses.replace(known, candidates=(*others, machine)))
     begun = f"round {round} of {manifest.rounds} is decided" if round else "it has not begun"
     yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: {begun}, {count(others, 'other peer')} there"
     yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)} offered; {REACHED[own.reachable]}"
     yield f"its line: {rate(own.up_bps)} up, {rate(own.down_bps)} down"
-    yield from _part(manifest, machine, replicas)
+    yield from part_lines(known, own)
     yield "nothing was trained; the same command without --dry-run joins"
 
 
-def _part(manifest: Manifest, own: Candidate, replicas: Sequence[Arranged]) -> Iterator[str]:
-    """What the next plan would give it to do, and to fetch."""
+def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
+    """What the next plan would give to whoever announces this to do, and to fetch."""
+    manifest, own = known.manifest, candidate(announced)
+    others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
+    replicas, _ = next_plan(dataclasses.replace(known, candidates=(*others, own)))
     replica = next((r for r in replicas if own.peer in r.members), None)
     if replica is None:
         yield f"it would wait as a spare: {why_spare(manifest, own)}"
@@ -56,7 +58,9 @@ def _part(manifest: Manifest, own: Candidate, replicas: Sequence[Arranged]) -> I
     first, last = replica.ranges[replica.members.index(own.peer)]
     whole = len(replica.members) == 1
     part = "a full replica" if whole else f"{blocks(first, last)} of a chain of {len(replica.members)}"
-    yield f"it would be {part}: {replica.rate:,.0f} tokens per second by its announced speed, or by a usual one"
+    speed = "its measured speed" if own.speed_flops else "a usual speed"
+    a_day = replica.rate * 86400 / 1e6
+    yield f"it would be {part}: {replica.rate:,.0f} tokens per second by {speed}, {a_day:,.0f} million a day"
     state = sum(layout.shard_bytes(manifest.model, shard) for shard in memory.held_shards(manifest, first, last))
     text = replica.rate * manifest.timing.training_seconds * corpus.id_bytes(manifest.model.vocab_size)
     took = duration(8 * state / max(own.down_bps, 1))

@@ -371,8 +371,9 @@ def socket_base() -> Path:
     return Path(base if len(base.encode()) <= _FOLDER_PATH_MAX else "/tmp")
 
 
-def sweep(sockets: Path) -> None:
-    """Removes the socket folders, in `sockets`, of processes that were killed."""
+def sweep(sockets: Path) -> int:
+    """Removes the socket folders, in `sockets`, of processes that were killed; how many there were."""
+    removed = 0
     for folder in sockets.glob(_FOLDER + "*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < START_SECONDS:
@@ -383,3 +384,5 @@ def sweep(sockets: Path) -> None:
                     alive |= probe.connect_ex(str(path)) == 0
             if not alive:
                 shutil.rmtree(folder, ignore_errors=True)
+                removed += 1
+    return removed

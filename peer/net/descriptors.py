@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 
 ENOUGH = 4096
 """Of descriptors: the daemon keeps as many connections (peer/net/daemon.py)."""
@@ -19,10 +20,16 @@ RESERVED = 256
 """Descriptors that are left for files, and for what we open ourselves."""
 
 
+def limit() -> int:
+    """How many may be open at once."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
 def streams() -> int:
     """How many streams of others may be open at once, so that files can still be opened: half of what this process may have."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 16 if soft == resource.RLIM_INFINITY else max(64, (soft - RESERVED) // 2)
+    soft = limit()
+    return 1 << 16 if soft == sys.maxsize else max(64, (soft - RESERVED) // 2)
 
 
 def raise_limit(enough: int = ENOUGH) -> str | None:

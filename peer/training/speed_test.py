@@ -1,0 +1,107 @@
+"""How fast this machine trains, found in seconds: a process of its own, which may be killed, takes micro-batches of a run's model.
+
+    python -m peer.training.speed_test MANIFEST DEVICE THREADS MEMORY
+
+prints the speed, in operations a second (protocol/planning/speed.py), whenever it is known better. It goes on until it is stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from peer.training.device import parse_size
+from protocol.planning import memory
+from protocol.planning.speed import Speedometer
+from protocol.run import layout
+from protocol.run import manifest as manifests
+from protocol.run.manifest import Manifest
+
+FIRST = 1
+"""Micro-batches that do not count: memory is taken, and on some devices code is made."""
+
+
+def part_of(manifest: Manifest, memory_bytes: int) -> tuple[int, int]:
+    """The blocks that are trained: all, or one that is neither the first nor the last, if there is such a one."""
+    layers = manifest.model.n_layers
+    if memory.holds_whole(manifest, memory_bytes):
+        return 0, layers
+    return (1, 2) if layers > 2 else (0, 1)
+
+
+def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> None:
+    """See the module's docstring. Never returns."""
+    import torch
+
+    from peer.training.trainer import StageTrainer
+
+    torch.set_num_threads(threads)
+    first, last = part_of(manifest, memory_bytes)
+    spec, train = manifest.model, manifest.train
+    trainer = StageTrainer(spec, train, memory.stage_shards(manifest, first, last), device=device)
+    draw = np.random.default_rng(0)
+    trainer.begin_round(
+        {
+            shard: [draw.standard_normal(shape, np.float32) * 0.02 for shape in layout.shapes(spec, shard)]
+            for shard in trainer.shards
+        }
+    )
+    shape = (train.rows, train.sequence)
+    wire = torch.randn(*shape, spec.d_model)
+    speed, said, done = Speedometer(manifest), 0, 0
+    while True:
+        ids = torch.randint(spec.vocab_size, (train.rows, train.sequence + 1))
+        began = time.perf_counter()
+        trainer.forward(done, ids, None if first == 0 else wire.to(device))
+        trainer.backward(done, None if last == spec.n_layers else wire.to(device))
+        trainer.synchronize()
+        done += 1
+        if done > FIRST:
+            found = speed.add(first, last, time.perf_counter() - began)
+            if found != said:
+                said = found
+                print(said, flush=True)
+        trainer.reset()
+
+
+async def measured(
+    manifest: Manifest, folder: Path, device: str, threads: int, memory_bytes: int, seconds: float
+) -> int | None:
+    """The speed of this machine, in operations a second, as far as it is known after so many seconds; None where it is not, or the
+    machine could not train. `folder`: for a file that is removed again."""
+    path = folder / "speed-test.toml"
+    path.write_text(manifests.to_toml(manifest), encoding="utf-8")
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "peer.training.speed_test", str(path), device, str(threads), str(memory_bytes)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    found: int | None = None
+    try:
+        assert child.stdout is not None
+        async with asyncio.timeout(seconds):
+            async for line in child.stdout:
+                found = int(line)
+    except TimeoutError:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+        path.unlink(missing_ok=True)
+    return found
+
+
+if __name__ == "__main__":
+    run(
+        manifests.from_toml(Path(sys.argv[1]).read_bytes(), sys.argv[1]),
+        sys.argv[2],
+        int(sys.argv[3]),
+        parse_size(sys.argv[4]),
+    )

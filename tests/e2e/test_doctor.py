@@ -1,0 +1,227 @@
+"""`potluck doctor`: each fault is made, and found; a machine without one is told what it would do."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from peer.cli import doctor, main
+from peer.cli.doctor import BAD, GOOD, WARNING, Finding
+from peer.net.clock import Clock
+from peer.net.daemon import START_SECONDS
+from peer.net.disk import LocalDisk
+from peer.node.peer import Factories
+from protocol.wire.announcement import VERSION, Announcement
+from tests import tiny
+from tests.faults.processes import DEADLINE, Swarm
+from tests.faults.roles import NODE
+from tests.faults.test_roles import make_manifest
+
+Found = dict[str, Finding]
+
+
+def examined(*arguments: object, env: dict[str, str] | None = None, limit: int | None = None) -> tuple[Found, bool]:
+    """What a machine is told in a process of its own, and whether joining would work. `limit`: of open files."""
+
+    def limited() -> None:
+        assert limit is not None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+    done = subprocess.run(
+        [sys.executable, "-m", "peer.cli", "doctor", *map(str, arguments), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE,
+        env={**os.environ, **(env or {})},
+        preexec_fn=None if limit is None else limited,
+    )
+    assert not done.stderr, done.stderr
+    told = json.loads(done.stdout)
+    found = {one["about"]: Finding(**one) for one in told["findings"]}
+    assert done.returncode == (0 if told["would_work"] else 1)
+    assert told["would_work"] == all(one.state != BAD for one in found.values())
+    assert all(one.remedy for one in found.values() if one.state != GOOD), found
+    return found, told["would_work"]
+
+
+@pytest.fixture(scope="module")
+def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
+    """A node and one full replica, which have decided rounds."""
+    manifest = make_manifest(start_peers=1)
+    with Swarm(tmp_path_factory.mktemp("doctor") / "run", manifest, tiny.OPERATORS[:1]) as made:
+        made.start_node(NODE)
+        made.start("a")
+        made.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 2, "two rounds")
+        yield made
+
+
+def test_a_machine_that_can_join_is_told_what_it_would_do(swarm: Swarm, tmp_path: Path) -> None:
+    memory = tiny.full_memory(swarm.manifest)
+    options = ("--dir", tmp_path / "b", "--host", "127.0.0.1", "--memory", memory, "--threads", 1, "--device", "cpu")
+    found, works = examined(swarm.addresses[0], *options)
+    assert works, found
+    assert {"python", "torch", "open files", "disk", "port", "run", "version", "clock", "line", "speed", "role"} <= set(
+        found
+    )
+    assert "of text a round" in found["role"].text
+    assert not list((tmp_path / "b").rglob("*probe*"))
+    announced = [e.fields["speed_flops"] for e in swarm.events(NODE) if e.kind == "ready"]
+    assert announced, "there was a peer whose speed is known"
+
+
+def test_a_machine_alone(tmp_path: Path) -> None:
+    found, works = examined("--dir", tmp_path / "new")
+    assert works
+    assert set(found) <= {"python", "torch", "open files", "disk", "port", "memory", "leftovers"}
+    assert not (tmp_path / "new").exists(), "nothing is left"
+
+
+def test_a_broken_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(
+        'raise ImportError("libtorch_cpu.so: cannot open shared object file")'
+    )
+    found, works = examined("--dir", tmp_path / "b", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"})
+    assert not works
+    assert "libtorch_cpu.so" in found["torch"].text
+
+
+def test_a_torch_that_takes_its_process_with_it(tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import os\nos.abort()")
+    found, works = examined("--dir", tmp_path / "b", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"})
+    assert not works
+    assert found["torch"].state == BAD
+
+
+def test_few_open_files(tmp_path: Path) -> None:
+    found, works = examined("--dir", tmp_path / "b", limit=1000)
+    assert works
+    assert found["open files"].state == WARNING
+    assert "allows 1000 at once" in found["open files"].text
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        found, works = examined("--dir", tmp_path / "b", "--host", "127.0.0.1", "--port", taken.getsockname()[1])
+    assert not works
+    assert "another program listens on it" in found["port"].text
+
+
+def test_a_folder_in_use(tmp_path: Path) -> None:
+    lock = LocalDisk().lock(tmp_path / "b", "potluck process")
+    found, works = examined("--dir", tmp_path / "b")
+    lock.close()
+    assert not works
+    assert "another potluck process uses it" in found["folder"].text
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    small = tmp_path / "disk"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(small)], check=True)
+    try:
+        found, works = examined("--dir", small / "b")
+        assert not works
+        assert "No space left" in found["folder"].text
+        assert not list(small.iterdir()), "nothing half-written"
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+class SlowDisk(LocalDisk):
+    """One that writes a megabyte a second, by a clock of its own."""
+
+    now = 0.0
+
+    def write(self, path: Path, *pieces: bytes, **how: object) -> None:  # type: ignore[override]
+        super().write(path, *pieces)
+        self.now += sum(map(len, pieces)) / 1e6
+
+
+def test_a_slow_disk(tmp_path: Path) -> None:
+    found: list[Finding] = []
+    disk = SlowDisk()
+    assert doctor.check_disk(tmp_path, found.append, disk, lambda: disk.now)
+    assert [one.state for one in found] == [WARNING]
+    assert "1.0 MB/s" in found[0].text
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path leaves room for that of a socket."""
+    with tempfile.TemporaryDirectory(prefix="pl-", dir="/tmp") as name:
+        yield Path(name)
+
+
+def test_sockets_of_killed_processes(tmp_path: Path, short: Path) -> None:
+    left = short / "potluck-net-dead"
+    left.mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(left / "p2pd-1.sock"))
+    os.utime(left, times=(0, time.time() - 2 * START_SECONDS))
+    found, works = examined("--dir", tmp_path / "b", env={"TMPDIR": str(short)})
+    assert works
+    assert "killed processes, 1 of them" in found["leftovers"].text
+    assert not left.exists()
+
+
+def test_too_little_memory(swarm: Swarm, tmp_path: Path) -> None:
+    found, works = examined(swarm.addresses[0], "--dir", tmp_path / "b", "--host", "127.0.0.1", "--memory", "1kB")
+    assert not works
+    assert found["memory"].state == WARNING
+    assert "one block of this model needs" in found["run"].text
+
+
+def test_nobody_at_the_address(swarm: Swarm, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address, _, rest = swarm.addresses[0].partition("/tcp/")
+    dead = f"{address}/tcp/{port}/{rest.partition('/')[2]}"
+    began = time.monotonic()
+    found, works = examined(dead, "--dir", tmp_path / "b", "--host", "127.0.0.1")
+    assert not works
+    assert found["run"].state == BAD
+    assert time.monotonic() - began < DEADLINE
+
+
+@pytest.mark.parametrize(("off", "way"), [(3600.0, "ahead of"), (-3600.0, "behind")])
+def test_a_wrong_clock(swarm: Swarm, tmp_path: Path, off: float, way: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The time of this process, as everything in it takes it, is an hour off."""
+    factories = Factories(clock=Clock(wall=lambda: time.time() + off))
+    with pytest.raises(SystemExit) as end:
+        main.main(["doctor", swarm.addresses[0], "--dir", str(tmp_path / "b"), "--host", "127.0.0.1"], factories)
+    assert end.value.code == 1
+    said = capsys.readouterr().out
+    assert "✗ clock: is 3,6" in said or "✗ clock: is 3,5" in said, said
+    assert f"s {way} that of the run's nodes" in said
+    assert said.splitlines()[-1] == "potluck join would not work here: clock"
+
+
+@pytest.mark.parametrize(("version", "named"), [(VERSION + 1, "newer"), (max(0, VERSION - 1), "older")])
+def test_another_version(version: int, named: str) -> None:
+    found: list[Finding] = []
+    node = Announcement(run="0" * 64, peer=tiny.OPERATORS[0].peer_id, version=version, serial=int(1000 * time.time()))
+    doctor.check_nodes([node], Clock(), found.append)
+    assert [one.state for one in found] == [BAD, GOOD]
+    assert named in found[0].remedy
+
+
+def test_help_needs_no_torch(tmp_path: Path) -> None:
+    """Who has a broken one can read what to do."""
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.getcwd()}"}
+    done = subprocess.run([sys.executable, "-m", "peer.cli", "--help"], env=env, capture_output=True, timeout=DEADLINE)
+    assert done.returncode == 0, done.stderr
