@@ -69,7 +69,7 @@ def verify(
 
 
 @contextlib.asynccontextmanager
-async def _log_of(text: str) -> AsyncIterator[tuple[Manifest | None, Source]]:
+async def log_of(text: str) -> AsyncIterator[tuple[Manifest | None, Source]]:
     """The manifest (None for a log without commits) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
     import tempfile
 
@@ -105,7 +105,7 @@ async def _show(text: str, json: bool) -> None:
     """`potluck log show`."""
     import json as jsons
 
-    async with _log_of(text) as (manifest, source):
+    async with log_of(text) as (manifest, source):
         if manifest is None:
             _note(f"log {source.name}: has no rounds yet")
         elif json:
@@ -117,14 +117,14 @@ async def _show(text: str, json: bool) -> None:
 async def _verify(text: str, checkpoint: Path | None) -> None:
     """`potluck log verify`."""
 
-    async with _log_of(text) as (manifest, source):
+    async with log_of(text) as (manifest, source):
         if manifest is None:
             _note(f"log {source.name}: has no rounds yet")
         else:
-            await log_text.verify(manifest, source, checkpoint, _say, _note, _room_for(manifest))
+            await log_text.verify(manifest, source, checkpoint, _say, _note, room_for(manifest))
 
 
-def _room_for(manifest: Manifest) -> Empty:
+def room_for(manifest: Manifest) -> Empty:
     """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
     the next state of a shard."""
     from peer.training import device

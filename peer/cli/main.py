@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peer.cli import commands, data, doctor, init, log, running
+from peer.cli import commands, data, doctor, export, init, log, running
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
 from peer.net import keyfile
@@ -40,6 +40,10 @@ app.command(
     help="Find out whether this machine can join, and what it would do: one finding a line, each with its remedy. Exit code 0: it can.",
     epilog="Example: potluck doctor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...",
 )(doctor.doctor)
+app.command(
+    help="Write the model of a run as a folder that transformers loads. What is written is what the log gives, checked commit by commit.",
+    epilog="Example: potluck export demo-run/bootstrap --out demo-model",
+)(export.export)
 app.add_typer(log.app, name="log")
 app.add_typer(data.app, name="data")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Protocol
 from peer.log.replay import BadPayload
 from peer.net.base import Transport, call
 from peer.net.blobs import BlobStore, Fetcher
+from peer.net.blobs.named import fetch_named
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.rounds.validation import BadCommit
@@ -25,6 +27,8 @@ from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.session import LogRequest
 
 CALL_SECONDS = 20.0
+MAX_TOKENIZER = 64 * 1024 * 1024
+"""Bytes."""
 
 
 class Source(Protocol):
@@ -39,6 +43,10 @@ class Source(Protocol):
 
     async def payload(self, digest: str, size: int) -> bytes:
         """What is kept under that name. Raises BadPayload, RemoteError."""
+        ...
+
+    async def tokenizer(self, manifest: Manifest) -> bytes:
+        """The JSON file of the run's tokenizer. Raises UsageError, RemoteError."""
         ...
 
 
@@ -74,6 +82,15 @@ class Folder:
         except OSError as error:
             raise BadPayload(f"not in {self._folder / 'blobs'} ({error.strerror})") from None
 
+    async def tokenizer(self, manifest: Manifest) -> bytes:
+        path = self._folder / "tokenizer.json"
+        try:
+            return _checked(await asyncio.to_thread(path.read_bytes), manifest, str(path))
+        except OSError as error:
+            raise UsageError(
+                f"tokenizer {path}: {error.strerror}; start the bootstrap node of this folder once"
+            ) from None
+
     async def manifest(self) -> Manifest | None:
         """The run's manifest, None for an empty log. Raises UsageError."""
         try:
@@ -93,6 +110,15 @@ class Folder:
             f"directory {self._folder}: {path.name} is not the manifest of run {shown(run[:12])}…; start its bootstrap node"
             " once, or ask the node over the network"
         )
+
+
+def _checked(tokenizer: bytes, manifest: Manifest, name: str) -> bytes:
+    found = hashlib.sha256(tokenizer).hexdigest()
+    if found != manifest.tokenizer.digest:
+        raise UsageError(
+            f"tokenizer {name}: is another one than the run's; start the bootstrap node with the run's own"
+        )
+    return tokenizer
 
 
 def _hex(text: str) -> str:
@@ -144,6 +170,17 @@ class Remote:
         if data is None:
             raise BadPayload("its file was removed while it was read")
         return data
+
+    async def tokenizer(self, manifest: Manifest) -> bytes:
+        *others, last = self._nodes
+        for node in others:
+            with contextlib.suppress(RemoteError):
+                return await self._tokenizer_of(node, manifest)
+        return await self._tokenizer_of(last, manifest)
+
+    async def _tokenizer_of(self, node: str, manifest: Manifest) -> bytes:
+        raw = await fetch_named(self._transport, node, endpoints.TOKENIZER_NAME, limit=MAX_TOKENIZER)
+        return _checked(raw, manifest, f"of {short_peer(node)}")
 
     async def aclose(self) -> None:
         """Ends what is under way."""

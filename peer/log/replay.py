@@ -98,7 +98,7 @@ class Problem:
 @dataclass(slots=True)
 class Verification:
     """What `verify` found. `attested`, `agreed`: how many digests of shards the commits carry, and how many of them the
-    replay gives too; `digests`: those of the last state, of the shards that could be replayed all the way."""
+    replay gives too; `theta`, `digests`: the last state, of the shards that could be replayed all the way."""
 
     head: Commit | None = None
     contributions: int = 0
@@ -107,6 +107,7 @@ class Verification:
     attested: int = 0
     agreed: int = 0
     problems: list[Problem] = field(default_factory=list)
+    theta: Shards = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
 
 
@@ -117,8 +118,10 @@ async def verify(
     report: Callable[[Problem], None],
     start: State | None = None,
     empty: Empty = in_memory,
+    until: int | None = None,
 ) -> Verification:
-    """Checks a whole log, commit by commit, and replays it shard by shard: from θ(0), or from the shards of `start`.
+    """Checks a whole log, commit by commit, and replays it shard by shard: from θ(0), or from the shards of `start`. `until`: the round
+    whose state is wanted; the log is read as far as to what the peers say of it.
 
     `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
     replayed until one of its payloads, or a list of parts that may name one, is missing or wrong, or its state is not what the peers attested; the others go on.
@@ -149,8 +152,9 @@ async def verify(
         before, done.head, plan = plan, commit, commit.plan
         if commit.round <= replayed:
             continue
+        is_past = until is not None and commit.round > until
         lists: dict[str, Parts] = {}
-        for share, shards in _shares(manifest, before, commit):
+        for share, shards in _shares(manifest, before, commit) if not is_past else ():
             reasons, parts = await _list_of(manifest, share, shards, payload)
             for reason in reasons:
                 problem(commit.round, None, reason)
@@ -168,6 +172,8 @@ async def verify(
                     del outer.theta[shard]
                     continue
                 done.agreed += 1
+            if is_past:
+                continue
             wrong, items = await _payloads(outer, commit, shard, lists, payload)
             for reason in wrong:
                 problem(commit.round, shard, reason)
@@ -177,6 +183,9 @@ async def verify(
             await asyncio.to_thread(outer.apply, shard, items)
             done.payloads += len(items)
             done.payload_bytes += sum(len(data) for _, data in items)
+        if is_past:
+            break
+    done.theta = dict(outer.theta)
     for shard in outer.theta:
         done.digests[shard] = await asyncio.to_thread(outer.digest, shard)
     return done
