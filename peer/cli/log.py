@@ -14,13 +14,17 @@ import typer
 from peer.cli import running
 from peer.config import cache_folder
 from peer.log import reader
+from peer.net import keyfile
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
-from peer.node.open_run import Door, manifest_of, parse_run, start_transport
+from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from peer.ui import log_text
+from peer.ui.contributors import contributors, own_lines, table_lines
 from protocol.codec.topk import Empty, in_memory
+from protocol.errors import UsageError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
+from protocol.wire.schema import plain
 
 if TYPE_CHECKING:
     from peer.log.reader import Source
@@ -66,6 +70,18 @@ def verify(
     """
 
     running.run(_verify(where, checkpoint), interrupted=1)
+
+
+@app.command(epilog="Example: potluck log credits demo-run/bootstrap")
+def credits(
+    where: Log,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per contributor (docs/events.md).")
+    ] = False,
+) -> None:
+    """Show who has contributed what, as the log says: tokens, share of the run, rounds, and what was left out."""
+
+    running.run(_credits(where, json), interrupted=1)
 
 
 @contextlib.asynccontextmanager
@@ -122,6 +138,34 @@ async def _verify(text: str, checkpoint: Path | None) -> None:
             _note(f"log {source.name}: has no rounds yet")
         else:
             await log_text.verify(manifest, source, checkpoint, _say, _note, room_for(manifest))
+
+
+async def _credits(text: str, json: bool) -> None:
+    """`potluck log credits`."""
+    import json as jsons
+
+    async with log_of(text) as (manifest, source):
+        if manifest is None:
+            _note(f"log {source.name}: has no rounds yet")
+            return
+        credits = await log_text.credits_of(manifest, source, _note)
+    found = contributors(credits)
+    for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
+        _say(line)
+
+
+async def me(where: str, folder: Path) -> None:
+    """`potluck me`."""
+    key = folder / KEY
+    if not key.is_file():
+        raise UsageError(f"--dir {folder}: has no key of a peer; give the folder with which you joined")
+    peer = keyfile.load_or_create(key).peer_id
+    async with log_of(where) as (manifest, source):
+        if manifest is None:
+            raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
+        credits = await log_text.credits_of(manifest, source, _note)
+    for line in own_lines(contributors(credits), peer, credits.round, manifest.rounds):
+        _say(line)
 
 
 def room_for(manifest: Manifest) -> Empty:

@@ -188,6 +188,13 @@ def monitor(
     running.run(commands.monitor(run, json))
 
 
+@app.command(epilog="Example: potluck me /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
+def me(where: log.Log, dir: Dir = Path("potluck-peer")) -> None:
+    """See how much of a run is yours: tokens, share, rank, rounds, and what was left out and why."""
+
+    running.run(log.me(where, dir))
+
+
 @app.command(epilog="Example: potluck plan my-peers.toml --what-if +10:8GB,20Mbps,100Mbps,5TFLOPS")
 def plan(
     run: Annotated[

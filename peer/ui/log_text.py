@@ -16,6 +16,7 @@ from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.planning import partition
 from protocol.rounds import validation
+from protocol.rounds.credits import Credits
 from protocol.rounds.validation import BadCommit
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -43,6 +44,14 @@ async def show_json(
     async for record in _believed(manifest, source, note):
         out(plain(logged(record, plan)))
         plan = record.commit.plan
+
+
+async def credits_of(manifest: Manifest, source: Source, note: Callable[[str], None]) -> Credits:
+    """Who has contributed what. Raises like `show`."""
+    credits = Credits(manifest.model.n_layers)
+    async for record in _believed(manifest, source, note):
+        credits.add(record.commit)
+    return credits
 
 
 async def _believed(manifest: Manifest, source: Source, note: Callable[[str], None]) -> AsyncIterator[Record]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from peer import events
 from peer.events import node, volunteer
+from peer.ui.contributors import Contributor
 from peer.ui.logged import LoggedRound
 from peer.ui.snapshot import Snapshot
 
@@ -38,6 +39,7 @@ and kinds that it does not know.
 
 `potluck monitor --json` prints the run as of now instead: one object, [the snapshot](#the-snapshot). And
 `potluck log show --json` prints an object a line for each decided round: [the logged round](#the-logged-round).
+`potluck log credits --json` prints one for each contributor: [the contributor](#the-contributor).
 """
 EXAMPLE = events.Event(1763820000.5, "bootstrap", events.Gone(peer="12D3KooW…"))
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
@@ -55,9 +57,11 @@ def documentation() -> str:
     parts.append(_section("The snapshot", Snapshot))
     parts.append("## What `potluck log show --json` prints\n")
     parts.append(_section("The logged round", LoggedRound))
+    parts.append("## What `potluck log credits --json` prints\n")
+    parts.append(_section("The contributor", Contributor))
     parts.append("## The parts of these\n")
     named: list[type] = []
-    for owner in (*kinds, Snapshot, LoggedRound):
+    for owner in (*kinds, Snapshot, LoggedRound, Contributor):
         _collect(owner, named)
     made = sorted(set(named) - set(kinds), key=lambda part: part.__name__)
     parts += [_section(f"Object `{part.__name__}`", part) for part in made]
@@ -102,7 +106,7 @@ def _collect(hint: Any, into: list[type]) -> None:
         for part in typing.get_type_hints(hint).values():
             _collect(part, into)
         assert isinstance(hint, type)
-        if hint not in (Snapshot, LoggedRound):
+        if hint not in (Snapshot, LoggedRound, Contributor):
             into.append(hint)
 
 

@@ -114,6 +114,37 @@ def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+# --- credits
+
+
+def test_credits_are_the_tokens_of_the_log(done: Done, potluck: Potluck) -> None:
+    lines, errors = potluck("credits", done.folder, "--json")
+    assert errors == []
+    found = [json.loads(line) for line in lines]
+    total = sum(c.tokens for _, _, commit in commits(done.folder) for c in commit.contributions)
+    assert sum(one["tokens"] for one in found) == total
+    assert {one["peer"] for one in found} == {
+        p for _, _, commit in commits(done.folder) if commit.plan for p in commit.plan.peers
+    }
+    assert all(one["rounds"] == one["streak"] == 3 for one in found)
+    table, _ = potluck("credits", done.folder)
+    assert table[0] == f"4 contributors after round 3, {total:,} tokens"
+    assert len(table) == 6
+
+
+def test_me(done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def me(folder: Path) -> str:
+        with pytest.raises(SystemExit) as end:
+            main.main(["me", str(done.folder), "--dir", str(folder)])
+        said = capsys.readouterr()
+        return said.err if end.value.code else said.out
+
+    assert re.search(r"you trained [\d,]+ tokens, \d+\.\d% of the run: rank \d of 4", me(done.out / "full-0"))
+    assert "has no key of a peer" in me(tmp_path)
+    keyfile.load_or_create(tmp_path / "identity.key")
+    assert "no round has planned you yet" in me(tmp_path)
+
+
 # --- show
 
 

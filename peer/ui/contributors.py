@@ -1,0 +1,87 @@
+"""Who has contributed what, for people and as plain data: `potluck log credits` and `potluck me`.
+
+The class is the schema, and docs/events.md lists it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from peer.ui.text import clean, count, readable
+from protocol.identity import short_peer
+from protocol.rounds.credits import Credits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contributor:
+    """What one peer has brought to a run, as the log says."""
+
+    rank: int
+    """From 1: whoever has the most tokens. Equals share a rank."""
+    peer: str
+    """Its peer id."""
+    tokens: int
+    """Tokens that it trained and that were committed; of a chain's, as many as its blocks are of the model's."""
+    share: float
+    """Of all tokens of the run."""
+    rounds: int
+    """In the commits of so many rounds."""
+    streak: int
+    """In so many of the newest rounds without a gap."""
+    last_round: int
+    """The newest of its rounds; 0 if there is none."""
+    left_out: int
+    """Rounds in which it was planned and its replica's work was not taken."""
+    reason: str
+    """Why, in the newest of these, for a reader; empty if there is none."""
+
+
+def contributors(credits: Credits) -> list[Contributor]:
+    """Everybody who was ever planned, those with the most tokens first."""
+    found: list[Contributor] = []
+    for place, credit in enumerate(credits.table(), 1):
+        tied = found and found[-1].tokens == credit.tokens
+        found.append(
+            Contributor(
+                rank=found[-1].rank if tied else place,
+                peer=credit.peer,
+                tokens=credit.tokens,
+                share=credit.tokens / credits.tokens if credits.tokens else 0.0,
+                rounds=credit.rounds,
+                streak=credits.streak(credit),
+                last_round=credit.last,
+                left_out=credit.left_out,
+                reason=credit.reason,
+            )
+        )
+    return found
+
+
+def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
+    """The table of all contributors after `round`."""
+    yield f"{count(found, 'contributor')} after round {round}, {sum(c.tokens for c in found):,} tokens"
+    yield f"{'':>5}  {'peer':<8}  {'tokens':>18}  {'share':>6}  {'rounds':>6}  {'streak':>6}  {'left out':>8}"
+    for c in found:
+        yield (
+            f"{c.rank:>5}  {clean(short_peer(c.peer)):<8}  {c.tokens:>18,}  {c.share:>6.1%}  {c.rounds:>6,}  {c.streak:>6,}"
+            f"  {c.left_out:>8,}"
+        )
+
+
+def own_lines(found: list[Contributor], peer: str, round: int, rounds: int) -> Iterator[str]:
+    """What `peer` has brought, in lines for whoever runs it."""
+    own = next((c for c in found if c.peer == peer), None)
+    yield f"round {round} of {rounds} is decided; {clean(short_peer(peer))} is you"
+    if own is None:
+        yield "no round has planned you yet; a peer that runs is planned for the next one, or is a spare"
+        return
+    there = sum(1 for c in found if c.tokens)
+    if own.tokens:
+        yield f"you trained {own.tokens:,} tokens, {own.share:.1%} of the run: rank {own.rank} of {there}"
+        since = f"the last {own.streak:,} without a gap" if own.streak else f"the last was round {own.last_round}"
+        yield f"your work is in {own.rounds:,} rounds, {since}"
+    else:
+        yield "nothing of yours is in the model yet"
+    if own.left_out:
+        yield f"left out {own.left_out:,} times, the last time because: {readable(own.reason, {})}"

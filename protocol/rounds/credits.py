@@ -1,0 +1,85 @@
+"""Who has contributed what, as the log says. Pure.
+
+The tokens of a contribution belong to the members of its replica, to each as many as its blocks are of the model's: member i of a
+chain of L blocks, with blocks a up to b, has floor(tokens b / L) - floor(tokens a / L), so that the members' tokens add up to the
+contribution's. A spare that took a member's place has that member's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from protocol.wire.commit import Commit, Contribution
+from protocol.wire.plan import Plan
+
+
+@dataclass(slots=True)
+class Credit:
+    """Of one peer. `tokens`: trained and committed; `rounds`: in so many commits; `streak`: so many rounds without a gap, up to
+    `last`, the newest; `left_out`: rounds in which it was planned and its replica's work was not taken, `reason` of
+    the newest of these."""
+
+    peer: str
+    tokens: int = 0
+    rounds: int = 0
+    streak: int = 0
+    last: int = 0
+    left_out: int = 0
+    reason: str = ""
+
+
+class Credits:
+    """The credits of a run with models of `layers` blocks, after the commits that were added, in their order. `tokens`: of all."""
+
+    def __init__(self, layers: int) -> None:
+        self.tokens = 0
+        self.round = 0
+        self._layers = layers
+        self._plan: Plan | None = None
+        self._of: dict[str, Credit] = {}
+
+    def add(self, commit: Commit) -> None:
+        """The next commit of the log."""
+        self.round = commit.round
+        for contribution in commit.contributions:
+            self.tokens += contribution.tokens
+            for peer, tokens in self._parts(contribution):
+                credit = self._credit(peer)
+                credit.tokens += tokens
+                if credit.last != commit.round:
+                    credit.rounds += 1
+                    credit.streak = credit.streak + 1 if credit.last == commit.round - 1 else 1
+                    credit.last = commit.round
+        for left in commit.left_out:
+            spec = self._plan.find(left.replica) if self._plan is not None else None
+            for peer in spec.peers if spec is not None else ():
+                credit = self._credit(peer)
+                credit.left_out += 1
+                credit.reason = left.reason
+        self._plan = commit.plan
+
+    def _credit(self, peer: str) -> Credit:
+        return self._of.setdefault(peer, Credit(peer))
+
+    def _parts(self, contribution: Contribution) -> Iterator[tuple[str, int]]:
+        """(member, its tokens)."""
+        peers = tuple(share.peer for share in contribution.shares)
+        spec = self._plan.taken(contribution.replica, peers, self._layers) if self._plan is not None else None
+        if spec is not None and len(spec.stages) == len(peers):
+            ends = [stage.last for stage in spec.stages]
+        else:  # no plan that honest nodes make
+            ends = list(range(1, len(peers) + 1))
+        before = 0
+        for peer, end in zip(peers, ends, strict=True):
+            until = contribution.tokens * end // ends[-1]
+            yield peer, until - before
+            before = until
+
+    def streak(self, credit: Credit) -> int:
+        """How many of the last rounds it has been in, without a gap; 0 if it was not in the newest."""
+        return credit.streak if credit.last == self.round else 0
+
+    def table(self) -> list[Credit]:
+        """Everybody who was ever planned, those with the most tokens first."""
+        return sorted(self._of.values(), key=lambda c: (-c.tokens, -c.rounds, c.peer))
