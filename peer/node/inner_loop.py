@@ -19,6 +19,7 @@ from peer.chain import pipeline, trace
 from peer.chain.activation_stats import Statistics
 from peer.chain.connect import Pipes
 from peer.chain.progress import StageProgress, catch_up
+from peer.chain.screening import Place, Screens
 from peer.chain.stop_sign import StopSign
 from peer.chain.timing import StepReport, chain_event
 from peer.config import JoinConfig
@@ -86,7 +87,7 @@ class StageInnerLoop:
         self._announce = announce
         self._speed = Speedometer(manifest)
         self._training = False
-        self._statistics = Statistics()
+        self._statistics, self._screens = Statistics(), Screens()
         self._closing: set[asyncio.Task[None]] = set()
 
     def expect(self, slots: Sequence[range]) -> None:
@@ -305,6 +306,7 @@ class StageInnerLoop:
                 on_step=on_step,
                 trace=self._trace,
                 statistics=self._statistics,
+                place=Place(self._screens, plan.round, position, len(spec.stages)),
             )
             await pipeline.run_steps(
                 setup,
