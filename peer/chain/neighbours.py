@@ -169,6 +169,9 @@ class Neighbours:
         try:
             return quantize.encode(values, self._crossing.wires[kind])
         except quantize.BadTensor as error:
+            for screen in self.screens.values():  # lies may make anything
+                if screen.doubt is not None:
+                    raise Refused(screen.neighbour, f"{LIES}{screen.doubt}, {error}") from error
             raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
 
     def _decode(

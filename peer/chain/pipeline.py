@@ -62,7 +62,7 @@ class StageSetup:
     `worker`: an executor with one thread. `wires`: number formats forward and backward. `read(step)` gives the replica's token ids
     [micro_batches * rows, L+1], and may wait for them (peer/chain/reading.py). `timeout`: seconds to wait for one frame of a neighbour.
     `depth`: micro-batches under way in the first step, used by the first stage. `depths`: for how many this stage has memory. `stop` ends
-    the steps of all stages after the one under way; `on_step` hears of every step. `statistics` go on with these steps. `place`: of the screens that look at what comes in; None: nothing is screened.
+    the steps of all stages after the one under way; `on_step` hears of every step, `on_lost` of a lost neighbour before that one can notice. `statistics` go on with these steps. `place`: of the screens that look at what comes in; None: nothing is screened.
     """
 
     trainer: StageTrainer
@@ -77,6 +77,7 @@ class StageSetup:
     trace: Trace | None = None
     statistics: Statistics = field(default_factory=Statistics)
     place: Place | None = None
+    on_lost: Callable[[NeighbourLost], None] | None = None
     liveness: Liveness = LIVENESS
     pick_depth: Callable[[Sequence[StageCost], Sequence[LinkCost], int], int] = pipeline_model.pick_depth
 
@@ -337,6 +338,9 @@ async def run_steps(
                 await link.stop()
     except BaseExceptionGroup as failures:
         error = _worst(failures)
+        if isinstance(error, NeighbourLost) and setup.on_lost is not None:
+            setup.on_lost(error)
+            error.told = True
         await _leave(streams, error.peer if isinstance(error, NeighbourLost) else "")
         raise error from error.__cause__
     except asyncio.CancelledError:

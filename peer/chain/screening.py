@@ -16,7 +16,7 @@ neighbour is accused. What an honest stage makes of false values is strange too,
 accuse: `hops` counts the stages that values have passed, forward and back, on their way from the chain's beginning (`hops`). A suspicious
 frame moves the mean size little, and the others not at all. One that is refused enters nothing.
 
-Where the learning rate rises at once, so do sizes, of honest stages too: what they are then is learned anew (`follow`).
+Where the learning rate rises at once, honest stages change at once too: what is usual is learned anew, of MEMORY frames (`follow`).
 
 A reference belongs to a cut of the model, a width and a number format, and goes on from round to round, whoever the neighbour is:
 all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free, and it is begun anew when none came for
@@ -46,19 +46,21 @@ OLD_ROUNDS = 3
 TOKENS, VALUES, CLASSES = 128, 32, 128
 """N, D, and classes of tokens."""
 SIZE = 0.85
-FIT = 0.5
+FIT = 0.4
 INFORMATIVE = 0.12
 ALARM = 5.0
 HOP = 1.5
 HONEST = 0.34
 MEMORY = 12
 """Frames, about, that the means of size and agreement remember,"""
-CLASS_MEMORY = 64
+CLASS_MEMORY = 24
 """and the means of the classes."""
 SLOWLY = 1 / 48
 """How far a suspicious frame moves the mean size, as a share of SIZE."""
+STALE = 0.1
+"""What the means of the classes weigh after that,"""
 RISE = 2.0
-"""A learning rate that is so many times the one of the step before rises at once."""
+"""where a learning rate that is so many times the one of the step before rises at once."""
 CLEARED = 64
 """Accepted frames, after which it is no more in question whether the reference or the last accused was wrong."""
 MOST = 16
@@ -82,19 +84,21 @@ def hops(kind: int, position: int, stages: int) -> int:
 
 
 class Screen:
-    """The reference for one cut and direction, and the neighbour that is there now. `draw`: what is sampled follows from it."""
+    """The reference for one cut and direction, and the `neighbour` that is there now. `draw`: what is sampled follows from it. `doubt`: what
+    was suspicious about the last frame."""
 
     def __init__(self, kind: int, width: int, draw: np.random.Generator) -> None:
         self.kind, self.width = kind, width
         self._values = torch.from_numpy(np.sort(draw.permutation(width)[:VALUES]))
         self._first = float(draw.random())
-        self._neighbour, self._accused, self._round, self._alarm_at = "", "", 0, ALARM
+        self.neighbour, self._accused, self._round, self._alarm_at = "", "", 0, ALARM
         self._rate = 0.0
         self._forget()
 
     def _forget(self) -> None:
         values = len(self._values)
         self._sums, self._counts = np.zeros((CLASSES, values), np.float32), np.zeros(CLASSES, np.float32)
+        self.doubt: str | None = None
         self._size = self._agreement = self._score = 0.0
         self._frames = self._rounds = self._accepted = 0
 
@@ -103,13 +107,15 @@ class Screen:
         if round - self._round > OLD_ROUNDS:
             self._forget()
         self._rounds += round != self._round
-        self._neighbour, self._round, self._score = neighbour, round, 0.0
+        self.neighbour, self._round, self._score, self.doubt = neighbour, round, 0.0, None
         self._alarm_at = ALARM + HOP * hops
 
     def follow(self, rate: float) -> None:
         """A step was taken with this learning rate."""
         if rate > RISE * self._rate:
             self._frames = 0
+            self._sums *= np.float32(STALE)
+            self._counts *= np.float32(STALE)
         self._rate = rate
 
     def sample(self, x: Tensor) -> Sample | None:
@@ -136,6 +142,7 @@ class Screen:
         seen = self.figures(sample, classes)
         why = self._suspicion(seen) if self._rounds > NEW_ROUNDS else None
         self._score = self._score + 1 if why is not None else max(0.0, self._score - HONEST)
+        self.doubt = why and self._say(why)
         if why is not None and self._score >= self._alarm_at:
             return self._alarm(why)
         self._add(seen, sample, classes, why is None)
@@ -151,7 +158,9 @@ class Screen:
         return Figures(size, float(np.vdot(centred, fit)) / norms if norms > _TINY else 0.0)
 
     def _suspicion(self, seen: Figures) -> str | None:
-        off = seen.size - self._size if self._frames else 0.0
+        if self._frames < MEMORY:
+            return None
+        off = seen.size - self._size
         if off > SIZE:
             return f"are {math.exp(min(off, 60.0)):.3g} times as large as before"
         if off < -SIZE:
@@ -161,11 +170,14 @@ class Screen:
         return None
 
     def _alarm(self, why: str) -> str | None:
-        if self._accused not in ("", self._neighbour) and self._accepted < CLEARED:
+        if self._accused not in ("", self.neighbour) and self._accepted < CLEARED:
             self._forget()
             self._accused = ""
             return None
-        self._accused, self._accepted = self._neighbour, 0
+        self._accused, self._accepted = self.neighbour, 0
+        return self._say(why)
+
+    def _say(self, why: str) -> str:
         return f"{'activations' if self.kind == FORWARD else 'gradients'} {why}"
 
     def _add(self, seen: Figures, sample: Sample, classes: Ids, good: bool) -> None:
@@ -178,12 +190,12 @@ class Screen:
         pace = 1 / min(self._frames, MEMORY)
         self._size += pace * (seen.size - self._size)
         self._agreement += pace * (seen.agreement - self._agreement)
-        member = (classes == np.arange(CLASSES)[:, None]).astype(np.float32)
         keep = np.float32(1 - 1 / CLASS_MEMORY)
         self._sums *= keep
-        self._sums += member @ (sample * np.float32(math.exp(-seen.size) if seen.size > -60 else 0.0))
+        # not as a product of matrices: numpy's library for these would take all cores
+        np.add.at(self._sums, classes, sample * np.float32(math.exp(-seen.size) if seen.size > -60 else 0.0))
         self._counts *= keep
-        self._counts += member.sum(1)
+        np.add.at(self._counts, classes, np.float32(1))
 
 
 @dataclass(frozen=True, slots=True)

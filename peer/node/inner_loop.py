@@ -183,7 +183,7 @@ class StageInnerLoop:
             await self._prepare(spec.stages[position], spec.rank, pace, theta)
             assert self._trainer is not None
             while not order.steps:
-                chain = self._chain(order, position, stage_progress, stop, end, on_step)
+                chain = self._chain(order, position, stage_progress, stop, end, on_step, chain_orders)
                 newer = await self._unless_reconfigured(chain, order.generation, stop, chain_orders)
                 if newer is None:
                     break
@@ -264,7 +264,8 @@ class StageInnerLoop:
                     return None
                 except pipeline.NeighbourLost as error:
                     self._pipes.doubt(error.peer)
-                    chain_orders.failed(generation, error.peer, error.reason)
+                    if not error.told:
+                        chain_orders.failed(generation, error.peer, error.reason)
                     await asyncio.wait({newer, over}, return_when=asyncio.FIRST_COMPLETED)
                     if not newer.done():
                         raise
@@ -282,6 +283,7 @@ class StageInnerLoop:
         stop: asyncio.Event,
         end: StopSign,
         on_step: Callable[[StepReport], None],
+        chain_orders: ChainOrders,
     ) -> None:
         """The inner steps that are left, with the members that `order` names. Raises PotluckError."""
         plan, train = order.plan, self.manifest.train
@@ -306,6 +308,7 @@ class StageInnerLoop:
                 on_step=on_step,
                 trace=self._trace,
                 statistics=self._statistics,
+                on_lost=lambda lost: chain_orders.failed(order.generation, lost.peer, lost.reason),
                 place=Place(self._screens, plan.round, position, len(spec.stages)),
             )
             await pipeline.run_steps(

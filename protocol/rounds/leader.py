@@ -217,12 +217,16 @@ class Leader:
         told = self.quarrels.hear(peer, failure, self.roster.versions(failure.replica))
         effects: list[Effect] = self.position.stay(ChainFailure, told) if told else []
         found = self.roster.reported(peer, failure) if self._leads else None
+        lost = self.quarrels.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
+        if told and isinstance(found, ChainReconfig):  # a liar may have been quicker to name its neighbour
+            news = self._lost(lost, failure.reason, must_go_on=True)
+            if news is not None:
+                return effects + self._reconfigure(ChainFailure, news)
         if isinstance(found, ChainReconfig):
             return effects + self.position.stay(ChainFailure, [Send((peer,), found, False)])
         if found is None:
             return effects
         if failure.peer in found.peers:
-            lost = self.quarrels.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
             news = self._lost(lost, failure.reason, must_go_on=failure.reason != SLOW)
         else:
             news = self.roster.renew(found.number, found.peers, "its members knew different chains", 0)

@@ -2,14 +2,15 @@
 
 Such a report (`ChainFailure` with a reason that begins with LIES; what makes it: peer/chain/screening.py) is only a claim: the accused may
 lie, or the accuser. So both pay. From then on they have a *quarrel*, and no plan and no repair puts them beside each other (`Candidate.apart`).
-At once one of the two loses its place to a spare: who has more quarrels, the accused if both have as many (`loser`).
+At once one of the two loses its place to a spare: who has more quarrels, the accused if both have as many (`loser`). And a plan takes others
+in the place of the accused where it can: with each accuser it counts as half as likely to be there (`Candidate.presence`).
 
 Who lies has quarrels wherever it is put, an honest peer only with liars. So all that have quarrels are looked at together: as long as anybody
 has OUT quarrels or more, the one with the most of them (then: who was accused most often) is *out*, and its quarrels no longer speak against
 others. Who is out is in no chain; it may still be a full replica.
 
-    a liar              is out when a second neighbour has named it
-    one false accuser   costs each peer that it accuses one neighbour, and is out with the second
+    a liar              comes after all others, and is out when a second neighbour has named it
+    one false accuser   costs each peer that it accuses one neighbour and some preference, and is out with the second
     k false accusers    cost some peers their places in chains until they have made more quarrels than those have; then all these are back
 
 A quarrel is forgotten after FORGOTTEN rounds. All nodes hear the reports, so that whoever leads knows them; one that was started anew does not.
@@ -28,8 +29,9 @@ from protocol.wire.session import ChainFailure
 LIES = "lies: "
 """How the reason of such a report begins."""
 OUT = 2
+TRUST = 0.5
 FORGOTTEN = 1000
-REMEMBERED = 4096
+REMEMBERED = 1024
 """Quarrels; the oldest is forgotten first."""
 
 
@@ -50,6 +52,7 @@ class Quarrels:
         self.out: frozenset[str] = frozenset()
         self._since: dict[tuple[str, str], int] = {}  # by accuser and accused
         self._with: dict[str, set[str]] = {}
+        self._named = Counter[str]()
 
     def hear(self, peer: str, failure: ChainFailure, chains: Iterable[ReplicaSpec | None]) -> list[Quarrel]:
         """A member's report about its chain; `chains`: that chain as it was planned and as it is now. A Quarrel if it is news."""
@@ -89,7 +92,9 @@ class Quarrels:
 
     def _mark(self, candidate: Candidate) -> Candidate:
         apart = self._with[candidate.peer].union(candidate.apart)
-        return dataclasses.replace(candidate, apart=tuple(sorted(apart)), alone=candidate.peer in self.out)
+        presence = candidate.presence * TRUST ** self._named[candidate.peer]
+        alone = candidate.peer in self.out
+        return dataclasses.replace(candidate, apart=tuple(sorted(apart)), presence=presence, alone=alone)
 
     def _look(self) -> None:
         """Who quarrels with whom, and who is out."""
@@ -97,7 +102,7 @@ class Quarrels:
         for one, other in self._since:
             self._with.setdefault(one, set()).add(other)
             self._with.setdefault(other, set()).add(one)
-        named = Counter(accused for _, accused in self._since)
+        self._named = named = Counter(accused for _, accused in self._since)
         left = {peer: set(others) for peer, others in self._with.items()}
         out = set[str]()
         while left:

@@ -43,6 +43,7 @@ from protocol.run.manifest import TrainSpec
 STAGES, STEPS, MICRO, ROWS, D = 4, 8, 4, 1, 64
 SPEC = ModelSpec(vocab_size=4096, d_model=D, n_layers=STAGES, n_heads=4, d_ff=2 * D, context=SEQUENCE)
 ARMS = ("16:int4:sym2", "16:int4:int4", "32:bf16:bf16", "0:int4:sym2")
+LIMIT = quantize.LIMIT / 4
 SPIKES, SPIKE, LIES, HISTORY = 8, 10.0, 25, 16
 KINDS = ("noise", "zeros", "x4", "x0.25", "flipped", "replayed")
 
@@ -101,13 +102,16 @@ class Chain:
             lambda: collections.deque(maxlen=HISTORY)
         )
         self.corpus, self.key = demo_corpus(), key
+        self.false, self._round = list[str](), 0
+        self._liar: int | None = None
 
     def state(self) -> tuple[list[StageTrainer], dict[tuple[int, int], Screen]]:
         """What `train` changes, but for what was sent."""
         return copy.deepcopy((self.stages, self.screens))
 
     def train(self, round: int, spike: int | None, lie: Lie | None, draw: random.Random) -> float:
-        """One round, with the spike in this step; the loss. Raises Accused."""
+        """One round, with the spike in this step; the loss. Raises Accused, unless all are honest: then `false` has who was accused."""
+        self.false, self._round, self._liar = [], round, None if lie is None else lie.stage
         for (by, kind), screen in self.screens.items():
             screen.begin(f"stage {by - 1 if kind == FORWARD else by + 1}", round, hops(kind, by, STAGES))
         loss = 0.0
@@ -151,11 +155,29 @@ class Chain:
         if lie is not None and (lie.stage, lie.direction) == (sender, kind):
             x = lie.of(x, self.sent[sender, kind], draw)
         wire, screen = self.wires[kind == BACKWARD], self.screens[by, kind]
-        came = quantize.decode(quantize.encode(x, wire), x.shape, wire, x.device)
+        if sender == self._liar:
+            x = x.clamp(-LIMIT, LIMIT)
+        try:
+            came = quantize.decode(quantize.encode(x, wire), x.shape, wire, x.device)
+        except quantize.BadTensor:
+            self._overflow(sender)
+            raise
         why = screen.judge(screen.sample(came), ids.numpy())
-        if why is not None and (lie is None or lie.stage != by):
+        if why is not None and self._liar is None:
+            self.false.append(f"stage {by} accuses stage {sender}: {why}")
+            screen.begin(f"spare {len(self.false)}", self._round, hops(kind, by, STAGES))
+        elif why is not None and self._liar != by:
             raise Accused(by, sender, why)
         return came
+
+    def _overflow(self, sender: int) -> None:
+        """An honest stage that cannot send what it made of lies says who lied, if it can (peer/chain/neighbours.py)."""
+        for kind, stage in ((FORWARD, sender - 1), (BACKWARD, sender + 1)):
+            screen = self.screens.get((sender, kind))
+            if screen is not None and screen.doubt is not None:
+                raise Accused(sender, stage, screen.doubt)
+        if self._liar is not None:
+            raise Accused(sender, sender, "cannot go on")
 
 
 def every_lie(draw: random.Random) -> Iterator[Lie]:
@@ -184,13 +206,8 @@ def run(arm: str, seed: int, rounds: int, note: Callable[..., None]) -> None:
                 note(round=round, lie=dataclasses.asdict(lie), found=found, said=str(accused) if accused else None)
             chain.stages, chain.screens = stages, screens
         spike = draw.randrange(STEPS) if round % SPIKES == SPIKES // 2 else None
-        kept = chain.state() if round > NEW_ROUNDS else None
-        try:
-            note(round=round, spike=spike, false=None, loss=chain.train(round, spike, None, draw))
-        except Accused as error:
-            note(round=round, spike=spike, false=str(error), loss=None)
-            assert kept is not None
-            chain.stages, chain.screens = kept  # the round is left out
+        loss = chain.train(round, spike, None, draw)
+        note(round=round, spike=spike, false=chain.false[0] if chain.false else None, loss=loss)
 
 
 def table(lines: Sequence[dict[str, object]]) -> Iterator[str]:

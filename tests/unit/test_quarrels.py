@@ -48,8 +48,8 @@ def test_who_accuses_falsely_costs_each_one_neighbour_and_is_out_itself() -> Non
     known = heard(("liar", "a"), ("liar", "b"), ("liar", "c"))
     assert known.out == {"liar"}
     marked = known.marked([Candidate(peer=p, memory_bytes=1, up_bps=1) for p in ("a", "liar", "x")])
-    assert [(c.peer, c.apart, c.alone) for c in marked] == [
-        ("a", ("liar",), False), ("liar", ("a", "b", "c"), True), ("x", (), False)
+    assert [(c.peer, c.apart, c.alone, c.presence) for c in marked] == [
+        ("a", ("liar",), False, 0.5), ("liar", ("a", "b", "c"), True, 1.0), ("x", (), False, 1.0)
     ]  # fmt: skip
 
 
@@ -148,6 +148,13 @@ def test_a_later_report_of_another_neighbour_counts_though_the_accused_is_gone()
     driver = Driver("f")
     accused(driver, "e", "d")
     assert accused(driver, "c", "d")[0] == Quarrel("c", "d", SAW, ("d",))
+
+
+def test_a_liar_that_was_quicker_to_name_its_neighbour_loses_its_place_too() -> None:
+    driver = Driver("f", "g")
+    driver.follow(reconfig(driver.failure("d", "e")))
+    effects = accused(driver, "e", "d")
+    assert reconfig(effects[1:]).peers == ("c", "g", "f")
 
 
 def test_a_node_that_does_not_lead_knows_it_when_it_does() -> None:
