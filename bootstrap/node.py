@@ -38,7 +38,7 @@ from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, leader_events, paxos_events, presence
+from protocol.rounds import admission, leader_events, paxos_events, presence, quarrels
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
@@ -314,8 +314,8 @@ class BootstrapNode:
                             round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason
                         )
                     )
-                case leader_events.Resting(peer, until):
-                    self._emit(told.resting(peer, until))
+                case leader_events.Resting() | quarrels.Quarrel():
+                    self._emit(told.of(effect))
                 case leader_events.Done(round):
                     self._finish(round)
 

@@ -10,6 +10,8 @@ from peer import events
 from peer.net.directory import Directory
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
+from protocol.rounds.leader_events import Resting
+from protocol.rounds.quarrels import Quarrel
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 
@@ -35,6 +37,13 @@ def resting(peer: str, until: int) -> events.Warning:
     """A peer is planned more rarely, since it does not do what it is planned for."""
     what = "it is planned again and again and brings nothing"
     return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
+
+
+def of(effect: Resting | Quarrel) -> events.Warning | events.Quarrel:
+    """Whom plans trust less from now on."""
+    if isinstance(effect, Resting):
+        return resting(effect.peer, effect.round)
+    return events.Quarrel(accuser=effect.accuser, accused=effect.accused, reason=effect.reason, out=effect.out)
 
 
 def refusing(emit: events.Emit, directory: Directory) -> Callable[[events.Refused], None]:

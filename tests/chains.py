@@ -134,11 +134,12 @@ def make_chain(
     k: int,
     train: TrainSpec = TRAIN,
     theta=None,
-    kind: type[Recording] = Recording,
+    kind: type[Any] = Recording,
     device: str = "cpu",
-) -> list[Recording]:
+    basis: np.ndarray = BASIS,
+) -> list[Any]:
     trainers = [
-        kind(SPEC, train, shards, rank=k, basis=BASIS if k else None, device=device) for shards in split_shards(cuts)
+        kind(SPEC, train, shards, rank=k, basis=basis if k else None, device=device) for shards in split_shards(cuts)
     ]
     for trainer in trainers:
         trainer.begin_round(theta if theta is not None else random_theta())

@@ -29,7 +29,10 @@ HEAD_BYTES = _HEAD.size
 
 
 class NeighbourLost(RemoteError):
-    """A member left, fell silent or sent what cannot be; `peer` is the member to blame, `reason` what it did."""
+    """A member left, fell silent or sent what cannot be; `peer` is the member to blame, `reason` what it did. `told`: whether somebody
+    has heard of it already."""
+
+    told = False
 
     def __init__(self, peer: str, reason: str) -> None:
         super().__init__(peer, f"chain member {peer}: {reason}; it needs a spare in its place")

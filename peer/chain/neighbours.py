@@ -2,6 +2,7 @@
 
 A tensor is encoded, and decoded, on a thread of its boundary while the model computes. It travels with the checksum of its
 micro-batch's token ids: every stage knows the ids from the data assignment, so peers with different text notice it at once.
+What came in is screened before it is computed with (peer/chain/screening.py).
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from peer.chain import activation_stats, quantize
 from peer.chain.activation_stats import Measure, Running, Statistics
 from peer.chain.frames import FORWARD, HEAD_BYTES, Frame, Head, Refused
 from peer.chain.link import Link, Liveness
+from peer.chain.screening import Sample, Screen
 from peer.net.base import Stream
 from protocol.codec import boundary_formats
 from protocol.errors import LocalError, UsageError
+from protocol.rounds.quarrels import LIES
 from protocol.wire.framing import MAX_FRAME
 
 
@@ -42,7 +47,7 @@ class Neighbours:
     """The previous and the following stage, None where there is none. `arrived` is set whenever anything comes, or breaks.
 
     `depth`: how many micro-batches may be under way. The first stage sets it, the others take it from what they get. `checks`: the
-    checksums of this inner step's micro-batches.
+    checksums of this inner step's micro-batches. `screens`: by the kind of frame; nothing is screened where there is none.
     """
 
     def __init__(self, crossing: Crossing, codec: Executor, statistics: Statistics, depth: int) -> None:
@@ -51,6 +56,8 @@ class Neighbours:
         self.arrived = asyncio.Event()
         self.depth = depth
         self.checks: Sequence[int] = ()
+        self.screens: dict[int, Screen] = {}
+        self._ids: Sequence[NDArray[np.int64]] = ()
         self._crossing, self._codec, self._statistics = crossing, codec, statistics
         self._codes = {kind: boundary_formats.FORMATS.index(wire) for kind, wire in crossing.wires.items()}
         self._sizes = {kind: quantize.size(crossing.shape, wire) for kind, wire in crossing.wires.items()}
@@ -73,9 +80,14 @@ class Neighbours:
             stream, group, self.arrived, self._decode, queue=queue, limit=limit, timeout=timeout, liveness=liveness
         )
 
-    def begin_step(self, checks: Sequence[int]) -> None:
-        """The checksums of the step's micro-batches are known."""
-        self.checks = checks
+    def begin_step(self, checks: Sequence[int], ids: Sequence[NDArray[np.int64]]) -> None:
+        """The token ids [B, L+1] of the step's micro-batches and their checksums are known."""
+        self.checks, self._ids = checks, ids
+
+    def end_step(self, rate: float) -> None:
+        """The step was taken with this learning rate."""
+        for screen in self.screens.values():
+            screen.follow(rate)
 
     # --- waiting
 
@@ -118,13 +130,16 @@ class Neighbours:
             if kind == FORWARD:
                 self._take_depth(link, frame.head, micro)
             assert frame.value is not None
-            found: tuple[Tensor, Measure] | quantize.BadTensor = await frame.value
+            found: tuple[Tensor, Measure, Sample | None] | quantize.BadTensor = await frame.value
             if isinstance(found, quantize.BadTensor):
                 link.refuse(f"sent bad {'activations' if kind == FORWARD else 'gradients'}: {found}")
+            value, seen, sample = found
+            why = self.screens[kind].judge(sample, self._ids[micro]) if sample is not None else None
+            if why is not None:
+                link.refuse(LIES + why)
         except Refused:
             running.refused += 1
             raise
-        value, seen = found
         running.add(seen)
         return value
 
@@ -154,17 +169,23 @@ class Neighbours:
         try:
             return quantize.encode(values, self._crossing.wires[kind])
         except quantize.BadTensor as error:
+            for screen in self.screens.values():  # lies may make anything
+                if screen.doubt is not None:
+                    raise Refused(screen.neighbour, f"{LIES}{screen.doubt}, {error}") from error
             raise LocalError(f"training: {error}; the run's learning rate may be too high") from error
 
-    def _decode(self, kind: int, body: memoryview) -> Awaitable[tuple[Tensor, Measure] | quantize.BadTensor]:
+    def _decode(
+        self, kind: int, body: memoryview
+    ) -> Awaitable[tuple[Tensor, Measure, Sample | None] | quantize.BadTensor]:
         """Begins to decode."""
-        crossing = self._crossing
+        crossing, screen = self._crossing, self.screens.get(kind)
         nth, self._decoded[kind] = self._decoded[kind], self._decoded[kind] + 1
 
-        def decode() -> tuple[Tensor, Measure] | quantize.BadTensor:
+        def decode() -> tuple[Tensor, Measure, Sample | None] | quantize.BadTensor:
             try:
                 x, largest = quantize.decode_measured(body, crossing.shape, crossing.wires[kind], crossing.device)
-                return x, activation_stats.measure(x, largest, nth)
+                sample = screen.sample(x) if screen is not None else None
+                return x, activation_stats.measure(x, largest, nth), sample
             except quantize.BadTensor as error:
                 return error
 

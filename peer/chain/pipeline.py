@@ -40,12 +40,13 @@ from peer.chain.neighbours import Crossing, Neighbours
 from peer.chain.progress import StageProgress, catch_up
 from peer.chain.reading import Ids, Read, Reading
 from peer.chain.scheduler import AlternatingScheduler
+from peer.chain.screening import Place
 from peer.chain.stop_sign import StopSign
 from peer.chain.timing import StageTiming, StepReport, costs
 from peer.chain.trace import Trace
 from peer.chain.worker import OTHER, TimedWorker
 from peer.net.base import Stream
-from peer.training.trainer import StageTrainer, mean_loss
+from peer.training.trainer import StageTrainer, learning_rate, mean_loss
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
@@ -61,7 +62,7 @@ class StageSetup:
     `worker`: an executor with one thread. `wires`: number formats forward and backward. `read(step)` gives the replica's token ids
     [micro_batches * rows, L+1], and may wait for them (peer/chain/reading.py). `timeout`: seconds to wait for one frame of a neighbour.
     `depth`: micro-batches under way in the first step, used by the first stage. `depths`: for how many this stage has memory. `stop` ends
-    the steps of all stages after the one under way; `on_step` hears of every step. `statistics` go on with these steps.
+    the steps of all stages after the one under way; `on_step` hears of every step, `on_lost` of a lost neighbour before that one can notice. `statistics` go on with these steps. `place`: of the screens that look at what comes in; None: nothing is screened.
     """
 
     trainer: StageTrainer
@@ -75,6 +76,8 @@ class StageSetup:
     on_step: Callable[[StepReport], None] | None = None
     trace: Trace | None = None
     statistics: Statistics = field(default_factory=Statistics)
+    place: Place | None = None
+    on_lost: Callable[[NeighbourLost], None] | None = None
     liveness: Liveness = LIVENESS
     pick_depth: Callable[[Sequence[StageCost], Sequence[LinkCost], int], int] = pipeline_model.pick_depth
 
@@ -104,6 +107,13 @@ class _Run:
         self._seconds_per_microbatch, self._stage_seconds = 0.0, tuple[float, ...]()
         self._transfers = (0.0, 0.0)
 
+    def screen(self, kind: int, neighbour: str) -> None:
+        """From now on what comes from a neighbour is screened."""
+        if self.setup.place is not None:
+            shard = self.trainer.shards[0 if kind == FORWARD else -1]
+            wire = self.setup.wires[kind == BACKWARD]
+            self.near.screens[kind] = self.setup.place.of(kind, neighbour, shard, self.trainer.width, wire)
+
     async def step(self, step: int, progress: StageProgress) -> StepReport:
         """One inner step; `progress.total` says whether somebody wishes to stop after it."""
         near = self.near
@@ -122,6 +132,8 @@ class _Run:
         progress.summed = True
         await self._gather(step, progress)
         await self.worker.run(OTHER, self.trainer.step, step, progress.total.norm)
+        if near.screens:
+            near.end_step(learning_rate(self.train, self.trainer.pace.place(self.train, step)))
         progress.summed = False
         after, end = self._sent(), time.perf_counter()
         report = StepReport(
@@ -163,7 +175,8 @@ class _Run:
         if self.trainer.device.type == "cuda":
             ids = ids.pin_memory()  # the device fetches them when it comes to them
         self._ids = tuple(ids.reshape(self.train.micro_batches, self.train.rows, -1))
-        self.near.begin_step([zlib.crc32(part.numpy().astype("<i8").tobytes()) for part in self._ids])
+        parts = [part.numpy() for part in self._ids]
+        self.near.begin_step([zlib.crc32(part.astype("<i8").tobytes()) for part in parts], parts)
 
     # --- micro-batches
 
@@ -305,8 +318,10 @@ async def run_steps(
     try:
         async with asyncio.TaskGroup() as group:
             if previous is not None:
+                run.screen(FORWARD, previous.remote)
                 near.previous = near.connect(previous, group, setup.timeout, setup.liveness)
             if following is not None:
+                run.screen(BACKWARD, following.remote)
                 near.following = near.connect(following, group, setup.timeout, setup.liveness)
             if resume:
                 best = await grad_norm.resume(near, progress.total, steps)
@@ -323,6 +338,9 @@ async def run_steps(
                 await link.stop()
     except BaseExceptionGroup as failures:
         error = _worst(failures)
+        if isinstance(error, NeighbourLost) and setup.on_lost is not None:
+            setup.on_lost(error)
+            error.told = True
         await _leave(streams, error.peer if isinstance(error, NeighbourLost) else "")
         raise error from error.__cause__
     except asyncio.CancelledError:

@@ -32,6 +32,7 @@ from peer.events.node import (
     Leads,
     Listening,
     Moved,
+    Quarrel,
     Ready,
     Refused,
     Relayed,
@@ -99,6 +100,7 @@ __all__ = [
     "Measured",
     "Moved",
     "Offered",
+    "Quarrel",
     "Reachable",
     "Ready",
     "Recovered",
@@ -130,7 +132,7 @@ __all__ = [
 ]
 
 Body = (
-    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | RunFinished
+    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Quarrel | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip

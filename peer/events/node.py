@@ -154,6 +154,20 @@ class Relayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quarrel:
+    """A chain's member said that a neighbour sends lies. The two are no neighbours in later chains, whoever of them lied."""
+
+    accuser: str
+    """Who said it."""
+    accused: str
+    """Of whom."""
+    reason: str
+    """What it saw, for a reader."""
+    out: tuple[str, ...]
+    """Who is in no chain from now on, since it has quarrels with several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
     """Somebody used more than it may of this process, which takes nothing more from it for a while."""
 

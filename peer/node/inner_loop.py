@@ -19,6 +19,7 @@ from peer.chain import pipeline, trace
 from peer.chain.activation_stats import Statistics
 from peer.chain.connect import Pipes
 from peer.chain.progress import StageProgress, catch_up
+from peer.chain.screening import Place, Screens
 from peer.chain.stop_sign import StopSign
 from peer.chain.timing import StepReport, chain_event
 from peer.config import JoinConfig
@@ -86,7 +87,7 @@ class StageInnerLoop:
         self._announce = announce
         self._speed = Speedometer(manifest)
         self._training = False
-        self._statistics = Statistics()
+        self._statistics, self._screens = Statistics(), Screens()
         self._closing: set[asyncio.Task[None]] = set()
 
     def expect(self, slots: Sequence[range]) -> None:
@@ -182,7 +183,7 @@ class StageInnerLoop:
             await self._prepare(spec.stages[position], spec.rank, pace, theta)
             assert self._trainer is not None
             while not order.steps:
-                chain = self._chain(order, position, stage_progress, stop, end, on_step)
+                chain = self._chain(order, position, stage_progress, stop, end, on_step, chain_orders)
                 newer = await self._unless_reconfigured(chain, order.generation, stop, chain_orders)
                 if newer is None:
                     break
@@ -263,7 +264,8 @@ class StageInnerLoop:
                     return None
                 except pipeline.NeighbourLost as error:
                     self._pipes.doubt(error.peer)
-                    chain_orders.failed(generation, error.peer, error.reason)
+                    if not error.told:
+                        chain_orders.failed(generation, error.peer, error.reason)
                     await asyncio.wait({newer, over}, return_when=asyncio.FIRST_COMPLETED)
                     if not newer.done():
                         raise
@@ -281,6 +283,7 @@ class StageInnerLoop:
         stop: asyncio.Event,
         end: StopSign,
         on_step: Callable[[StepReport], None],
+        chain_orders: ChainOrders,
     ) -> None:
         """The inner steps that are left, with the members that `order` names. Raises PotluckError."""
         plan, train = order.plan, self.manifest.train
@@ -305,6 +308,8 @@ class StageInnerLoop:
                 on_step=on_step,
                 trace=self._trace,
                 statistics=self._statistics,
+                on_lost=lambda lost: chain_orders.failed(order.generation, lost.peer, lost.reason),
+                place=Place(self._screens, plan.round, position, len(spec.stages)),
             )
             await pipeline.run_steps(
                 setup,

@@ -60,6 +60,12 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Refused(peer=peer, address=address, reason=reason, seconds=seconds):
             who = f"peer {called(peer, names)}" + (f" at {clean(address)}" if address else "")
             return [Said("warning", f"{who} {clean(reason)}; nothing is taken from it for {duration(seconds)}")]
+        case events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out):
+            gone = ", ".join(called(peer, names) for peer in out)
+            after = f"in no chain from now on: {gone}" if out else "they are no neighbours from now on"
+            return [
+                Said("warning", f"{called(accuser, names)} says of {called(accused, names)}: {clean(reason)}; {after}")
+            ]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
             return [Said("info", f"relays {streams} at {bps / 1e6:.1f} Mb/s; {size(passed)} since the start")]

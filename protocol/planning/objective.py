@@ -120,8 +120,9 @@ class Swarm:
         self.place = _places(candidates)
         caps = [np.searchsorted(table.needs[kind][1:], self.memory, side="right") for kind in (FIRST, MIDDLE, LAST)]
         whole = np.where(self.memory >= table.needs[WHOLE][-1], table.layers, 0)
-        self.caps = np.stack([*caps, whole]).astype(np.int64)
-        """[K, n]: the most blocks that a member can hold as a stage of this kind."""
+        alone = np.array([c.alone for c in candidates], dtype=bool)
+        self.caps = np.stack([*(np.where(alone, 0, cap) for cap in caps), whole]).astype(np.int64)
+        """[K, n]: the most blocks that a member can hold as a stage of this kind; none of a chain, who is to be alone."""
         self._kinds: tuple[Ints, Ints] | None = None  # of the rows that were asked for last
         self.deeper_caps = [
             self._caps_at(table.window * times) for times in DEEPER if table.window * times <= table.micro_batches
@@ -136,8 +137,7 @@ class Swarm:
             flight = depth * (table.flight[kind] + WAITING * table.frame[kind])
             needs = np.maximum(table.needs[kind], table.resting[:, kind] + flight)
             found = [np.searchsorted(some[1:], self.memory, side="right") for some in needs]
-            deep = np.where(self.in_files > 0, found[1], found[0])
-            caps[kind] = np.where(deep > 0, deep, np.minimum(self.caps[kind], 1))
+            caps[kind] = np.minimum(self.caps[kind], np.maximum(np.where(self.in_files > 0, found[1], found[0]), 1))
         return caps
 
     # --- members to stages

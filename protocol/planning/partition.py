@@ -43,7 +43,8 @@ class Candidate:
     know. `coordinates`: its place, in milliseconds, so that the one-way latency between two peers is about their distance
     (Dabek et al., Vivaldi, SIGCOMM 2004); empty: unknown. `presence`: in which share of the recent rounds it was there.
     `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it cannot reach, not
-    even through relays."""
+    even through relays, or with whom it has a quarrel; `alone`: whether it may be a full replica only, as far as others can tell
+    (protocol/rounds/quarrels.py)."""
 
     peer: str
     memory_bytes: int
@@ -54,6 +55,7 @@ class Candidate:
     presence: float = 1.0
     reachable: str = ""
     apart: tuple[str, ...] = ()
+    alone: bool = False
 
 
 def candidate(announcement: Announcement) -> Candidate:

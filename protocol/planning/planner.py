@@ -130,12 +130,13 @@ def _worth(
 
 
 def still_fit(manifest: Manifest, replicas: Sequence[ReplicaSpec], there: Mapping[str, Candidate]) -> list[ReplicaSpec]:
-    """The replicas whose members are all there, and can hold their blocks."""
+    """The replicas whose members are all there, can hold their blocks, and may be in them."""
     needs = needs_by_range(manifest)
     return [
         replica
         for replica in replicas
         if all(s.peer in there and there[s.peer].memory_bytes >= needs[s.first, s.last] for s in replica.stages)
+        and not (replica.is_chain and any(there[s.peer].alone for s in replica.stages))
     ]
 
 

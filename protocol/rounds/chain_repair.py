@@ -15,7 +15,8 @@ commit's contribution says who took part. What happens to a chain that lost a me
     else                              nobody goes on: the chain's round is over, and its members keep their work
                                       in the error feedback
 
-Three cases differ. A member that dies before its neighbours had streams to it is reported by nobody: the leading node
+Four cases differ. A member of whom its neighbour says that it lies (protocol/rounds/quarrels.py) does not go on: without a
+spare the chain's round is over. A member that dies before its neighbours had streams to it is reported by nobody: the leading node
 replaces a member that is absent (protocol/rounds/presence.py) as soon as a spare is ready, and waits as long as there
 is none. A stage that has become slow (protocol/planning/pipeline_model.py) is reported by the first stage; it is
 replaced if a spare is ready, else nothing happens. A chain that was reconfigured MAX_GENERATIONS times ends its
@@ -36,6 +37,7 @@ from collections.abc import Callable
 
 from protocol.identity import short_peer
 from protocol.rounds.offers import Offers
+from protocol.rounds.quarrels import LIES
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
 
@@ -83,6 +85,10 @@ class ChainRoster:
     def find(self, replica: int) -> ReplicaSpec | None:
         """The replica with this number, as it is now."""
         return self._indexed()[0].get(replica)
+
+    def versions(self, replica: int) -> tuple[ReplicaSpec | None, ReplicaSpec | None]:
+        """The replica with this number as it was planned, and as it is now."""
+        return self._logged.find(replica) if self._logged is not None else None, self.find(replica)
 
     def replica_of(self, peer: str) -> int | None:
         """The number of the replica that `peer` is a member of now."""
@@ -174,13 +180,13 @@ class ChainRoster:
         spec = self.plan.replica(replica)
         if self.ended(replica) or not spec.is_chain:
             return None
-        steps, text = offers.steps(spec), f"peer {short_peer(peer)}: {reason}"
+        steps, text, lies = offers.steps(spec), f"peer {short_peer(peer)}: {reason}", reason.startswith(LIES)
         if offers.of(replica, peer) is not None:
             return self.renew(replica, spec.peers, text, steps) if must_go_on else None
         found = self.replace(replica, peer, text, steps, suits)
         if found is not None or not must_go_on:
             return found
-        return self.go_on_without_spare(replica, peer, text, steps, may_return=not offers.has_failed(peer))
+        return self.go_on_without_spare(replica, peer, text, steps, may_return=not (lies or offers.has_failed(peer)))
 
     def replace(
         self,

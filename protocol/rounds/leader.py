@@ -32,6 +32,8 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        Offer         the same   Send(ChainReconfig)  its reconfigured chain does not know yet that the steps
                                                              are done
     any        ChainFailure  the same   Send(ChainReconfig)  a chain lost a member, or a report is out of date
+    any        ChainFailure  the same   Quarrel              a member says for the first time that this neighbour
+                                                             lies
     any        Withdraw      the same   Send(ChainReconfig)  a member of a chain gives up
     any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready
     any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is ready, or somebody
@@ -54,6 +56,8 @@ round's deadline. Its members are those of the newest reconfiguration (protocol/
 A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
 plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
 has just restarted has heard of nobody yet. Who comes within a round takes a seat (protocol/rounds/seats.py).
+
+Long because all events of a round meet here; what of it is a rule has a module of its own.
 """
 
 from __future__ import annotations
@@ -93,6 +97,7 @@ from protocol.rounds.leader_events import (
 )
 from protocol.rounds.offers import Offers
 from protocol.rounds.promises import Promises
+from protocol.rounds.quarrels import LIES, Quarrels
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Position
 from protocol.rounds.verdicts import Seen, Verdicts
@@ -115,6 +120,7 @@ class Leader:
         self.witnesses = Witnesses(commits)
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
+        self.quarrels = Quarrels()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
@@ -206,16 +212,25 @@ class Leader:
         return self.position.stay(event, [Send(self.roster.audience(reconfig.replica), reconfig, True)])
 
     def _chain_failure(self, peer: str, failure: ChainFailure) -> list[Effect]:
-        found = self.roster.reported(peer, failure) if self._leads and failure.round == self.round else None
-        if isinstance(found, ChainReconfig):
-            return self.position.stay(ChainFailure, [Send((peer,), found, False)])
-        if found is None:
+        if failure.round != self.round:
             return []
+        told = self.quarrels.hear(peer, failure, self.roster.versions(failure.replica))
+        effects: list[Effect] = self.position.stay(ChainFailure, told) if told else []
+        found = self.roster.reported(peer, failure) if self._leads else None
+        lost = self.quarrels.loser(peer, failure.peer) if failure.reason.startswith(LIES) else failure.peer
+        if told and isinstance(found, ChainReconfig):  # a liar may have been quicker to name its neighbour
+            news = self._lost(lost, failure.reason, must_go_on=True)
+            if news is not None:
+                return effects + self._reconfigure(ChainFailure, news)
+        if isinstance(found, ChainReconfig):
+            return effects + self.position.stay(ChainFailure, [Send((peer,), found, False)])
+        if found is None:
+            return effects
         if failure.peer in found.peers:
-            news = self._lost(failure.peer, failure.reason, must_go_on=failure.reason != SLOW)
+            news = self._lost(lost, failure.reason, must_go_on=failure.reason != SLOW)
         else:
             news = self.roster.renew(found.number, found.peers, "its members knew different chains", 0)
-        return self._reconfigure(ChainFailure, news)
+        return effects + self._reconfigure(ChainFailure, news)
 
     def _lost(self, peer: str, reason: str, must_go_on: bool = False) -> ChainReconfig | None:
         """How the chain of `peer`, if it is in one, goes on: with a spare in its place. None: it is waited for.
@@ -230,6 +245,9 @@ class Leader:
         """Whether a spare is ready to take `stage`: it holds the right state of it."""
         wanted, known = memory.held_shards(self.manifest, stage.first, stage.last), self.ready.get(spare)
         if known is None or spare in self._absent or not self.attestations.holds(spare, self.round - 1, wanted):
+            return False
+        chain = self.roster.find(self.roster.replica_of(stage.peer) or 0)
+        if chain is not None and not self.quarrels.may_take(spare, stage.peer, chain):
             return False
         return partition.can_take(self.manifest, known, stage)
 
@@ -301,6 +319,7 @@ class Leader:
         self.roster.away = away
         self._began = now
         self.attestations.forget(commit.round - 1)
+        self.quarrels.begin(commit.round + 1)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
@@ -312,7 +331,7 @@ class Leader:
 
     def _candidates(self) -> list[Candidate]:
         away, newest = self.roster.away, self.attestations.newest
-        return promises.candidates(self.ready, away, newest, self._last_plan, self.round)
+        return self.quarrels.marked(promises.candidates(self.ready, away, newest, self._last_plan, self.round))
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:

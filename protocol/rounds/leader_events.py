@@ -8,6 +8,7 @@ from enum import Enum
 
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
+from protocol.rounds.quarrels import Quarrel
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Table, Transition
 from protocol.run.manifest import Manifest
@@ -191,7 +192,7 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
 
 
 Event = Ready | Gone | Received | Held | Lead | Decided | Planned | Tick
-Effect = Fetch | Keep | Tell | MakePlan | Propose | Send | Report | Moved | Resting | Done
+Effect = Fetch | Keep | Tell | MakePlan | Propose | Send | Report | Moved | Resting | Quarrel | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -220,6 +221,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Held, None, (Tell,), "nothing of a share is lacking any more"),
     Transition(None, Offer, None, (ChainReconfig,), "its reconfigured chain does not know yet that the steps are done"),
     Transition(None, ChainFailure, None, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
+    Transition(None, ChainFailure, None, (Quarrel,), "a member says for the first time that this neighbour lies"),
     Transition(None, Withdraw, None, (ChainReconfig,), "a member of a chain gives up"),
     Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready"),
     Transition(

@@ -43,7 +43,7 @@ ROUNDS = 2
 
 def make_manifest() -> Manifest:
     """The campaign's of repair.py with more blocks, so that some can move, and more micro-batches, so that links can be hidden."""
-    made = repair.make_manifest()
+    made = repair.make_manifest(8)
     return dataclasses.replace(
         made,
         start_peers=STAGES,

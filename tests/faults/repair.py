@@ -20,6 +20,7 @@ import json
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -44,9 +45,11 @@ PATIENCE = 300.0
 """Seconds for anything to happen, on a busy machine too."""
 
 
-def make_manifest() -> Manifest:
+def make_manifest(rank: int) -> Manifest:
     """The demo's recipe with a small model and steps of four micro-batches; short leases."""
-    chosen = swarms.options(Path("unused"), full=1, chains=1, stages=STAGES, rank=(8,), rounds=10**6, inner_steps=STEPS)
+    chosen = swarms.options(
+        Path("unused"), full=1, chains=1, stages=STAGES, rank=(rank,), rounds=10**6, inner_steps=STEPS
+    )
     made = swarms.manifest(chosen)
     return dataclasses.replace(
         made,
@@ -116,6 +119,7 @@ class Campaign:
         self.swarm, self.lab = swarm, lab
         self.tails = {name: Tail(swarm.folder / name / "events.jsonl") for name in (NODE, *names)}
         self.names = names
+        self.dying: subprocess.Popen[bytes] | None = None
         swarm.start_node(NODE)
         for name in names:
             swarm.start(name)
@@ -160,17 +164,25 @@ class Campaign:
         (chain,) = (r for r in plan["replicas"] if len(r["stages"]) == STAGES)
         return [names[stage["peer"]] for stage in chain["stages"]]
 
-    def strike(self, fault: Fault) -> Outcome:
-        """One fault, and everything until the lost member is in a plan again."""
+    def await_fate(self, fault: Fault, step: int = 2, micro: int = 1) -> tuple[str, float]:
+        """Whom the fault strikes, at this place in a round, and when it did."""
         victim = self.chain()[fault.position]
         folder = self.swarm.folder / victim
-        told = {"phase": fault.phase, "step": 2, "micro": 1, "kind": fault.kind}
+        told = {"phase": fault.phase, "step": step, "micro": micro, "kind": fault.kind}
         (folder / "fate.new").write_text(json.dumps(told))
         (folder / "fate.new").rename(folder / "fate")
-        process = self.swarm.running.pop(victim) if fault.kind == "kill" else None
+        if fault.kind == "kill":
+            self.dying = self.swarm.running.pop(victim)
         self.until((folder / "struck").exists, f"{fault} of {victim}")
         at = json.loads((folder / "struck").read_text())["time"]
         (folder / "struck").unlink()
+        return victim, at
+
+    def strike(self, fault: Fault) -> Outcome:
+        """One fault, and everything until the lost member is in a plan again."""
+        victim, at = self.await_fate(fault)
+        process = self.dying if fault.kind == "kill" else None
+        folder = self.swarm.folder / victim
         if fault.kind == "cut":
             assert self.lab is not None
             self.lab.control("cut", victim)
@@ -233,9 +245,9 @@ def homes(script: Path, names: list[str]) -> contextlib.AbstractContextManager[L
 
 
 @contextlib.contextmanager
-def campaign(folder: Path, script: Path | None = None, spare: bool = True) -> Iterator[Campaign]:
+def campaign(folder: Path, script: Path | None = None, spare: bool = True, rank: int = 8) -> Iterator[Campaign]:
     """A swarm in `folder` that trains; when the block ends its processes do, and its bits are checked."""
-    manifest = make_manifest()
+    manifest = make_manifest(rank)
     weak = [*WEAK, SPARE] if spare else WEAK
     names = [FULL, *weak]
     manifest = dataclasses.replace(manifest, start_peers=len(names))

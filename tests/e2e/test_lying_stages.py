@@ -1,0 +1,49 @@
+"""A member of a chain of four that lies from some round on: real processes find it, a spare takes its place, and it stays out of chains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from peer.chain.screening import NEW_ROUNDS
+from tests.faults.repair import NODE, SPARE, STAGES, Campaign, Fault, campaign
+
+AFTER = 3
+"""Rounds that are looked at afterwards."""
+
+
+def quarrels(swarm: Campaign) -> list[dict[str, object]]:
+    return [e.fields for e in swarm.tails[NODE].read() if e.kind == "quarrel"]
+
+
+@pytest.mark.parametrize("fault", [Fault("noise", "forward", 1)], ids=str)
+def test_a_stage_that_lies_is_replaced_within_the_round_and_in_no_chain_afterwards(
+    tmp_path: Path, fault: Fault
+) -> None:
+    with campaign(tmp_path / "run", rank=16) as swarm:
+        first = swarm.round()
+        chain = swarm.chain()
+        swarm.until(lambda: swarm.round() > first + NEW_ROUNDS, "the rounds in which the stages learn what is usual")
+        assert swarm.chain() == chain
+        assert quarrels(swarm) == [], "honest stages are believed"
+
+        victim, _ = swarm.await_fate(fault, step=1, micro=0)
+        swarm.until(lambda: quarrels(swarm), f"the report of {victim}")
+        told, ids = quarrels(swarm)[0], swarm.ids()
+        assert told["accused"] == ids[victim]
+        assert str(told["reason"]).startswith("lies: activations do not fit their text")
+
+        (change,) = [e for e in swarm.tails[NODE].read() if e.kind == "chain_reconfigured"]
+        expected = [ids[SPARE if name == victim else name] for name in chain]
+        assert change.fields["peers"] == expected
+        round = change.fields["round"]
+        swarm.until(lambda: swarm.round() >= round + AFTER, "the rounds after it")
+        (commit,) = [e for e in swarm.commits() if e.fields["round"] == round]
+        (work,) = [c for c in commit.fields["contributions"] if len(c["peers"]) == STAGES]
+        assert work["peers"] == expected, "the work of the round counts"
+        for later in (e for e in swarm.commits() if e.fields["round"] >= round):
+            for replica in later.fields["plan"]["replicas"]:
+                assert ids[victim] not in [stage["peer"] for stage in replica["stages"]]
+        assert all(told["accused"] == ids[victim] for told in quarrels(swarm)), "nobody else was accused"
+    # when the block ends, all logs and attested bits are compared with the replay

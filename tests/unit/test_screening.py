@@ -1,0 +1,278 @@
+"""What a stage's screen says of lies, of honest drift, spikes and jitter, and of a real chain one of whose members lies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peer.chain import quantize, screening
+from peer.chain.frames import BACKWARD, FORWARD, NeighbourLost
+from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MEMORY, MOST, NEW_ROUNDS, OLD_ROUNDS, Place, Screen, Screens
+from peer.training.trainer import StageTrainer
+from protocol.rounds.quarrels import LIES
+from protocol.run.manifest import TrainSpec
+from tests.chains import SPEC, Wired, make_chain, read_of, steps_of, worker
+
+VOCABULARY, ROWS, LENGTH, WIDTH, ROUND = 500, 2, 64, 24, 40
+
+
+class Honest:
+    """Frames as an honest stage sends them: a vector of each token, a common one, and noise; all drift."""
+
+    def __init__(self, kind: int, seed: int = 0) -> None:
+        self.kind, self.draw = kind, np.random.default_rng(seed)
+        self.table = self.draw.standard_normal((VOCABULARY, WIDTH))
+        self.common = self.draw.standard_normal(WIDTH)
+        self.size = 0.01
+
+    def ids(self) -> np.ndarray:
+        """Common tokens are common."""
+        return np.minimum(self.draw.zipf(1.3, (ROWS, LENGTH + 1)) - 1, VOCABULARY - 1)
+
+    def frame(self, ids: np.ndarray, drift: float = 0.02) -> Tensor:
+        self.table += drift * self.draw.standard_normal(self.table.shape)
+        self.size *= float(np.exp(drift * self.draw.standard_normal()))
+        of = ids[:, :-1] if self.kind == FORWARD else ids[:, 1:]
+        noise = self.draw.standard_normal((*of.shape, WIDTH))
+        return torch.tensor(self.size * (self.table[of] + self.common + noise), dtype=torch.float32)
+
+
+class Boundary:
+    """A screen and who sends to it."""
+
+    def __init__(self, kind: int, wire: str = "int4", seed: int = 0) -> None:
+        self.honest, self.wire = Honest(kind, seed), wire
+        self.screen = Screens(seed).of(kind, "block.1", WIDTH, wire)
+        self.round, self.earlier = 0, list[Tensor]()
+
+    def play(self, frames: int = ROUND, lie: Callable[[Tensor], Tensor] | None = None, **drift: float) -> str | None:
+        """A round of one neighbour: what is said of it, if anything."""
+        self.round += 1
+        self.screen.begin("neighbour", self.round, 0)
+        for _ in range(frames):
+            ids = self.honest.ids()
+            x = self.honest.frame(ids, **drift)
+            self.earlier.append(x)
+            sent = x if lie is None else lie(x)
+            came = quantize.decode(quantize.encode(sent, self.wire), sent.shape, self.wire, sent.device)
+            said = self.screen.judge(self.screen.sample(came), ids)
+            if said is not None:
+                return said
+        return None
+
+    def learn(self) -> None:
+        for _ in range(NEW_ROUNDS + 1):
+            assert self.play() is None
+
+
+LIARS: dict[str, tuple[Callable[[Boundary, Tensor], Tensor], str]] = {
+    "noise": (lambda at, x: torch.from_numpy(at.honest.draw.standard_normal(x.shape)).float() * 0.02, "do not fit"),
+    "zeros": (lambda at, x: 0 * x, "are zero"),
+    "x4": (lambda at, x: 4 * x, "times as large"),
+    "x0.25": (lambda at, x: 0.25 * x, "times as large"),
+    "flipped": (lambda at, x: -x, "contradict"),
+    "replayed": (lambda at, x: at.earlier[-6], "do not fit"),
+}
+
+
+@pytest.mark.parametrize("wire", ["int4", "sym2", "bf16"])
+@pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("lie", LIARS)
+def test_lies_are_found_in_a_few_frames(lie: str, kind: int, wire: str) -> None:
+    at = Boundary(kind, wire)
+    at.learn()
+    made, reason = LIARS[lie]
+    said = at.play(frames=12, lie=lambda x: made(at, x))
+    assert said is not None
+    assert said.startswith("activations" if kind == FORWARD else "gradients")
+    assert reason in said
+
+
+@pytest.mark.parametrize("wire", ["int4", "sym2", "bf16"])
+@pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
+def test_honest_drift_is_believed(kind: int, wire: str) -> None:
+    at = Boundary(kind, wire, seed=3)
+    assert [at.play(drift=0.05) for _ in range(12)] == [None] * 12
+
+
+def test_a_frame_now_and_then_that_is_strange_is_no_lie() -> None:
+    at = Boundary(BACKWARD)
+    at.learn()
+    count = itertools.count()
+    assert at.play(frames=200, lie=lambda x: -3 * x if next(count) % 5 == 0 else x) is None
+
+
+def test_what_every_other_frame_lies_is_found() -> None:
+    at = Boundary(BACKWARD)
+    at.learn()
+    count = itertools.count()
+    assert at.play(lie=lambda x: -x if next(count) % 2 else x) is not None
+
+
+def test_sizes_may_change_with_the_learning_rate_and_not_without() -> None:
+    for rate, believed in ((1e-2, True), (1e-3, False)):
+        at = Boundary(BACKWARD)
+        at.screen.follow(1e-3)
+        at.learn()
+        at.screen.follow(rate)
+        assert (at.play(lie=lambda x: 3.7 * x) is None) == believed
+    assert at.play(lie=lambda x: -x) is not None, "later lies are found as before"
+
+
+def test_a_slow_change_is_followed_and_lies_after_it_are_found() -> None:
+    at = Boundary(FORWARD)
+    at.learn()
+    for _ in range(4):
+        at.honest.size *= 1.5
+        assert at.play() is None
+    assert at.play(lie=lambda x: 4 * x) is not None
+
+
+def test_what_was_refused_does_not_enter_the_reference() -> None:
+    at = Boundary(FORWARD)
+    at.learn()
+    assert at.play(lie=lambda x: -x) is not None
+    assert at.play() is None, "honest values are still what is usual"
+    assert at.play(lie=lambda x: -x) is not None
+
+
+def test_the_first_rounds_are_free_and_a_reference_that_is_old_is_begun_anew() -> None:
+    at = Boundary(FORWARD)
+    at.learn()
+    at.round += OLD_ROUNDS + 1
+    for _ in range(NEW_ROUNDS):
+        assert at.play(lie=lambda x: -x) is None
+    assert at.play(lie=lambda x: x) is not None, "what was learned is the other sign"
+
+
+def test_whoever_comes_after_a_liar_is_not_accused_for_what_the_liar_taught() -> None:
+    at = Boundary(FORWARD)
+    at.learn()
+    assert at.play(lie=lambda x: -x) is not None
+    at.screen.begin("another", at.round, 0)
+    for _ in range(50):
+        ids = at.honest.ids()
+        assert at.screen.judge(at.screen.sample(-at.honest.frame(ids)), ids) is None
+    at.screen.begin("another", at.round + 1, 0)
+    ids = at.honest.ids()
+    assert at.screen.judge(at.screen.sample(at.honest.frame(ids)), ids) is None, "the reference is new"
+
+
+def test_the_stage_beside_the_liar_is_the_first_to_accuse() -> None:
+    """In the order in which values pass the stages, each is more patient than the one before."""
+    order = [(FORWARD, 1), (FORWARD, 2), (FORWARD, 3), (BACKWARD, 2), (BACKWARD, 1), (BACKWARD, 0)]
+    patience = []
+    for kind, position in order:
+        at = Boundary(kind)
+        at.learn()
+        at.screen.begin("neighbour", at.round, screening.hops(kind, position, 4))
+        count = itertools.count(1)
+        ids = at.honest.ids()
+        patience.append(
+            next(n for n in count if at.screen.judge(at.screen.sample(-at.honest.frame(ids)), ids) is not None)
+        )
+    assert patience == sorted(set(patience))
+
+
+def test_too_few_values_are_not_screened() -> None:
+    draw = np.random.default_rng(0)
+    assert Screen(FORWARD, LEAST_WIDTH - 1, draw).sample(torch.ones(1, 200, LEAST_WIDTH - 1)) is None
+    assert Screen(FORWARD, LEAST_WIDTH, draw).sample(torch.ones(1, LEAST_TOKENS - 1, LEAST_WIDTH)) is None
+    found = Screen(FORWARD, LEAST_WIDTH, draw).sample(torch.ones(1, LEAST_TOKENS, LEAST_WIDTH))
+    assert found is not None
+    assert found.shape == (LEAST_TOKENS, LEAST_WIDTH)
+
+
+def test_what_is_sampled_differs_from_stage_to_stage() -> None:
+    x = torch.arange(4096 * 64, dtype=torch.float32).reshape(1, 4096, 64)
+    samples = [Screens().of(FORWARD, "head", 64, "int4").sample(x) for _ in range(2)]
+    assert not np.array_equal(*samples)
+
+
+def test_references_are_bounded_in_number_and_belong_to_a_cut_a_width_and_a_format() -> None:
+    screens = Screens(0)
+    first = screens.of(FORWARD, "block.1", 32, "int4")
+    assert screens.of(FORWARD, "block.1", 32, "int4") is first
+    others = [
+        screens.of(BACKWARD, "block.1", 32, "int4"),
+        screens.of(FORWARD, "block.2", 32, "int4"),
+        screens.of(FORWARD, "block.1", 16, "int4"),
+        screens.of(FORWARD, "block.1", 32, "bf16"),
+    ]
+    assert len({id(first), *map(id, others)}) == 5
+    for i in range(MOST):
+        screens.of(FORWARD, f"block.{i + 10}", 32, "int4")
+    assert screens.of(FORWARD, "block.1", 32, "int4") is not first
+
+
+def test_a_spike_says_nothing_until_the_new_size_is_known() -> None:
+    at = Boundary(FORWARD)
+    at.learn()
+    at.screen.follow(1.0)
+    assert at.play(frames=MEMORY - 1, lie=lambda x: -x) is None
+    at.screen.follow(1.0)
+    assert at.play(lie=lambda x: 0 * x) is not None
+
+
+# --- a real chain
+
+TRAIN = TrainSpec(inner_steps=2, micro_batches=16, rows=8, sequence=12, lr=1e-3, warmup_steps=2, total_steps=40)
+CUTS = (2, 3, 4)
+
+
+class Liar(StageTrainer):
+    """Sends the negative of its activations, or of its gradients, once `lies` says so."""
+
+    lies = ""
+
+    def forward(self, *arguments: object, **options: object) -> Tensor:
+        sent = super().forward(*arguments, **options)  # type: ignore[arg-type]
+        return -sent if self.lies == "forward" else sent
+
+    def backward(self, *arguments: object) -> Tensor | None:
+        sent = super().backward(*arguments)  # type: ignore[arg-type]
+        return -sent if self.lies == "backward" and sent is not None else sent
+
+
+async def round_of(trainers: list[StageTrainer], screens: list[Screens], round: int) -> list[BaseException | None]:
+    """One round of a chain whose frames jitter; how each stage's part ended."""
+    async with Wired(len(trainers), random.Random(round)) as wired:
+        tasks = [
+            asyncio.create_task(
+                steps_of(
+                    trainer,
+                    worker(i),
+                    first_step=2 * round - 1,
+                    steps=2,
+                    previous=wired.previous[i],
+                    following=wired.following[i],
+                    wires=("int4", "sym2"),
+                    read=read_of(SPEC, TRAIN),
+                    place=Place(screens[i], round, i, len(trainers)),
+                )
+            )
+            for i, trainer in enumerate(trainers)
+        ]
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+    return [end if isinstance(end, BaseException) else None for end in ended]
+
+
+@pytest.mark.parametrize(("liar", "lies", "accuser"), [(1, "forward", 2), (2, "backward", 1)])
+def test_a_chain_names_the_one_that_lies_and_only_it(liar: int, lies: str, accuser: int) -> None:
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((SPEC.d_model, 16)))[0].astype(np.float32)
+    trainers = make_chain(CUTS, 16, TRAIN, kind=Liar, basis=basis)
+    screens = [Screens(i) for i in range(len(trainers))]
+    for round in range(1, NEW_ROUNDS + 3):
+        assert asyncio.run(round_of(trainers, screens, round)) == [None] * len(trainers)
+    trainers[liar].lies = lies
+    ended = asyncio.run(round_of(trainers, screens, NEW_ROUNDS + 3))
+    named = {i: end for i, end in enumerate(ended) if isinstance(end, NeighbourLost) and end.reason.startswith(LIES)}
+    assert list(named) == [accuser]
+    assert named[accuser].peer == f"P{liar}"
