@@ -10,6 +10,7 @@ from peer import events
 from peer.net.directory import Directory
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
+from protocol.rounds import leader_events
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 
@@ -60,3 +61,15 @@ def in_turn(peers: Iterable[str], ready: Mapping[str, Candidate]) -> list[str]:
     found = list(peers)
     random.shuffle(found)
     return sorted(found, key=lambda p: -ready[p].up_bps if p in ready else 0)
+
+
+def moved(effect: leader_events.Moved) -> events.Moved:
+    """A chain's stages get other numbers of blocks."""
+    return events.Moved(
+        round=effect.round,
+        replica=effect.replica,
+        peers=effect.after.peers,
+        before=effect.before.blocks,
+        after=effect.after.blocks,
+        reason=effect.reason,
+    )
