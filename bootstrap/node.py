@@ -17,6 +17,7 @@ from typing import Any
 from bootstrap import told
 from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
+from bootstrap.bench import Bench
 from bootstrap.calls import Calls
 from bootstrap.inbox import Inbox
 from bootstrap.links import Links
@@ -114,6 +115,7 @@ class BootstrapNode:
             manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
         self._planning = Planning(self._events.put, answer)
+        self._bench = Bench(self._events.put, archive.blobs.get)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -144,6 +146,7 @@ class BootstrapNode:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
                 group.create_task(self._planning.run())
+                group.create_task(self._bench.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
                 group.create_task(self._directory.watch())
@@ -298,6 +301,8 @@ class BootstrapNode:
                     self._news.add(round, share)
                 case leader_events.MakePlan(question):
                     self._planning.ask(question)
+                case leader_events.Judge(case):
+                    self._bench.ask(case)
                 case leader_events.Propose(commit):
                     dated = dataclasses.replace(commit, time=self._clock.wall())
                     following.append(paxos_events.Proposed(dated))
@@ -307,14 +312,7 @@ class BootstrapNode:
                     self._sessions.post(peers, message)
                 case leader_events.Report(round, peer, shard):
                     self._emit(events.Diverged(peer=peer, round=round, shard=shard))
-                case leader_events.Moved(round, replica, before, after, reason):
-                    was, now = before.blocks, after.blocks
-                    self._emit(
-                        events.Moved(
-                            round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason
-                        )
-                    )
-                case leader_events.Resting() | quarrels.Quarrel():
+                case leader_events.Moved() | leader_events.Resting() | quarrels.Quarrel():
                     self._emit(told.of(effect))
                 case leader_events.Done(round):
                     self._finish(round)

@@ -16,7 +16,7 @@ from peer.net.directory import Directory
 from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import part_lists
+from protocol.rounds import comparing, part_lists
 from protocol.rounds.part_lists import Parts
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -188,7 +188,9 @@ class Payloads:
         shapes = layout.shapes(self._manifest.model, part.shard)
 
         def check(data: bytes) -> None:
-            sparse.decode(self._manifest.outer.codec, shapes, data)
+            norm = comparing.norm(sparse.decode(self._manifest.outer.codec, shapes, data))
+            if not comparing.is_true(part.norm, norm):
+                raise sparse.PayloadError(f"its norm is {norm:.6g}, not {part.norm:.6g}")
 
         try:
             asked = self._asked(holders)

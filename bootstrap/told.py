@@ -10,7 +10,7 @@ from peer import events
 from peer.net.directory import Directory
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds.leader_events import Resting
+from protocol.rounds import leader_events
 from protocol.rounds.quarrels import Quarrel
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -39,9 +39,13 @@ def resting(peer: str, until: int) -> events.Warning:
     return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
 
 
-def of(effect: Resting | Quarrel) -> events.Warning | events.Quarrel:
-    """Whom plans trust less from now on."""
-    if isinstance(effect, Resting):
+def of(
+    effect: leader_events.Moved | leader_events.Resting | Quarrel,
+) -> events.Moved | events.Warning | events.Quarrel:
+    """What plans do otherwise from now on: stages with other blocks, peers that are trusted less."""
+    if isinstance(effect, leader_events.Moved):
+        return moved(effect)
+    if isinstance(effect, leader_events.Resting):
         return resting(effect.peer, effect.round)
     return events.Quarrel(accuser=effect.accuser, accused=effect.accused, reason=effect.reason, out=effect.out)
 
@@ -69,3 +73,15 @@ def in_turn(peers: Iterable[str], ready: Mapping[str, Candidate]) -> list[str]:
     found = list(peers)
     random.shuffle(found)
     return sorted(found, key=lambda p: -ready[p].up_bps if p in ready else 0)
+
+
+def moved(effect: leader_events.Moved) -> events.Moved:
+    """A chain's stages get other numbers of blocks."""
+    return events.Moved(
+        round=effect.round,
+        replica=effect.replica,
+        peers=effect.after.peers,
+        before=effect.before.blocks,
+        after=effect.after.blocks,
+        reason=effect.reason,
+    )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.planning import memory, partition
 from protocol.rounds import leader_events, part_lists
+from protocol.rounds.judging import Case, Judged
 from protocol.rounds.leader import Leader
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TimingSpec, TokenizerSpec, TrainSpec
@@ -67,12 +69,23 @@ def digest(text: str) -> str:
     return blob_hash.name_of(text.encode())
 
 
-def handle(leader: Leader, event: leader_events.Event, now: float) -> list[leader_events.Effect]:
-    """What the machine does upon an event, where every plan that it asks for is made at once."""
+def all_count(case: Case) -> list[Judged]:
+    """A verdict: whole, and everybody."""
+    return [Judged(1.0)] * len(case.contributions)
+
+
+def handle(
+    leader: Leader, event: leader_events.Event, now: float, judge: Callable[[Case], list[Judged]] = all_count
+) -> list[leader_events.Effect]:
+    """What the machine does upon an event, where every plan that it asks for is made at once, and what is offered is judged at once."""
     effects: list[leader_events.Effect] = []
     for effect in leader.handle(event, now):
         if isinstance(effect, leader_events.MakePlan):
-            effects += handle(leader, leader_events.Planned(effect.question, effect.question.answer()), now)
+            answer = leader_events.Planned(effect.question, effect.question.answer())
+            effects += handle(leader, answer, now, judge)
+        elif isinstance(effect, leader_events.Judge):
+            verdict = leader_events.Verdict(effect.case, tuple(judge(effect.case)))
+            effects += handle(leader, verdict, now, judge)
         else:
             effects.append(effect)
     return effects

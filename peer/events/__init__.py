@@ -191,6 +191,7 @@ def commit_of(commit: WireCommit) -> Commit:
             loss=c.loss,
             bytes=sum(share.size for share in c.shares),
             peers=tuple(share.peer for share in c.shares),
+            scale=c.scale,
         )
         for c in commit.contributions
     ]

@@ -61,6 +61,8 @@ class Contribution:
     """Size of its payloads."""
     peers: tuple[str, ...]
     """Its members that contributed, in the order of the stages."""
+    scale: float = 1.0
+    """What its update is multiplied by; less than 1 where it is longer than others'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ It believes nobody: it needs the log and the payloads only, and what it computes
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,18 +22,16 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import part_lists, validation
+from protocol.rounds import comparing, judging, part_lists, validation
 from protocol.rounds.part_lists import BadList, Lists, Parts
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit, Part, Share
+from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan
 
 FETCHES = 8
 """Payloads that are asked for at once."""
-NORM_TOLERANCE = 1e-6
-"""Relative; a norm is a sum of many squares in float64, in no stated order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +122,15 @@ async def verify(
 
     `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
     replayed until one of its payloads, or a list of parts that may name one, is missing or wrong, or its state is not what the peers attested; the others go on.
-    Memory: one commit, one shard's payloads of one round, and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
+    Each verdict is recomputed (protocol/rounds/judging.py). Memory: one commit, the payloads of two rounds, and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     plan: Plan | None = None
+    kept = _Kept(payload)
+    medians: tuple[float, ...] = ()
 
     def problem(round: int, shard: str | None, reason: str) -> None:
         done.problems.append(Problem(round, shard, reason))
@@ -149,13 +148,15 @@ async def verify(
         for reason in validation.problems(manifest, plan, commit):
             problem(commit.round, None, reason)
         done.contributions += len(commit.contributions)
-        before, done.head, plan = plan, commit, commit.plan
+        before, last, done.head, plan = plan, done.head, commit, commit.plan
+        known, medians = medians, (*medians, *judging.medians([commit]))[-judging.REMEMBERED :]
         if commit.round <= replayed:
             continue
         is_past = until is not None and commit.round > until
+        kept.begin()
         lists: dict[str, Parts] = {}
         for share, shards in _shares(manifest, before, commit) if not is_past else ():
-            reasons, parts = await _list_of(manifest, share, shards, payload)
+            reasons, parts = await _list_of(manifest, share, shards, kept.payload)
             for reason in reasons:
                 problem(commit.round, None, reason)
             if parts is None:
@@ -174,7 +175,7 @@ async def verify(
                 done.agreed += 1
             if is_past:
                 continue
-            wrong, items = await _payloads(outer, commit, shard, lists, payload)
+            wrong, items = await _payloads(outer, commit, shard, lists, kept.payload)
             for reason in wrong:
                 problem(commit.round, shard, reason)
             if items is None:
@@ -185,10 +186,67 @@ async def verify(
             done.payload_bytes += sum(len(data) for _, data in items)
         if is_past:
             break
+        unjust = await _unjust(manifest, last, commit, known, kept)
+        if unjust is not None:
+            problem(commit.round, None, unjust)
     done.theta = dict(outer.theta)
     for shard in outer.theta:
         done.digests[shard] = await asyncio.to_thread(outer.digest, shard)
     return done
+
+
+class _Kept:
+    """The lists and payloads of this round and the one before, by their names."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+        self._before: dict[str, bytes] = {}
+        self._now: dict[str, bytes] = {}
+
+    def begin(self) -> None:
+        """The next round's are read."""
+        self._before, self._now = self._now, {}
+
+    async def payload(self, name: str, size: int) -> bytes:
+        """As `Payload`."""
+        found = self._now.get(name) or self._before.get(name) or await self._payload(name, size)
+        self._now[name] = found
+        return found
+
+    async def fetch(self, manifest: Manifest, contributions: Sequence[Contribution]) -> None:
+        """All that these name. Raises BadPayload, BadList, RemoteError."""
+        for share in (share for c in contributions for share in c.shares):
+            if part_lists.may_be_fetched(manifest, share):
+                for part in part_lists.unpack(await self.payload(share.root, share.listed)):
+                    await self.payload(part.digest, part.size)
+
+    def read(self, name: str) -> bytes:
+        """Raises BadPayload."""
+        if name not in self._now:
+            raise BadPayload("it is not here")
+        return self._now[name]
+
+
+async def _unjust(
+    manifest: Manifest, before: Commit | None, commit: Commit, medians: tuple[float, ...], kept: _Kept
+) -> str | None:
+    """Why the verdict of a commit is not the rule's; None if it is, or if that cannot be known, since something is missing or wrong that
+    is a problem of its own. `before`: the commit before it; `medians`: of the rounds up to that."""
+    judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
+    last = before.contributions if before is not None and judged >= judging.LEAST else ()
+    if not commit.contributions:
+        return None
+    try:
+        await kept.fetch(manifest, [*commit.contributions, *last])
+
+        def why() -> str | None:
+            updates = {c.replica: judging.held(manifest, c, kept.read) for c in commit.contributions}
+            earlier = tuple(judging.held(manifest, c, kept.read) for c in last)
+            return judging.why_unjust(manifest, commit, updates, judging.Before(medians, earlier))
+
+        return await asyncio.to_thread(why)
+    except (BadPayload, BadList, PayloadError, RemoteError, KeyError):
+        return None
 
 
 def _shares(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[tuple[Share, tuple[str, ...]]]:
@@ -236,7 +294,7 @@ async def _payloads(
                 norm = await asyncio.to_thread(outer.norm, shard, data)
         except (BadPayload, PayloadError, RemoteError) as error:
             raise BadPayload(f"payload {part.digest[:12]} of {short_peer(sender)}: {error}") from None
-        if math.isclose(norm, part.norm, rel_tol=NORM_TOLERANCE):
+        if comparing.is_true(part.norm, norm):
             return weight, data, None
         said = f"payload {part.digest[:12]} of {short_peer(sender)}: its norm is {norm:.6g}, the commit says {part.norm:.6g}"
         return weight, data, said

@@ -113,6 +113,7 @@ def _contribution(made: Contribution, shown: events.Contribution, plan: Plan | N
         loss=shown.loss,
         bytes=shown.bytes,
         peers=shown.peers,
+        scale=shown.scale,
         weight=made.tokens / total,
         norm=part_lists.total(share.norm for share in made.shares),
         kind=kind,

@@ -1,28 +1,19 @@
 """Which offers are admitted to a commit: pure functions of the manifest, the plan and what is offered.
 
-A payload's bytes are checked where it is decoded (protocol/codec/sparse.py). Here are the rules about what an offer
-says.
+A payload's bytes are checked where it is decoded (protocol/codec/sparse.py), and what it does is judged when all are there
+(protocol/rounds/judging.py). Here are the rules about what an offer says.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
-from collections.abc import Sequence
 
 from protocol.planning import memory
 from protocol.rounds import part_lists
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Contribution, LeftOut
 from protocol.wire.plan import ReplicaSpec
 from protocol.wire.session import Attest, Offer
-
-NORM_LIMIT = 10.0
-"""A contribution whose norm exceeds the round's median this many times is left out."""
-MEDIAN_NEEDS = 3
-"""Among fewer contributions than this no median is taken."""
-
 
 MAX_DIGEST = 64
 """Characters of a shard's digest: what is attested gets into commits."""
@@ -51,21 +42,3 @@ def why_refused(manifest: Manifest, spec: ReplicaSpec, peer: str, offer: Offer) 
     if not 1 <= offer.steps <= spec.work.steps or offer.tokens != train.tokens(offer.steps, spec.work.micro_batches):
         return "steps and tokens do not agree with the plan"
     return part_lists.why_not_parts(manifest, wanted, offer.parts)
-
-
-def norm(contribution: Contribution) -> float:
-    """The L2 norm of all that a contribution adds, as its members state it."""
-    return part_lists.total(share.norm for share in contribution.shares)
-
-
-def without_outliers(contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[LeftOut]]:
-    """Those whose norm is at most NORM_LIMIT times the median of all, and the others with the reason."""
-    if len(contributions) < MEDIAN_NEEDS:
-        return list(contributions), []
-    limit = NORM_LIMIT * statistics.median(norm(c) for c in contributions)
-    kept = [c for c in contributions if norm(c) <= limit]
-    return kept, [
-        LeftOut(replica=c.replica, reason=f"norm {norm(c):.3g} is over {NORM_LIMIT:g} times the median")
-        for c in contributions
-        if norm(c) > limit
-    ]

@@ -114,14 +114,16 @@ def _decided(replica: ReplicaSpec) -> Cost:
 @functools.lru_cache(maxsize=64)
 def _longest_contribution(stages: int) -> Cost:
     share = Share(peer=_PEER, root=_DIGEST, size=_INTEGER, norm=_NUMBER, listed=_INTEGER)
-    found = Contribution(replica=_INTEGER, tokens=_INTEGER, steps=_INTEGER, loss=_NUMBER, shares=(share,) * stages)
+    found = Contribution(
+        replica=_INTEGER, tokens=_INTEGER, steps=_INTEGER, loss=_NUMBER, shares=(share,) * stages, scale=_NUMBER
+    )
     counted, out = cost(found), _left_out()
     return Cost(max(counted.size, out.size), max(counted.values, out.values))
 
 
 def _left_out() -> Cost:
     """What a commit says of a replica that is left out, beside the REASONS."""
-    return cost(LeftOut(replica=_INTEGER, reason="r" * SHORTEST))
+    return cost(LeftOut(replica=_INTEGER, reason="r" * SHORTEST, judged=_PEER))
 
 
 def bounded(manifest: Manifest, plan: Plan, contributions: tuple[Contribution, ...] = (), left_out: int = 0) -> Plan:

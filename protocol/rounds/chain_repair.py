@@ -94,6 +94,14 @@ class ChainRoster:
         """The number of the replica that `peer` is a member of now."""
         return self._indexed()[1].get(peer)
 
+    def offered_by(self, peer: str, number: int) -> ReplicaSpec | None:
+        """What an offer of `peer` to the replica with this number is of: that one, if it is a member; a spare may have been named twice, by
+        two leaders. Else the replica that has it."""
+        named, own = self.find(number), self.replica_of(peer)
+        if named is not None and peer in named.peers:
+            return named
+        return None if own is None else self.find(own)
+
     def _indexed(self) -> tuple[dict[int, ReplicaSpec], dict[str, int]]:
         """The replicas by number, and the first one of each peer."""
         if self._index is None or self._index[0] is not self.plan:

@@ -6,8 +6,16 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
 
     leader     event         next       effects              condition
     GATHERING                PLANNING   MakePlan             we lead and `start_peers` are ready
-    OPEN                     PLANNING   MakePlan             we lead and no pending replica is worth waiting for
+    OPEN                     JUDGING    Judge                we lead and no pending replica is worth waiting for
+    OPEN                     PLANNING   MakePlan             the same, and what counts is known
     OPEN                     DECIDING   Propose              the same in the last round, which no plan follows
+    JUDGING    Verdict       PLANNING   MakePlan             what counts is known
+    JUDGING    Verdict       DECIDING   Propose              the same in the last round, which no plan follows
+    JUDGING    Verdict       OPEN                            nothing of it counts, and it is too early for a commit
+                                                             without work
+    JUDGING    Lead          OPEN                            who leads has changed
+    JUDGING    Decided       OPEN                            another node led
+    JUDGING    Decided       CLOSING                         another node led, it was the last round
     PLANNING   Planned       DECIDING   Propose              the plan, or what was trained, is worth a commit
     PLANNING   Planned       OPEN                            nothing was trained, and who is ready makes no replica
     PLANNING   Planned       GATHERING                       who is ready makes no replica
@@ -53,7 +61,7 @@ offer, or when its chain ended its round. Else it is *pending*. When the time to
 are told so. They are waited for as long as that is worth it (protocol/rounds/grace.py), and never longer than the
 round's deadline. Its members are those of the newest reconfiguration (protocol/rounds/chain_repair.py).
 
-A commit takes the complete replicas, in the order of the plan. A round in which all failed commits nothing but a new
+A commit takes the complete replicas that are judged to count (protocol/rounds/judging.py), in the order of the plan. A round in which all failed commits nothing but a new
 plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
 has just restarted has heard of nobody yet. Who comes within a round takes a seat (protocol/rounds/seats.py).
 
@@ -67,7 +75,7 @@ from collections.abc import Sequence, Set
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, capacity, presence, promises, seats
+from protocol.rounds import admission, presence, promises, seats, settling
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -80,6 +88,7 @@ from protocol.rounds.leader_events import (
     Fetch,
     Gone,
     Held,
+    Judge,
     Keep,
     Lead,
     MakePlan,
@@ -93,17 +102,19 @@ from protocol.rounds.leader_events import (
     Send,
     Tell,
     Tick,
+    Verdict,
     moves,
 )
 from protocol.rounds.offers import Offers
 from protocol.rounds.promises import Promises
 from protocol.rounds.quarrels import LIES, Quarrels
 from protocol.rounds.questions import Question
+from protocol.rounds.settling import Docket, Said
 from protocol.rounds.table import Position
 from protocol.rounds.verdicts import Seen, Verdicts
 from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
+from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
@@ -127,6 +138,7 @@ class Leader:
         self._absent: frozenset[str] = frozenset()
         self._verdicts = Verdicts()
         self._asked: tuple[Question, Commit] | None = None
+        self._docket = Docket(manifest, commits)
         self._final: presence.Final | None = None
         self._leads = False
         self._began = now
@@ -178,6 +190,9 @@ class Leader:
                     return self.position.step(Lead, self._between())
             case Planned():
                 return self._planned(event)
+            case Verdict(case, judged):
+                if self.phase is Phase.JUDGING and self._docket.answer(case, judged):
+                    return self._settle(now, Verdict)
             case Decided(commit):
                 return self._begin(commit, now)
             case Tick(absent):
@@ -280,14 +295,11 @@ class Leader:
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
-        named = self.roster.find(offer.replica)  # a spare may have been named twice, by two leaders
-        is_named = named is not None and peer in named.peers
-        replica = offer.replica if is_named else self.roster.replica_of(peer)
-        spec = None if replica is None else self.roster.find(replica)
+        spec = self.roster.offered_by(peer, offer.replica)
         if spec is None and not self._leads and offer.round == self.round:
-            replica, known = offer.replica, self.ready.get(peer)
+            known = self.ready.get(peer)
             spec = seats.claim(self.manifest, self.roster, self.attestations, known, offer.replica)
-        if replica is None or offer.round != self.round or spec is None:
+        if spec is None or offer.round != self.round:
             return []
         reason = admission.why_refused(self.manifest, spec, peer, offer)
         if reason:
@@ -298,10 +310,10 @@ class Leader:
         effects += [Fetch(peer, part) for part in lacking]
         if effects:
             self.position.stay(Offer, effects)
-        reconfig = self.roster.reconfigs.get(replica)
+        reconfig = self.roster.reconfigs.get(spec.number)
         if self._leads and reconfig is not None and reconfig.peers and not reconfig.steps:
             # it may have left before it heard of the reconfiguration: the others need not wait for it
-            found = self.roster.renew(replica, reconfig.peers, reconfig.reason, offer.steps)
+            found = self.roster.renew(spec.number, reconfig.peers, reconfig.reason, offer.steps)
             effects += self._reconfigure(Offer, found)
         return effects
 
@@ -310,7 +322,8 @@ class Leader:
     def _begin(self, commit: Commit, now: float) -> list[Effect]:
         """The round of `commit` is decided, the next one begins."""
         before = self.roster.plan or self._last_plan
-        rest = self.promises.settle(commit, self._broken(commit.contributions))
+        rest = self.promises.settle(commit, self._broken(commit))
+        self._docket.begin(commit)
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
         self.offers.begin()
@@ -326,8 +339,8 @@ class Leader:
         effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
         return effects + (self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else [])
 
-    def _broken(self, contributions: Sequence[Contribution]) -> dict[str, float]:
-        return promises.broken(self.roster.plan, contributions, self.offers.brought, self.roster.away)
+    def _broken(self, commit: Commit) -> dict[str, float]:
+        return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
 
     def _candidates(self) -> list[Candidate]:
         away, newest = self.roster.away, self.attestations.newest
@@ -339,11 +352,11 @@ class Leader:
         if self.phase is Phase.GATHERING and self._leads:
             least = self.manifest.start_peers
             enough = len(self.ready) >= least and len(self._candidates()) >= least
-            return self._propose(now, (), (), ()) if enough else []
+            return self._propose(now, Said(), None) if enough else []
         return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
 
     def _decide(self, now: float, event: Event) -> list[Effect]:
-        """Proposes the open round's commit if nobody is to be waited for."""
+        """Has the open round's contributions judged, or proposes its commit, if nobody is to be waited for."""
         timing, waited = self.manifest.timing, now - self._began
         diverged = self.attestations.diverged(self.round - 1, ties=True)
         verdicts, news = self._verdicts, self._judged({d.peer for d in diverged}, waited)
@@ -352,11 +365,18 @@ class Leader:
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
             if seats.waits(self.manifest, self.roster, verdicts, waited):
                 return []
-        complete, outliers = admission.without_outliers(verdicts.contributions())
-        left_out = sorted([*verdicts.left_out(waited), *outliers], key=lambda x: x.replica)
-        if not complete and waited < timing.gone_after:
-            return []
-        return self._propose(now, complete, left_out, diverged)
+        assert self.head is not None
+        case = self._docket.close(self.head, verdicts, waited, diverged)
+        return self.position.step(None, Phase.JUDGING, [Judge(case)]) if case else self._settle(now, None)
+
+    def _settle(self, now: float, event: type | None) -> list[Effect]:
+        """Proposes what is left of the contributions, now that they are judged."""
+        said = self._docket.said()
+        enough = said.contributions or now - self._began >= self.manifest.timing.gone_after
+        effects = self._propose(now, said, event) if enough else []
+        if not effects and event is not None:
+            self.position.step(event, Phase.OPEN)
+        return effects
 
     def _judged(self, wrong: Set[str], waited: float) -> bool:
         """Judges the replicas to which something happened; whether there are any. `wrong`: peers that diverged."""
@@ -369,38 +389,18 @@ class Leader:
 
         return self._verdicts.renew(Seen(self.roster.plan, wrong, (silent, self.roster.changes)), judge, waited)
 
-    def _propose(
-        self, now: float, contributions: Sequence[Contribution], left_out: Sequence[LeftOut], wrong: Sequence[Diverged]
-    ) -> list[Effect]:
+    def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
         """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""
-        commit = Commit(
-            run=self.manifest.run_id,
-            round=self.round,
-            parent=self.head.digest if self.head else self.manifest.run_id,
-            time=now,
-            contributions=tuple(contributions),
-            left_out=capacity.shortened(left_out),
-            diverged=capacity.foremost(wrong, self.roster.plan),
-            digests=self.attestations.majority(self.round - 1),
-            plan=None,
-        )
+        commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
         if self.round >= self.manifest.rounds:
-            return self.position.step(None, Phase.DECIDING, [Propose(commit)])
-        there, resting = self.promises.apart(self._candidates(), self.round + 1, self._broken(contributions))
-        question = Question(
-            manifest=self.manifest,
-            candidates=there,
-            resting=resting,
-            round=self.round + 1,
-            previous=self.roster.plan or self._last_plan,
-            contributions=tuple(contributions),
-            left_out=len(left_out),
-            attested=self.attestations.snapshot(self.round - 1) if self.round else None,
-        )
+            return self.position.step(event, Phase.DECIDING, [Propose(commit)])
+        there, resting = self.promises.apart(self._candidates(), self.round + 1, self._broken(commit))
+        before = self.roster.plan or self._last_plan
+        question = settling.question(self.manifest, commit, there, resting, before, self.attestations)
         if self._asked is not None and question == self._asked[0]:
             return []  # these candidates make no replica
         self._asked = question, commit
-        return self.position.step(None, Phase.PLANNING, [MakePlan(question)])
+        return self.position.step(event, Phase.PLANNING, [MakePlan(question)])
 
     def _planned(self, event: Planned) -> list[Effect]:
         """A plan is made; one that nobody waits for any more is of no use."""

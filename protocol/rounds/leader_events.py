@@ -8,6 +8,7 @@ from enum import Enum
 
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
+from protocol.rounds.judging import Case, Judged
 from protocol.rounds.quarrels import Quarrel
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Table, Transition
@@ -24,6 +25,8 @@ class Phase(Enum):
     """Too few peers are ready for a first plan."""
     OPEN = "open"
     """A round is being trained; offers come in."""
+    JUDGING = "judging"
+    """Nobody is waited for any more; what was offered is being judged."""
     PLANNING = "planning"
     """What the round's commit says of the round is settled; the next plan is being made."""
     DECIDING = "deciding"
@@ -34,7 +37,7 @@ class Phase(Enum):
     """The final state was compared."""
 
 
-SETTLED = (Phase.PLANNING, Phase.DECIDING)
+SETTLED = (Phase.JUDGING, Phase.PLANNING, Phase.DECIDING)
 """Phases in which nothing that happens changes what the round's commit says of the round."""
 
 
@@ -93,6 +96,14 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class Verdict:
+    """Event: the answer to `Judge`, however late: of each of its contributions, in their order."""
+
+    case: Case
+    judged: tuple[Judged, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time.
 
@@ -131,6 +142,14 @@ class MakePlan:
     the answer is `Planned`. Who asks anew does not wait for the last answer any more."""
 
     question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Effect: judge these contributions, whose payloads are all held; it takes as long as to decode them, while events are handled as
+    ever; the answer is `Verdict`. Who asks anew does not wait for the last answer any more."""
+
+    case: Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,14 +210,23 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
     return [Moved(round, n, old, new, partition.why_moved(manifest, old, new, ready)) for n, old, new in found]
 
 
-Event = Ready | Gone | Received | Held | Lead | Decided | Planned | Tick
-Effect = Fetch | Keep | Tell | MakePlan | Propose | Send | Report | Moved | Resting | Quarrel | Done
+Event = Ready | Gone | Received | Held | Lead | Decided | Planned | Verdict | Tick
+Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.GATHERING, None, Phase.PLANNING, (MakePlan,), "we lead and `start_peers` are ready"),
-    Transition(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "we lead and no pending replica is worth waiting for"),
+    Transition(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
+    Transition(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
     Transition(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Transition(Phase.JUDGING, Verdict, Phase.PLANNING, (MakePlan,), "what counts is known"),
+    Transition(Phase.JUDGING, Verdict, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),
+    Transition(
+        Phase.JUDGING, Verdict, Phase.OPEN, (), "nothing of it counts, and it is too early for a commit without work"
+    ),
+    Transition(Phase.JUDGING, Lead, Phase.OPEN, (), "who leads has changed"),
+    Transition(Phase.JUDGING, Decided, Phase.OPEN, (), "another node led"),
+    Transition(Phase.JUDGING, Decided, Phase.CLOSING, (), "another node led, it was the last round"),
     Transition(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
     Transition(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
     Transition(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),

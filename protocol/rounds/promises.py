@@ -5,7 +5,8 @@ were given to nobody else. So a peer that was planned and has not offered, or ha
 brought what it had to takes half a one away. With two strikes and more it *rests*: it is in no plan for 1, 3, 7, … rounds, at most MOST_ROUNDS.
 Once may happen to anybody. Whoever fails in a third of its rounds never rests for long, and who never delivers is hardly ever waited for.
 
-In a chain that has failed, those rest who were lost; where nobody knows who it was, each member gets half a strike.
+In a chain that has failed, those rest who were lost; where nobody knows who it was, each member gets half a strike. What was judged and
+left out (protocol/rounds/judging.py) is as if it had not been brought.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from protocol.planning.partition import Candidate
-from protocol.wire.commit import Commit, Contribution
+from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan
 
 MOST_STRIKES = 7.0
@@ -66,14 +67,13 @@ class Promises:
         self._until.pop(peer, None)
 
 
-def broken(
-    plan: Plan | None, done: Iterable[Contribution], offered: Collection[str], lost: Collection[str]
-) -> dict[str, float]:
-    """The strikes that a round brings. `done`: what it commits; `offered`: who has offered all of its work; `lost`: known to be."""
-    brought = {share.peer for contribution in done for share in contribution.shares}.union(offered)
+def broken(plan: Plan | None, commit: Commit, offered: Collection[str], lost: Collection[str]) -> dict[str, float]:
+    """The strikes that a round with this plan and commit brings. `offered`: who has offered all of its work; `lost`: known to be."""
+    brought = {share.peer for share in commit.shares}.union(offered)
+    judged = {x.replica for x in commit.left_out if x.judged is not None}
     found: dict[str, float] = {}
     for replica in plan.replicas if plan is not None else ():
-        idle = [peer for peer in replica.peers if peer not in brought]
+        idle = [peer for peer in replica.peers if peer not in brought or replica.number in judged]
         guilty = [peer for peer in idle if peer in lost]
         found.update(dict.fromkeys(guilty or idle, 1.0 if guilty or not replica.is_chain else 0.5))
     return found

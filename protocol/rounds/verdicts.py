@@ -83,6 +83,10 @@ class Verdicts:
         replicas = self._seen.plan.replicas if self._seen.plan is not None else ()
         return [self.complete[r.number] for r in replicas if r.number in self.complete]
 
+    def in_turn(self) -> list[Contribution]:
+        """The same in the order in which they were complete for the first time."""
+        return sorted(self.contributions(), key=lambda c: self.since[c.replica])
+
     def left_out(self, waited: float) -> list[LeftOut]:
         """The others, after so many seconds."""
         late = f"no offer after {waited:.0f} s"

@@ -145,6 +145,23 @@ class OuterSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgingSpec:
+    """How contributions are judged (protocol/rounds/judging.py). `clip`: an update counts as no longer than so many medians; 0: no limit.
+    `agreement`: whoever agrees with the others less than this part of what most do is left out; 0: nobody is. `copies`: updates whose
+    cosine is at least this are one."""
+
+    clip: float = 1.0
+    agreement: float = 0.2
+    copies: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not ((self.clip == 0 or 0.01 <= self.clip <= 100) and 0 <= self.agreement < 1 and 0 < self.copies <= 1):
+            raise ValueError(
+                "clip must be 0 or in 0.01..100, agreement at least 0 and less than 1, copies more than 0 and at most 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChainSpec:
     """Stage boundaries: the allowed ranks (values per token; 0 = no compression) and the number formats (protocol/codec/boundary_formats.py) of
     activations on their way `forward` and of gradients on their way `backward`."""
@@ -206,6 +223,7 @@ class Manifest:
     train: TrainSpec
     data: DataSpec
     outer: OuterSpec = field(default_factory=OuterSpec)
+    judging: JudgingSpec = field(default_factory=JudgingSpec)
     chains: ChainSpec = field(default_factory=ChainSpec)
     timing: TimingSpec = field(default_factory=TimingSpec)
     hints: HintSpec = field(default_factory=HintSpec)

@@ -17,6 +17,7 @@ MAX_LOSS = 1e6
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
 MAX_BALLOT = 2**53
+LEAST_SCALE = 2.0**-20
 MAX_SHARDS = 4098
 """Of a model: its blocks (protocol/run/layout.py), the embedding and the head."""
 MAX_TIME = 2.0**34
@@ -49,6 +50,8 @@ Loss = Annotated[float, Within(0.0, MAX_LOSS)]
 Norm = Annotated[float, Within(0.0, MAX_NORM)]
 NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 """Of all parts of a share: the root of the sum of so many squares."""
+Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
+"""What an update is multiplied by before it enters the mean."""
 Time = Annotated[float, Within(0.0, MAX_TIME)]
 Magnitude = Annotated[float, Within(0.0, 1e39)]
 """Of values in fp32."""

@@ -22,6 +22,7 @@ from protocol.wire.bounds import (
     PeerId,
     Round,
     RunId,
+    Scale,
     Shard,
     Signature,
     Size,
@@ -60,14 +61,15 @@ class Share:
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One replica's committed contribution; its weight in the mean is tokens / sum of tokens. A share may be a spare's of the
-    round's plan, in the place of a member that was lost."""
+    """One replica's committed contribution; its weight in the mean is tokens / sum of tokens, and its update is multiplied by `scale`
+    (protocol/rounds/judging.py). A share may be a spare's of the round's plan, in the place of a member that was lost."""
 
     replica: Count
     tokens: Count
     steps: Count
     loss: Loss | None
     shares: Annotated[tuple[Share, ...], AtMost(4096)]
+    scale: Scale = 1.0
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -83,6 +85,8 @@ class LeftOut:
     """Its number."""
     reason: Annotated[str, AtMost(4096)]
     """Why, for a reader."""
+    judged: Annotated[str, AtMost(64)] | None = None
+    """The name of its contribution, which was complete, where that was judged (protocol/rounds/judging.py)."""
 
 
 @row
@@ -132,10 +136,10 @@ class Commit:
         return any(s.peer == peer and s.root == root for s in self.shares)
 
     def payloads(self, shard: str, lists: Mapping[str, tuple[Part, ...]]) -> tuple[tuple[float, Part, str], ...]:
-        """(weight, part, sender) of every committed payload of `shard`, in commit order. `lists`: root -> parts of every share."""
+        """(weight times scale, part, sender) of every committed payload of `shard`, in commit order. `lists`: root -> parts of every share."""
         total = sum(c.tokens for c in self.contributions)
         return tuple(
-            (c.tokens / total, part, share.peer)
+            (c.tokens / total * c.scale, part, share.peer)
             for c in self.contributions
             for share in c.shares
             for part in lists[share.root]

@@ -187,6 +187,12 @@ def sparsify(e: Tensor, k: int, values: str) -> Tensor:
     return sent.permute(0, 2, 1, 3).reshape(e.shape)
 
 
+def clipped(sent: list[Params]) -> list[float]:
+    """What each update is multiplied by: none counts as longer than the median of their norms."""
+    norms = [math.sqrt(sum(float(x.double().pow(2).sum()) for x in update.values())) for update in sent]
+    return [min(1.0, float(np.median(norms)) / norm) for norm in norms] if len(norms) >= 3 else [1.0] * len(norms)
+
+
 # -- the run ----------------------------------------------------------------------------------------------------------
 
 
@@ -252,10 +258,11 @@ def run(
                     e.mul_(outer["beta"]).add_(delta)
                     sent[-1][name] = sparsify(e, outer["topk"], outer["values"])
                     e.sub_(sent[-1][name])
+        scales = clipped(sent) if outer.get("clip") else [1.0] * len(sent)
         for name, w in theta.items():
             total = torch.zeros_like(w)
-            for update, count in zip(sent, tokens, strict=True):
-                total += update[name] * (count / sum(tokens))
+            for update, count, scale in zip(sent, tokens, scales, strict=True):
+                total += update[name] * (count / sum(tokens) * scale)
             w.sub_(outer["eta"] * total)
         if after_round is not None:
             after_round(r, theta)

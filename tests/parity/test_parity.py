@@ -8,11 +8,14 @@ import torch
 
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
-from protocol.codec import subspace
+from protocol.codec import sparse, subspace
 from protocol.codec.sparse import Codec
+from protocol.rounds import judging
+from protocol.rounds.comparing import Update
 from protocol.run import init, layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import TrainSpec
+from protocol.run.manifest import OuterSpec, TrainSpec
+from tests import tiny
 from tests.parity import reference
 
 SPEC = ModelSpec(vocab_size=128, d_model=32, n_layers=3, n_heads=2, d_ff=48, context=16)
@@ -37,7 +40,7 @@ def config(values: str, wire: str) -> dict[str, object]:
     return {
         "model": {name: getattr(SPEC, name) for name in ModelSpec.__slots__},
         "replicas": [{"stages": stages, "k": k} for stages, k in REPLICAS],
-        "outer": {"topk": 256, "values": values, "beta": BETA, "eta": ETA},
+        "outer": {"topk": 256, "values": values, "beta": BETA, "eta": ETA, "clip": True},
         "rounds": ROUNDS,
         "wire": wire,
         **{name: getattr(TRAIN, name) for name in TrainSpec.__slots__},
@@ -66,6 +69,19 @@ def inner_step(stages: list[StageTrainer], ids: torch.Tensor, number: int, wire:
     for stage in stages:
         stage.step(number, norm)
     return loss
+
+
+def scales(payloads: list[dict[str, bytes]], codec: Codec) -> list[float]:
+    """What the leader's rule makes of a round."""
+    manifest = tiny.manifest(model=SPEC, outer=OuterSpec(topk=codec.topk, values=codec.values))
+
+    def update(sent: dict[str, bytes]) -> Update:
+        return Update(lambda shard: sparse.decode(codec, layout.shapes(SPEC, shard), sent[shard]))
+
+    names = [str(i) for i in range(len(payloads))]
+    verdicts = judging.judge(manifest, "parent", names, [update(p) for p in payloads], judging.Before())
+    assert all(verdict.reason is None for verdict in verdicts)
+    return [verdict.scale for verdict in verdicts]
 
 
 @pytest.mark.parametrize("values", ["sym2", "fp32"])
@@ -104,9 +120,11 @@ def test_rounds_agree_with_the_reference(values: str, wire: str) -> None:
                 for shard in stage.shards:
                     outer.accumulate(shard, stage.displacement(shard))
                     payloads[-1][shard], _ = outer.encode(shard)
+        scaled = [w * scale for w, scale in zip(WEIGHTS, scales(payloads, Codec(256, values)), strict=True)]
+        assert min(scaled) < 1 / 3
         for outer in outers:
             for shard in layout.shard_names(SPEC):
-                outer.apply(shard, [(w, p[shard]) for w, p in zip(WEIGHTS, payloads, strict=True)])
+                outer.apply(shard, [(w, p[shard]) for w, p in zip(scaled, payloads, strict=True)])
         assert len({tuple(outer.digest(shard) for shard in outer.theta) for outer in outers}) == 1
 
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)

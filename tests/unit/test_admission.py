@@ -10,7 +10,7 @@ import pytest
 
 from protocol.planning import memory
 from protocol.rounds import admission, part_lists
-from protocol.wire.commit import Contribution, Part
+from protocol.wire.commit import Part
 from protocol.wire.plan import ReplicaSpec, StageSpec, Work
 from protocol.wire.session import Offer
 from tests import tiny
@@ -90,36 +90,3 @@ def test_the_largest_payload_grows_with_the_shard() -> None:
     assert 0 < part_lists.largest_payload(M, "block.0") < 1 << 20
     wider = tiny.manifest(model=dataclasses.replace(M.model, d_ff=64))
     assert part_lists.largest_payload(M, "block.0") < part_lists.largest_payload(wider, "block.0")
-
-
-def contributions(*norms: float) -> list[Contribution]:
-    """One contribution for each norm, in two parts of two members."""
-    return [
-        Contribution(
-            replica=index,
-            tokens=8,
-            steps=1,
-            loss=None,
-            shares=tuple(
-                part_lists.share_of(p, (Part(shard=p, digest=tiny.digest(p), size=8, norm=norm * factor),))
-                for p, factor in (("a", 0.6), ("b", 0.8))
-            ),
-        )
-        for index, norm in enumerate(norms)
-    ]
-
-
-def test_the_norm_of_a_contribution_is_over_all_its_parts() -> None:
-    assert admission.norm(contributions(5.0)[0]) == pytest.approx(5.0)
-
-
-def test_who_is_far_over_the_median_is_left_out_with_the_reason() -> None:
-    kept, left = admission.without_outliers(contributions(1.0, 10.1, 0.5, 1.0))
-    assert [c.replica for c in kept] == [0, 2, 3]
-    assert [(x.replica, x.reason) for x in left] == [(1, "norm 10.1 is over 10 times the median")]
-    assert admission.without_outliers(contributions(1.0, 9.9, 1.0))[1] == []
-
-
-def test_two_contributions_have_no_median() -> None:
-    two = contributions(1.0, 1000.0)
-    assert admission.without_outliers(two) == (two, [])

@@ -10,6 +10,7 @@ import pytest
 
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
+from protocol.rounds.judging import Case, Judged, name_of, norm_of
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import (
     Decided,
@@ -19,9 +20,12 @@ from protocol.rounds.leader_events import (
     Fetch,
     Gone,
     Held,
+    Judge,
     Keep,
     Lead,
+    MakePlan,
     Moved,
+    Planned,
     Propose,
     Ready,
     Received,
@@ -30,6 +34,7 @@ from protocol.rounds.leader_events import (
     Send,
     Tell,
     Tick,
+    Verdict,
 )
 from protocol.rounds.part_lists import root_of, share_of
 from protocol.run import layout
@@ -263,18 +268,95 @@ def test_offers_of_strangers_and_of_other_rounds_are_ignored() -> None:
     assert replicas(driver.decide(driver.offered("a", "b"))) == [0, 1]
 
 
-def test_a_contribution_far_over_the_median_norm_is_left_out() -> None:
-    driver = opened({**FULLS, "c": FULL})
-    driver.offered("a", "b", norm=1.0)
-    commit = driver.decide(driver.offered("c", norm=10.1))
-    assert replicas(commit) == [0, 1]
-    assert left_out(commit)[0][1].endswith("is over 10 times the median")
+class Judges(Driver):
+    """What the judges of a run say is up to the test."""
+
+    def do(self, *events: Event) -> list[Effect]:
+        return [effect for event in events for effect in self.leader.handle(event, self.now)]
+
+    def asked(self, effects: list[Effect]) -> Case:
+        (case,) = [e.case for e in effects if isinstance(e, Judge)]
+        return case
+
+    def say(self, case: Case, *verdicts: Judged) -> list[Effect]:
+        effects = self.do(Verdict(case, verdicts))
+        return [
+            found
+            for e in effects
+            for found in (self.do(Planned(e.question, e.question.answer())) if isinstance(e, MakePlan) else [e])
+        ]
 
 
-def test_two_contributions_have_no_median() -> None:
-    driver = opened(FULLS)
-    driver.offered("a", norm=1.0)
-    assert replicas(driver.decide(driver.offered("b", norm=1000.0))) == [0, 1]
+def judged_swarm(*peers: str) -> Judges:
+    driver = Judges(dict.fromkeys(peers, FULL), tiny.manifest(rounds=3, start_peers=len(peers)))
+    (question,) = [e.question for e in driver.ready(*peers) if isinstance(e, MakePlan)]
+    driver.decide(driver.do(Planned(question, question.answer())))
+    assert driver.attest(*peers) == []
+    return driver
+
+
+def test_what_was_offered_is_judged_in_the_order_in_which_it_came_and_the_commit_says_the_verdict() -> None:
+    driver = judged_swarm("a", "b", "c")
+    driver.offered("c")
+    driver.now = 1.0
+    driver.offered("b")
+    driver.now = 2.0
+    case = driver.asked(driver.offered("a"))
+    assert [c.shares[0].peer for c in case.contributions] == ["c", "b", "a"]
+    commit = driver.decide(driver.say(case, Judged(0.25), Judged(1.0, "it is a copy (1.00)"), Judged(1.0)))
+    assert [(c.shares[0].peer, c.scale) for c in commit.contributions] == [("a", 1.0), ("c", 0.25)]
+    (out,) = commit.left_out
+    assert out.reason == "peer b: judged: it is a copy (1.00)"
+    assert out.judged == name_of(case.contributions[1])
+
+
+def test_whoever_is_judged_out_again_and_again_is_planned_no_more() -> None:
+    driver = judged_swarm("a", "b", "c")
+    for _ in range(2):
+        case = driver.asked([*driver.offered("a", "b"), *driver.offered("c")])
+        out = Judged(1.0, "it changes nothing")
+        verdicts = [out if c.shares[0].peer == "b" else Judged(1.0) for c in case.contributions]
+        commit = driver.decide(driver.say(case, *verdicts))
+        driver.attest("a", "b", "c")
+    assert commit.plan is not None
+    assert commit.plan.replica_of("b") is None
+    assert driver.leader.promises.rests("b", 3)
+
+
+def test_a_verdict_that_nobody_waits_for_any_more_is_nothing() -> None:
+    driver = judged_swarm("a", "b")
+    case = driver.asked(driver.offered("a", "b"))
+    driver.do(Lead(False))
+    assert driver.say(case, Judged(1.0), Judged(1.0)) == []
+    again = driver.asked(driver.do(Lead(True)))
+    assert again == case
+    assert driver.say(dataclasses.replace(case, parent="another"), Judged(1.0), Judged(1.0)) == []
+    assert replicas(driver.decide(driver.say(again, Judged(1.0), Judged(1.0)))) == [0, 1]
+    assert driver.say(again, Judged(1.0), Judged(1.0)) == []
+
+
+def test_where_nothing_counts_the_round_goes_on_until_it_may_end_without_work() -> None:
+    driver = judged_swarm("a", "b")
+    case = driver.asked(driver.offered("a", "b"))
+    out = Judged(1.0, "its norm 9 is over 10 times the median")
+    assert driver.say(case, out, out) == []
+    assert driver.at(1.0) == [], "it is not judged again"
+    (question,) = [e.question for e in driver.at(GONE) if isinstance(e, MakePlan)]
+    commit = driver.decide(driver.do(Planned(question, question.answer())))
+    assert replicas(commit) == []
+    assert [x.replica for x in commit.left_out] == [0, 1]
+
+
+def test_a_case_has_what_the_log_says_of_the_rounds_before() -> None:
+    driver = judged_swarm("a", "b")
+    first = driver.asked(driver.offered("a", "b", norm=2.0))
+    assert (first.last, first.medians) == ((), ())
+    commit = driver.decide(driver.say(first, Judged(1.0), Judged(0.5)))
+    driver.attest("a", "b")
+    second = driver.asked(driver.offered("a", "b"))
+    norms = [norm_of(c) * c.scale for c in commit.contributions]
+    assert (second.last, second.medians) == (commit.contributions, (sum(norms) / 2,))
+    assert second.parent == commit.digest
 
 
 # --- open: failures and the deadline

@@ -54,7 +54,7 @@ def commits() -> list[Commit]:
     for number in range(3):
         share = (part_lists.share_of(ALICE.peer_id, parts),)
         made = Contribution(replica=0, tokens=64, steps=4, loss=3.0 - number, shares=share)
-        left = LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone")
+        left = LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone", judged="0" * 64)
         out.append(
             Commit(
                 run=MANIFEST.run_id,
@@ -142,7 +142,7 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
         phase="training", round=2, step=3, loss=1.5, bytes_sent=0, bytes_received=0, load=None
     )
     (left,) = [e.body.left_out for e in events if isinstance(e.body, kinds.Commit)][-1]
-    assert left == LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone")
+    assert left == LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone", judged="0" * 64)
     view = View(MANIFEST)
     for event in events:
         view.feed(event)

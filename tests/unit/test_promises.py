@@ -10,7 +10,7 @@ from protocol.rounds import promises
 from protocol.rounds.leader_events import Decided, Effect, Propose, Resting
 from protocol.rounds.promises import MOST_ROUNDS, Promises
 from protocol.rounds.questions import Question
-from protocol.wire.commit import Commit, Contribution, Share
+from protocol.wire.commit import Commit, Contribution, LeftOut, Share
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.unit.test_leader import DEADLINE, FULL, SHARDS, Driver
@@ -84,11 +84,21 @@ def plan(*replicas: tuple[str, ...]) -> Plan:
 
 
 def test_of_a_chain_those_are_struck_who_were_lost_or_each_half() -> None:
-    there, done = plan(("a",), ("b", "c", "d"), ("e",)), decided(1, "a").contributions
+    there, done = plan(("a",), ("b", "c", "d"), ("e",)), decided(1, "a")
     assert promises.broken(there, done, offered=(), lost=()) == {"b": 0.5, "c": 0.5, "d": 0.5, "e": 1.0}
     assert promises.broken(there, done, offered=(), lost=("c", "x")) == {"c": 1.0, "e": 1.0}
     assert promises.broken(there, done, offered=("b", "e"), lost=()) == {"c": 0.5, "d": 0.5}
     assert promises.broken(None, done, offered=(), lost=()) == {}
+    reason = LeftOut(replica=2, reason="judged: it is a copy", judged="0" * 64)
+    judged = dataclasses.replace(done, left_out=(reason, dataclasses.replace(reason, replica=1)))
+    assert promises.broken(there, judged, offered=("b", "c", "d", "e"), lost=()) == {
+        "b": 0.5,
+        "c": 0.5,
+        "d": 0.5,
+        "e": 1.0,
+    }
+    too_late = dataclasses.replace(done, left_out=(dataclasses.replace(reason, judged=None),))
+    assert promises.broken(there, too_late, offered=("b", "c", "d", "e"), lost=()) == {}
 
 
 # --- the leader

@@ -20,6 +20,7 @@ from protocol.rounds import leadership, overlap, part_lists, paxos_events
 from protocol.rounds import member_events as events
 from protocol.rounds.acceptor import TABLE as ACCEPTOR
 from protocol.rounds.chain_repair import SLOW
+from protocol.rounds.judging import Case, Judged
 from protocol.rounds.leader import Leader
 from protocol.rounds.member import Member
 from protocol.rounds.part_lists import share_of
@@ -259,7 +260,7 @@ class Twins:
         self.now = 0.0
         self.commit: Commit | None = None
         self.sent: list[ChainReconfig] = []
-        self.questions: list[tuple[Leader, Question]] = []
+        self.questions: list[tuple[Leader, Question | Case]] = []
         self.lead(0)
 
     def lead(self, index: int) -> None:
@@ -271,6 +272,8 @@ class Twins:
             match effect:
                 case leading.MakePlan(question):
                     self.questions.append((node, question))
+                case leading.Judge(case):
+                    self.questions.append((node, case))
                 case leading.Propose(commit):
                     self.commit = commit
                 case leading.Send(_, ChainReconfig() as message):
@@ -281,13 +284,19 @@ class Twins:
             if self.rng.random() < 0.03:
                 self.lead(self.rng.randrange(2))
                 continue
-            if self.questions and self.rng.random() < 0.5:
+            if self.questions and self.rng.random() < (0.5 if isinstance(self.questions[0][1], Question) else 0.1):
                 node, question = self.questions.pop(0)
-                self.tell(node, leading.Planned(question, question.answer()))
+                self.tell(node, self.answer(question))
                 continue
             event = self.happens()
             for node in self.nodes:
                 self.tell(node, event)
+
+    def answer(self, question: Question | Case) -> leading.Event:
+        if isinstance(question, Question):
+            return leading.Planned(question, question.answer())
+        reason = self.rng.choice((None, None, None, "it is a copy"))
+        return leading.Verdict(question, (Judged(1.0, reason),) * len(question.contributions))
 
     def happens(self) -> leading.Event:
         rng, peer = self.rng, self.rng.choice(list(self.memory))

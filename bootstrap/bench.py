@@ -1,0 +1,60 @@
+"""Where contributions are judged, beside the loop: the questions of the leader's machine are answered on a thread of their own, one after
+the other. To decode the payloads takes most of the time, in steps of numpy between which the interpreter gives way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from protocol.rounds.judging import Case
+from protocol.rounds.leader_events import Verdict
+
+log = logging.getLogger("potluck.judging")
+PAUSE_SECONDS = 1.0
+"""Before a payload of the round before, which is still on its way here, is looked for again."""
+
+
+class Lacking(Exception):
+    """Something that a case is about is not here yet."""
+
+
+class Bench:
+    """`read`: payloads and lists of parts by their names, None for what is not here; `put` takes the answers."""
+
+    def __init__(self, put: Callable[[Verdict], None], read: Callable[[str], bytes | None]) -> None:
+        self._put = put
+        self._read = read
+        self._cases: asyncio.Queue[Case] = asyncio.Queue()
+
+    def ask(self, case: Case) -> None:
+        """Nobody waits any more for the answers to the cases before."""
+        while not self._cases.empty():
+            self._cases.get_nowait()
+        self._cases.put_nowait(case)
+
+    async def run(self) -> None:
+        """Until it is cancelled; the thread ends after the case that it is at."""
+        worker, loop = ThreadPoolExecutor(1, "judge"), asyncio.get_running_loop()
+        try:
+            while True:
+                case = await self._cases.get()
+                try:
+                    judged = await loop.run_in_executor(worker, case.answer, self._wanted)
+                except Lacking as error:
+                    log.info("round %d cannot be judged yet: %s is not here", case.round, error)
+                    await asyncio.sleep(PAUSE_SECONDS)
+                    if self._cases.empty():
+                        self._cases.put_nowait(case)
+                    continue
+                self._put(Verdict(case, judged))
+        finally:
+            worker.shutdown(wait=False)
+
+    def _wanted(self, name: str) -> bytes:
+        data = self._read(name)
+        if data is None:
+            raise Lacking(name)
+        return data

@@ -1,0 +1,132 @@
+"""What the commit of the open round will say of it, from the moment when nobody is waited for any more. Part of the leader's machine, pure.
+
+What was offered is judged first (protocol/rounds/judging.py), which takes time: the machine asks (leader_events.py: Judge), somebody
+decodes the payloads in his own time (bootstrap/bench.py), and the answer comes back as an event (Verdict). What has been judged is not
+judged again while nothing else was offered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from protocol.identity import short_peer
+from protocol.planning.partition import Candidate
+from protocol.rounds import capacity, judging
+from protocol.rounds.attestations import Attestations
+from protocol.rounds.judging import Case, Judged
+from protocol.rounds.questions import Question
+from protocol.rounds.verdicts import Verdicts
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
+from protocol.wire.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a commit says of its round."""
+
+    contributions: Sequence[Contribution] = ()
+    left_out: Sequence[LeftOut] = ()
+    diverged: Sequence[Diverged] = ()
+
+    def commit(
+        self, manifest: Manifest, head: Commit | None, plan: Plan | None, attestations: Attestations, now: float
+    ) -> Commit:
+        """The commit after `head`, but for the next plan. `plan`: the round's."""
+        round = 0 if head is None else head.round + 1
+        return Commit(
+            run=manifest.run_id,
+            round=round,
+            parent=head.digest if head else manifest.run_id,
+            time=now,
+            contributions=tuple(self.contributions),
+            left_out=capacity.shortened(self.left_out),
+            diverged=capacity.foremost(self.diverged, plan),
+            digests=attestations.majority(round - 1),
+            plan=None,
+        )
+
+
+class Docket:
+    """What is to be judged in the open round, and what was. `commits`: the log so far."""
+
+    def __init__(self, manifest: Manifest, commits: Sequence[Commit]) -> None:
+        self._manifest = manifest
+        self._medians = judging.medians(commits)
+        self._said = Said()
+        self._case: Case | None = None
+        self._answered: tuple[Case, Sequence[Judged]] | None = None
+
+    def begin(self, commit: Commit) -> None:
+        """The round of `commit` is decided."""
+        self._medians = (*self._medians, *judging.medians([commit]))[-judging.REMEMBERED :]
+        self._said, self._case, self._answered = Said(), None, None
+
+    def close(self, head: Commit, verdicts: Verdicts, waited: float, diverged: Sequence[Diverged]) -> Case | None:
+        """Nobody is waited for any more, `waited` seconds after the round began. What has to be judged before there is a commit."""
+        self._said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)
+        self._case = Case(
+            manifest=self._manifest,
+            round=head.round + 1,
+            parent=head.digest,
+            contributions=tuple(verdicts.in_turn()),
+            last=head.contributions,
+            medians=self._medians,
+        )
+        known = self._answered is not None and self._answered[0] == self._case
+        return None if known or not self._case.contributions else self._case
+
+    def answer(self, case: Case, judged: Sequence[Judged]) -> bool:
+        """Whether this is the answer that is waited for."""
+        if case != self._case:
+            return False
+        self._answered = case, judged
+        return True
+
+    def said(self) -> Said:
+        """What the commit says, now that all is judged."""
+        if self._case is None or self._answered is None or self._answered[0] != self._case:
+            return self._said
+        found = dict(zip((c.replica for c in self._case.contributions), self._answered[1], strict=True))
+        kept: list[Contribution] = []
+        out = list(self._said.left_out)
+        for contribution in self._said.contributions:
+            verdict = found[contribution.replica]
+            if verdict.reason is None:
+                kept.append(dataclasses.replace(contribution, scale=verdict.scale))
+            else:
+                out.append(_judged_out(contribution, verdict.reason))
+        return Said(kept, sorted(out, key=lambda x: x.replica), self._said.diverged)
+
+
+def _judged_out(contribution: Contribution, reason: str) -> LeftOut:
+    who = ", ".join(short_peer(share.peer) for share in contribution.shares)
+    return LeftOut(
+        replica=contribution.replica,
+        reason=f"peer {who}: judged: {reason}",
+        judged=judging.name_of(contribution),
+    )
+
+
+def question(
+    manifest: Manifest,
+    commit: Commit,
+    there: tuple[Candidate, ...],
+    resting: tuple[Candidate, ...],
+    previous: Plan | None,
+    attestations: Attestations,
+) -> Question:
+    """Which plan comes with `commit`. `there`, `resting`: who may be planned, and who only where these make no replica; `previous`: the plan
+    of its round, or the last one."""
+    return Question(
+        manifest=manifest,
+        candidates=there,
+        resting=resting,
+        round=commit.round + 1,
+        previous=previous,
+        contributions=commit.contributions,
+        left_out=len(commit.left_out),
+        attested=attestations.snapshot(commit.round - 1) if commit.round else None,
+    )

@@ -1,0 +1,291 @@
+"""Bad teachers: what it costs when some of eight replicas train badly on purpose. Prints the table of docs/results/teachers.md.
+
+    python -m tests.benchmarks.teachers ROWS.jsonl [--cells honest:0 flip:1 ...] [--seeds 0]     trains what ROWS.jsonl lacks
+    python -m tests.benchmarks.teachers ROWS.jsonl --table                                     prints it
+
+Each row is a run of ROUNDS rounds of eight replicas that train a small model on the text of the demo, with the trainer, outer step, codec and
+rule that ship, in one process and without a network: what a leader would commit is applied. A cell is an attack and how many of the
+eight carry it out. `--undefended`: every contribution counts whole. The enemies know all honest updates of the round. Who is judged
+out is planned again in the next round, so that each has to be found in every round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from peer.state.outer_optimizer import Outer
+from peer.training.trainer import StageTrainer
+from protocol.codec import sparse
+from protocol.codec.sparse import Sparse
+from protocol.rounds import judging
+from protocol.rounds.comparing import Update
+from protocol.run import init, layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
+from tests import tiny
+from tests.parity import reference
+
+REPLICAS, ROUNDS, STEPS, ROWS = 8, 40, 5, 4
+SEQUENCE = 64
+MODEL = ModelSpec(vocab_size=4096, d_model=64, n_layers=3, n_heads=4, d_ff=176, context=SEQUENCE)
+SHARDS = layout.shard_names(MODEL)
+TOKENIZER = "peer/assets/sotu-4k.json"
+COUNTS = (1, 2, 3)
+"""One, a quarter and a third of eight, about."""
+BAD_AFTER = 20
+"""Rounds in which a slow starter is honest."""
+Sent = dict[str, list[Sparse]]
+Arrays = list[np.ndarray]
+torch.set_num_threads(1)
+
+
+def manifest(seed: int) -> Manifest:
+    train = TrainSpec(
+        inner_steps=STEPS,
+        micro_batches=1,
+        rows=ROWS,
+        sequence=SEQUENCE,
+        lr=4e-3,
+        warmup_steps=20,
+        total_steps=STEPS * ROUNDS,
+    )
+    return tiny.manifest(model=MODEL, train=train, seed=seed, rounds=ROUNDS, outer=OuterSpec(topk=32))
+
+
+class Replica:
+    """One that trains, and what it sends."""
+
+    def __init__(self, made: Manifest) -> None:
+        self.made = made
+        self.outer = Outer(MODEL, made.outer.codec, made.outer.beta, made.outer.eta)
+        self.trainer = StageTrainer(MODEL, made.train, SHARDS)
+
+    def train(self, theta: dict[str, Arrays], round: int, windows: Callable[[int], np.ndarray]) -> None:
+        self.trainer.begin_round(theta)
+        for step in range(STEPS):
+            self.trainer.forward(0, torch.tensor(windows(step).astype(np.int64)))
+            self.trainer.backward(0)
+            norm = math.sqrt(sum(square for _, square in self.trainer.grad_sumsq()))
+            self.trainer.step(round * STEPS + step + 1, norm)
+
+    def send(self, changed: Callable[[str, Arrays], Arrays] = lambda shard, delta: delta) -> Sent:
+        """What a round's work comes to; `changed`: what is learned of a shard, as an enemy has it."""
+        found: Sent = {}
+        for shard in SHARDS:
+            delta = changed(shard, self.trainer.delta(shard))
+            self.outer.accumulate(shard, [(array, None) for array in delta])
+            payload, _ = self.outer.encode(shard)
+            found[shard] = self.decoded(shard, payload)
+        return found
+
+    def decoded(self, shard: str, payload: bytes) -> list[Sparse]:
+        return sparse.decode(self.made.outer.codec, layout.shapes(MODEL, shard), payload)
+
+    def encoded(self, of: dict[str, Arrays]) -> Sent:
+        """What the codec makes of arrays."""
+        codec = self.made.outer.codec
+        return {shard: self.decoded(shard, sparse.encode(codec, arrays)) for shard, arrays in of.items()}
+
+
+def times(sent: Sent, factor: float, shards: Sequence[str] = SHARDS) -> Sent:
+    """A multiple of an update, in some of its shards."""
+    return {
+        shard: [Sparse(x.index, x.values * np.float32(factor if shard in shards else 1.0)) for x in tensors]
+        for shard, tensors in sent.items()
+    }
+
+
+def dense(sent: Sent, shard: str) -> Arrays:
+    found = []
+    for tensor, shape in zip(sent[shard], layout.shapes(MODEL, shard), strict=True):
+        array = np.zeros(shape, np.float32)
+        array.reshape(-1)[tensor.index] = tensor.values
+        found.append(array)
+    return found
+
+
+class Run:
+    """`bad` of the replicas, the last ones, carry out the attack `name`; "honest": they are not there."""
+
+    def __init__(self, name: str, bad: int, seed: int, defended: bool) -> None:
+        self.name, self.bad, self.defended = name, bad, defended
+        count = REPLICAS - bad if name == "honest" else REPLICAS
+        self.made = manifest(seed)
+        self.theta = {shard: init.initial_shard(MODEL, self.made.seed_bytes, shard) for shard in SHARDS}
+        self.replicas = [Replica(self.made) for _ in range(count)]
+        self.outer = Outer(MODEL, self.made.outer.codec, self.made.outer.beta, self.made.outer.eta)
+        text, self.held_out = reference.sotu_tokens(TOKENIZER)
+        self.config = {
+            "model": {n: getattr(MODEL, n) for n in ModelSpec.__slots__},
+            "sequence": SEQUENCE, "micro_batches": 1, "rows": ROWS, "inner_steps": STEPS,
+            "replicas": [{"stages": [(0, MODEL.n_layers)], "k": 0}] * REPLICAS, "wire": "fp32",
+        }  # fmt: skip
+        self.windows = reference.text_windows(self.config, text, seed)
+        self.random = np.random.default_rng(1000 + seed)
+        self.past: list[list[Sent]] = []
+        self.medians: list[float] = []
+        self.committed: list[Sent] = []
+        self.honest_out, self.bad_in, self.rounds, self.reasons = 0, 0, 0, dict[str, int]()
+
+    def is_honest(self, replica: int, round: int) -> bool:
+        return replica < REPLICAS - self.bad or (self.name == "starter" and round < BAD_AFTER)
+
+    def round(self, number: int) -> None:
+        """Trains, lets the enemies do what they do, judges and applies."""
+        honest: list[Sent] = []
+        for i, replica in enumerate(self.replicas):
+            if self.is_honest(i, number) or self.name in ("flip", "clip", "starter", "drift", "stale"):
+                replica.train(self.theta, number, lambda step, i=i: self.windows(number, i, step))
+            elif self.name == "text":
+                replica.train(self.theta, number, lambda step: self.windows(0, 0, 0))
+            if self.is_honest(i, number):
+                honest.append(replica.send())
+        sent = [*honest, *(self.evil(i, number, honest) for i in range(len(honest), len(self.replicas)))]
+        self.past.append(sent)
+        scales = self.judged(number, sent)
+        weights = [scale / sum(scale > 0 for scale in scales) for scale in scales]
+        for shard in SHARDS:
+            for array, *tensors in zip(self.theta[shard], *(update[shard] for update in sent), strict=True):
+                total = np.zeros(array.size, np.float32)
+                for weight, tensor in zip(weights, tensors, strict=True):
+                    total[tensor.index] += np.float32(weight) * tensor.values
+                array -= np.float32(self.made.outer.eta) * total.reshape(array.shape)
+
+    def judged(self, number: int, sent: list[Sent]) -> list[float]:
+        """The scale of each, 0 of those that are left out."""
+        norms = [
+            math.sqrt(sum(float(np.sum(x.values.astype(np.float64) ** 2)) for s in SHARDS for x in u[s])) for u in sent
+        ]
+        if not self.defended:
+            return [1.0] * len(sent)
+        before = judging.Before(
+            tuple(self.medians[-judging.REMEMBERED :]), tuple(Update(u.__getitem__) for u in self.committed)
+        )
+        names = [hashlib.sha256(f"{number} {i}".encode()).hexdigest() for i in range(len(sent))]
+        verdicts = judging.judge(self.made, names[0], names, [Update(u.__getitem__) for u in sent], before)
+        for i, verdict in enumerate(verdicts):
+            good = self.is_honest(i, number)
+            self.rounds += good
+            self.honest_out += good and verdict.reason is not None
+            self.bad_in += not good and verdict.reason is None
+            if verdict.reason is not None:
+                kind = ("honest: " if good else "") + verdict.reason.split(" (")[0]
+                self.reasons[kind] = self.reasons.get(kind, 0) + 1
+        kept = [i for i, verdict in enumerate(verdicts) if verdict.reason is None]
+        self.committed = [sent[i] for i in kept]
+        self.medians.append(float(np.median([norms[i] * verdicts[i].scale for i in kept])))
+        return [0.0 if verdict.reason is not None else verdict.scale for verdict in verdicts]
+
+    def evil(self, i: int, round: int, honest: list[Sent]) -> Sent:
+        """What enemy `i` sends."""
+        replica = self.replicas[i]
+        match self.name:
+            case "flip" | "starter":
+                return replica.send(lambda shard, delta: [-array for array in delta])
+            case "clip":
+                return times(replica.send(lambda shard, delta: [-array for array in delta]), 9.9)
+            case "noise":
+                return self.like(honest[0], replica, lambda shard, shape: self.random.standard_normal(shape))
+            case "stale":
+                own = replica.send()
+                return self.past[-1][i] if round % 4 else own
+            case "copy":
+                return honest[(i + round) % len(honest)]
+            case "text":
+                return replica.send()
+            case "zero":
+                return times(honest[0], 0.0)
+            case "drift":
+                return times(replica.send(), -3.0, ("block.1",))
+            case "little":
+                stacked = {s: [np.stack(a) for a in zip(*(dense(u, s) for u in honest), strict=True)] for s in SHARDS}
+                return replica.encoded({s: [(a.mean(0) - a.std(0)) for a in arrays] for s, arrays in stacked.items()})
+        raise ValueError(self.name)
+
+    def like(self, other: Sent, replica: Replica, drawn: Callable[[str, tuple[int, ...]], np.ndarray]) -> Sent:
+        """An update of what is drawn, each shard as long as another update's."""
+        made = replica.encoded(
+            {s: [drawn(s, shape).astype(np.float32) for shape in layout.shapes(MODEL, s)] for s in SHARDS}
+        )
+        for shard in SHARDS:
+            norms = [math.sqrt(sum(float((x.values**2).sum()) for x in update[shard])) for update in (other, made)]
+            made = times(made, norms[0] / norms[1], (shard,))
+        return made
+
+    def loss(self) -> float:
+        """Validation, nats per token."""
+        named = {
+            name: torch.tensor(array)
+            for shard in SHARDS
+            for (name, _), array in zip(layout.tensors(MODEL, shard), self.theta[shard], strict=True)
+        }
+        return float(reference.validation(self.config, named, self.held_out, rows=512))
+
+
+ATTACKS = ("flip", "clip", "noise", "stale", "copy", "text", "zero", "drift", "little", "starter")
+
+
+def train(name: str, bad: int, seed: int, defended: bool) -> dict[str, Any]:
+    run, began = Run(name, bad, seed, defended), time.monotonic()
+    for number in range(ROUNDS):
+        run.round(number)
+    return {
+        "attack": name, "bad": bad, "seed": seed, "defended": defended, "loss": run.loss(),
+        "honest_out": run.honest_out, "honest": run.rounds, "bad_in": run.bad_in, "reasons": run.reasons,
+        "seconds": time.monotonic() - began,
+    }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> None:
+    seeds = sorted({row["seed"] for row in rows})
+    for seed in seeds:
+        found = {(r["attack"], r["bad"], r["defended"]): r for r in rows if r["seed"] == seed}
+        print(f"\nseed {seed}\n\n| attack | bad of {REPLICAS} | undefended | judged | than the honest run | bad rounds let in |"
+              " honest rounds left out |\n|---|---|---|---|---|---|---|")  # fmt: skip
+        for (name, bad, defended), row in sorted(found.items(), key=lambda x: (x[0][1], x[0][0])):
+            if not defended:
+                continue
+            plain, base = found.get((name, bad, False)), found.get(("honest", bad, False))
+            worse = f"{100 * (row['loss'] / base['loss'] - 1):+.2f} %" if base else "?"
+            bare = f"{plain['loss']:.3f}" if plain else "not run"
+            print(
+                f"| {name} | {bad} | {bare} | {row['loss']:.3f} | {worse} | {row['bad_in']} | {row['honest_out']} of {row['honest']} |"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rows", type=Path)
+    parser.add_argument(
+        "--cells", nargs="*", default=["honest:0", *(f"{a}:{n}" for n in COUNTS for a in ("honest", *ATTACKS))]
+    )
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
+    parser.add_argument("--undefended", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    chosen = parser.parse_args()
+    rows = [json.loads(line) for line in chosen.rows.read_text().splitlines()] if chosen.rows.exists() else []
+    if chosen.table:
+        return table(rows)
+    known = {(r["attack"], r["bad"], r["seed"], r["defended"]) for r in rows}
+    for seed in chosen.seeds:
+        for cell in chosen.cells:
+            name, bad = cell.split(":")
+            key = name, int(bad), seed, not chosen.undefended
+            if key not in known:
+                with chosen.rows.open("a") as file:
+                    file.write(json.dumps(train(*key)) + "\n")
+                print(cell, flush=True)
+
+
+if __name__ == "__main__":
+    main()
