@@ -24,6 +24,7 @@ from protocol.rounds.judging import Case, Judged
 from protocol.rounds.leader import Leader
 from protocol.rounds.member import Member
 from protocol.rounds.part_lists import share_of
+from protocol.rounds.quarrels import LIES
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Position, Table, TableError, Transition
 from protocol.run import layout
@@ -336,7 +337,7 @@ class Twins:
             replica=rng.choice([r.number for r in plan.replicas] if plan else [0]),
             generation=rng.randrange(2),
             peer=lost,
-            reason=rng.choice(("?", SLOW)),
+            reason=rng.choice(("?", SLOW, f"{LIES}they do not fit their text")),
         )
 
     def offers(self, peer: str) -> leading.Event:
