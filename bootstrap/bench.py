@@ -43,13 +43,16 @@ class Bench:
                 case = await self._cases.get()
                 try:
                     judged = await loop.run_in_executor(worker, case.answer, self._wanted)
-                except Lacking as error:
-                    log.info("round %d cannot be judged yet: %s is not here", case.round, error)
+                except Exception as error:  # whatever was offered ends no node
+                    if isinstance(error, Lacking):
+                        log.info("round %d cannot be judged yet: %s is not here", case.round, error)
+                    else:
+                        log.exception("round %d cannot be judged", case.round)
                     await asyncio.sleep(PAUSE_SECONDS)
                     if self._cases.empty():
                         self._cases.put_nowait(case)
-                    continue
-                self._put(Verdict(case, judged))
+                else:
+                    self._put(Verdict(case, judged))
         finally:
             worker.shutdown(wait=False)
 

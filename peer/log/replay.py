@@ -222,7 +222,7 @@ class _Kept:
 
     def read(self, name: str) -> bytes:
         """Raises BadPayload."""
-        if name not in self._now:
+        if name not in self._now or blob_hash.name_of(self._now[name]) != name:
             raise BadPayload("it is not here")
         return self._now[name]
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codec import philox, sparse, topk
-from protocol.codec.sparse import Sparse
+from protocol.codec.sparse import PayloadError, Sparse
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Part
@@ -50,7 +50,10 @@ def update_of(manifest: Manifest, parts: Sequence[Part], read: Callable[[Part], 
     of = {part.shard: part for part in parts}
 
     def decode(shard: str) -> Sequence[Sparse]:
-        return sparse.decode(manifest.outer.codec, layout.shapes(manifest.model, shard), read(of[shard]))
+        payload = read(of[shard])
+        if len(payload) != of[shard].size:
+            raise PayloadError(f"payload: has {len(payload)} bytes, not {of[shard].size} as is said; refused")
+        return sparse.decode(manifest.outer.codec, layout.shapes(manifest.model, shard), payload)
 
     return Update(decode, {part.shard: part.norm for part in parts})
 
@@ -81,11 +84,12 @@ def is_true(said: float, norm: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Of M updates, and of E of the round before, which come last: `norms` [M + E], `shards` [M + E][S]. `panels`: who is compared with
-    whom, and for each shard their cosines [P, P]; `elements` [S]: how many parameters of each shard are compared."""
+    """Of M updates: `norms` [M], `shards` [M][S], and why some are `broken`: they cannot be decoded. `panels`: who is compared with whom,
+    and for each shard their cosines [P, P]; `elements` [S]: how many parameters of each shard are compared."""
 
     norms: list[float]
     shards: list[list[float]]
+    broken: dict[int, str]
     panels: list[tuple[tuple[int, ...], list[Floats]]]
     elements: list[int]
 
@@ -93,30 +97,72 @@ class Measured:
 def measure(
     model: layout.ModelSpec, seed: bytes, updates: Sequence[Update], panels: Sequence[Sequence[int]]
 ) -> Measured:
-    """Decodes every shard of every update once, one after the other. `seed`: decides which tiles are compared."""
+    """Decodes every shard of every update once, one after the other. `seed`: decides which tiles are compared; `panels`: each update is in
+    one of them."""
     squared: list[list[float]] = [[] for _ in updates]
-    cosines: list[list[Floats]] = [[] for _ in panels]
-    elements: list[int] = []
+    broken: dict[int, str] = {}
     one_of = max(1, layout.total_parameters(model) // (TILES * topk.TILE))
-    for shard in layout.shard_names(model):
-        tilings = [topk.tiling(shape, 1) for shape in layout.shapes(model, shard)]
-        chosen = [_chosen(seed, f"{shard}/{i}", tiling.tiles, one_of) for i, tiling in enumerate(tilings)]
-        kept: list[Sampled] = []
-        for row, update in zip(squared, updates, strict=True):
-            tensors = update.decode(shard)
-            row.append(math.fsum(squares(tensor.values) for tensor in tensors))
-            kept.append(_sampled(tensors, tilings, chosen))
-        sizes = [(tiles.size, tiling.n) for tiles, tiling in zip(chosen, tilings, strict=True)]
-        elements.append(sum(count * n for count, n in sizes))
-        for panel, into in zip(panels, cosines, strict=True):
-            into.append(_cosines([kept[i] for i in panel], sizes))
+    cut = [_Cut(model, seed, shard, one_of) for shard in layout.shard_names(model)]
+    cosines: list[list[Floats]] = [[] for _ in panels]
+    for panel, into in zip(panels, cosines, strict=True):
+        for shard in cut:
+            rows: list[Sampled | None] = []
+            for i in panel:
+                try:
+                    tensors = updates[i].decode(shard.name)
+                except PayloadError as error:
+                    broken.setdefault(i, f"{shard.name}: {error}")
+                    tensors = None
+                squared[i].append(0.0 if tensors is None else math.fsum(squares(x.values) for x in tensors))
+                rows.append(None if tensors is None else shard.sampled(tensors))
+            into.append(shard.cosines(rows))
     norms = [math.sqrt(math.fsum(row)) for row in squared]
     shards = [[math.sqrt(square) for square in row] for row in squared]
-    return Measured(norms, shards, [(tuple(p), c) for p, c in zip(panels, cosines, strict=True)], elements)
+    found = [(tuple(panel), c) for panel, c in zip(panels, cosines, strict=True)]
+    return Measured(norms, shards, broken, found, [shard.elements for shard in cut])
 
 
 Sampled = list[tuple[Places, Places, Floats]]
 """Of each tensor the entries of the chosen tiles, [tiles, k'] each: which of these tiles, where within it, and the value."""
+
+
+class _Cut:
+    """A shard's tensors, and the tiles of each that are compared."""
+
+    def __init__(self, model: layout.ModelSpec, seed: bytes, name: str, one_of: int) -> None:
+        self.name = name
+        self._tilings = [topk.tiling(shape, 1) for shape in layout.shapes(model, name)]
+        self._chosen = [_chosen(seed, f"{name}/{i}", t.tiles, one_of) for i, t in enumerate(self._tilings)]
+
+    @property
+    def elements(self) -> int:
+        return sum(tiles.size * t.n for tiles, t in zip(self._chosen, self._tilings, strict=True))
+
+    def sampled(self, tensors: Sequence[Sparse]) -> Sampled:
+        """The values are whole numbers, and the norm of all is UNIT."""
+        parts = []
+        for tensor, tiling, tiles in zip(tensors, self._tilings, self._chosen, strict=True):
+            keep = tensor.index.size // tiling.tiles
+            at, values = tensor.index.reshape(-1, keep)[tiles], tensor.values.reshape(-1, keep)[tiles]
+            row, col = np.divmod(at, tiling.cols)
+            inner = row % tiling.tr * tiling.tc + col % tiling.tc
+            parts.append((np.arange(tiles.size)[:, None].repeat(keep, axis=1), inner, values))
+        norm = math.sqrt(math.fsum(squares(values.reshape(-1)) for _, _, values in parts))
+        # in two steps: the one number may be too large where the other is small
+        return [(w, i, np.rint(v.astype(np.float64) / norm * UNIT) if norm else np.zeros(v.shape)) for w, i, v in parts]
+
+    def cosines(self, rows: Sequence[Sampled | None]) -> Floats:
+        """[P, P]; 0 of what is not there."""
+        total = np.zeros((len(rows), len(rows)))
+        for number, (tiles, tiling) in enumerate(zip(self._chosen, self._tilings, strict=True)):
+            for start in range(0, tiles.size, BLOCK):
+                dense = np.zeros((len(rows), BLOCK * tiling.n))
+                for i, row in enumerate(rows):
+                    if row is not None:
+                        where, inner, values = (x[start : start + BLOCK] for x in row[number])
+                        dense[i, (where - start) * tiling.n + inner] = values
+                total += dense @ dense.T  # whole numbers below 2^53: the same in any order
+        return total / UNIT**2
 
 
 def _chosen(seed: bytes, name: str, tiles: int, one_of: int) -> Places:
@@ -124,30 +170,3 @@ def _chosen(seed: bytes, name: str, tiles: int, one_of: int) -> Places:
     if one_of == 1:
         return np.arange(tiles)
     return np.sort(np.argsort(philox.bits(seed, name, tiles), kind="stable")[: -(-tiles // one_of)])
-
-
-def _sampled(tensors: Sequence[Sparse], tilings: Sequence[topk.Tiling], chosen: Sequence[Places]) -> Sampled:
-    """The values are whole numbers, and the norm of all is UNIT."""
-    parts = []
-    for tensor, tiling, tiles in zip(tensors, tilings, chosen, strict=True):
-        keep = tensor.index.size // tiling.tiles
-        at, values = tensor.index.reshape(-1, keep)[tiles], tensor.values.reshape(-1, keep)[tiles]
-        row, col = np.divmod(at, tiling.cols)
-        inner = row % tiling.tr * tiling.tc + col % tiling.tc
-        parts.append((np.arange(tiles.size)[:, None].repeat(keep, axis=1), inner, values))
-    norm = math.sqrt(math.fsum(squares(values.reshape(-1)) for _, _, values in parts))
-    # in two steps: the one number may be too large where the other is small
-    return [(w, i, np.rint(v.astype(np.float64) / norm * UNIT) if norm else np.zeros(v.shape)) for w, i, v in parts]
-
-
-def _cosines(rows: Sequence[Sampled], sizes: Sequence[tuple[int, int]]) -> Floats:
-    """[P, P]; `sizes`: chosen tiles of each tensor, and elements of a tile."""
-    total = np.zeros((len(rows), len(rows)))
-    for number, (count, n) in enumerate(sizes):
-        for start in range(0, count, BLOCK):
-            dense = np.zeros((len(rows), BLOCK * n))
-            for i, row in enumerate(rows):
-                where, inner, values = (x[start : start + BLOCK] for x in row[number])
-                dense[i, (where - start) * n + inner] = values
-            total += dense @ dense.T  # whole numbers below 2^53: the same in any order
-    return total / UNIT**2

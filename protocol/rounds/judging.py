@@ -81,7 +81,7 @@ class Case:
     medians: tuple[float, ...]
 
     def answer(self, read: Callable[[str], bytes]) -> tuple[Judged, ...]:
-        """The verdicts. `read`: lists of parts and payloads by their names. Raises PayloadError, BadList, and what `read` raises."""
+        """The verdicts. `read`: lists of parts and payloads by their names. Raises BadList, and what `read` raises."""
         updates = [held(self.manifest, c, read) for c in self.contributions]
         enough = len(updates) >= LEAST
         before = Before(self.medians, tuple(held(self.manifest, c, read) for c in self.last if enough))
@@ -141,7 +141,7 @@ def judge(
     earlier = before.updates if total >= LEAST else ()
     count = -(-total // PANEL)
     of = [_panel(seed, name, count) for name in names] + [i % count for i in range(len(earlier))]
-    panels = [[i for i, at in enumerate(of) if at == number] for number in range(count if total >= LEAST else 0)]
+    panels = [[i for i, at in enumerate(of) if at == number] for number in range(count)]
     measured = comparing.measure(manifest.model, seed, [*updates, *earlier], panels)
     now = _Round(manifest, measured, updates, total >= LEAST, before.medians)
     reasons: dict[int, str] = {}
@@ -228,7 +228,9 @@ class _Round:
         return found
 
     def _untrue(self, i: int) -> str | None:
-        """Norms are as they are said to be."""
+        """Payloads can be decoded, and norms are as they are said to be."""
+        if i in self._measured.broken:
+            return f"it cannot be read: {self._measured.broken[i]}"
         for name, norm in zip(layout.shard_names(self._manifest.model), self._measured.shards[i], strict=True):
             said = self._updates[i].norms.get(name, norm)
             if not comparing.is_true(said, norm):

@@ -341,6 +341,11 @@ def _long(folder: Path, commit: Commit) -> Commit:
     return _first_share(commit, dataclasses.replace(commit.shares[0], listed=1 << 40))
 
 
+def _scale(folder: Path, commit: Commit) -> Commit:
+    first, *rest = commit.contributions
+    return dataclasses.replace(commit, contributions=(dataclasses.replace(first, scale=0.5), *rest))
+
+
 def _other_peer(folder: Path, commit: Commit) -> Commit:
     return _first_share(commit, dataclasses.replace(commit.shares[0], peer=Identity(b"x" * 32).peer_id))
 
@@ -349,6 +354,7 @@ def _other_peer(folder: Path, commit: Commit) -> Commit:
     ("change", "named"),
     [
         (_weight, "round 2: replica 0: its weight is wrong"),
+        (_scale, r"round 2: replica 0 counts with 0\.5 of its update, by the rule with (1|0\.9\d+)$"),
         (_norm, r"round 2, embed: payload \w{12} of \w{8}: its norm is"),
         (_fewer, r"round 2: list of parts \w{12} of \w{8}: it does not cover the planned shards"),
         (_sum, r"round 2: list of parts \w{12} of \w{8}: its size or norm is not that of its parts"),

@@ -115,6 +115,7 @@ class PacedTrainer(NoTraining):
     ) -> None:
         self._floor, self._machine, self._peer = floor, machine, peer
         self._manifest, self._announce = manifest, announce
+        self._round = 0
 
     async def train(
         self,
@@ -126,6 +127,7 @@ class PacedTrainer(NoTraining):
         chain_orders: ChainOrders,
     ) -> Result:
         """Inner steps of one round."""
+        self._round = order.plan.round
         replica = order.plan.replica(order.replica)
         stage, work, train = replica.stage_of(self._peer), replica.work, self._manifest.train
         share = (stage.last - stage.first) / self._manifest.model.n_layers
@@ -146,8 +148,8 @@ class PacedTrainer(NoTraining):
         return Result(steps, train.tokens(steps, work.micro_batches), 1.0, None)
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
-        """θ(r-1) - θ local."""
-        draw = np.random.default_rng(len(shard))
+        """θ(r-1) - θ local: everybody's own in each round, or they would be judged to be copies."""
+        draw = np.random.default_rng([*self._peer.encode(), self._round, len(shard)])
         shapes = layout.shapes(self._manifest.model, shard)
         return [(LEARNING * draw.standard_normal(shape).astype(np.float32), None) for shape in shapes]
 

@@ -19,7 +19,7 @@ from protocol.rounds.judging import Before, Judged
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import JudgingSpec, Manifest, OuterSpec
-from protocol.wire.commit import Commit, Contribution, LeftOut, Share
+from protocol.wire.commit import Commit, Contribution, LeftOut, Part, Share
 from tests import tiny
 
 MODEL = ModelSpec(vocab_size=256, d_model=64, n_layers=2, n_heads=2, d_ff=128, context=8)
@@ -170,6 +170,33 @@ def test_a_norm_that_is_not_what_is_said_is_found_among_any_number() -> None:
     assert verdicts[1].reason is not None
     assert verdicts[1].reason.startswith("the norm of head is ")
     assert verdicts[1].reason.endswith(", not 0.05")
+
+
+def test_a_payload_of_another_shard_is_found_among_any_number() -> None:
+    """Its name is known and held, so nobody fetches and checks it again."""
+    payloads = {
+        s: sparse.encode(M.outer.codec, [np.ones(x, np.float32) for x in layout.shapes(MODEL, s)]) for s in SHARDS
+    }
+    parts = {
+        s: Part(shard=s, digest=tiny.digest(s), size=len(p), norm=comparing.norm(decoded(s, p)))
+        for s, p in payloads.items()
+    }
+    by_name = {parts[s].digest: payloads[s] for s in SHARDS}
+
+    def verdicts(*changed: Part) -> dict[int, str]:
+        said = {**parts, **{part.shard: part for part in changed}}
+        made = comparing.update_of(M, list(said.values()), lambda part: by_name[part.digest])
+        return out(judging.judge(M, PARENT, names(2), [update(GOOD[0]), made], Before()))
+
+    assert verdicts() == {}
+    wrong = verdicts(dataclasses.replace(parts["embed"], digest=parts["block.0"].digest))
+    assert wrong[1].startswith("it cannot be read: embed: payload: has ")
+    wrong = verdicts(dataclasses.replace(parts["embed"], digest=parts["head"].digest, size=parts["head"].size))
+    assert wrong[1].startswith("it cannot be read: embed: payload: ")
+
+
+def decoded(shard: str, payload: bytes) -> list[Sparse]:
+    return sparse.decode(M.outer.codec, layout.shapes(MODEL, shard), payload)
 
 
 def test_among_four_only_norms_count() -> None:
