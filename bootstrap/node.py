@@ -18,6 +18,7 @@ from bootstrap import told
 from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
 from bootstrap.calls import Calls
+from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
 from bootstrap.links import Links
 from bootstrap.news import News
@@ -38,7 +39,7 @@ from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, leader_events, paxos_events, presence
+from protocol.rounds import admission, fairness, leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
@@ -119,6 +120,7 @@ class BootstrapNode:
         held, now = list(archive.blobs), self._clock.steady()
         head = archive.commits[-1] if archive.commits else None
         self.leader = Leader(manifest, archive.commits, held, now)
+        self._fairness = Fairness(self.leader, self._clock, self._events.put)
         self._quorum = Quorum(
             manifest, identity.peer_id, head, archive.vote, held, identity.sign, identities.verify, now
         )
@@ -144,6 +146,7 @@ class BootstrapNode:
                 group.create_task(self._pump())
                 group.create_task(self._watch())
                 group.create_task(self._planning.run())
+                group.create_task(self._fairness.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
                 group.create_task(self._directory.watch())
@@ -243,7 +246,7 @@ class BootstrapNode:
             for peer in absent:
                 self._stays.lost(peer)
             self._events.put(leader_events.Tick(absent))
-            self._events.put(paxos_events.Tick())
+            self._events.put(paxos_events.Tick(not self._quorum.leads and fairness.is_due(self.leader, now)))
             await asyncio.sleep(POLL_SECONDS)
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
@@ -305,17 +308,8 @@ class BootstrapNode:
                     if first and isinstance(message, ChainReconfig):
                         self._emit(events.chain_reconfigured(message))
                     self._sessions.post(peers, message)
-                case leader_events.Report(round, peer, shard):
-                    self._emit(events.Diverged(peer=peer, round=round, shard=shard))
-                case leader_events.Moved(round, replica, before, after, reason):
-                    was, now = before.blocks, after.blocks
-                    self._emit(
-                        events.Moved(
-                            round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason
-                        )
-                    )
-                case leader_events.Resting(peer, until):
-                    self._emit(told.resting(peer, until))
+                case leader_events.Report() | leader_events.Moved() | leader_events.Resting():
+                    self._emit(told.of_round(effect))
                 case leader_events.Done(round):
                     self._finish(round)
 
@@ -337,6 +331,10 @@ class BootstrapNode:
                     self._payloads.fetch(holders, part, holders[-1], self.leader.round)
                 case paxos_events.FetchList(holders, share):
                     self._payloads.fetch_list(holders, share, self.leader.round)
+                case paxos_events.Judge(peer, commit):
+                    self._fairness.ask(peer, commit)
+                case paxos_events.Refused() | paxos_events.Skipped():
+                    self._emit(told.against(effect))
                 case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
                     following.append(paxos_events.Appended(record))
@@ -355,6 +353,7 @@ class BootstrapNode:
         if record.commit.plan is not None:
             self._directory.planned(record.commit.plan)
         self._emit(events.commit_of(record.commit))
+        self._fairness.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])
         self._payloads.complete([record.commit])

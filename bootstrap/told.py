@@ -10,6 +10,8 @@ from peer import events
 from peer.net.directory import Directory
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
+from protocol.rounds.leader_events import Moved, Report, Resting
+from protocol.rounds.paxos_events import Refused, Skipped
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 
@@ -31,10 +33,31 @@ def stalled(members: int, missing: tuple[str, ...], round: int) -> events.Warnin
     )
 
 
-def resting(peer: str, until: int) -> events.Warning:
-    """A peer is planned more rarely, since it does not do what it is planned for."""
-    what = "it is planned again and again and brings nothing"
-    return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
+def against(effect: Refused | Skipped) -> events.Unfair | events.Warning:
+    """What another node did that leads no more: it asked for votes for what it may not propose, or for what differs from what is seen
+    here; or it let a round wait."""
+    who = f"node {short_peer(effect.peer)}"
+    if isinstance(effect, Skipped):
+        return events.Warning(text=f"{who}: it leads and does not decide round {effect.round}; another node leads")
+    if effect.unfair.lie:
+        return events.Unfair(peer=effect.peer, round=effect.round, reason=effect.unfair.reason)
+    return events.Warning(
+        text=f"{who}: its commit of round {effect.round} {effect.unfair.reason}; another node leads this round"
+    )
+
+
+def of_round(effect: Report | Moved | Resting) -> events.Diverged | events.Moved | events.Warning:
+    """A peer has other bits; blocks go from one stage of a chain to another; a peer is planned more rarely, since it does not do what it
+    is planned for."""
+    match effect:
+        case Report(round, peer, shard):
+            return events.Diverged(peer=peer, round=round, shard=shard)
+        case Moved(round, replica, before, after, reason):
+            was, now = before.blocks, after.blocks
+            return events.Moved(round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason)
+        case Resting(peer, until):
+            what = "it is planned again and again and brings nothing"
+            return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
 
 
 def refusing(emit: events.Emit, directory: Directory) -> Callable[[events.Refused], None]:

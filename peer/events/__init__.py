@@ -36,6 +36,7 @@ from peer.events.node import (
     Refused,
     Relayed,
     RunFinished,
+    Unfair,
 )
 from peer.events.volunteer import (
     Announced,
@@ -114,6 +115,7 @@ __all__ = [
     "Started",
     "Step",
     "TextFetched",
+    "Unfair",
     "Waiting",
     "Warning",
     "Withdrew",
@@ -130,7 +132,7 @@ __all__ = [
 ]
 
 Body = (
-    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | RunFinished
+    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip

@@ -60,6 +60,9 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Refused(peer=peer, address=address, reason=reason, seconds=seconds):
             who = f"peer {called(peer, names)}" + (f" at {clean(address)}" if address else "")
             return [Said("warning", f"{who} {clean(reason)}; nothing is taken from it for {duration(seconds)}")]
+        case events.Unfair(peer=peer, round=round, reason=reason):
+            who = f"node {called(peer, names)}: its commit of round {round}"
+            return [Said("error", f"{who} {clean(reason)}; it gets no vote, and another node leads")]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
             return [Said("info", f"relays {streams} at {bps / 1e6:.1f} Mb/s; {size(passed)} since the start")]

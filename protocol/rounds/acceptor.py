@@ -2,7 +2,8 @@
 
 It never goes back behind a promise, and what it accepted it tells everybody who prepares a higher ballot. Whatever it
 says is on its disk before: an answer follows its `Save` in the list of effects. It accepts a commit only once it
-holds every payload that the commit names, so that what is decided cannot be lost with its sender.
+holds every payload that the commit names, so that what is decided cannot be lost with its sender, and only if it
+could have proposed it itself (protocol/rounds/fairness.py).
 
     acceptor  event     next      effects              condition
     FREE      Prepare   PROMISED  Save, Send(Promise)
@@ -20,6 +21,10 @@ holds every payload that the commit names, so that what is decided cannot be los
     any       Accept    the same  Fetch                the same of payloads that the lists name
     any       Listed    the same  Fetch                all lists that were waited for are known, and payloads are
                                                        not held
+    any       Accept    the same  Judge                all is held: it is looked at again when it is known whether
+                                                       it is fair
+    any       Accept    the same  Refused              nobody honest proposes this
+    any       Judged    the same  Refused              it is not fair: it gets no vote
     FREE      Appended  FREE                           the next round begins
     PROMISED  Appended  FREE                           the next round begins
     ACCEPTED  Appended  FREE                           the next round begins
@@ -33,12 +38,28 @@ from enum import Enum
 
 from protocol.rounds import part_lists
 from protocol.rounds.part_lists import Parts
-from protocol.rounds.paxos_events import Appended, Fetch, FetchList, Held, Listed, Save, Send
+from protocol.rounds.paxos_events import (
+    Appended,
+    Fetch,
+    FetchList,
+    Held,
+    Judge,
+    Judged,
+    Listed,
+    Refused,
+    Save,
+    Send,
+)
 from protocol.rounds.table import Position, Table, Transition
+from protocol.rounds.unfair import Unfair
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share, vote_body
+
+MOST_JUDGED = 16
+"""Different commits of one round that are judged for one sender: each costs a plan."""
+Answer = Save | Send | Fetch | FetchList | Judge | Refused
 
 
 class Ballots(Enum):
@@ -75,6 +96,11 @@ TABLE = Table(
         ),
         Transition(None, Accept, None, (Fetch,), "the same of payloads that the lists name"),
         Transition(None, Listed, None, (Fetch,), "all lists that were waited for are known, and payloads are not held"),
+        Transition(
+            None, Accept, None, (Judge,), "all is held: it is looked at again when it is known whether it is fair"
+        ),
+        Transition(None, Accept, None, (Refused,), "nobody honest proposes this"),
+        Transition(None, Judged, None, (Refused,), "it is not fair: it gets no vote"),
         Transition(Ballots.FREE, Appended, Ballots.FREE, (), "the next round begins"),
         Transition(Ballots.PROMISED, Appended, Ballots.FREE, (), "the next round begins"),
         Transition(Ballots.ACCEPTED, Appended, Ballots.FREE, (), "the next round begins"),
@@ -95,6 +121,9 @@ class Acceptor:
         self.held = set(held)
         self.lists: dict[str, Parts] = {}
         self.waiting: tuple[str, Accept] | None = None
+        self.verdicts: dict[str, Unfair | None] = {}
+        """What was found of the round's commits, by digest."""
+        self._judged: dict[str, set[str]] = {}
         self._awaited: set[str] = set()
         self._signature = sign
         accepted = Ballots.ACCEPTED if vote.commit is not None else Ballots.PROMISED
@@ -104,6 +133,8 @@ class Acceptor:
         """`round` is to be decided from now on."""
         self.waiting = None
         self.lists.clear()
+        self.verdicts.clear()
+        self._judged.clear()
         self._awaited.clear()
         if self.vote.round < round:
             self.vote = Promise(round=round)
@@ -118,6 +149,16 @@ class Acceptor:
         """A list of parts is durable; the same."""
         self.lists[root] = parts
         return self._came(root)
+
+    def judge(self, digest: str, unfair: Unfair | None) -> list[Answer]:
+        """What was found of a commit."""
+        self.verdicts[digest] = unfair
+        self._awaited.discard(digest)
+        if unfair is None or self.waiting is None or self.waiting[1].commit.digest != digest:
+            return []
+        peer, accept = self.waiting
+        self.waiting = None
+        return self.position.stay(Judged, [Refused(peer, accept.round, unfair)])
 
     def _came(self, name: str) -> bool:
         if self.waiting is None or name not in self._awaited:
@@ -137,7 +178,7 @@ class Acceptor:
 
     def accept(
         self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], event: type = Accept
-    ) -> list[Save | Send | Fetch | FetchList]:
+    ) -> list[Answer]:
         """`peer` asks for a vote; `head` is the log's last commit, `members` decide the round after it.
 
         `event`: why it is looked at; what is lacking after an `Accept` or a `Listed` is fetched, else it is being fetched already.
@@ -147,26 +188,47 @@ class Acceptor:
             return self.position.stay(Accept, [Send(peer, self._reject(accept))])
         commit = accept.commit
         own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""))
-        if why_not_next(self.manifest, head, own) is not None:
-            return []
+        reason = why_not_next(self.manifest, head, own)
+        if reason is None and accept.ballot == 0 and commit.leader != peer:
+            reason = "says that another node proposes it"
+        if reason is not None:
+            return self._refuse(peer, accept, reason)
         unknown = [share for share in commit.shares if share.root not in self.lists]
         if unknown:
             self._wait(peer, accept, (share.root for share in unknown))
             asked = [FetchList((peer, s.peer), s) for s in unknown if part_lists.may_be_fetched(self.manifest, s)]
             return self.position.stay(Accept, asked) if event is Accept and asked else []
         plan = head.plan if head is not None else None
-        if event is not Held and part_lists.why_refused(self.manifest, plan, commit, self.lists) is not None:
-            self.waiting = None
-            return []
+        reason = part_lists.why_refused(self.manifest, plan, commit, self.lists) if event is not Held else None
+        if reason is not None:
+            return self._refuse(peer, accept, reason)
         lacking = [(who, p) for s in commit.shares for who, p in self._lacking(s)]
         if lacking:
             self._wait(peer, accept, (part.digest for _, part in lacking))
             return self.position.stay(event, [Fetch((peer, who), p) for who, p in lacking]) if event is not Held else []
+        if commit.digest not in self.verdicts:
+            return self._ask(peer, accept)
         self.waiting = None
+        if self.verdicts[commit.digest] is not None:
+            return []
         if (self.vote.accepted, self.vote.ballot) == (accept.ballot, accept.ballot):
             return self.position.stay(Accept, [Send(peer, self._sign(accept))]) if self.vote.commit == commit else []
         self.vote = Promise(round=commit.round, ballot=accept.ballot, accepted=accept.ballot, commit=commit)
         return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
+
+    def _refuse(self, peer: str, accept: Accept, reason: str) -> list[Answer]:
+        self.waiting = None
+        return self.position.stay(Accept, [Refused(peer, accept.round, Unfair(reason, lie=True))])
+
+    def _ask(self, peer: str, accept: Accept) -> list[Answer]:
+        """Has the commit judged, once."""
+        digest, asked = accept.commit.digest, self._judged.setdefault(peer, set())
+        known = any(digest in digests for digests in self._judged.values())
+        if not known and len(asked) >= MOST_JUDGED:
+            return []
+        self._wait(peer, accept, (digest,))
+        asked.add(digest)
+        return [] if known else self.position.stay(Accept, [Judge(peer, accept.commit)])
 
     def _wait(self, peer: str, accept: Accept, names: Iterable[str]) -> None:
         self.waiting, self._awaited = (peer, accept), set(names)

@@ -59,7 +59,7 @@ has just restarted has heard of nobody yet. Who comes within a round takes a sea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
@@ -122,8 +122,7 @@ class Leader:
         self._verdicts = Verdicts()
         self._asked: tuple[Question, Commit] | None = None
         self._final: presence.Final | None = None
-        self._leads = False
-        self._began = now
+        self._leads, self._began = False, now
 
     @property
     def phase(self) -> Phase:
@@ -142,9 +141,8 @@ class Leader:
 
     def _between(self) -> Phase:
         """The phase that the log alone says: nothing is proposed."""
-        if self.head is None:
-            return Phase.GATHERING
-        return Phase.OPEN if self.head.round < self.manifest.rounds else Phase.CLOSING
+        going_on = self.head is not None and self.head.round < self.manifest.rounds
+        return Phase.GATHERING if self.head is None else Phase.OPEN if going_on else Phase.CLOSING
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine; `now` is in seconds on any steady clock."""
@@ -256,8 +254,8 @@ class Leader:
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
-        known = self.ready.get(peer) if self._leads and self.phase is Phase.OPEN else None
-        known = None if self.promises.rests(peer, self.round) else known
+        may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
+        known = self.ready.get(peer) if may else None
         seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
 
@@ -311,23 +309,20 @@ class Leader:
         return promises.broken(self.roster.plan, contributions, self.offers.brought, self.roster.away)
 
     def _candidates(self) -> list[Candidate]:
-        away, newest = self.roster.away, self.attestations.newest
-        return promises.candidates(self.ready, away, newest, self._last_plan, self.round)
+        return promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            least = self.manifest.start_peers
-            enough = len(self.ready) >= least and len(self._candidates()) >= least
+            enough = len(self._candidates()) >= self.manifest.start_peers
             return self._propose(now, (), (), ()) if enough else []
         return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
 
     def _decide(self, now: float, event: Event) -> list[Effect]:
         """Proposes the open round's commit if nobody is to be waited for."""
         timing, waited = self.manifest.timing, now - self._began
-        diverged = self.attestations.diverged(self.round - 1, ties=True)
-        verdicts, news = self._verdicts, self._judged({d.peer for d in diverged}, waited)
+        (diverged, news), verdicts = self._look(now), self._verdicts
         if verdicts.pending and waited < timing.round_deadline:
             if not news and isinstance(event, Received | Held | Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
@@ -335,20 +330,25 @@ class Leader:
                 return []
         complete, outliers = admission.without_outliers(verdicts.contributions())
         left_out = sorted([*verdicts.left_out(waited), *outliers], key=lambda x: x.replica)
-        if not complete and waited < timing.gone_after:
-            return []
-        return self._propose(now, complete, left_out, diverged)
+        return [] if not complete and waited < timing.gone_after else self._propose(now, complete, left_out, diverged)
 
-    def _judged(self, wrong: Set[str], waited: float) -> bool:
-        """Judges the replicas to which something happened; whether there are any. `wrong`: peers that diverged."""
-        silent = waited >= self.manifest.timing.gone_after
+    def seen(self, now: float) -> tuple[Verdicts, float, Plan | None]:
+        """As this node sees it: what has become of each replica, the seconds since the round began, and the newest plan of the log."""
+        self._look(now)
+        return self._verdicts, now - self._began, self._last_plan
+
+    def _look(self, now: float) -> tuple[list[Diverged], bool]:
+        """Judges the replicas to which something happened. Who diverged, and whether any verdict is new."""
+        diverged, waited = self.attestations.diverged(self.round - 1, ties=True), now - self._began
+        wrong, silent = {d.peer for d in diverged}, waited >= self.manifest.timing.gone_after
         based = self.attestations.of(self.round - 1)
 
         def judge(replica: ReplicaSpec) -> Contribution | str | None:
             ended = self.roster.ended(replica.number)
             return ended or self.offers.verdict(replica, wrong, based, self.ready if silent else None)
 
-        return self._verdicts.renew(Seen(self.roster.plan, wrong, (silent, self.roster.changes)), judge, waited)
+        seen = Seen(self.roster.plan, wrong, (silent, self.roster.changes))
+        return diverged, self._verdicts.renew(seen, judge, waited)
 
     def _propose(
         self, now: float, contributions: Sequence[Contribution], left_out: Sequence[LeftOut], wrong: Sequence[Diverged]

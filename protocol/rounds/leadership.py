@@ -5,6 +5,9 @@ By the rule, the leader of the round before goes on while it gives signs of life
 them leads. A leader that is silent for a lease (`gone_after`) is so replaced. An operator's node that is not a member
 takes the place of a member that was silent for REPLACE_LEASES leases; the next commit's `members` say so.
 
+A leader whom this node caught at a lie, or that lets a round wait which this node would have decided, is *skipped*: for this node it
+does not lead for some rounds, and what it asks for is not heard. Where all members that give signs of life are skipped, nobody is.
+
     role       event  next       effects  condition
     FOLLOWING         LEADING    Leads    the rule names this node
     LEADING           FOLLOWING  Leads    the rule names another node
@@ -17,8 +20,11 @@ from enum import Enum
 from protocol.rounds.paxos_events import Leads, Stalled
 from protocol.rounds.table import Position, Table, Transition
 from protocol.run.manifest import Manifest
+from protocol.wire.commit import votes_needed
 
 REPLACE_LEASES = 10
+LIAR_ROUNDS, SLOW_ROUNDS = 64, 4
+"""Rounds for which a leader that lied, or was too slow, is skipped."""
 
 
 class Role(Enum):
@@ -51,6 +57,8 @@ class Leadership:
         self._alive = set(manifest.operators)
         self._now = now
         self._missing: tuple[str, ...] = ()
+        self._skipped: dict[str, int] = {}
+        self._round = 0
 
     @property
     def leads(self) -> bool:
@@ -64,11 +72,27 @@ class Leadership:
         lease = self.manifest.timing.gone_after
         self._alive = {o for o, at in self._heard.items() if o == self.peer or now - at < lease}
 
+    def begin(self, round: int) -> None:
+        """`round` is to be decided from now on."""
+        self._round = round
+
+    def skip(self, peer: str, rounds: int) -> None:
+        """`peer` does not lead this round, nor the next ones: so many in all."""
+        if peer != self.peer:
+            self._skipped[peer] = max(self._skipped.get(peer, 0), self._round + rounds)
+
+    def is_skipped(self, peer: str, members: tuple[str, ...]) -> bool:
+        """Whether `peer` does not lead, and another member does."""
+        return peer not in self._able(members)
+
+    def _able(self, members: tuple[str, ...]) -> list[str]:
+        alive = [m for m in members if m in self._alive]
+        return [m for m in alive if self._skipped.get(m, 0) <= self._round] or alive
+
     def leader(self, members: tuple[str, ...], before: str) -> str | None:
         """Who leads as far as this node knows, None where no member is alive. `before` led the round before."""
-        if before in members and before in self._alive:
-            return before
-        return next((m for m in members if m in self._alive), None)
+        able = self._able(members)
+        return before if before in able else next(iter(able), None)
 
     def elect(self, members: tuple[str, ...], before: str) -> list[Leads]:
         """Applies the rule to this node's role."""
@@ -80,11 +104,16 @@ class Leadership:
     def stalled(self, members: tuple[str, ...]) -> list[Stalled]:
         """Says it when too few members to decide anything begin or cease to give signs of life."""
         alive = [m for m in members if m in self._alive]
-        missing = () if 2 * len(alive) > len(members) else tuple(m for m in members if m not in alive)
+        missing = () if len(alive) >= votes_needed(len(members)) else tuple(m for m in members if m not in alive)
         if missing == self._missing:
             return []
         self._missing = missing
         return [Stalled(missing)]
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether too few members give signs of life."""
+        return bool(self._missing)
 
     def next_members(self, members: tuple[str, ...]) -> tuple[str, ...]:
         """The members of the round after the one that `members` decide."""

@@ -20,6 +20,7 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     IDLE       Learned   APPENDING  Append            the record is the next one of the log
     PREPARING  Learned   APPENDING  Append            the record is the next one of the log
     ACCEPTING  Learned   APPENDING  Append            the record is the next one of the log
+    ACCEPTING  Judged    IDLE                         what another claims to have accepted is not fair
     APPENDING  Appended  IDLE       Decided           the next round begins
     IDLE       Appended  IDLE       Decided           the next round begins; who leads changed meanwhile
     IDLE       Appended  IDLE       SendLog           the commit was ours: the other nodes get the record
@@ -30,6 +31,7 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     any        Heard     the same   Send(LogRequest)  the sender is at a later round
     any        Heard     the same   SendLog           the sender is at an earlier round
     any        Learned   the same   Send(LogRequest)  records in between are missing
+    any        Tick      the same   Skipped           the leader lets the round wait that this node would decide
 
 Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower ballot exists: a
 round in calm weather costs one exchange. Ballot b > 0 belongs to member b mod n. A proposer is its own first
@@ -45,7 +47,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from protocol.rounds.acceptor import Acceptor
-from protocol.rounds.leadership import Leadership
+from protocol.rounds.leadership import LIAR_ROUNDS, SLOW_ROUNDS, Leadership
 from protocol.rounds.paxos_events import (
     TABLE,
     Append,
@@ -55,14 +57,17 @@ from protocol.rounds.paxos_events import (
     Event,
     Heard,
     Held,
+    Judged,
     Leads,
     Learned,
     Listed,
     Phase,
     Proposed,
+    Refused,
     Save,
     Send,
     SendLog,
+    Skipped,
     Tick,
 )
 from protocol.rounds.table import Position
@@ -70,7 +75,7 @@ from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
-from protocol.wire.commit import Commit, Record, vote_body
+from protocol.wire.commit import Commit, Record, vote_body, votes_needed
 from protocol.wire.session import Heartbeat, LogRequest
 
 RETRY_SECONDS = 1.0
@@ -112,6 +117,7 @@ class Quorum:
         self._promises: dict[str, Promise] = {}
         self._votes: dict[str, bytes] = {}
         self._retry_at = float("-inf")
+        self._due: tuple[str, float] | None = None
 
     @property
     def phase(self) -> Phase:
@@ -152,6 +158,7 @@ class Quorum:
             case Proposed(commit):
                 if self.leads and self._mine is None and commit.round == self.round:
                     self._mine = self.of_ours(commit)
+                    self.acceptor.verdicts[self._mine.digest] = None
             case Heard(peer, message):
                 self._hear(peer, message, out)
             case Learned(peer, record):
@@ -162,10 +169,14 @@ class Quorum:
             case Listed(root, parts):
                 if self.acceptor.know(root, parts):
                     self._look_again(Listed, out)
+            case Judged(digest, unfair):
+                self._route(self.acceptor.judge(digest, unfair), out)
+                if unfair is None:
+                    self._look_again(Judged, out)
             case Appended(record):
                 self._begin(record, out)
-            case Tick():
-                pass
+            case Tick(due):
+                self._wait_for_leader(due, out)
         self._watch(out)
         self._advance(out)
         return out
@@ -192,6 +203,18 @@ class Quorum:
             self._beat_at = self._now
             beat = Heartbeat(phase="leading" if self.leads else "following", round=self.round)
             out += self._to(None, self._others(self.manifest.operators), beat)
+
+    def _wait_for_leader(self, due: bool, out: list[Effect]) -> None:
+        """A leader that has not got a round decided a lease after this node would have proposed it is skipped."""
+        leader = self.leader
+        if not due or leader is None or leader == self.peer or self.leadership.has_stalled:
+            self._due = None
+        elif self._due is None or self._due[0] != leader:
+            self._due = (leader, self._now)
+        elif self._now - self._due[1] >= self.manifest.timing.gone_after:
+            self._due = None
+            self.leadership.skip(leader, SLOW_ROUNDS)
+            out += self.position.stay(Tick, [Skipped(leader, self.round)])
 
     def _hear(self, peer: str, message: object, out: list[Effect]) -> None:
         match message:
@@ -221,7 +244,8 @@ class Quorum:
         """Whether this round is to be decided here and the ballot is the sender's."""
         self._help(peer, message.round, out)
         here = self.peer in self.members and self.acceptor.vote.round == self.round == message.round
-        return here and self._owner(message.ballot) == peer
+        heard = peer == self.peer or not self.leadership.is_skipped(peer, self.members)
+        return here and heard and self._owner(message.ballot) == peer
 
     def _owner(self, ballot: int) -> str:
         return self._before if ballot == 0 else self.members[ballot % len(self.members)]
@@ -238,6 +262,12 @@ class Quorum:
     def _route(self, effects: Sequence[Effect], out: list[Effect]) -> None:
         """What the acceptor does. Its answers to ourselves are heard at once; a single member needs no durable vote."""
         for effect in effects:
+            if isinstance(effect, Refused) and effect.peer == self.peer:  # a liar claimed to have accepted it
+                self.position.step(Judged, Phase.IDLE)
+                self._retry_at = self._now
+                continue
+            if isinstance(effect, Refused):
+                self.leadership.skip(effect.peer, LIAR_ROUNDS if effect.unfair.lie else 1)
             if isinstance(effect, Send) and effect.peer == self.peer:
                 self._hear(self.peer, effect.message, out)
             elif not isinstance(effect, Save) or len(self.members) > 1:
@@ -257,8 +287,8 @@ class Quorum:
         self._promises, self._votes = {}, {}
         self._retry_at = float("-inf")
 
-    def _is_majority(self, peers: Iterable[str]) -> bool:
-        return 2 * len(set(peers) & set(self.members)) > len(self.members)
+    def _is_enough(self, peers: Iterable[str]) -> bool:
+        return len(set(peers) & set(self.members)) >= votes_needed(len(self.members))
 
     def _advance(self, out: list[Effect]) -> None:
         vote = self.acceptor.vote
@@ -299,13 +329,30 @@ class Quorum:
         if self.phase is not Phase.PREPARING or promise.ballot != self._ballot:
             return
         self._promises[peer] = promise
-        if not self._is_majority(self._promises):
+        if not self._is_enough(self._promises):
             return
-        best = max(self._promises.values(), key=lambda p: p.accepted)
-        self._value = best.commit if best.commit is not None else self._mine
+        claimed, is_possible = self._accepted_before()
+        if claimed is not None and not is_possible:
+            return
+        self._value = claimed if claimed is not None else self._mine
         self.position.step(Promise, Phase.IDLE if self._value is None else Phase.ACCEPTING)
         if self._value is not None:
             self._ask(out)
+
+    def _accepted_before(self) -> tuple[Commit | None, bool]:
+        """The commit that has to be proposed, since it may be decided: the one that was accepted in the highest ballot. One that is not fair
+        counts only if so many claim it, and the others' promises have not told yet whether they do (False)."""
+        claims = [p for p in self._promises.values() if p.commit is not None]
+        for claim in sorted(claims, key=lambda p: p.accepted, reverse=True):
+            assert claim.commit is not None
+            if self.acceptor.verdicts.get(claim.commit.digest) is None:
+                return claim.commit, True
+            agree = {m for m, p in self._promises.items() if (p.accepted, p.commit) == (claim.accepted, claim.commit)}
+            if self._is_enough(agree):
+                return claim.commit, True
+            if self._is_enough(agree | (set(self.members) - self._promises.keys())):
+                return claim.commit, False
+        return None, True
 
     def _on_vote(self, peer: str, vote: Vote, out: list[Effect]) -> None:
         if self.phase is not Phase.ACCEPTING or vote.ballot != self._ballot or self._value is None:
@@ -314,7 +361,7 @@ class Quorum:
         if vote.digest != self._value.digest or not self._verify(peer, body, vote.signature):
             return
         self._votes[peer] = vote.signature
-        if self._is_majority(self._votes):
+        if self._is_enough(self._votes):
             record = Record(commit=self._value, ballot=self._ballot, votes=dict(sorted(self._votes.items())))
             out += self.position.step(Vote, Phase.APPENDING, [Append(record)])
 
@@ -337,6 +384,8 @@ class Quorum:
         commit = record.commit
         self.head = commit
         self.acceptor.begin(self.round)
+        self.leadership.begin(self.round)
+        self._due = None
         self._highest = -1
         self._rest()
         out += self.position.step(Appended, Phase.IDLE, [Decided(record)])

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from protocol.rounds.table import Table, Transition
+from protocol.rounds.unfair import Unfair
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
 from protocol.wire.session import Heartbeat, LogRequest
@@ -70,8 +71,18 @@ class Appended:
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """Event: the answer to a `Judge`; `unfair`: what is wrong with the commit that has this digest, None where nothing is."""
+
+    digest: str
+    unfair: Unfair | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time passed."""
+    """Event: time passed. `due`: this node would propose the open round's commit now, if it led."""
+
+    due: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +125,32 @@ class FetchList:
 
 
 @dataclass(frozen=True, slots=True)
+class Judge:
+    """Effect: find out whether this commit, of which all is here and for which `peer` asks for votes, is one that this node could have
+    proposed; the answer is `Judged`."""
+
+    peer: str
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Effect: tell the operator that `peer` asked for votes for a commit that gets none here, and why. Where it led, another leads."""
+
+    peer: str
+    round: int
+    unfair: Unfair
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Effect: tell the operator that `peer` leads and lets the round wait; another leads."""
+
+    peer: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """Effect: make this record the durable next one of the log; the answer is `Appended`."""
 
@@ -141,8 +178,8 @@ class Stalled:
     missing: tuple[str, ...]
 
 
-Event = Proposed | Heard | Learned | Held | Listed | Appended | Tick
-Effect = Save | Send | SendLog | Fetch | FetchList | Append | Decided | Leads | Stalled
+Event = Proposed | Heard | Learned | Held | Listed | Judged | Appended | Tick
+Effect = Save | Send | SendLog | Fetch | FetchList | Judge | Refused | Skipped | Append | Decided | Leads | Stalled
 
 _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.IDLE, None, Phase.ACCEPTING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),
@@ -165,6 +202,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.IDLE, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
     Transition(Phase.PREPARING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
     Transition(Phase.ACCEPTING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
+    Transition(Phase.ACCEPTING, Judged, Phase.IDLE, (), "what another claims to have accepted is not fair"),
     Transition(Phase.APPENDING, Appended, Phase.IDLE, (Decided,), "the next round begins"),
     Transition(Phase.IDLE, Appended, Phase.IDLE, (Decided,), "the next round begins; who leads changed meanwhile"),
     Transition(Phase.IDLE, Appended, Phase.IDLE, (SendLog,), "the commit was ours: the other nodes get the record"),
@@ -175,5 +213,6 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
     Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
     Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
+    Transition(None, Tick, None, (Skipped,), "the leader lets the round wait that this node would decide"),
 )
 TABLE = Table("proposer", Phase, _ROWS)

@@ -175,6 +175,12 @@ class Swarm:
                 self.world.stats[f"chains {kind}"] += 1
             case events.Warning(text=text) if text.startswith("quorum:"):
                 self.world.stats["stalls"] += 1
+            case events.Warning(text=text) if text.endswith("another node leads this round"):
+                self.world.stats["doubts"] += 1
+            case events.Warning(text=text) if text.endswith("another node leads"):
+                self.world.stats["skipped"] += 1
+            case events.Unfair(peer=peer, reason=reason):
+                self._guarded(self._accused, process.name, peer, reason)
         self.world.trace(process.name, f"{event.body}")
 
     def _hear_peer(self, process: Process, event: Event) -> None:
@@ -197,6 +203,10 @@ class Swarm:
 
     def _wrong_round(self, name: str, round: int, before: int) -> None:
         raise Violation("P2", f"{name[-8:]} applies round {round} to the state after round {before}")
+
+    def _accused(self, who: str, peer: str, reason: str) -> None:
+        """A node says that another one lies."""
+        raise Violation("P2", f"{who[-8:]} accuses {peer[-8:]}, which is honest: {reason}")
 
     def _spoil(self, process: Process) -> None:
         """Perhaps a bit of its memory flips."""
