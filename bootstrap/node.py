@@ -46,7 +46,7 @@ from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
@@ -177,7 +177,7 @@ class BootstrapNode:
         match message:
             case Record():
                 await self._events.hand_in(paxos_events.Learned(node, message))
-            case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
+            case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
                 await self._events.hand_in(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 self._send_log(self._links.to[node], after)

@@ -5,6 +5,10 @@ says is on its disk before: an answer follows its `Save` in the list of effects.
 holds every payload that the commit names, so that what is decided cannot be lost with its sender, and only if it
 could have proposed it itself (protocol/rounds/fairness.py).
 
+Where members may lie (four and seven of them), a commit is *pledged* before it is accepted: 2f + 1 pledges of one ballot are its
+*certificate*, and no other commit can have one of the same ballot. Who has accepted a commit pledges another one only if that was certified in a
+later ballot. So nobody has to believe what a proposer or a promise says.
+
     acceptor  event     next      effects              condition
     FREE      Prepare   PROMISED  Save, Send(Promise)
     PROMISED  Prepare   PROMISED  Save, Send(Promise)  its ballot is higher
@@ -15,6 +19,15 @@ could have proposed it itself (protocol/rounds/fairness.py).
     PROMISED  Accept    ACCEPTED  Save, Send(Vote)     not lower, all its payloads are held
     ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted one
     ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same answer again
+    FREE      Accept    PROMISED  Save, Send(Pledge)   members may lie, and it is not certified in this ballot yet
+    PROMISED  Accept    PROMISED  Save, Send(Pledge)   the same
+    PROMISED  Accept    ACCEPTED  Save, Send(Pledge)   the same, it was certified in an earlier ballot
+    FREE      Accept    ACCEPTED  Save, Send(Pledge)   the same
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Pledge)   the same, and it is not another one than was accepted before,
+                                                       or certified later
+    any       Accept    the same  Send(Pledge)         it is pledged already: the same answer again
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Promise)  another one was accepted before
+    ACCEPTED  Accept    ACCEPTED  Send(Promise)        the same again
     any       Accept    the same  Send(Reject)         its ballot is lower than the promised one
     any       Accept    the same  FetchList            lists of parts are not known; it is looked at again when they
                                                        are
@@ -33,7 +46,7 @@ could have proposed it itself (protocol/rounds/fairness.py).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 from protocol.rounds import part_lists
@@ -54,11 +67,13 @@ from protocol.rounds.table import Position, Table, Transition
 from protocol.rounds.unfair import Unfair
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Part, Record, Share, vote_body
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import Commit, Part, Record, Share, liars_borne, pledge_body, vote_body, votes_needed
 
 MOST_JUDGED = 16
 """Different commits of one round that are judged for one sender: each costs a plan."""
+Verify = Callable[[str, bytes, bytes], bool]
+"""Whether this peer made this signature of these bytes: (peer, bytes, signature)."""
 Answer = Save | Send | Fetch | FetchList | Judge | Refused
 
 
@@ -90,6 +105,32 @@ TABLE = Table(
         Transition(
             Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"
         ),
+        Transition(
+            Ballots.FREE,
+            Accept,
+            Ballots.PROMISED,
+            (Save, Pledge),
+            "members may lie, and it is not certified in this ballot yet",
+        ),
+        Transition(Ballots.PROMISED, Accept, Ballots.PROMISED, (Save, Pledge), "the same"),
+        Transition(
+            Ballots.PROMISED,
+            Accept,
+            Ballots.ACCEPTED,
+            (Save, Pledge),
+            "the same, it was certified in an earlier ballot",
+        ),
+        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
+        Transition(
+            Ballots.ACCEPTED,
+            Accept,
+            Ballots.ACCEPTED,
+            (Save, Pledge),
+            "the same, and it is not another one than was accepted before, or certified later",
+        ),
+        Transition(None, Accept, None, (Pledge,), "it is pledged already: the same answer again"),
+        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Promise), "another one was accepted before"),
+        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Promise,), "the same again"),
         Transition(None, Accept, None, (Reject,), "its ballot is lower than the promised one"),
         Transition(
             None, Accept, None, (FetchList,), "lists of parts are not known; it is looked at again when they are"
@@ -115,8 +156,16 @@ class Acceptor:
     itself are effects as those to others are.
     """
 
-    def __init__(self, manifest: Manifest, vote: Promise, held: Iterable[str], sign: Callable[[bytes], bytes]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        vote: Promise,
+        held: Iterable[str],
+        sign: Callable[[bytes], bytes],
+        verify: Verify,
+    ) -> None:
         self.manifest = manifest
+        self._verify = verify
         self.vote = vote
         self.held = set(held)
         self.lists: dict[str, Parts] = {}
@@ -172,7 +221,7 @@ class Acceptor:
             return self.position.stay(Prepare, [Send(peer, self._reject(prepare))])
         if prepare.ballot == self.vote.ballot:
             return self.position.stay(Prepare, [Send(peer, self.vote)])
-        self.vote = dataclasses.replace(self.vote, ballot=prepare.ballot)
+        self.vote = dataclasses.replace(self.vote, ballot=prepare.ballot, pledged="")
         bound = Ballots.PROMISED if self.position.phase is Ballots.FREE else self.position.phase
         return self.position.step(Prepare, bound, [Save(self.vote), Send(peer, self.vote)])
 
@@ -189,10 +238,11 @@ class Acceptor:
         commit = accept.commit
         own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""))
         reason = why_not_next(self.manifest, head, own)
-        if reason is None and accept.ballot == 0 and commit.leader != peer:
-            reason = "says that another node proposes it"
         if reason is not None:
             return self._refuse(peer, accept, reason)
+        if accept.ballot == 0 and commit.leader != peer:
+            unfair = Unfair("says that another node proposes it", lie=True)
+            return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
         unknown = [share for share in commit.shares if share.root not in self.lists]
         if unknown:
             self._wait(peer, accept, (share.root for share in unknown))
@@ -206,19 +256,62 @@ class Acceptor:
         if lacking:
             self._wait(peer, accept, (part.digest for _, part in lacking))
             return self.position.stay(event, [Fetch((peer, who), p) for who, p in lacking]) if event is not Held else []
-        if commit.digest not in self.verdicts:
+        lies = liars_borne(len(members)) > 0
+        proven = lies and self.is_proof(commit, accept.certified, accept.pledges, members)
+        if not proven and commit.digest not in self.verdicts:
             return self._ask(peer, accept)
         self.waiting = None
-        if self.verdicts[commit.digest] is not None:
+        if not proven and self.verdicts[commit.digest] is not None:
             return []
+        if lies and not (proven and accept.certified == accept.ballot):
+            return self._pledge(peer, accept, accept.certified if proven else -1)
         if (self.vote.accepted, self.vote.ballot) == (accept.ballot, accept.ballot):
             return self.position.stay(Accept, [Send(peer, self._sign(accept))]) if self.vote.commit == commit else []
-        self.vote = Promise(round=commit.round, ballot=accept.ballot, accepted=accept.ballot, commit=commit)
+        self.vote = Promise(
+            round=commit.round,
+            ballot=accept.ballot,
+            accepted=accept.ballot,
+            commit=commit,
+            pledged=commit.digest if lies else "",
+            pledges=accept.pledges if lies else {},
+        )
         return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
+
+    def is_proof(self, commit: Commit, ballot: int, pledges: Mapping[str, bytes], members: tuple[str, ...]) -> bool:
+        """Whether enough members pledged `commit` in this ballot, as these signatures show."""
+        named = set(pledges) & set(members)
+        if ballot < 0 or len(named) < votes_needed(len(members)):
+            return False
+        body = pledge_body(commit.run, commit.round, ballot, commit.digest)
+        return all(self._verify(member, body, pledges[member]) for member in named)
+
+    def _pledge(self, peer: str, accept: Accept, certified: int) -> list[Answer]:
+        """`certified`: the earlier ballot in which enough members pledged the commit, -1 for none."""
+        commit, vote = accept.commit, self.vote
+        digest = commit.digest
+        if vote.commit is not None and vote.commit != commit and certified <= vote.accepted:
+            if accept.ballot == vote.ballot:
+                return self.position.stay(Accept, [Send(peer, vote)])
+            self.vote = dataclasses.replace(vote, ballot=accept.ballot, pledged="")
+            return self.position.stay(Accept, [Save(self.vote), Send(peer, self.vote)])
+        pledge = Send(peer, self._sign_pledge(accept))
+        if vote.ballot == accept.ballot and vote.pledged:
+            return self.position.stay(Accept, [pledge]) if vote.pledged == digest else []
+        self.vote = dataclasses.replace(vote, ballot=accept.ballot, pledged=digest)
+        if certified > vote.accepted:
+            self.vote = dataclasses.replace(self.vote, accepted=certified, commit=commit, pledges=accept.pledges)
+        bound = Ballots.ACCEPTED if self.vote.commit is not None else Ballots.PROMISED
+        return self.position.step(Accept, bound, [Save(self.vote), pledge])
+
+    def _sign_pledge(self, accept: Accept) -> Pledge:
+        commit, digest = accept.commit, accept.commit.digest
+        body = pledge_body(commit.run, commit.round, accept.ballot, digest)
+        return Pledge(round=commit.round, ballot=accept.ballot, digest=digest, signature=self._signature(body))
 
     def _refuse(self, peer: str, accept: Accept, reason: str) -> list[Answer]:
         self.waiting = None
-        return self.position.stay(Accept, [Refused(peer, accept.round, Unfair(reason, lie=True))])
+        unfair = self.verdicts[accept.commit.digest] = Unfair(reason, lie=True)
+        return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
 
     def _ask(self, peer: str, accept: Accept) -> list[Answer]:
         """Has the commit judged, once."""

@@ -8,6 +8,11 @@ takes the place of a member that was silent for REPLACE_LEASES leases; the next 
 A leader whom this node caught at a lie, or that lets a round wait which this node would have decided, is *skipped*: for this node it
 does not lead for some rounds, and what it asks for is not heard. Where all members that give signs of life are skipped, nobody is.
 
+Where members may lie (four and seven of them), honest ones must agree who leads, or a liar could let them disturb each other for ever. There the
+members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn when it
+would skip the leader, or hears no sign of life of it, and tells its turn with its own signs of life. It follows f + 1 others, one of whom is
+honest, and is never more than one turn ahead of them.
+
     role       event  next       effects  condition
     FOLLOWING         LEADING    Leads    the rule names this node
     LEADING           FOLLOWING  Leads    the rule names another node
@@ -20,7 +25,7 @@ from enum import Enum
 from protocol.rounds.paxos_events import Leads, Stalled
 from protocol.rounds.table import Position, Table, Transition
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import votes_needed
+from protocol.wire.commit import liars_borne, votes_needed
 
 REPLACE_LEASES = 10
 LIAR_ROUNDS, SLOW_ROUNDS = 64, 4
@@ -58,6 +63,9 @@ class Leadership:
         self._now = now
         self._missing: tuple[str, ...] = ()
         self._skipped: dict[str, int] = {}
+        self.turn = 0
+        """Of the round, where members may lie."""
+        self._turns: dict[str, int] = {}
         self._round = 0
 
     @property
@@ -74,7 +82,21 @@ class Leadership:
 
     def begin(self, round: int) -> None:
         """`round` is to be decided from now on."""
-        self._round = round
+        self._round, self.turn, self._turns = round, 0, {}
+
+    def turned(self, peer: str, round: int, turn: int) -> None:
+        """`peer` says which turn it is in."""
+        if round == self._round and peer in self._heard:
+            self._turns[peer] = max(turn, self._turns.get(peer, 0))
+
+    def _told(self, members: tuple[str, ...]) -> int:
+        """The turn that an honest member is in, or a later one."""
+        told = sorted((self._turns.get(m, 0) for m in members if m != self.peer), reverse=True)
+        return told[liars_borne(len(members))]
+
+    def next_turn(self, members: tuple[str, ...]) -> None:
+        """The leader of this turn is skipped."""
+        self.turn = min(self.turn, self._told(members)) + 1
 
     def skip(self, peer: str, rounds: int) -> None:
         """`peer` does not lead this round, nor the next ones: so many in all."""
@@ -91,11 +113,18 @@ class Leadership:
 
     def leader(self, members: tuple[str, ...], before: str) -> str | None:
         """Who leads as far as this node knows, None where no member is alive. `before` led the round before."""
+        if liars_borne(len(members)):
+            first = members.index(before) if before in members else 0
+            return members[(first + self.turn) % len(members)]
         able = self._able(members)
         return before if before in able else next(iter(able), None)
 
     def elect(self, members: tuple[str, ...], before: str) -> list[Leads]:
         """Applies the rule to this node's role."""
+        if liars_borne(len(members)):
+            self.turn = max(self.turn, self._told(members))
+            if self.leader(members, before) not in self._alive:
+                self.next_turn(members)
         leads = self.leader(members, before) == self.peer
         if leads == self.leads:
             return []

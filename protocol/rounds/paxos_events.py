@@ -7,7 +7,7 @@ from enum import Enum
 
 from protocol.rounds.table import Table, Transition
 from protocol.rounds.unfair import Unfair
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
 from protocol.wire.session import Heartbeat, LogRequest
 
@@ -19,6 +19,8 @@ class Phase(Enum):
     """Nothing, because it does not lead or has nothing to propose."""
     PREPARING = "preparing"
     """It asks the members to promise its ballot."""
+    PLEDGING = "pledging"
+    """Where members may lie: it asks them to pledge a commit, so that nobody can be asked to accept another one."""
     ACCEPTING = "accepting"
     """It asks them to accept a commit."""
     APPENDING = "appending"
@@ -37,7 +39,7 @@ class Heard:
     """Event: another operator's node sent this."""
 
     peer: str
-    message: Prepare | Promise | Accept | Vote | Reject | Heartbeat
+    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Send:
     """Effect: to another operator's node, if it can be reached; it is sent again while it matters."""
 
     peer: str
-    message: Prepare | Promise | Accept | Vote | Reject | Heartbeat | LogRequest
+    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | LogRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,14 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(
         Phase.IDLE, None, Phase.PREPARING, (), "we lead, and a commit is proposed or was accepted here and not decided"
     ),
+    Transition(Phase.IDLE, None, Phase.PLEDGING, (), "as for ACCEPTING, where members may lie"),
+    Transition(Phase.PREPARING, Promise, Phase.PLEDGING, (), "the same"),
+    Transition(Phase.PLEDGING, None, Phase.PLEDGING, (Accept,), "some have not answered, every RETRY_SECONDS"),
+    Transition(Phase.PLEDGING, Pledge, Phase.ACCEPTING, (), "enough have pledged it: their signatures go with it"),
+    Transition(Phase.PLEDGING, Promise, Phase.IDLE, (), "another commit was certified before; later again, with that"),
+    Transition(Phase.PLEDGING, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one"),
+    Transition(Phase.PLEDGING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
+    Transition(Phase.PLEDGING, Leads, Phase.IDLE, (), "another node leads"),
     Transition(Phase.PREPARING, None, Phase.PREPARING, (Prepare,), "some have not answered, every RETRY_SECONDS"),
     Transition(
         Phase.PREPARING,

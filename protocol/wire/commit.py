@@ -157,6 +157,11 @@ def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:
     return DOMAIN + framing.pack_message(["vote", run, round, ballot, digest])
 
 
+def pledge_body(run: str, round: int, ballot: int, digest: str) -> bytes:
+    """What a pledge's signature is over."""
+    return DOMAIN + framing.pack_message(["pledge", run, round, ballot, digest])
+
+
 def commit_body(commit: Commit) -> bytes:
     """The bytes whose sha256 is the commit's digest."""
     return DOMAIN + framing.pack_message({"t": "commit", **packed(commit)})

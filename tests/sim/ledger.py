@@ -173,6 +173,11 @@ class Ledger:
             and not (vote and vote.round == round and vote.ballot >= message["ballot"])
         ):
             raise Violation("P2", f"{who[-8:]} tells a promise that is not on its disk")
+        elif kind == "pledge" and round > decided:
+            here = vote is not None and vote.round == round
+            said = (message["ballot"], message["digest"])
+            if not here or ((vote.ballot, vote.pledged) != said and vote.ballot <= message["ballot"]):
+                raise Violation("P2", f"{who[-8:]} tells a pledge that is not on its disk")
         elif kind == "vote" and round > decided:
             accepted = vote.commit.digest if vote and vote.round == round and vote.commit else None
             if accepted != message["digest"] or vote is None or vote.accepted < message["ballot"]:

@@ -50,7 +50,7 @@ LISTS = {
 
 
 def acceptor(vote: Promise | None = None, held: tuple[str, ...] = ()) -> Acceptor:
-    member = Acceptor(M, vote or Promise(round=0), held, tiny.OPERATORS[2].sign)
+    member = Acceptor(M, vote or Promise(round=0), held, tiny.OPERATORS[2].sign, identity.verify)
     for commit in (COMMIT, OTHER, PLANNED, NEXT):
         member.judge(commit.digest, None)
     return member

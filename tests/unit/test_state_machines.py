@@ -48,6 +48,7 @@ from tests.unit.test_paxos import (
     claim_of_what_is_not_fair,
     leader_that_stalls,
 )
+from tests.unit.test_pledges import learned_while_asking, rejected, shown_another
 
 
 def taken_by(*positions: Position[Any]) -> set[tuple[str, Transition[Any]]]:
@@ -397,7 +398,7 @@ class Council(Cluster):
         self.taken: set[tuple[str, Transition[Any]]] = set()
         self.loss = self.rng.choice((0.0, 0.1, 0.4))
         self.apart: frozenset[str] = frozenset()
-        super().__init__(*self.rng.choice(((1, 1), (3, 3), (3, 4))))
+        super().__init__(*self.rng.choice(((1, 1), (3, 3), (3, 4), (4, 4))))
         self.cut = self.is_lost
 
     def is_lost(self, sender: str, to: str, message: object) -> bool:
@@ -485,11 +486,23 @@ def leader_that_lies() -> Cluster:
     return cluster
 
 
+SPECIAL = (
+    leader_that_stalls,
+    leader_that_lies,
+    claim_of_what_is_not_fair,
+    accepted_and_then_doubted,
+    shown_another,
+    rejected,
+    learned_while_asking,
+)
+"""What rarely happens."""
+
+
 def test_random_lives_of_a_quorum_take_every_row_and_have_one_history() -> None:
     taken = taken_by_quorum(leader_that_is_heard_again()) | taken_by_quorum(member_that_lies())
-    for tell in (leader_that_stalls, leader_that_lies, claim_of_what_is_not_fair, accepted_and_then_doubted):
+    for tell in SPECIAL:
         taken |= taken_by_quorum(tell())
-    for seed in range(60):
+    for seed in range(240):
         council = Council(seed)
         council.live(100)
         taken |= council.taken
