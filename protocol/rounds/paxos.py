@@ -119,6 +119,7 @@ class Quorum:
         self.head = head
         self.position = Position(TABLE, Phase.IDLE)
         self.leadership = Leadership(manifest, peer, now)
+        self.leadership.begin(self.round)
         known = vote if vote is not None and vote.round >= self.round else Promise(round=self.round)
         self.acceptor = Acceptor(manifest, known, held, sign, verify)
         self._verify = verify

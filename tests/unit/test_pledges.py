@@ -241,3 +241,13 @@ def test_a_dead_leader_is_replaced_within_a_lease_with_turns_too(size: int) -> N
     assert cluster.leaders() == [B]
     cluster.propose(B, 2.0)
     assert [r.commit.time for r in cluster.logs[C]] == [1.0, 2.0]
+
+
+def test_a_restarted_node_hears_of_the_turn_of_its_round() -> None:
+    cluster = Cluster(4)
+    cluster.propose(A, 1.0)
+    for name in (B, C, D):
+        cluster.nodes[name].leadership.next_turn(MEMBERS)
+    cluster.restart(A)
+    cluster.pass_time(cluster.manifest.timing.heartbeat + 1)
+    assert cluster.leaders() == [B]
