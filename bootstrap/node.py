@@ -19,6 +19,7 @@ from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
 from bootstrap.bench import Bench
 from bootstrap.calls import Calls
+from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
 from bootstrap.links import Links
 from bootstrap.news import News
@@ -39,14 +40,14 @@ from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, leader_events, paxos_events, presence, quarrels
+from protocol.rounds import admission, fairness, leader_events, paxos_events, presence, quarrels
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
@@ -121,6 +122,7 @@ class BootstrapNode:
         held, now = list(archive.blobs), self._clock.steady()
         head = archive.commits[-1] if archive.commits else None
         self.leader = Leader(manifest, archive.commits, held, now)
+        self._fairness = Fairness(self.leader, self._clock, self._events.put, archive.blobs.get)
         self._quorum = Quorum(
             manifest, identity.peer_id, head, archive.vote, held, identity.sign, identities.verify, now
         )
@@ -147,6 +149,7 @@ class BootstrapNode:
                 group.create_task(self._watch())
                 group.create_task(self._planning.run())
                 group.create_task(self._bench.run())
+                group.create_task(self._fairness.run())
                 group.create_task(self._directory.announce(self._announce_own))
                 group.create_task(self._directory.publish())
                 group.create_task(self._directory.watch())
@@ -177,7 +180,7 @@ class BootstrapNode:
         match message:
             case Record():
                 await self._events.hand_in(paxos_events.Learned(node, message))
-            case Prepare() | Promise() | Accept() | Vote() | Reject() | Heartbeat():
+            case Prepare() | Promise() | Accept() | Pledge() | Vote() | Reject() | Heartbeat():
                 await self._events.hand_in(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 self._send_log(self._links.to[node], after)
@@ -246,7 +249,7 @@ class BootstrapNode:
             for peer in absent:
                 self._stays.lost(peer)
             self._events.put(leader_events.Tick(absent))
-            self._events.put(paxos_events.Tick())
+            self._events.put(paxos_events.Tick(not self._quorum.leads and fairness.is_due(self.leader, now)))
             await asyncio.sleep(POLL_SECONDS)
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
@@ -310,10 +313,8 @@ class BootstrapNode:
                     if first and isinstance(message, ChainReconfig):
                         self._emit(events.chain_reconfigured(message))
                     self._sessions.post(peers, message)
-                case leader_events.Report(round, peer, shard):
-                    self._emit(events.Diverged(peer=peer, round=round, shard=shard))
-                case leader_events.Moved() | leader_events.Resting() | quarrels.Quarrel():
-                    self._emit(told.of(effect))
+                case leader_events.Report() | leader_events.Moved() | leader_events.Resting() | quarrels.Quarrel():
+                    self._emit(told.of_round(effect))
                 case leader_events.Done(round):
                     self._finish(round)
 
@@ -335,6 +336,10 @@ class BootstrapNode:
                     self._payloads.fetch(holders, part, holders[-1], self.leader.round)
                 case paxos_events.FetchList(holders, share):
                     self._payloads.fetch_list(holders, share, self.leader.round)
+                case paxos_events.Judge(peer, commit):
+                    self._fairness.ask(peer, commit)
+                case paxos_events.Refused() | paxos_events.Skipped():
+                    self._emit(told.against(effect))
                 case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
                     following.append(paxos_events.Appended(record))
@@ -353,6 +358,7 @@ class BootstrapNode:
         if record.commit.plan is not None:
             self._directory.planned(record.commit.plan)
         self._emit(events.commit_of(record.commit))
+        self._fairness.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])
         self._payloads.complete([record.commit])

@@ -10,7 +10,8 @@ from peer import events
 from peer.net.directory import Directory
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import leader_events
+from protocol.rounds.leader_events import Moved, Report, Resting
+from protocol.rounds.paxos_events import Refused, Skipped
 from protocol.rounds.quarrels import Quarrel
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -33,21 +34,35 @@ def stalled(members: int, missing: tuple[str, ...], round: int) -> events.Warnin
     )
 
 
-def resting(peer: str, until: int) -> events.Warning:
-    """A peer is planned more rarely, since it does not do what it is planned for."""
-    what = "it is planned again and again and brings nothing"
-    return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
+def against(effect: Refused | Skipped) -> events.Unfair | events.Warning:
+    """What another node did that leads no more: it asked for votes for what it may not propose, or for what differs from what is seen
+    here; or it let a round wait."""
+    who = f"node {short_peer(effect.peer)}"
+    if isinstance(effect, Skipped):
+        return events.Warning(text=f"{who}: it leads and does not decide round {effect.round}; another node leads")
+    if effect.unfair.lie:
+        return events.Unfair(peer=effect.peer, round=effect.round, reason=effect.unfair.reason)
+    return events.Warning(
+        text=f"{who}: its commit of round {effect.round} {effect.unfair.reason}; another node leads this round"
+    )
 
 
-def of(
-    effect: leader_events.Moved | leader_events.Resting | Quarrel,
-) -> events.Moved | events.Warning | events.Quarrel:
-    """What plans do otherwise from now on: stages with other blocks, peers that are trusted less."""
-    if isinstance(effect, leader_events.Moved):
-        return moved(effect)
-    if isinstance(effect, leader_events.Resting):
-        return resting(effect.peer, effect.round)
-    return events.Quarrel(accuser=effect.accuser, accused=effect.accused, reason=effect.reason, out=effect.out)
+def of_round(
+    effect: Report | Moved | Resting | Quarrel,
+) -> events.Diverged | events.Moved | events.Warning | events.Quarrel:
+    """A peer has other bits; blocks go from one stage of a chain to another; a peer is planned more rarely, since it does not do what it
+    is planned for; a chain's member says that its neighbour lies."""
+    match effect:
+        case Report(round, peer, shard):
+            return events.Diverged(peer=peer, round=round, shard=shard)
+        case Moved(round, replica, before, after, reason):
+            was, now = before.blocks, after.blocks
+            return events.Moved(round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason)
+        case Resting(peer, until):
+            what = "it is planned again and again and brings nothing"
+            return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
+        case Quarrel(accuser, accused, reason, out):
+            return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)
 
 
 def refusing(emit: events.Emit, directory: Directory) -> Callable[[events.Refused], None]:
@@ -73,15 +88,3 @@ def in_turn(peers: Iterable[str], ready: Mapping[str, Candidate]) -> list[str]:
     found = list(peers)
     random.shuffle(found)
     return sorted(found, key=lambda p: -ready[p].up_bps if p in ready else 0)
-
-
-def moved(effect: leader_events.Moved) -> events.Moved:
-    """A chain's stages get other numbers of blocks."""
-    return events.Moved(
-        round=effect.round,
-        replica=effect.replica,
-        peers=effect.after.peers,
-        before=effect.before.blocks,
-        after=effect.after.blocks,
-        reason=effect.reason,
-    )

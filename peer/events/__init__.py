@@ -37,6 +37,7 @@ from peer.events.node import (
     Refused,
     Relayed,
     RunFinished,
+    Unfair,
 )
 from peer.events.volunteer import (
     Announced,
@@ -116,6 +117,7 @@ __all__ = [
     "Started",
     "Step",
     "TextFetched",
+    "Unfair",
     "Waiting",
     "Warning",
     "Withdrew",
@@ -132,7 +134,8 @@ __all__ = [
 ]
 
 Body = (
-    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Quarrel | RunFinished
+    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Quarrel
+    | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip

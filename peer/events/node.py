@@ -184,6 +184,18 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unfair:
+    """Another operator's node asks for votes for a commit that nobody honest proposes. It gets none here, and another node leads."""
+
+    peer: str
+    """Which node."""
+    round: int
+    """Of the commit."""
+    reason: str
+    """What is wrong with it, for a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leads:
     """A bootstrap node begins to lead the quorum, or no longer does."""
 

@@ -66,6 +66,9 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [
                 Said("warning", f"{called(accuser, names)} says of {called(accused, names)}: {clean(reason)}; {after}")
             ]
+        case events.Unfair(peer=peer, round=round, reason=reason):
+            who = f"node {called(peer, names)}: its commit of round {round}"
+            return [Said("error", f"{who} {clean(reason)}; it gets no vote, and another node leads")]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
             return [Said("info", f"relays {streams} at {bps / 1e6:.1f} Mb/s; {size(passed)} since the start")]

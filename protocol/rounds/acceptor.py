@@ -2,7 +2,12 @@
 
 It never goes back behind a promise, and what it accepted it tells everybody who prepares a higher ballot. Whatever it
 says is on its disk before: an answer follows its `Save` in the list of effects. It accepts a commit only once it
-holds every payload that the commit names, so that what is decided cannot be lost with its sender.
+holds every payload that the commit names, so that what is decided cannot be lost with its sender, and only if it
+could have proposed it itself (protocol/rounds/fairness.py).
+
+Where members may lie (four and seven of them), a commit is *pledged* before it is accepted: 2f + 1 pledges of one ballot are its
+*certificate*, and no other commit can have one of the same ballot. Who has accepted a commit pledges another one only if that was certified in a
+later ballot. So nobody has to believe what a proposer or a promise says.
 
     acceptor  event     next      effects              condition
     FREE      Prepare   PROMISED  Save, Send(Promise)
@@ -14,12 +19,25 @@ holds every payload that the commit names, so that what is decided cannot be los
     PROMISED  Accept    ACCEPTED  Save, Send(Vote)     not lower, all its payloads are held
     ACCEPTED  Accept    ACCEPTED  Save, Send(Vote)     its ballot is higher than the accepted one
     ACCEPTED  Accept    ACCEPTED  Send(Vote)           it is accepted already: the same answer again
+    FREE      Accept    PROMISED  Save, Send(Pledge)   members may lie, and it is not certified in this ballot yet
+    PROMISED  Accept    PROMISED  Save, Send(Pledge)   the same
+    PROMISED  Accept    ACCEPTED  Save, Send(Pledge)   the same, it was certified in an earlier ballot
+    FREE      Accept    ACCEPTED  Save, Send(Pledge)   the same
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Pledge)   the same, and it is not another one than was accepted before,
+                                                       or certified later
+    any       Accept    the same  Send(Pledge)         it is pledged already: the same answer again
+    ACCEPTED  Accept    ACCEPTED  Save, Send(Promise)  another one was accepted before
+    ACCEPTED  Accept    ACCEPTED  Send(Promise)        the same again
     any       Accept    the same  Send(Reject)         its ballot is lower than the promised one
     any       Accept    the same  FetchList            lists of parts are not known; it is looked at again when they
                                                        are
     any       Accept    the same  Fetch                the same of payloads that the lists name
     any       Listed    the same  Fetch                all lists that were waited for are known, and payloads are
                                                        not held
+    any       Accept    the same  Judge                all is held: it is looked at again when it is known whether
+                                                       it is fair
+    any       Accept    the same  Refused              nobody honest proposes this
+    any       Judged    the same  Refused              it is not fair: it gets no vote
     FREE      Appended  FREE                           the next round begins
     PROMISED  Appended  FREE                           the next round begins
     ACCEPTED  Appended  FREE                           the next round begins
@@ -28,17 +46,35 @@ holds every payload that the commit names, so that what is decided cannot be los
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 
 from protocol.rounds import part_lists
 from protocol.rounds.part_lists import Parts
-from protocol.rounds.paxos_events import Appended, Fetch, FetchList, Held, Listed, Save, Send
+from protocol.rounds.paxos_events import (
+    Appended,
+    Fetch,
+    FetchList,
+    Held,
+    Judge,
+    Judged,
+    Listed,
+    Refused,
+    Save,
+    Send,
+)
 from protocol.rounds.table import Position, Table, Transition
+from protocol.rounds.unfair import Unfair
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Part, Record, Share, vote_body
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import Commit, Part, Record, Share, liars_borne, pledge_body, vote_body, votes_needed
+
+MOST_JUDGED = 16
+"""Different commits of one round that are judged for one sender: each costs a plan."""
+Verify = Callable[[str, bytes, bytes], bool]
+"""Whether this peer made this signature of these bytes: (peer, bytes, signature)."""
+Answer = Save | Send | Fetch | FetchList | Judge | Refused
 
 
 class Ballots(Enum):
@@ -69,12 +105,43 @@ TABLE = Table(
         Transition(
             Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Vote,), "it is accepted already: the same answer again"
         ),
+        Transition(
+            Ballots.FREE,
+            Accept,
+            Ballots.PROMISED,
+            (Save, Pledge),
+            "members may lie, and it is not certified in this ballot yet",
+        ),
+        Transition(Ballots.PROMISED, Accept, Ballots.PROMISED, (Save, Pledge), "the same"),
+        Transition(
+            Ballots.PROMISED,
+            Accept,
+            Ballots.ACCEPTED,
+            (Save, Pledge),
+            "the same, it was certified in an earlier ballot",
+        ),
+        Transition(Ballots.FREE, Accept, Ballots.ACCEPTED, (Save, Pledge), "the same"),
+        Transition(
+            Ballots.ACCEPTED,
+            Accept,
+            Ballots.ACCEPTED,
+            (Save, Pledge),
+            "the same, and it is not another one than was accepted before, or certified later",
+        ),
+        Transition(None, Accept, None, (Pledge,), "it is pledged already: the same answer again"),
+        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Save, Promise), "another one was accepted before"),
+        Transition(Ballots.ACCEPTED, Accept, Ballots.ACCEPTED, (Promise,), "the same again"),
         Transition(None, Accept, None, (Reject,), "its ballot is lower than the promised one"),
         Transition(
             None, Accept, None, (FetchList,), "lists of parts are not known; it is looked at again when they are"
         ),
         Transition(None, Accept, None, (Fetch,), "the same of payloads that the lists name"),
         Transition(None, Listed, None, (Fetch,), "all lists that were waited for are known, and payloads are not held"),
+        Transition(
+            None, Accept, None, (Judge,), "all is held: it is looked at again when it is known whether it is fair"
+        ),
+        Transition(None, Accept, None, (Refused,), "nobody honest proposes this"),
+        Transition(None, Judged, None, (Refused,), "it is not fair: it gets no vote"),
         Transition(Ballots.FREE, Appended, Ballots.FREE, (), "the next round begins"),
         Transition(Ballots.PROMISED, Appended, Ballots.FREE, (), "the next round begins"),
         Transition(Ballots.ACCEPTED, Appended, Ballots.FREE, (), "the next round begins"),
@@ -89,12 +156,23 @@ class Acceptor:
     itself are effects as those to others are.
     """
 
-    def __init__(self, manifest: Manifest, vote: Promise, held: Iterable[str], sign: Callable[[bytes], bytes]) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        vote: Promise,
+        held: Iterable[str],
+        sign: Callable[[bytes], bytes],
+        verify: Verify,
+    ) -> None:
         self.manifest = manifest
+        self._verify = verify
         self.vote = vote
         self.held = set(held)
         self.lists: dict[str, Parts] = {}
         self.waiting: tuple[str, Accept] | None = None
+        self.verdicts: dict[str, Unfair | None] = {}
+        """What was found of the round's commits, by digest."""
+        self._judged: dict[str, set[str]] = {}
         self._awaited: set[str] = set()
         self._signature = sign
         accepted = Ballots.ACCEPTED if vote.commit is not None else Ballots.PROMISED
@@ -104,6 +182,8 @@ class Acceptor:
         """`round` is to be decided from now on."""
         self.waiting = None
         self.lists.clear()
+        self.verdicts.clear()
+        self._judged.clear()
         self._awaited.clear()
         if self.vote.round < round:
             self.vote = Promise(round=round)
@@ -119,6 +199,16 @@ class Acceptor:
         self.lists[root] = parts
         return self._came(root)
 
+    def judge(self, digest: str, unfair: Unfair | None) -> list[Answer]:
+        """What was found of a commit."""
+        self.verdicts[digest] = unfair
+        self._awaited.discard(digest)
+        if unfair is None or self.waiting is None or self.waiting[1].commit.digest != digest:
+            return []
+        peer, accept = self.waiting
+        self.waiting = None
+        return self.position.stay(Judged, [Refused(peer, accept.round, unfair)])
+
     def _came(self, name: str) -> bool:
         if self.waiting is None or name not in self._awaited:
             return False
@@ -131,13 +221,13 @@ class Acceptor:
             return self.position.stay(Prepare, [Send(peer, self._reject(prepare))])
         if prepare.ballot == self.vote.ballot:
             return self.position.stay(Prepare, [Send(peer, self.vote)])
-        self.vote = dataclasses.replace(self.vote, ballot=prepare.ballot)
+        self.vote = dataclasses.replace(self.vote, ballot=prepare.ballot, pledged="")
         bound = Ballots.PROMISED if self.position.phase is Ballots.FREE else self.position.phase
         return self.position.step(Prepare, bound, [Save(self.vote), Send(peer, self.vote)])
 
     def accept(
         self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], event: type = Accept
-    ) -> list[Save | Send | Fetch | FetchList]:
+    ) -> list[Answer]:
         """`peer` asks for a vote; `head` is the log's last commit, `members` decide the round after it.
 
         `event`: why it is looked at; what is lacking after an `Accept` or a `Listed` is fetched, else it is being fetched already.
@@ -147,26 +237,91 @@ class Acceptor:
             return self.position.stay(Accept, [Send(peer, self._reject(accept))])
         commit = accept.commit
         own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""))
-        if why_not_next(self.manifest, head, own) is not None:
-            return []
+        reason = why_not_next(self.manifest, head, own)
+        if reason is not None:
+            return self._refuse(peer, accept, reason)
+        if accept.ballot == 0 and commit.leader != peer:
+            unfair = Unfair("says that another node proposes it", lie=True)
+            return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
         unknown = [share for share in commit.shares if share.root not in self.lists]
         if unknown:
             self._wait(peer, accept, (share.root for share in unknown))
             asked = [FetchList((peer, s.peer), s) for s in unknown if part_lists.may_be_fetched(self.manifest, s)]
             return self.position.stay(Accept, asked) if event is Accept and asked else []
         plan = head.plan if head is not None else None
-        if event is not Held and part_lists.why_refused(self.manifest, plan, commit, self.lists) is not None:
-            self.waiting = None
-            return []
+        reason = part_lists.why_refused(self.manifest, plan, commit, self.lists) if event is not Held else None
+        if reason is not None:
+            return self._refuse(peer, accept, reason)
         lacking = [(who, p) for s in commit.shares for who, p in self._lacking(s)]
         if lacking:
             self._wait(peer, accept, (part.digest for _, part in lacking))
             return self.position.stay(event, [Fetch((peer, who), p) for who, p in lacking]) if event is not Held else []
+        lies = liars_borne(len(members)) > 0
+        proven = lies and self.is_proof(commit, accept.certified, accept.pledges, members)
+        if not proven and commit.digest not in self.verdicts:
+            return self._ask(peer, accept)
         self.waiting = None
+        if not proven and self.verdicts[commit.digest] is not None:
+            return []
+        if lies and not (proven and accept.certified == accept.ballot):
+            return self._pledge(peer, accept, accept.certified if proven else -1)
         if (self.vote.accepted, self.vote.ballot) == (accept.ballot, accept.ballot):
             return self.position.stay(Accept, [Send(peer, self._sign(accept))]) if self.vote.commit == commit else []
-        self.vote = Promise(round=commit.round, ballot=accept.ballot, accepted=accept.ballot, commit=commit)
+        self.vote = Promise(
+            round=commit.round,
+            ballot=accept.ballot,
+            accepted=accept.ballot,
+            commit=commit,
+            pledged=commit.digest if lies else "",
+            pledges=accept.pledges if lies else {},
+        )
         return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
+
+    def is_proof(self, commit: Commit, ballot: int, pledges: Mapping[str, bytes], members: tuple[str, ...]) -> bool:
+        """Whether enough members pledged `commit` in this ballot, as these signatures show."""
+        named = set(pledges) & set(members)
+        if ballot < 0 or len(named) < votes_needed(len(members)):
+            return False
+        body = pledge_body(commit.run, commit.round, ballot, commit.digest)
+        return all(self._verify(member, body, pledges[member]) for member in named)
+
+    def _pledge(self, peer: str, accept: Accept, certified: int) -> list[Answer]:
+        """`certified`: the earlier ballot in which enough members pledged the commit, -1 for none."""
+        commit, vote = accept.commit, self.vote
+        digest = commit.digest
+        if vote.commit is not None and vote.commit != commit and certified <= vote.accepted:
+            if accept.ballot == vote.ballot:
+                return self.position.stay(Accept, [Send(peer, vote)])
+            self.vote = dataclasses.replace(vote, ballot=accept.ballot, pledged="")
+            return self.position.stay(Accept, [Save(self.vote), Send(peer, self.vote)])
+        pledge = Send(peer, self._sign_pledge(accept))
+        if vote.ballot == accept.ballot and vote.pledged:
+            return self.position.stay(Accept, [pledge]) if vote.pledged == digest else []
+        self.vote = dataclasses.replace(vote, ballot=accept.ballot, pledged=digest)
+        if certified > vote.accepted:
+            self.vote = dataclasses.replace(self.vote, accepted=certified, commit=commit, pledges=accept.pledges)
+        bound = Ballots.ACCEPTED if self.vote.commit is not None else Ballots.PROMISED
+        return self.position.step(Accept, bound, [Save(self.vote), pledge])
+
+    def _sign_pledge(self, accept: Accept) -> Pledge:
+        commit, digest = accept.commit, accept.commit.digest
+        body = pledge_body(commit.run, commit.round, accept.ballot, digest)
+        return Pledge(round=commit.round, ballot=accept.ballot, digest=digest, signature=self._signature(body))
+
+    def _refuse(self, peer: str, accept: Accept, reason: str) -> list[Answer]:
+        self.waiting = None
+        unfair = self.verdicts[accept.commit.digest] = Unfair(reason, lie=True)
+        return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
+
+    def _ask(self, peer: str, accept: Accept) -> list[Answer]:
+        """Has the commit judged, once."""
+        digest, asked = accept.commit.digest, self._judged.setdefault(peer, set())
+        known = any(digest in digests for digests in self._judged.values())
+        if not known and len(asked) >= MOST_JUDGED:
+            return []
+        self._wait(peer, accept, (digest,))
+        asked.add(digest)
+        return [] if known else self.position.stay(Accept, [Judge(peer, accept.commit)])
 
     def _wait(self, peer: str, accept: Accept, names: Iterable[str]) -> None:
         self.waiting, self._awaited = (peer, accept), set(names)

@@ -74,6 +74,11 @@ class _Shard:
         self.digests: dict[str, dict[str, None]] = {}
         self._weight: Counter[str] = Counter()
 
+    def sure(self, total: int) -> str | None:
+        """What more than half of the weight of all witnesses has, which is `total`, whatever the others will say."""
+        ranked = self._weight.most_common(1)
+        return ranked[0][0] if ranked and 2 * ranked[0][1] > total else None
+
     @property
     def right(self) -> str | None:
         """What most of the weight has, None in a tie."""
@@ -129,6 +134,12 @@ class _Round:
         self.known[peer] = dict(digests)
         for name in {**before, **digests}:
             self._judge(name)
+
+    def sure(self) -> dict[str, str]:
+        """By shard, what more than half of the weight of all witnesses has."""
+        total = sum(self._weights.values())
+        found = ((name, shard.sure(total)) for name, shard in self._shards.items())
+        return {name: digest for name, digest in found if digest is not None}
 
     def _judge(self, name: str) -> None:
         shard = self._shards[name]
@@ -195,6 +206,10 @@ class Attestations:
     def majority(self, round: int) -> dict[str, str]:
         """The digest of each shard after `round` that most of the weight has; shards with a tie are left out."""
         return dict(self._rounds[round].majority) if round in self._rounds else {}
+
+    def sure(self, round: int) -> dict[str, str]:
+        """The digest of each shard after `round` that more than half of all weight has: whoever is still silent cannot change it."""
+        return self._rounds[round].sure() if round in self._rounds else {}
 
     def diverged(self, round: int, ties: bool = False) -> list[Diverged]:
         """Who has other bits after `round` than the majority; `ties` as above."""

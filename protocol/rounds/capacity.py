@@ -95,7 +95,9 @@ def budget(manifest: Manifest) -> Cost:
         members=(_PEER,) * len(manifest.operators),
     )
     votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
-    envelope = cost({"t": "longest name", "round": _INTEGER, "c": None, "n": _INTEGER, "l": [b""], "v": votes})
+    envelope = cost(
+        {"t": "longest name", "round": _INTEGER, "c": None, "n": _INTEGER, "l": [b""], "v": votes, "pledged": _DIGEST}
+    )
     reserved = [
         envelope,
         cost(empty),

@@ -71,7 +71,7 @@ Long because all events of a round meet here; what of it is a rule has a module 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
@@ -114,7 +114,7 @@ from protocol.rounds.table import Position
 from protocol.rounds.verdicts import Seen, Verdicts
 from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit, Contribution
+from protocol.wire.commit import Commit, Contribution, Diverged
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
@@ -140,8 +140,7 @@ class Leader:
         self._asked: tuple[Question, Commit] | None = None
         self._docket = Docket(manifest, commits)
         self._final: presence.Final | None = None
-        self._leads = False
-        self._began = now
+        self._leads, self._began = False, now
 
     @property
     def phase(self) -> Phase:
@@ -158,11 +157,15 @@ class Leader:
         """The open round's plan."""
         return None if self.head is None else self.head.plan
 
+    @property
+    def medians(self) -> tuple[float, ...]:
+        """Of the norms of the last rounds (protocol/rounds/judging.py)."""
+        return self._docket.medians
+
     def _between(self) -> Phase:
         """The phase that the log alone says: nothing is proposed."""
-        if self.head is None:
-            return Phase.GATHERING
-        return Phase.OPEN if self.head.round < self.manifest.rounds else Phase.CLOSING
+        going_on = self.head is not None and self.head.round < self.manifest.rounds
+        return Phase.GATHERING if self.head is None else Phase.OPEN if going_on else Phase.CLOSING
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine; `now` is in seconds on any steady clock."""
@@ -289,8 +292,8 @@ class Leader:
         return self.position.stay(Attest, [Report(attest.round, d.peer, d.shard) for d in fresh]) if fresh else []
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
-        known = self.ready.get(peer) if self._leads and self.phase is Phase.OPEN else None
-        known = None if self.promises.rests(peer, self.round) else known
+        may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
+        known = self.ready.get(peer) if may else None
         seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
 
@@ -343,23 +346,21 @@ class Leader:
         return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
 
     def _candidates(self) -> list[Candidate]:
-        away, newest = self.roster.away, self.attestations.newest
-        return self.quarrels.marked(promises.candidates(self.ready, away, newest, self._last_plan, self.round))
+        there = promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
+        return self.quarrels.marked(there)
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            least = self.manifest.start_peers
-            enough = len(self.ready) >= least and len(self._candidates()) >= least
+            enough = len(self._candidates()) >= self.manifest.start_peers
             return self._propose(now, Said(), None) if enough else []
         return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
 
     def _decide(self, now: float, event: Event) -> list[Effect]:
         """Has the open round's contributions judged, or proposes its commit, if nobody is to be waited for."""
         timing, waited = self.manifest.timing, now - self._began
-        diverged = self.attestations.diverged(self.round - 1, ties=True)
-        verdicts, news = self._verdicts, self._judged({d.peer for d in diverged}, waited)
+        (diverged, news), verdicts = self._look(now), self._verdicts
         if verdicts.pending and waited < timing.round_deadline:
             if not news and isinstance(event, Received | Held | Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
@@ -378,16 +379,23 @@ class Leader:
             self.position.step(event, Phase.OPEN)
         return effects
 
-    def _judged(self, wrong: Set[str], waited: float) -> bool:
-        """Judges the replicas to which something happened; whether there are any. `wrong`: peers that diverged."""
-        silent = waited >= self.manifest.timing.gone_after
+    def seen(self, now: float) -> tuple[Verdicts, float, Plan | None]:
+        """As this node sees it: what has become of each replica, the seconds since the round began, and the newest plan of the log."""
+        self._look(now)
+        return self._verdicts, now - self._began, self._last_plan
+
+    def _look(self, now: float) -> tuple[list[Diverged], bool]:
+        """Judges the replicas to which something happened. Who diverged, and whether any verdict is new."""
+        diverged, waited = self.attestations.diverged(self.round - 1, ties=True), now - self._began
+        wrong, silent = {d.peer for d in diverged}, waited >= self.manifest.timing.gone_after
         based = self.attestations.of(self.round - 1)
 
         def judge(replica: ReplicaSpec) -> Contribution | str | None:
             ended = self.roster.ended(replica.number)
             return ended or self.offers.verdict(replica, wrong, based, self.ready if silent else None)
 
-        return self._verdicts.renew(Seen(self.roster.plan, wrong, (silent, self.roster.changes)), judge, waited)
+        seen = Seen(self.roster.plan, wrong, (silent, self.roster.changes))
+        return diverged, self._verdicts.renew(seen, judge, waited)
 
     def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
         """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""

@@ -5,6 +5,14 @@ By the rule, the leader of the round before goes on while it gives signs of life
 them leads. A leader that is silent for a lease (`gone_after`) is so replaced. An operator's node that is not a member
 takes the place of a member that was silent for REPLACE_LEASES leases; the next commit's `members` say so.
 
+A leader whom this node caught at a lie, or that lets a round wait which this node would have decided, is *skipped*: for this node it
+does not lead for some rounds, and what it asks for is not heard. Where all members that give signs of life are skipped, nobody is.
+
+Where members may lie (four and seven of them), honest ones must agree who leads, or a liar could let them disturb each other for ever. There the
+members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn when it
+would skip the leader, or hears no sign of life of it, and tells its turn with its own signs of life. It follows f + 1 others, one of whom is
+honest, and is never more than one turn ahead of them.
+
     role       event  next       effects  condition
     FOLLOWING         LEADING    Leads    the rule names this node
     LEADING           FOLLOWING  Leads    the rule names another node
@@ -17,8 +25,11 @@ from enum import Enum
 from protocol.rounds.paxos_events import Leads, Stalled
 from protocol.rounds.table import Position, Table, Transition
 from protocol.run.manifest import Manifest
+from protocol.wire.commit import liars_borne, votes_needed
 
 REPLACE_LEASES = 10
+LIAR_ROUNDS, SLOW_ROUNDS = 64, 4
+"""Rounds for which a leader that lied, or was too slow, is skipped."""
 
 
 class Role(Enum):
@@ -51,6 +62,11 @@ class Leadership:
         self._alive = set(manifest.operators)
         self._now = now
         self._missing: tuple[str, ...] = ()
+        self._skipped: dict[str, int] = {}
+        self.turn = 0
+        """Of the round, where members may lie."""
+        self._turns: dict[str, int] = {}
+        self._round = 0
 
     @property
     def leads(self) -> bool:
@@ -64,14 +80,51 @@ class Leadership:
         lease = self.manifest.timing.gone_after
         self._alive = {o for o, at in self._heard.items() if o == self.peer or now - at < lease}
 
+    def begin(self, round: int) -> None:
+        """`round` is to be decided from now on."""
+        self._round, self.turn, self._turns = round, 0, {}
+
+    def turned(self, peer: str, round: int, turn: int) -> None:
+        """`peer` says which turn it is in."""
+        if round == self._round and peer in self._heard:
+            self._turns[peer] = max(turn, self._turns.get(peer, 0))
+
+    def _told(self, members: tuple[str, ...]) -> int:
+        """The turn that an honest member is in, or a later one."""
+        told = sorted((self._turns.get(m, 0) for m in members if m != self.peer), reverse=True)
+        return told[liars_borne(len(members))]
+
+    def next_turn(self, members: tuple[str, ...]) -> None:
+        """The leader of this turn is skipped."""
+        self.turn = min(self.turn, self._told(members)) + 1
+
+    def skip(self, peer: str, rounds: int) -> None:
+        """`peer` does not lead this round, nor the next ones: so many in all."""
+        if peer != self.peer:
+            self._skipped[peer] = max(self._skipped.get(peer, 0), self._round + rounds)
+
+    def is_skipped(self, peer: str, members: tuple[str, ...]) -> bool:
+        """Whether `peer` does not lead, and another member does."""
+        return peer not in self._able(members)
+
+    def _able(self, members: tuple[str, ...]) -> list[str]:
+        alive = [m for m in members if m in self._alive]
+        return [m for m in alive if self._skipped.get(m, 0) <= self._round] or alive
+
     def leader(self, members: tuple[str, ...], before: str) -> str | None:
         """Who leads as far as this node knows, None where no member is alive. `before` led the round before."""
-        if before in members and before in self._alive:
-            return before
-        return next((m for m in members if m in self._alive), None)
+        if liars_borne(len(members)):
+            first = members.index(before) if before in members else 0
+            return members[(first + self.turn) % len(members)]
+        able = self._able(members)
+        return before if before in able else next(iter(able), None)
 
     def elect(self, members: tuple[str, ...], before: str) -> list[Leads]:
         """Applies the rule to this node's role."""
+        if liars_borne(len(members)):
+            self.turn = max(self.turn, self._told(members))
+            if self.leader(members, before) not in self._alive:
+                self.next_turn(members)
         leads = self.leader(members, before) == self.peer
         if leads == self.leads:
             return []
@@ -80,11 +133,16 @@ class Leadership:
     def stalled(self, members: tuple[str, ...]) -> list[Stalled]:
         """Says it when too few members to decide anything begin or cease to give signs of life."""
         alive = [m for m in members if m in self._alive]
-        missing = () if 2 * len(alive) > len(members) else tuple(m for m in members if m not in alive)
+        missing = () if len(alive) >= votes_needed(len(members)) else tuple(m for m in members if m not in alive)
         if missing == self._missing:
             return []
         self._missing = missing
         return [Stalled(missing)]
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether too few members give signs of life."""
+        return bool(self._missing)
 
     def next_members(self, members: tuple[str, ...]) -> tuple[str, ...]:
         """The members of the round after the one that `members` decide."""

@@ -1,7 +1,11 @@
 """How a commit becomes decided: single-decree Paxos for each round, among the members that the commit before names.
 
-A round's *members* (1, 3 or 5 bootstrap nodes) vote. A commit is decided once a majority has accepted it in one
-ballot, and the signatures of those votes are the proof that travels with it (`commit.Record`). A node has three
+Long because the proposer's table, its rules and its answers belong together.
+
+A round's *members* (1, 3, 4, 5 or 7 bootstrap nodes) vote. A commit is decided once enough of them have accepted it in
+one ballot, and the signatures of those votes are the proof that travels with it (`commit.Record`). Of 1, 3 and 5 a majority
+is enough: they bear crashes, and no lies. Of 4 and 7 it takes 3 and 5 votes, 2f + 1 of 3f + 1: they bear f members that say anything to
+anybody. There a commit is pledged before it is accepted (protocol/rounds/acceptor.py). A node has three
 parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who should propose
 (protocol/rounds/leadership.py), and the proposer, here, proposes:
 
@@ -9,6 +13,14 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     IDLE                 ACCEPTING                    we lead, ballot 0 is ours and still free, a commit is proposed
     IDLE                 PREPARING                    we lead, and a commit is proposed or was accepted here and not
                                                       decided
+    IDLE                 PLEDGING                     as for ACCEPTING, where members may lie
+    PREPARING  Promise   PLEDGING                     the same
+    PLEDGING             PLEDGING   Send(Accept)      some have not answered, every RETRY_SECONDS
+    PLEDGING   Pledge    ACCEPTING                    enough have pledged it: their signatures go with it
+    PLEDGING   Promise   IDLE                         another commit was certified before; later again, with that
+    PLEDGING   Reject    IDLE                         a higher ballot is promised; later again, with a higher one
+    PLEDGING   Learned   APPENDING  Append            the record is the next one of the log
+    PLEDGING   Leads     IDLE                         another node leads
     PREPARING            PREPARING  Send(Prepare)     some have not answered, every RETRY_SECONDS
     PREPARING  Promise   ACCEPTING                    a majority promised: the commit that was accepted in the
                                                       highest ballot, else our own
@@ -20,6 +32,7 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     IDLE       Learned   APPENDING  Append            the record is the next one of the log
     PREPARING  Learned   APPENDING  Append            the record is the next one of the log
     ACCEPTING  Learned   APPENDING  Append            the record is the next one of the log
+    ACCEPTING  Judged    IDLE                         what another claims to have accepted is not fair
     APPENDING  Appended  IDLE       Decided           the next round begins
     IDLE       Appended  IDLE       Decided           the next round begins; who leads changed meanwhile
     IDLE       Appended  IDLE       SendLog           the commit was ours: the other nodes get the record
@@ -30,9 +43,10 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     any        Heard     the same   Send(LogRequest)  the sender is at a later round
     any        Heard     the same   SendLog           the sender is at an earlier round
     any        Learned   the same   Send(LogRequest)  records in between are missing
+    any        Tick      the same   Skipped           the leader lets the round wait that this node would decide
 
 Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower ballot exists: a
-round in calm weather costs one exchange. Ballot b > 0 belongs to member b mod n. A proposer is its own first
+round in calm weather costs one exchange, or two where members may lie. Ballot b > 0 belongs to member b mod n. A proposer is its own first
 acceptor, so a ballot that was used is on disk and is never used again for another commit. A single member's vote is
 the log record itself.
 
@@ -42,10 +56,10 @@ Events, effects and the table are in protocol/rounds/paxos_events.py; bootstrap/
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from protocol.rounds.acceptor import Acceptor
-from protocol.rounds.leadership import Leadership
+from protocol.rounds.leadership import LIAR_ROUNDS, SLOW_ROUNDS, Leadership
 from protocol.rounds.paxos_events import (
     TABLE,
     Append,
@@ -55,26 +69,31 @@ from protocol.rounds.paxos_events import (
     Event,
     Heard,
     Held,
+    Judged,
     Leads,
     Learned,
     Listed,
     Phase,
     Proposed,
+    Refused,
     Save,
     Send,
     SendLog,
+    Skipped,
     Tick,
 )
 from protocol.rounds.table import Position
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
-from protocol.wire.commit import Commit, Record, vote_body
+from protocol.wire.commit import Commit, Record, liars_borne, pledge_body, vote_body, votes_needed
 from protocol.wire.session import Heartbeat, LogRequest
 
 RETRY_SECONDS = 1.0
 """Unanswered requests are sent again after this time; a rejected proposer waits this time times one plus its rank."""
+BALLOTS_PER_SECOND, AHEAD_SECONDS = 16, 60.0
+"""Ballots that each member may use in a second of a round, and how much longer it may have lasted elsewhere."""
 
 
 class Quorum:
@@ -100,18 +119,25 @@ class Quorum:
         self.head = head
         self.position = Position(TABLE, Phase.IDLE)
         self.leadership = Leadership(manifest, peer, now)
+        self.leadership.begin(self.round)
         known = vote if vote is not None and vote.round >= self.round else Promise(round=self.round)
-        self.acceptor = Acceptor(manifest, known, held, sign)
+        self.acceptor = Acceptor(manifest, known, held, sign, verify)
         self._verify = verify
         self._now = now
         self._beat_at = float("-inf")
+        self._told_turn = 0
         self._highest = -1
         self._mine: Commit | None = None
         self._value: Commit | None = None
         self._ballot = -1
         self._promises: dict[str, Promise] = {}
+        self._pledges: dict[str, bytes] = {}
         self._votes: dict[str, bytes] = {}
+        self._proof: tuple[int, Mapping[str, bytes]] = (-1, {})
+        self._rejects: dict[str, int] = {}
+        self._began = now
         self._retry_at = float("-inf")
+        self._due: tuple[str, float] | None = None
 
     @property
     def phase(self) -> Phase:
@@ -152,6 +178,7 @@ class Quorum:
             case Proposed(commit):
                 if self.leads and self._mine is None and commit.round == self.round:
                     self._mine = self.of_ours(commit)
+                    self.acceptor.verdicts[self._mine.digest] = None
             case Heard(peer, message):
                 self._hear(peer, message, out)
             case Learned(peer, record):
@@ -162,10 +189,14 @@ class Quorum:
             case Listed(root, parts):
                 if self.acceptor.know(root, parts):
                     self._look_again(Listed, out)
+            case Judged(digest, unfair):
+                self._route(self.acceptor.judge(digest, unfair), out)
+                if unfair is None:
+                    self._look_again(Judged, out)
             case Appended(record):
                 self._begin(record, out)
-            case Tick():
-                pass
+            case Tick(due):
+                self._wait_for_leader(due, out)
         self._watch(out)
         self._advance(out)
         return out
@@ -188,14 +219,34 @@ class Quorum:
                 self.position.step(Leads, Phase.IDLE)
             self._rest()
         out += self.leadership.stalled(self.members)
-        if self._now - self._beat_at >= self.manifest.timing.heartbeat:
-            self._beat_at = self._now
-            beat = Heartbeat(phase="leading" if self.leads else "following", round=self.round)
+        turn = self.leadership.turn
+        if self._now - self._beat_at >= self.manifest.timing.heartbeat or turn != self._told_turn:
+            self._beat_at, self._told_turn = self._now, turn
+            beat = Heartbeat(phase="leading" if self.leads else "following", round=self.round, turn=turn)
             out += self._to(None, self._others(self.manifest.operators), beat)
+
+    def _wait_for_leader(self, due: bool, out: list[Effect]) -> None:
+        """A leader that has not got a round decided a lease after this node would have proposed it is skipped."""
+        leader = self.leader
+        if not due or leader is None or leader == self.peer or self.leadership.has_stalled:
+            self._due = None
+        elif self._due is None or self._due[0] != leader:
+            self._due = (leader, self._now)
+        elif self._now - self._due[1] >= self.manifest.timing.gone_after:
+            self._due = None
+            self._skip(leader, SLOW_ROUNDS)
+            out += self.position.stay(Tick, [Skipped(leader, self.round)])
+
+    def _skip(self, peer: str, rounds: int) -> None:
+        if not self._bears_liars:
+            self.leadership.skip(peer, rounds)
+        elif peer == self.leader:
+            self.leadership.next_turn(self.members)
 
     def _hear(self, peer: str, message: object, out: list[Effect]) -> None:
         match message:
-            case Heartbeat(round=round):
+            case Heartbeat(round=round, turn=turn):
+                self.leadership.turned(peer, round, turn)
                 self._help(peer, round, out)
             case Prepare() if self._is_current(peer, message, out):
                 self._route(self.acceptor.prepare(peer, message), out)
@@ -203,10 +254,12 @@ class Quorum:
                 self._on_accept(peer, message, out)
             case Promise() if message.round == self.round and peer in self.members:
                 self._on_promise(peer, message, out)
+            case Pledge() if message.round == self.round and peer in self.members:
+                self._on_pledge(peer, message, out)
             case Vote() if message.round == self.round and peer in self.members:
                 self._on_vote(peer, message, out)
-            case Reject() if message.round == self.round and message.ballot == self._ballot:
-                self._on_reject(message)
+            case Reject() if message.round == self.round and message.ballot == self._ballot and peer in self.members:
+                self._on_reject(peer, message)
             case _:
                 pass
 
@@ -221,7 +274,21 @@ class Quorum:
         """Whether this round is to be decided here and the ballot is the sender's."""
         self._help(peer, message.round, out)
         here = self.peer in self.members and self.acceptor.vote.round == self.round == message.round
-        return here and self._owner(message.ballot) == peer
+        if self._bears_liars:  # who does not lead would only disturb who does
+            heard = peer in (self.peer, self.leader)
+        else:
+            heard = peer == self.peer or not self.leadership.is_skipped(peer, self.members)
+        in_reach = message.ballot <= self._highest_yet()
+        return here and heard and in_reach and self._owner(message.ballot) == peer
+
+    @property
+    def _bears_liars(self) -> bool:
+        return liars_borne(len(self.members)) > 0
+
+    def _highest_yet(self) -> int:
+        """The highest ballot that honest members can have come to in this round: who asks for more wants to use them up."""
+        grown = int(BALLOTS_PER_SECOND * len(self.members) * (self._now - self._began + AHEAD_SECONDS))
+        return min(MAX_BALLOT, max(self.acceptor.vote.ballot, 0) + grown)
 
     def _owner(self, ballot: int) -> str:
         return self._before if ballot == 0 else self.members[ballot % len(self.members)]
@@ -238,6 +305,12 @@ class Quorum:
     def _route(self, effects: Sequence[Effect], out: list[Effect]) -> None:
         """What the acceptor does. Its answers to ourselves are heard at once; a single member needs no durable vote."""
         for effect in effects:
+            if isinstance(effect, Refused) and effect.peer == self.peer:  # a liar claimed to have accepted it
+                self.position.step(Judged, Phase.IDLE)
+                self._retry_at = self._now
+                continue
+            if isinstance(effect, Refused):
+                self._skip(effect.peer, LIAR_ROUNDS if effect.unfair.lie else 1)
             if isinstance(effect, Send) and effect.peer == self.peer:
                 self._hear(self.peer, effect.message, out)
             elif not isinstance(effect, Save) or len(self.members) > 1:
@@ -254,30 +327,34 @@ class Quorum:
     def _rest(self) -> None:
         """Nothing is proposed."""
         self._mine, self._value, self._ballot = None, None, -1
-        self._promises, self._votes = {}, {}
+        self._forget_answers()
         self._retry_at = float("-inf")
 
-    def _is_majority(self, peers: Iterable[str]) -> bool:
-        return 2 * len(set(peers) & set(self.members)) > len(self.members)
+    def _forget_answers(self) -> None:
+        self._promises, self._pledges, self._votes, self._rejects = {}, {}, {}, {}
+        self._proof = (-1, {})
+
+    def _is_enough(self, peers: Iterable[str]) -> bool:
+        return len(set(peers) & set(self.members)) >= votes_needed(len(self.members))
 
     def _advance(self, out: list[Effect]) -> None:
         vote = self.acceptor.vote
         if not self.leads or vote.round != self.round or self._now < self._retry_at:
             return
         if self.phase is Phase.IDLE and (self._mine is not None or vote.commit is not None):
-            self._promises, self._votes = {}, {}
+            self._forget_answers()
             if vote.ballot < 0 and self._before == self.peer and self._mine is not None:
                 self._ballot, self._value = 0, self._mine
-                self.position.step(None, Phase.ACCEPTING)
+                self.position.step(None, Phase.PLEDGING if self._bears_liars else Phase.ACCEPTING)
             else:
                 size, rank = len(self.members), self.members.index(self.peer)
-                above = max(vote.ballot, self._highest, 0)
-                if above + size > MAX_BALLOT:  # nobody could read a higher one, ourselves after a restart included
+                above = max(vote.ballot, min(self._highest, self._highest_yet() - size), 0)
+                if above + size > self._highest_yet():  # nobody would hear a higher one
                     return
                 self._ballot = next(b for b in range(above + 1, above + 1 + size) if b % size == rank)
                 self.position.step(None, Phase.PREPARING)
             self._ask(out)
-        elif self.phase in (Phase.PREPARING, Phase.ACCEPTING):
+        elif self.phase in (Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING):
             self._ask(out)
 
     def _ask(self, out: list[Effect]) -> None:
@@ -289,22 +366,71 @@ class Quorum:
             request, answered = Prepare(round=round, ballot=self._ballot), set(self._promises)
         else:
             assert self._value is not None
-            request, answered = Accept(round=round, ballot=self._ballot, commit=self._value), set(self._votes)
+            answered = set(self._pledges if phase is Phase.PLEDGING else self._votes)
+            certified, pledges = self._proof
+            request = Accept(
+                round=round, ballot=self._ballot, commit=self._value, certified=certified, pledges=dict(pledges)
+            )
         if self.peer not in answered:
             self._hear(self.peer, request, out)
         if self.phase is phase and self.acceptor.vote.ballot >= self._ballot:
             out += self._to(None, [m for m in self._others(self.members) if m not in answered], request)
 
     def _on_promise(self, peer: str, promise: Promise, out: list[Effect]) -> None:
+        if self.phase is Phase.PLEDGING and promise.ballot == self._ballot and promise.accepted > self._proof[0]:
+            if self._is_proven(promise) and promise.commit != self._value:
+                self.position.step(Promise, Phase.IDLE)
+            return
         if self.phase is not Phase.PREPARING or promise.ballot != self._ballot:
             return
         self._promises[peer] = promise
-        if not self._is_majority(self._promises):
+        if not self._is_enough(self._promises):
             return
-        best = max(self._promises.values(), key=lambda p: p.accepted)
-        self._value = best.commit if best.commit is not None else self._mine
-        self.position.step(Promise, Phase.IDLE if self._value is None else Phase.ACCEPTING)
+        claimed, is_possible = self._accepted_before()
+        if claimed is not None and not is_possible:
+            return
+        self._value = claimed if claimed is not None else self._mine
+        asking = Phase.PLEDGING if self._bears_liars else Phase.ACCEPTING
+        self.position.step(Promise, Phase.IDLE if self._value is None else asking)
         if self._value is not None:
+            self._ask(out)
+
+    def _accepted_before(self) -> tuple[Commit | None, bool]:
+        """The commit that has to be proposed, since it may be decided: the one that was accepted in the highest ballot. One that is not fair
+        counts only if so many claim it, and the others' promises have not told yet whether they do (False)."""
+        claims = [p for p in self._promises.values() if p.commit is not None]
+        if self._bears_liars:
+            best = max(filter(self._is_proven, claims), key=lambda p: p.accepted, default=None)
+            self._proof = (best.accepted, best.pledges) if best is not None else (-1, {})
+            return best.commit if best is not None else None, True
+        for claim in sorted(claims, key=lambda p: p.accepted, reverse=True):
+            assert claim.commit is not None
+            if self.acceptor.verdicts.get(claim.commit.digest) is None:
+                return claim.commit, True
+            agree = {m for m, p in self._promises.items() if (p.accepted, p.commit) == (claim.accepted, claim.commit)}
+            if self._is_enough(agree):
+                return claim.commit, True
+            if self._is_enough(agree | (set(self.members) - self._promises.keys())):
+                return claim.commit, False
+        return None, True
+
+    def _is_proven(self, promise: Promise) -> bool:
+        """Whether the commit that a member says to have accepted was certified."""
+        commit = promise.commit
+        if commit is None or commit.round != self.round:
+            return False
+        return self.acceptor.is_proof(commit, promise.accepted, promise.pledges, self.members)
+
+    def _on_pledge(self, peer: str, pledge: Pledge, out: list[Effect]) -> None:
+        if self.phase is not Phase.PLEDGING or pledge.ballot != self._ballot or self._value is None:
+            return
+        body = pledge_body(self._value.run, self.round, pledge.ballot, self._value.digest)
+        if pledge.digest != self._value.digest or not self._verify(peer, body, pledge.signature):
+            return
+        self._pledges[peer] = pledge.signature
+        if self._is_enough(self._pledges):
+            self._proof = (self._ballot, dict(sorted(self._pledges.items())))
+            self.position.step(Pledge, Phase.ACCEPTING)
             self._ask(out)
 
     def _on_vote(self, peer: str, vote: Vote, out: list[Effect]) -> None:
@@ -314,13 +440,18 @@ class Quorum:
         if vote.digest != self._value.digest or not self._verify(peer, body, vote.signature):
             return
         self._votes[peer] = vote.signature
-        if self._is_majority(self._votes):
+        if self._is_enough(self._votes):
             record = Record(commit=self._value, ballot=self._ballot, votes=dict(sorted(self._votes.items())))
             out += self.position.step(Vote, Phase.APPENDING, [Append(record)])
 
-    def _on_reject(self, reject: Reject) -> None:
-        self._highest = max(self._highest, reject.promised)
-        if reject.promised > self._ballot and self.phase in (Phase.PREPARING, Phase.ACCEPTING):
+    def _on_reject(self, peer: str, reject: Reject) -> None:
+        """So few as may lie are not believed."""
+        if reject.promised > self._ballot:
+            self._rejects[peer] = reject.promised
+        if len(self._rejects) <= liars_borne(len(self.members)):
+            return
+        self._highest = max(self._highest, *self._rejects.values())
+        if self.phase in (Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING):
             self.position.step(Reject, Phase.IDLE)
             self._retry_at = self._now + RETRY_SECONDS * (1 + self.members.index(self.peer))
 
@@ -337,7 +468,10 @@ class Quorum:
         commit = record.commit
         self.head = commit
         self.acceptor.begin(self.round)
+        self.leadership.begin(self.round)
+        self._due = None
         self._highest = -1
+        self._began = self._now
         self._rest()
         out += self.position.step(Appended, Phase.IDLE, [Decided(record)])
         others = self._others(self.manifest.operators)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from protocol.rounds.table import Table, Transition
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.rounds.unfair import Unfair
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
 from protocol.wire.session import Heartbeat, LogRequest
 
@@ -18,6 +19,8 @@ class Phase(Enum):
     """Nothing, because it does not lead or has nothing to propose."""
     PREPARING = "preparing"
     """It asks the members to promise its ballot."""
+    PLEDGING = "pledging"
+    """Where members may lie: it asks them to pledge a commit, so that nobody can be asked to accept another one."""
     ACCEPTING = "accepting"
     """It asks them to accept a commit."""
     APPENDING = "appending"
@@ -36,7 +39,7 @@ class Heard:
     """Event: another operator's node sent this."""
 
     peer: str
-    message: Prepare | Promise | Accept | Vote | Reject | Heartbeat
+    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,18 @@ class Appended:
 
 
 @dataclass(frozen=True, slots=True)
+class Judged:
+    """Event: the answer to a `Judge`; `unfair`: what is wrong with the commit that has this digest, None where nothing is."""
+
+    digest: str
+    unfair: Unfair | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time passed."""
+    """Event: time passed. `due`: this node would propose the open round's commit now, if it led."""
+
+    due: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +99,7 @@ class Send:
     """Effect: to another operator's node, if it can be reached; it is sent again while it matters."""
 
     peer: str
-    message: Prepare | Promise | Accept | Vote | Reject | Heartbeat | LogRequest
+    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | LogRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,32 @@ class FetchList:
 
     holders: tuple[str, ...]
     share: Share
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Effect: find out whether this commit, of which all is here and for which `peer` asks for votes, is one that this node could have
+    proposed; the answer is `Judged`."""
+
+    peer: str
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Effect: tell the operator that `peer` asked for votes for a commit that gets none here, and why. Where it led, another leads."""
+
+    peer: str
+    round: int
+    unfair: Unfair
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """Effect: tell the operator that `peer` leads and lets the round wait; another leads."""
+
+    peer: str
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +180,22 @@ class Stalled:
     missing: tuple[str, ...]
 
 
-Event = Proposed | Heard | Learned | Held | Listed | Appended | Tick
-Effect = Save | Send | SendLog | Fetch | FetchList | Append | Decided | Leads | Stalled
+Event = Proposed | Heard | Learned | Held | Listed | Judged | Appended | Tick
+Effect = Save | Send | SendLog | Fetch | FetchList | Judge | Refused | Skipped | Append | Decided | Leads | Stalled
 
 _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.IDLE, None, Phase.ACCEPTING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),
     Transition(
         Phase.IDLE, None, Phase.PREPARING, (), "we lead, and a commit is proposed or was accepted here and not decided"
     ),
+    Transition(Phase.IDLE, None, Phase.PLEDGING, (), "as for ACCEPTING, where members may lie"),
+    Transition(Phase.PREPARING, Promise, Phase.PLEDGING, (), "the same"),
+    Transition(Phase.PLEDGING, None, Phase.PLEDGING, (Accept,), "some have not answered, every RETRY_SECONDS"),
+    Transition(Phase.PLEDGING, Pledge, Phase.ACCEPTING, (), "enough have pledged it: their signatures go with it"),
+    Transition(Phase.PLEDGING, Promise, Phase.IDLE, (), "another commit was certified before; later again, with that"),
+    Transition(Phase.PLEDGING, Reject, Phase.IDLE, (), "a higher ballot is promised; later again, with a higher one"),
+    Transition(Phase.PLEDGING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
+    Transition(Phase.PLEDGING, Leads, Phase.IDLE, (), "another node leads"),
     Transition(Phase.PREPARING, None, Phase.PREPARING, (Prepare,), "some have not answered, every RETRY_SECONDS"),
     Transition(
         Phase.PREPARING,
@@ -165,6 +212,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.IDLE, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
     Transition(Phase.PREPARING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
     Transition(Phase.ACCEPTING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
+    Transition(Phase.ACCEPTING, Judged, Phase.IDLE, (), "what another claims to have accepted is not fair"),
     Transition(Phase.APPENDING, Appended, Phase.IDLE, (Decided,), "the next round begins"),
     Transition(Phase.IDLE, Appended, Phase.IDLE, (Decided,), "the next round begins; who leads changed meanwhile"),
     Transition(Phase.IDLE, Appended, Phase.IDLE, (SendLog,), "the commit was ours: the other nodes get the record"),
@@ -175,5 +223,6 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
     Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
     Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
+    Transition(None, Tick, None, (Skipped,), "the leader lets the round wait that this node would decide"),
 )
 TABLE = Table("proposer", Phase, _ROWS)

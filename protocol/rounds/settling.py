@@ -50,18 +50,18 @@ class Said:
 
 
 class Docket:
-    """What is to be judged in the open round, and what was. `commits`: the log so far."""
+    """What is to be judged in the open round, and what was. `commits`: the log so far; `medians`: what it says of its last rounds."""
 
     def __init__(self, manifest: Manifest, commits: Sequence[Commit]) -> None:
         self._manifest = manifest
-        self._medians = judging.medians(commits)
+        self.medians = judging.medians(commits)
         self._said = Said()
         self._case: Case | None = None
         self._answered: tuple[Case, Sequence[Judged]] | None = None
 
     def begin(self, commit: Commit) -> None:
         """The round of `commit` is decided."""
-        self._medians = (*self._medians, *judging.medians([commit]))[-judging.REMEMBERED :]
+        self.medians = (*self.medians, *judging.medians([commit]))[-judging.REMEMBERED :]
         self._said, self._case, self._answered = Said(), None, None
 
     def close(self, head: Commit, verdicts: Verdicts, waited: float, diverged: Sequence[Diverged]) -> Case | None:
@@ -73,7 +73,7 @@ class Docket:
             parent=head.digest,
             contributions=tuple(verdicts.in_turn()),
             last=head.contributions,
-            medians=self._medians,
+            medians=self.medians,
         )
         known = self._answered is not None and self._answered[0] == self._case
         return None if known or not self._case.contributions else self._case

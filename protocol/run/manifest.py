@@ -25,6 +25,8 @@ from protocol.wire.schema import SchemaError, build, plain
 LONGEST = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
 FORMAT = 1
+QUORUMS = (1, 3, 4, 5, 7)
+"""How many nodes may decide: a majority of 1, 3 or 5, which bears crashes; 2f + 1 of 3f + 1, which bears f liars."""
 MAX_BYTES = 64 * 1024
 MAX_MIRRORS = 8
 MAX_MIRROR = 512
@@ -238,8 +240,8 @@ class Manifest:
             raise ValueError("name must have 1 to 64 printable characters")
         if min(self.rounds, self.start_peers, self.checkpoint_rounds) < 1 or self.seed < 0:
             raise ValueError("rounds, start_peers and checkpoint_rounds must be at least 1, seed at least 0")
-        if self.quorum not in (1, 3, 5) or not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:
-            raise ValueError("operators must name at least quorum (1, 3 or 5) and at most 16 different peer ids")
+        if self.quorum not in QUORUMS or not self.quorum <= len(set(self.operators)) == len(self.operators) <= 16:
+            raise ValueError("operators must name at least quorum (1, 3, 4, 5 or 7) and at most 16 different peer ids")
         for operator in self.operators:
             identity.public_key(operator)
         if self.train.sequence > self.model.context:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from protocol.wire.bounds import Ballot, Round, RunId, Signature
+from protocol.wire.bounds import Ballot, PeerId, Round, RunId, Signature
 from protocol.wire.commit import Commit
+from protocol.wire.schema import AtMost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,21 +21,38 @@ class Prepare:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
     """The answer, and a member's durable vote: the highest ballot that was promised, and the commit that was accepted last
-    (in ballot `accepted`), if any."""
+    (in ballot `accepted`), if any. Where members may lie: `pledges` of enough members prove that this commit was the only one of
+    that ballot; `pledged` is the digest of the commit that the member pledged in `ballot`."""
 
     round: Round
     ballot: Ballot = -1
     accepted: Ballot = -1
     commit: Commit | None = None
+    pledged: RunId = ""
+    pledges: Annotated[dict[PeerId, Signature], AtMost(16)] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
-    """Paxos, phase 2: please accept `commit`."""
+    """Paxos, phase 2: please accept `commit`. Where members may lie, first: please pledge it. `pledges` prove that enough members
+    pledged it in ballot `certified`: an earlier one, or this one, in which it is to be accepted then."""
 
     round: Round
     ballot: Ballot
     commit: Commit
+    certified: Ballot = -1
+    pledges: Annotated[dict[PeerId, Signature], AtMost(16)] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pledge:
+    """The answer where members may lie: the commit with this digest is fair, and the only one that its sender pledges in this ballot;
+    the signature is over `pledge_body`."""
+
+    round: Round
+    ballot: Ballot
+    digest: RunId
+    signature: Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

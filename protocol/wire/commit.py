@@ -161,11 +161,27 @@ def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:
     return DOMAIN + framing.pack_message(["vote", run, round, ballot, digest])
 
 
+def pledge_body(run: str, round: int, ballot: int, digest: str) -> bytes:
+    """What a pledge's signature is over."""
+    return DOMAIN + framing.pack_message(["pledge", run, round, ballot, digest])
+
+
 def commit_body(commit: Commit) -> bytes:
     """The bytes whose sha256 is the commit's digest."""
     return DOMAIN + framing.pack_message({"t": "commit", **packed(commit)})
 
 
+def votes_needed(members: int) -> int:
+    """Of so many members: a majority, and of four and seven 2f + 1 of 3f + 1, so that any two such sets share an honest member even if f
+    of them lie."""
+    return members - liars_borne(members) if liars_borne(members) else members // 2 + 1
+
+
+def liars_borne(members: int) -> int:
+    """How many of so many members may lie without harm."""
+    return (members - 1) // 3 if members in (4, 7) else 0
+
+
 def is_decided(record: Record, members: tuple[str, ...]) -> bool:
-    """Whether a majority of `members`, those that the commit before names, voted for it."""
-    return 2 * len(set(record.votes) & set(members)) > len(members)
+    """Whether enough of `members`, those that the commit before names, voted for it."""
+    return len(set(record.votes) & set(members)) >= votes_needed(len(members))

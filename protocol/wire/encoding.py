@@ -12,7 +12,7 @@ from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.announcement import Announcement
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.roster import Lookup, Roster, RosterRequest
@@ -68,6 +68,7 @@ Message = (
     | Prepare
     | Promise
     | Accept
+    | Pledge
     | Vote
     | Reject
 )

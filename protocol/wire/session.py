@@ -112,12 +112,13 @@ class Attest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A sign of life."""
+    """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it (protocol/rounds/leadership.py)."""
 
     phase: Word
     round: Round
     step: Count = 0
     loss: Loss | None = None
+    turn: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

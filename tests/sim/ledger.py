@@ -38,7 +38,7 @@ from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept, Promise
-from protocol.wire.commit import Commit, Part
+from protocol.wire.commit import Commit, Part, votes_needed
 from protocol.wire.handover import Handover
 from protocol.wire.schema import build
 from protocol.wire.session import Offer
@@ -173,6 +173,11 @@ class Ledger:
             and not (vote and vote.round == round and vote.ballot >= message["ballot"])
         ):
             raise Violation("P2", f"{who[-8:]} tells a promise that is not on its disk")
+        elif kind == "pledge" and round > decided:
+            here = vote is not None and vote.round == round
+            said = (message["ballot"], message["digest"])
+            if not here or ((vote.ballot, vote.pledged) != said and vote.ballot <= message["ballot"]):
+                raise Violation("P2", f"{who[-8:]} tells a pledge that is not on its disk")
         elif kind == "vote" and round > decided:
             accepted = vote.commit.digest if vote and vote.round == round and vote.commit else None
             if accepted != message["digest"] or vote is None or vote.accepted < message["ballot"]:
@@ -182,7 +187,9 @@ class Ledger:
         """Once a majority has accepted a commit, it is the round's: nobody asks for votes for another one in a higher ballot."""
         assert isinstance(accept, Accept)
         for (round, ballot, digest), nodes in self._accepted.items():
-            chosen = round == accept.round and ballot < accept.ballot and 2 * len(nodes) > self.manifest.quorum
+            chosen = (
+                round == accept.round and ballot < accept.ballot and len(nodes) >= votes_needed(self.manifest.quorum)
+            )
             if chosen and digest != accept.commit.digest:
                 text = f"{who[-8:]} asks for another commit of round {round} than a majority accepted"
                 raise Violation("P2", text)

@@ -2,7 +2,8 @@
 
 python -m tests.sim.run --seed N
 python -m tests.sim.run --seeds 0:10000
-python -m tests.sim.run --seeds 0:1000 --liars 6    # and so many made-up identities that say what they like
+python -m tests.sim.run --seeds 0:1000 --liars 6       # and so many made-up identities that say what they like
+python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as a quorum of 3f + 1 bears
 
 A seed gives the same run in every process that has the same PYTHONHASHSEED; this command sets it to 0.
 """
@@ -35,10 +36,10 @@ Life = tuple[int, Counter[str], str]
 """A seed, what happened in its run, and the promise that was broken, if one was."""
 
 
-def live(seed: int, liars: int = 0) -> Life:
-    """Lives through one of many seeds, with so many liars."""
+def live(seed: int, liars: int = 0, lying_nodes: bool = False) -> Life:
+    """Lives through one of many seeds, with so many liars, and with dishonest operators."""
     gc.disable()  # the collector would cost a tenth, and a run is short
-    swarm = Swarm(seed, liars=liars)
+    swarm = Swarm(seed, liars=liars, lying_nodes=lying_nodes)
     try:
         swarm.run()
     except Violation as violation:
@@ -53,13 +54,13 @@ def unseen(stats: Counter[str]) -> list[str]:
     return [f"crash {where}" for where in POINTS if not stats[f"crash {where}"]] + [x for x in HAPPENS if stats[x] < 3]
 
 
-def lives(seeds: Iterable[int], liars: int = 0) -> Iterator[Life]:
+def lives(seeds: Iterable[int], liars: int = 0, lying_nodes: bool = False) -> Iterator[Life]:
     """All of them, on all cores, each in a process that has the hash seed 0."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = "0"
     pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
     try:
-        yield from pool.map(functools.partial(live, liars=liars), seeds, chunksize=1)
+        yield from pool.map(functools.partial(live, liars=liars, lying_nodes=lying_nodes), seeds, chunksize=1)
     finally:
         pool.shutdown(cancel_futures=True)
         if before is None:
@@ -76,6 +77,7 @@ def main() -> int:
     parser.add_argument("--only", choices=sorted(set(KINDS)), help="with --seeds: runs of this kind")
     parser.add_argument("--first", action="store_true", help="with --seeds: stop at the first broken promise")
     parser.add_argument("--liars", type=int, default=0, help="made-up identities in each run")
+    parser.add_argument("--lying-nodes", action="store_true", help="as many dishonest operators as a quorum bears")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
@@ -84,8 +86,8 @@ def main() -> int:
     if arguments.seeds:
         first, last = map(int, arguments.seeds.split(":"))
         seeds = [s for s in range(first, last) if arguments.only in (None, kind_of(s))]
-        return campaign(seeds, arguments.first, arguments.liars)
-    swarm = Swarm(arguments.seed, verbose=True, liars=arguments.liars)
+        return campaign(seeds, arguments.first, arguments.liars, arguments.lying_nodes)
+    swarm = Swarm(arguments.seed, verbose=True, liars=arguments.liars, lying_nodes=arguments.lying_nodes)
     try:
         swarm.run()
     except Violation as violation:
@@ -95,10 +97,10 @@ def main() -> int:
     return 0
 
 
-def campaign(seeds: Sequence[int], only_first: bool, liars: int) -> int:
+def campaign(seeds: Sequence[int], only_first: bool, liars: int, lying_nodes: bool) -> int:
     """Every seed; prints what was broken at once, and what happened in the end."""
     began, stats, broken = time.monotonic(), Counter[str](), 0
-    for number, (seed, found, text) in enumerate(lives(seeds, liars), 1):
+    for number, (seed, found, text) in enumerate(lives(seeds, liars, lying_nodes), 1):
         stats += found
         if text:
             broken += 1
@@ -110,7 +112,7 @@ def campaign(seeds: Sequence[int], only_first: bool, liars: int) -> int:
     happened = {k: v for k, v in sorted(stats.items()) if not k.startswith(("at ", "crash "))}
     print(f"{len(seeds)} runs from {seeds[0]} to {seeds[-1]}, {time.monotonic() - began:.0f} s: {happened}")
     missing = unseen(stats) if len(seeds) >= SEEDS and len({kind_of(seed) for seed in seeds}) > 1 else []
-    missing += ["lies"] if liars and not stats["lies"] else []
+    missing += ["lies"] if (liars or lying_nodes) and not stats["lies"] else []
     if missing:
         print(f"never happened: {', '.join(missing)}")
     print(f"{broken} broken promises")

@@ -24,8 +24,10 @@ from protocol.rounds import part_lists
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire import logfile
+from protocol.wire.commit import liars_borne
 from tests import tiny
 from tests.liars import Liar
+from tests.lying_nodes import LyingNode
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
@@ -37,9 +39,9 @@ PEERS = {"swarm": (3, 4, 4, 4, 6, 8), "crowd": (7,), "storm": (1,)}
 FULL = {"swarm": (0, 1, 2, 2, 3), "crowd": (0,), "storm": (1,)}
 """How many of them can train the whole model."""
 QUORUMS = {
-    "swarm": ((1, 1), (1, 1), (1, 1), (3, 3), (3, 4), (5, 5)),
+    "swarm": ((1, 1), (1, 1), (1, 1), (3, 3), (3, 4), (4, 4), (5, 5)),
     "crowd": ((1, 1),),
-    "storm": ((3, 3), (3, 4), (5, 5)),
+    "storm": ((3, 3), (3, 4), (4, 4), (4, 5), (5, 5), (7, 7)),
 }
 """Sizes of the quorum, and operators' nodes."""
 LATEST = 40.0
@@ -47,12 +49,15 @@ LATEST = 40.0
 
 
 class Swarm:
-    """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part."""
+    """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
+    `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest."""
 
-    def __init__(self, seed: int, verbose: bool = False, liars: int = 0) -> None:
+    def __init__(self, seed: int, verbose: bool = False, liars: int = 0, lying_nodes: bool = False) -> None:
         rng = random.Random(seed)
         kind = kind_of(seed)
         quorum, nodes = rng.choice(QUORUMS[kind])
+        if lying_nodes:
+            quorum, nodes = rng.choice(((4, 4), (4, 4), (4, 5), (7, 7)))
         count = rng.choice(PEERS[kind])
         operators = tiny.OPERATORS[:nodes]
         names = tuple(o.peer_id for o in operators)
@@ -93,6 +98,8 @@ class Swarm:
             self._ended[identity.peer_id] = world.loop.create_future()
         self.liars = [Process(world, Identity(rng.randbytes(32)), self._lie, "liars") for _ in range(liars)]
         self._lying = {liar.name for liar in self.liars}
+        if lying_nodes:
+            self._lying |= set(rng.sample(names[:quorum], liars_borne(quorum)))
         world.trace("world", f"{world.weather}")
 
     # --- the processes
@@ -101,9 +108,16 @@ class Swarm:
         archive = Archive(process.folder, self.manifest, self._disk(process))
         emit = process.emitter(lambda event: self._hear_node(process, event))
         clock = self.world.clock()
-        node = BootstrapNode(self.manifest, process.identity, process.transport, archive, emit, addresses, clock)
-        process.running = node
-        await node.run()
+        parts = (self.manifest, process.identity, process.transport, archive, emit, addresses, clock)
+        if process.name not in self._lying:
+            process.running = BootstrapNode(*parts)
+            await process.running.run()
+            return
+        liar = process.running = LyingNode(*parts, rng=process.rng)
+        try:
+            await liar.run()
+        finally:
+            self.world.stats["lies"] += liar.told.total()
 
     def _peer_life(self, config: JoinConfig, addresses: tuple[str, ...]) -> Any:
         async def live(process: Process) -> None:
@@ -149,6 +163,8 @@ class Swarm:
 
     def _disk(self, process: Process) -> SimDisk:
         def heard(path: Path, data: bytes) -> None:
+            if process.name in self._lying:
+                return
             if path.name == logfile.LOG:
                 self._guarded(self.ledger.appended, process.name, data[len(logfile.pack(b"")) :])
             else:
@@ -159,6 +175,9 @@ class Swarm:
     # --- what they tell
 
     def _hear_node(self, process: Process, event: Event) -> None:
+        self.world.trace(process.name, f"{event.body}")
+        if process.name in self._lying:
+            return
         match event.body:
             case events.Attest(peer=peer) if peer in self._lying:
                 pass
@@ -175,7 +194,12 @@ class Swarm:
                 self.world.stats[f"chains {kind}"] += 1
             case events.Warning(text=text) if text.startswith("quorum:"):
                 self.world.stats["stalls"] += 1
-        self.world.trace(process.name, f"{event.body}")
+            case events.Warning(text=text) if text.endswith("another node leads this round"):
+                self.world.stats["doubts"] += 1
+            case events.Warning(text=text) if text.endswith("another node leads"):
+                self.world.stats["skipped"] += 1
+            case events.Unfair(peer=peer, reason=reason):
+                self._guarded(self._accused, process.name, peer, reason)
 
     def _hear_peer(self, process: Process, event: Event) -> None:
         match event.body:
@@ -197,6 +221,12 @@ class Swarm:
 
     def _wrong_round(self, name: str, round: int, before: int) -> None:
         raise Violation("P2", f"{name[-8:]} applies round {round} to the state after round {before}")
+
+    def _accused(self, who: str, peer: str, reason: str) -> None:
+        """A node says that another one lies."""
+        self.world.stats["accused"] += 1
+        if peer not in self._lying:
+            raise Violation("P2", f"{who[-8:]} accuses {peer[-8:]}, which is honest: {reason}")
 
     def _spoil(self, process: Process) -> None:
         """Perhaps a bit of its memory flips."""

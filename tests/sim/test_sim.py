@@ -39,6 +39,14 @@ def test_made_up_identities_that_say_what_they_like_break_no_promise() -> None:
     assert sum((found for _, found, _ in lived), Counter[str]())["lies"] > 1000
 
 
+def test_dishonest_operators_of_a_quorum_that_bears_them_break_no_promise() -> None:
+    lived = list(lives(range(12), lying_nodes=True))
+    assert [text for _, _, text in lived if text] == []
+    stats = sum((found for _, found, _ in lived), Counter[str]())
+    assert stats["lies"] > 1000
+    assert stats["accused"] > 10
+
+
 def test_a_seed_decides_everything() -> None:
     assert list(lives((3, 5))) == list(lives((3, 5)))
 

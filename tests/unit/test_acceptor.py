@@ -8,9 +8,10 @@ import pytest
 
 from protocol import identity
 from protocol.rounds import part_lists
-from protocol.rounds.acceptor import Acceptor, Ballots
+from protocol.rounds.acceptor import MOST_JUDGED, Acceptor, Answer, Ballots
 from protocol.rounds.part_lists import share_of
-from protocol.rounds.paxos_events import Fetch, FetchList, Held, Listed, Save, Send
+from protocol.rounds.paxos_events import Fetch, FetchList, Held, Judge, Judged, Listed, Refused, Save, Send
+from protocol.rounds.unfair import Unfair
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Share, vote_body
 from protocol.wire.plan import Plan
@@ -49,12 +50,15 @@ LISTS = {
 
 
 def acceptor(vote: Promise | None = None, held: tuple[str, ...] = ()) -> Acceptor:
-    return Acceptor(M, vote or Promise(round=0), held, tiny.OPERATORS[2].sign)
+    member = Acceptor(M, vote or Promise(round=0), held, tiny.OPERATORS[2].sign, identity.verify)
+    for commit in (COMMIT, OTHER, PLANNED, NEXT):
+        member.judge(commit.digest, None)
+    return member
 
 
 def accept(
     of: Acceptor, ballot: int, commit: Commit = COMMIT, event: type = Accept, head: Commit | None = None
-) -> list[Save | Send | Fetch | FetchList]:
+) -> list[Answer]:
     return of.accept(A, Accept(round=commit.round, ballot=ballot, commit=commit), head, MEMBERS, event)
 
 
@@ -145,7 +149,9 @@ def test_it_does_not_vote_for_what_its_list_does_not_say(share: Share) -> None:
     member, parts = acceptor(Promise(round=1), held=(PAYLOAD,)), LISTS[share.root]
     member.know(share.root, parts)
     made = dataclasses.replace(WITH_PAYLOAD[0], shares=(share,))
-    assert accept(member, 0, dataclasses.replace(NEXT, contributions=(made,)), head=PLANNED) == []
+    (refused,) = accept(member, 0, dataclasses.replace(NEXT, contributions=(made,)), head=PLANNED)
+    assert isinstance(refused, Refused)
+    assert (refused.peer, refused.unfair.lie) == (A, True)
     assert member.vote == Promise(round=1)
     assert member.waiting is None
 
@@ -155,7 +161,9 @@ def test_it_does_not_vote_for_a_replica_that_is_not_planned() -> None:
         member = acceptor(Promise(round=1), held=(PAYLOAD,))
         member.know(SHARE.root, PARTS)
         commit = dataclasses.replace(NEXT, contributions=(dataclasses.replace(WITH_PAYLOAD[0], **change),))  # type: ignore[arg-type]
-        assert accept(member, 0, commit, head=PLANNED) == []
+        (refused,) = accept(member, 0, commit, head=PLANNED)
+        assert isinstance(refused, Refused)
+        assert refused.unfair.reason.startswith(f"replica {commit.contributions[0].replica} is not the planned")
         assert member.vote == Promise(round=1)
 
 
@@ -177,9 +185,37 @@ def test_lists_are_known_for_one_round() -> None:
 
 def test_a_commit_that_does_not_follow_gets_no_vote() -> None:
     member = acceptor()
-    for change in ({"parent": "?"}, {"run": "?"}, {"round": 1}, {"members": (A,)}, {"leader": "?"}):
-        assert accept(member, 0, dataclasses.replace(COMMIT, **change)) == []  # type: ignore[arg-type]
+    for change in ({"parent": "?"}, {"run": "?"}, {"round": 1}, {"members": (A,)}, {"leader": "?"}, {"leader": B}):
+        (refused,) = accept(member, 0, dataclasses.replace(COMMIT, **change))  # type: ignore[arg-type]
+        assert isinstance(refused, Refused)
     assert member.vote == Promise(round=0)
+
+
+def test_it_votes_once_the_commit_is_found_to_be_fair_and_asks_once() -> None:
+    member, unknown = acceptor(), dataclasses.replace(COMMIT, time=3.0)
+    assert accept(member, 0, unknown) == [Judge(A, unknown)]
+    assert accept(member, 0, unknown) == [], "asked again, it is found out already"
+    assert member.judge(unknown.digest, None) == []
+    assert isinstance(accept(member, 0, unknown, Judged)[0], Save)
+
+
+def test_an_unfair_commit_gets_no_vote_whoever_asks_and_how_often() -> None:
+    member, unknown = acceptor(), dataclasses.replace(COMMIT, time=3.0)
+    accept(member, 0, unknown)
+    unfair = Unfair("gives a replica another's weight", True)
+    assert member.judge(unknown.digest, unfair) == [Refused(A, 0, unfair)]
+    assert accept(member, 0, unknown) == accept(member, 1, unknown) == []
+    assert member.vote == Promise(round=0)
+    assert isinstance(accept(member, 0)[0], Save), "a fair one gets it"
+
+
+def test_a_sender_has_so_many_commits_judged_in_a_round() -> None:
+    member = acceptor()
+    commits = [dataclasses.replace(COMMIT, time=10.0 + i) for i in range(MOST_JUDGED + 1)]
+    asked = [accept(member, 0, commit) for commit in commits]
+    assert asked == [*([Judge(A, commit)] for commit in commits[:-1]), []]
+    member.begin(1)
+    assert not member.verdicts
 
 
 def test_with_the_next_round_it_is_free_again_but_not_of_a_vote_for_a_later_one() -> None:

@@ -14,7 +14,7 @@ from protocol.identity import Identity
 from protocol.rounds.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
-from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.encoding import (
@@ -112,6 +112,7 @@ SAMPLES: list[Message] = [
     Accept(round=2, ballot=4, commit=dataclasses.replace(COMMIT, plan=None)),
     Vote(round=2, ballot=4, digest=COMMIT.digest, signature=b"s"),
     Reject(round=2, ballot=4, promised=5),
+    Pledge(round=2, ballot=4, digest="e" * 64, signature=b"s"),
     ChainFailure(round=1, replica=0, generation=2, peer="p", reason="silent"),
     ChainReconfig(round=1, replica=0, generation=3, peers=("a", "b"), steps=0, reason="p is lost"),
     Announced(sealed=b"s"),

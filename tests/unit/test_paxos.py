@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol import identity
-from protocol.rounds.leadership import REPLACE_LEASES
+from protocol.rounds.leadership import LIAR_ROUNDS, REPLACE_LEASES
 from protocol.rounds.part_lists import share_of
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.paxos_events import (
@@ -21,21 +21,26 @@ from protocol.rounds.paxos_events import (
     FetchList,
     Heard,
     Held,
+    Judge,
+    Judged,
     Leads,
     Learned,
     Listed,
     Proposed,
+    Refused,
     Save,
     Send,
     SendLog,
+    Skipped,
     Stalled,
     Tick,
 )
+from protocol.rounds.unfair import Unfair
 from protocol.rounds.validation import why_not_next
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
-from protocol.wire.ballot import Accept, Prepare, Promise, Vote
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, Contribution, Part, Record, is_decided
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -64,6 +69,7 @@ class Cluster:
         self.lease = self.manifest.timing.gone_after
         self.now = 0.0
         self.cut: Callable[[str, str, object], bool] = lambda sender, to, message: False
+        self.unfair: Callable[[str, Commit], Unfair | None] = lambda name, commit: None
         self.logs: dict[str, list[Record]] = {n: [] for n in self.manifest.operators}
         self.votes: dict[str, list[Promise]] = {n: [] for n in self.manifest.operators}
         self.held: dict[str, set[str]] = {n: set() for n in self.manifest.operators}
@@ -111,6 +117,8 @@ class Cluster:
                     )
                     self.logs[name].append(record)
                     self.do(name, Appended(record))
+                case Judge(_, commit):
+                    self.do(name, Judged(commit.digest, self.unfair(name, commit)))
                 case FetchList(_, share) if share.root in self.held[name]:
                     self.do(name, Listed(share.root, PARTS))
                 case Send():
@@ -164,8 +172,8 @@ def test_a_single_member_decides_with_one_write() -> None:
     assert Decided(record) in cluster.other[A]
 
 
-@pytest.mark.parametrize("size", [3, 5])
-def test_in_calm_weather_one_exchange_decides(size: int) -> None:
+@pytest.mark.parametrize("size", [3, 4, 5, 7])
+def test_in_calm_weather_one_exchange_decides_and_two_where_members_may_lie(size: int) -> None:
     cluster = Cluster(size)
     sent: list[object] = []
     cluster.cut = lambda sender, to, message: sent.append(message) is not None
@@ -174,7 +182,7 @@ def test_in_calm_weather_one_exchange_decides(size: int) -> None:
         cluster.propose(A, time)
     assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0, 2.0, 3.0]] * size
     kinds = {type(m) for m in sent if not isinstance(m, Record)}
-    assert kinds == {Accept, Vote}
+    assert kinds == ({Accept, Vote} if size in (3, 5) else {Accept, Pledge, Vote})
     assert cluster.logs[A][0].commit.leader == A
     assert cluster.logs[A][0].commit.members == NAMES[:size]
 
@@ -246,19 +254,22 @@ def test_a_lower_ballot_is_rejected_and_tried_again_higher() -> None:
     assert all(len(log) == 1 for log in cluster.logs.values())
 
 
-def test_the_highest_ballot_that_there_is_ends_no_node() -> None:
-    """It can be promised, stored and read again. Nobody can exceed it, so the round waits; a restarted node can read its own vote."""
-    cluster = Cluster(3)
-    for name in (A, B):
-        cluster.do(name, Heard(C, Prepare(round=0, ballot=MAX_BALLOT)))
+@pytest.mark.parametrize("size", [3, 4, 5, 7])
+def test_ballots_that_nobody_honest_has_come_to_are_not_heard(size: int) -> None:
+    """Else one member could use up the ballots that there are, and nobody could propose any more."""
+    cluster = Cluster(size)
+    liar = NAMES[size - 1]
+    highest = max(b for b in range(MAX_BALLOT - size, MAX_BALLOT) if b % size == size - 1)
+    for name in NAMES[: size - 1]:
+        for ballot in (highest, 10**9 * size + size - 1):
+            cluster.do(name, Heard(liar, Prepare(round=0, ballot=ballot)))
+            cluster.do(name, Heard(liar, Reject(round=0, ballot=0, promised=ballot)))
     cluster.propose(A, 1.0)
+    cluster.do(A, Heard(liar, Reject(round=0, ballot=cluster.nodes[A]._ballot, promised=MAX_BALLOT)))
     cluster.pass_time(5)
-    assert cluster.votes[A][-1].ballot == MAX_BALLOT
+    assert all(len(log) == 1 for log in cluster.logs.values())
     for vote in (vote for votes in cluster.votes.values() for vote in votes):
         assert encoding.decode(encoding.encode(vote), "vote") == vote
-    cluster.restart(A)
-    cluster.pass_time(5)
-    assert cluster.logs[A] == []
 
 
 def test_a_commit_whose_digest_was_computed_beforehand_is_proposed_as_it_is() -> None:
@@ -271,10 +282,119 @@ def test_a_commit_whose_digest_was_computed_beforehand_is_proposed_as_it_is() ->
     assert all(log[0].commit.digest == ours.digest for log in cluster.logs.values())
 
 
+@pytest.mark.parametrize(("lie", "rounds"), [(True, LIAR_ROUNDS), (False, 1)])
+def test_who_proposes_what_is_not_fair_gets_no_vote_and_is_skipped(lie: bool, rounds: int) -> None:
+    cluster = Cluster(3)
+    unfair = Unfair("weighs one replica twice", lie)
+    cluster.unfair = lambda name, commit: unfair if commit.time == 666.0 else None
+    cluster.propose(A, 666.0)
+    for name in (B, C):
+        assert cluster.logs[name] == []
+        assert [e for e in cluster.other[name] if isinstance(e, Refused)] == [Refused(A, 0, unfair)]
+        assert cluster.nodes[name].leader == B
+    cluster.propose(B, 1.0)
+    cluster.pass_time(3)
+    assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0]] * 3
+    leadership = cluster.nodes[C].leadership
+    leadership.begin(rounds)
+    assert leadership.leader((A, C), A) == A, "not for ever"
+    leadership.begin(rounds - 1)
+    assert leadership.leader((A, C), A) == C
+
+
+def claim_of_what_is_not_fair() -> Cluster:
+    """B leads after A, which says that it has accepted what nobody has seen and nobody honest accepts."""
+    cluster = Cluster(3)
+    cluster.unfair = lambda name, commit: Unfair("weighs one replica twice", True) if commit.time == 666.0 else None
+    cluster.cut = is_kind(Accept)
+    cluster.propose(A, 666.0)
+    cluster.cut = is_kind()
+    for name in (B, C):
+        cluster.nodes[name].leadership.skip(A, 9)
+    cluster.pass_time(0)
+    cluster.propose(B, 1.0)
+    return cluster
+
+
+def test_a_claim_to_have_accepted_what_is_not_fair_does_not_bind_the_next_leader() -> None:
+    """C's promise shows that it cannot have been decided. As long as C is silent it might be: then the round waits."""
+    cluster = claim_of_what_is_not_fair()
+    assert not any(isinstance(e, Refused) and e.peer == B for e in cluster.other[B]), "nobody accuses itself"
+    cluster.pass_time(3)
+    assert [r.commit.time for r in cluster.logs[C]] == [1.0]
+    cluster = claim_of_what_is_not_fair()
+    cluster.kill(C)
+    cluster.pass_time(5)
+    if not cluster.logs[B]:
+        cluster.restart(C)
+        cluster.pass_time(5)
+    assert [r.commit.time for r in cluster.logs[C]] == [1.0]
+
+
+def accepted_and_then_doubted() -> Cluster:
+    """A restarted and finds that what it had accepted alone differs from what it sees now; it has nothing else to propose."""
+    cluster = Cluster(3)
+    cluster.cut = is_kind(Accept)
+    cluster.propose(A, 666.0)
+    (commit,) = [vote.commit for vote in cluster.votes[A] if vote.commit is not None]
+    cluster.restart(A)
+    cluster.nodes[A].acceptor.judge(commit.digest, Unfair("is doubtful now", False))
+    cluster.cut = is_kind()
+    cluster.pass_time(5)
+    return cluster
+
+
+def test_what_was_accepted_alone_and_is_doubted_later_is_not_proposed() -> None:
+    cluster = accepted_and_then_doubted()
+    assert cluster.logs[A] == []
+    cluster.propose(A, 1.0)
+    cluster.pass_time(3)
+    assert [r.commit.time for r in cluster.logs[A]] == [1.0]
+
+
+def test_where_all_are_skipped_nobody_is() -> None:
+    leadership = Cluster(3).nodes[C].leadership
+    for name in (A, B, C):
+        leadership.skip(name, 1)
+    assert leadership.leader((A, B), A) == A
+    assert leadership.leader((A, B, C), A) == C, "nobody skips itself"
+
+
+def leader_that_stalls() -> Cluster:
+    """A leads and proposes nothing, while the others would."""
+    cluster = Cluster(3)
+    for _ in range(int(cluster.lease) + 1):
+        cluster.now += 1.0
+        for name in cluster.nodes:
+            cluster.do(name, Tick(due=name != A))
+    return cluster
+
+
+def test_a_leader_that_lets_a_due_round_wait_is_skipped_after_a_lease() -> None:
+    cluster = leader_that_stalls()
+    for name in (B, C):
+        assert [e for e in cluster.other[name] if isinstance(e, Skipped)] == [Skipped(A, 0)]
+        assert cluster.nodes[name].leader == B
+    cluster.propose(B, 1.0)
+    cluster.pass_time(3)
+    assert len(cluster.logs[C]) == 1
+
+
+def test_nobody_is_skipped_while_too_few_give_signs_of_life() -> None:
+    cluster = Cluster(3)
+    cluster.kill(A, C)
+    for _ in range(3 * int(cluster.lease)):
+        cluster.now += 1.0
+        cluster.do(B, Tick(due=True))
+    assert not any(isinstance(e, Skipped) for e in cluster.other[B])
+
+
 def test_a_vote_is_on_disk_before_it_is_sent() -> None:
     cluster = Cluster(3)
     commit = dataclasses.replace(cluster.commit(A), leader=A, members=NAMES[:3])
-    effects = cluster.nodes[B].handle(Heard(A, Accept(round=0, ballot=0, commit=commit)), 0.0)
+    asked = cluster.nodes[B].handle(Heard(A, Accept(round=0, ballot=0, commit=commit)), 0.0)
+    assert Judge(A, commit) in asked
+    effects = cluster.nodes[B].handle(Judged(commit.digest, None), 0.0)
     kinds = [type(e.message) if isinstance(e, Send) else type(e) for e in effects]
     assert kinds.index(Save) < kinds.index(Vote)
     effects = cluster.nodes[C].handle(Heard(B, Prepare(round=0, ballot=1)), 0.0)

@@ -27,16 +27,30 @@ from protocol.rounds.part_lists import share_of
 from protocol.rounds.quarrels import LIES
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Position, Table, TableError, Transition
+from protocol.rounds.unfair import Unfair
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
-from protocol.wire.ballot import Prepare, Promise, Vote
+from protocol.wire.ballot import Accept, Prepare, Promise, Vote
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
 from tests import tiny
 from tests.docs import state_machines
 from tests.docs.state_machines import MACHINES, Machine
-from tests.unit.test_paxos import PARTS, PAYLOAD, SHARE, WITH_PAYLOAD, A, B, C, Cluster
+from tests.unit.test_paxos import (
+    PARTS,
+    PAYLOAD,
+    SHARE,
+    WITH_PAYLOAD,
+    A,
+    B,
+    C,
+    Cluster,
+    accepted_and_then_doubted,
+    claim_of_what_is_not_fair,
+    leader_that_stalls,
+)
+from tests.unit.test_pledges import learned_while_asking, rejected, shown_another
 
 
 def taken_by(*positions: Position[Any]) -> set[tuple[str, Transition[Any]]]:
@@ -394,7 +408,7 @@ class Council(Cluster):
         self.taken: set[tuple[str, Transition[Any]]] = set()
         self.loss = self.rng.choice((0.0, 0.1, 0.4))
         self.apart: frozenset[str] = frozenset()
-        super().__init__(*self.rng.choice(((1, 1), (3, 3), (3, 4))))
+        super().__init__(*self.rng.choice(((1, 1), (3, 3), (3, 4), (4, 4))))
         self.cut = self.is_lost
 
     def is_lost(self, sender: str, to: str, message: object) -> bool:
@@ -472,9 +486,33 @@ def member_that_lies() -> Cluster:
     return cluster
 
 
+def leader_that_lies() -> Cluster:
+    """A proposes what is not fair, and what does not follow."""
+    cluster = Cluster(3)
+    cluster.unfair = lambda name, commit: Unfair("is not fair", True)
+    cluster.propose(A, 1.0)
+    wrong = dataclasses.replace(cluster.commit(C), leader=B, members=cluster.manifest.operators, parent="?")
+    cluster.do(C, paxos_events.Heard(B, Accept(round=0, ballot=1, commit=wrong)))
+    return cluster
+
+
+SPECIAL = (
+    leader_that_stalls,
+    leader_that_lies,
+    claim_of_what_is_not_fair,
+    accepted_and_then_doubted,
+    shown_another,
+    rejected,
+    learned_while_asking,
+)
+"""What rarely happens."""
+
+
 def test_random_lives_of_a_quorum_take_every_row_and_have_one_history() -> None:
     taken = taken_by_quorum(leader_that_is_heard_again()) | taken_by_quorum(member_that_lies())
-    for seed in range(60):
+    for tell in SPECIAL:
+        taken |= taken_by_quorum(tell())
+    for seed in range(240):
         council = Council(seed)
         council.live(100)
         taken |= council.taken

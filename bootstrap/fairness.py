@@ -1,0 +1,82 @@
+"""What one node has against commits that others propose: judges them beside the loop, one after the other, and tells the operator.
+
+What the judging goes by is taken when the question comes (protocol/rounds/fairness.py), and a plan takes time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from bootstrap.bench import Lacking
+from peer.net.clock import Clock
+from protocol.rounds import fairness
+from protocol.rounds.fairness import Doubts, Sight
+from protocol.rounds.leader import Leader
+from protocol.rounds.paxos_events import Judged
+from protocol.rounds.unfair import Unfair
+from protocol.wire.commit import Commit
+
+log = logging.getLogger("potluck.fairness")
+
+
+class Fairness:
+    """`put` takes the answers; `leader` is the node's own machine; `read`: payloads and lists of parts by their names, None for what is
+    not here."""
+
+    def __init__(
+        self, leader: Leader, clock: Clock, put: Callable[[Judged], None], read: Callable[[str], bytes | None]
+    ) -> None:
+        self._leader = leader
+        self._clock = clock
+        self._put = put
+        self._read = read
+        self._since = clock.steady()
+        self._doubts = Doubts()
+        self._questions: asyncio.Queue[tuple[str, Sight, Commit]] = asyncio.Queue()
+
+    def ask(self, peer: str, commit: Commit) -> None:
+        """Whether this node could have proposed what `peer` proposes, from what it has seen up to now."""
+        now = self._clock.steady()
+        settled = now - self._since >= self._leader.manifest.timing.gone_after
+        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled)
+        self._questions.put_nowait((peer, sight, commit))
+
+    def decided(self, commit: Commit) -> None:
+        """This commit is its round's: nothing is wrong with it."""
+        self._doubts.decided(commit.leader)
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            peer, sight, commit = await self._questions.get()
+            if commit.round != self._leader.round:
+                continue
+            found = await asyncio.to_thread(self._judge, sight, commit)
+            self._put(Judged(commit.digest, self._doubts.weigh(peer, commit.round, found)))
+
+    def _judge(self, sight: Sight, commit: Commit) -> Unfair | None:
+        found = fairness.lie_in(sight, commit)
+        if found is not None:
+            return found
+        try:
+            found = fairness.unjust_in(sight, commit, self._held)
+            if found is not None:
+                return found
+        except Lacking as error:
+            log.info("the verdicts of round %d cannot be checked: %s is not here", commit.round, error)
+        except Exception:
+            log.exception("the verdicts of round %d cannot be checked", commit.round)
+            return Unfair("cannot be judged", False)
+        try:
+            return fairness.doubt_in(sight, commit)
+        except Exception:  # a planner that cannot bear what peers announce ends no node, and is no reason to accuse one
+            log.exception("a plan could not be compared with this node's own")
+            return None
+
+    def _held(self, name: str) -> bytes:
+        data = self._read(name)
+        if data is None:
+            raise Lacking(name)
+        return data

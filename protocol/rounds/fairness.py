@@ -1,0 +1,303 @@
+"""Which commits a member of the quorum votes for: those that it could have proposed itself, from what it holds. Pure.
+
+The leading node proposes, and may lie. So each member compares what is proposed with what it knows (`Sight`), before it votes
+(protocol/rounds/acceptor.py). What it finds is one of two kinds:
+
+    a lie    nobody honest writes this, whatever he has seen: weights that are not the tokens of the work, plans of blocks that do not
+             exist, text that was given before. It follows from the log, the manifest and the commit alone.
+    a doubt  this node has seen something else: work that is complete here is left out, a peer has less memory than it is given,
+             what is planned trains far less than what this node's own planner makes of the same peers. Two honest nodes may have
+             seen different things for a while, since a message was late or a connection broke.
+
+A commit with either gets no vote, and its leader is skipped (protocol/rounds/leadership.py): for many rounds after a lie, for
+this round after a doubt. Nobody is accused for one doubt, and nobody is skipped for a second one in the same round, or bad weather
+could keep honest nodes from each other for ever. Who gives reason to doubt again and again has lied (`Doubts`). A node that has just
+started doubts nothing; what it does not know is no reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+
+from protocol.identity import short_peer
+from protocol.planning import arrange, memory
+from protocol.planning.partition import Candidate
+from protocol.planning.planner import arranged
+from protocol.rounds import grace, judging, seats, validation
+from protocol.rounds.leader import Leader
+from protocol.rounds.leader_events import Phase
+from protocol.rounds.questions import Question
+from protocol.rounds.unfair import Unfair
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit, Contribution
+from protocol.wire.plan import Plan, ReplicaSpec, Work
+
+DAY = 86400.0
+"""Seconds that the time of day in a commit may differ from a member's own."""
+WORTH = 0.6
+"""A plan brings at least this share of the tokens per second of a member's own plan of the same peers."""
+LIES = 2.0
+"""So many doubts about one leader are a lie."""
+FORGIVEN = 0.25
+"""Of a doubt, with every round of the leader that gives no reason for any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What a node knows when it is asked to vote, as it was then.
+
+    `plan`: of the round, None where the log has none; `chains`: the same as its chains were repaired and its seats taken; `latest`: the
+    newest plan of the log. `complete`: what each replica
+    contributes of which all is here, by its number, and `since` how many seconds after the round began; `waited`: seconds since then. `ready`: by peer.
+    `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
+    time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
+    (protocol/rounds/judging.py). `settled`: whether this node has been there for a lease or longer."""
+
+    manifest: Manifest
+    plan: Plan | None
+    chains: Plan | None
+    latest: Plan | None
+    wall: float
+    settled: bool = False
+    waited: float = 0.0
+    complete: Mapping[int, Contribution] = field(default_factory=dict)
+    since: Mapping[int, float] = field(default_factory=dict)
+    ready: Mapping[str, Candidate] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict)
+    attested: Mapping[str, Set[str]] = field(default_factory=dict)
+    medians: tuple[float, ...] = ()
+    last: tuple[Contribution, ...] = ()
+
+
+def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
+    """The first lie in `commit`, None where there is none. With `doubt_in`, the one place where members judge what a commit says."""
+    return next((Unfair(reason, True) for reason in _lies(sight, commit)), None)
+
+
+def unjust_in(sight: Sight, commit: Commit, read: Callable[[str], bytes]) -> Unfair | None:
+    """A verdict on a contribution that is not the rule's, which is a lie; None where there is none. `read`: payloads and lists of parts by
+    their names. Raises what `read` raises. Takes as long as decoding all that was offered."""
+    here = [sight.complete[x.replica] for x in commit.left_out if x.judged is not None and x.replica in sight.complete]
+    out = [c for c in here if any(x.judged == judging.name_of(c) for x in commit.left_out)]
+    updates = {c.replica: judging.held(sight.manifest, c, read) for c in (*commit.contributions, *out)}
+    judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
+    last = sight.last if judged >= judging.LEAST else ()
+    before = judging.Before(sight.medians, tuple(judging.held(sight.manifest, c, read) for c in last))
+    why = judging.why_unjust(sight.manifest, commit, updates, before)
+    return None if why is None else Unfair(f"is unjust: {why}", True)
+
+
+def doubt_in(sight: Sight, commit: Commit) -> Unfair | None:
+    """The first reason to doubt a commit without lies; None where this node could have proposed it, or knows too little to tell. Takes as
+    long as a plan of the peers that it names."""
+    return next((Unfair(reason, False) for reason in _doubts(sight, commit)), None) if sight.settled else None
+
+
+# --- what nobody honest writes
+
+
+def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
+    yield from validation.problems(sight.manifest, sight.plan, commit)
+    if commit.plan is None:
+        if commit.round < sight.manifest.rounds and not commit.contributions:
+            yield "says nothing: no work, and no plan"
+        return
+    if commit.round >= sight.manifest.rounds:
+        yield "plans a round after the last one"
+    yield from _names(commit.plan)
+    yield from _text(sight.manifest, sight.latest, commit.plan)
+
+
+def _names(plan: Plan) -> Iterator[str]:
+    """Nobody has two parts at once."""
+    for replicas in (plan.replicas, plan.forming):
+        peers = [peer for replica in replicas for peer in replica.peers]
+        if len(set(peers)) < len(peers):
+            yield "plans a peer twice"
+    if set(plan.spares).intersection(p for replica in plan.replicas for p in replica.peers):
+        yield "plans a spare"
+    for replica in (*plan.replicas, *plan.forming):
+        if not replica.stages or any(stage.last <= stage.first for stage in replica.stages):
+            yield f"plans replica {replica.number} with a stage without blocks"
+
+
+def _text(manifest: Manifest, latest: Plan | None, plan: Plan) -> Iterator[str]:
+    """Numbers and slots of text are given once."""
+    first, number = (latest.next_slot, latest.next_number) if latest is not None else (0, 0)
+    known = {r.number: r for r in latest.replicas} if latest is not None else {}
+    seats = {seat.number for seat in latest.seats} if latest is not None else set()
+    works: list[Work] = [seat.work for seat in plan.seats]
+    for replica in plan.replicas:
+        before = known.get(replica.number)
+        if replica.number < number and before is None and replica.number not in seats:
+            yield f"plans replica {replica.number}, which was another one"
+        if before is None or replica.work != before.following:
+            works.append(replica.work)
+        if replica.following is not None:
+            works.append(replica.following)
+    at = first
+    for start, length in sorted((work.slot, _slots(manifest, work)) for work in works):
+        if start < at:
+            yield "gives out text that was given already"
+            return
+        at = start + length
+    most = manifest.train.inner_steps * manifest.train.micro_batches * manifest.train.rows
+    if not at <= plan.next_slot <= first + most * 2 * (plan.count + len(plan.seats)):
+        yield "skips text"
+    if plan.next_number > number + plan.count + len(plan.seats):
+        yield "skips numbers of replicas"
+
+
+def _slots(manifest: Manifest, work: Work) -> int:
+    return work.steps * work.micro_batches * manifest.train.rows
+
+
+# --- what this node has seen otherwise
+
+
+def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
+    if abs(commit.time - sight.wall) > DAY:
+        yield "has a time that is more than a day from this node's"
+    yield from _left_out(sight, commit)
+    for contribution in commit.contributions:
+        here = sight.complete.get(contribution.replica)
+        if here is not None and here != dataclasses.replace(contribution, scale=here.scale):
+            yield f"counts other work of replica {contribution.replica} than was offered here"
+    for shard, digest in commit.digests.items():
+        if shard in sight.digests and digest not in sight.attested.get(shard, ()):
+            yield f"says of the state of {shard} what nobody attested here"
+    if commit.plan is not None:
+        yield from _feasible(sight, commit.plan)
+        yield from _worth(sight, commit, commit.plan)
+
+
+def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
+    """Work that is complete here is left out only where the round was over before it came."""
+    manifest, lease = sight.manifest, sight.manifest.timing.gone_after
+    judged = {x.replica: x.judged for x in commit.left_out if x.judged is not None}
+    named = {x.replica for x in commit.left_out if judged.get(x.replica) is None}
+    for number in sorted(judged.keys() & sight.complete.keys()):
+        if judged[number] != judging.name_of(sight.complete[number]):
+            yield f"judges other work of replica {number} than was offered here"
+    taken = {c.replica for c in commit.contributions}
+    offered = [(at, sight.complete[n].tokens) for n, at in sight.since.items() if n in sight.complete and n in taken]
+    for number in sorted(named & sight.complete.keys()):
+        spec = sight.chains.find(number) if sight.chains is not None else None
+        if sight.waited - sight.since.get(number, sight.waited) >= lease:
+            yield f"leaves out replica {number}, all of whose work has been here for long"
+        elif sight.waited + lease / 2 >= manifest.timing.round_deadline:
+            continue
+        elif spec is not None and not grace.is_over(manifest, offered, [spec], sight.waited + lease / 2):
+            yield f"leaves out replica {number}, all of whose work is here, before the round was over"
+
+
+def _feasible(sight: Sight, plan: Plan) -> Iterator[str]:
+    """Everybody can hold what he is given, as far as this node has heard of him."""
+    needs = memory.needs_by_range(sight.manifest)
+    for replica in (*plan.replicas, *plan.forming):
+        for stage in replica.stages:
+            known = sight.ready.get(stage.peer)
+            if known is not None and known.memory_bytes < needs[stage.first, stage.last]:
+                yield f"plans more for {short_peer(stage.peer)} than it has memory for"
+
+
+def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
+    """What is planned brings about as much as this node's own planner makes of the same peers."""
+    if not plan.peers <= sight.ready.keys():
+        return  # it has not heard of all: it cannot tell
+    there = tuple(sight.ready[peer] for peer in sorted(plan.peers))
+    if not plan.spares and sight.chains is not None and _alike(plan.replicas, sight.chains.replicas):
+        return  # nothing changes, and everybody trains
+    question = Question(
+        manifest=sight.manifest,
+        candidates=there,
+        round=plan.round,
+        previous=sight.chains or sight.latest,
+        contributions=commit.contributions,
+        left_out=len(commit.left_out),
+        attested=None,
+    )
+    own = question.answer()
+    if own is None:
+        return
+    value, most = _rate(sight.manifest, there, plan), _rate(sight.manifest, there, own)
+    if value < WORTH * most:
+        yield f"plans {value:.4g} tokens a second where {most:.4g} are possible"
+
+
+def _alike(some: tuple[ReplicaSpec, ...], others: tuple[ReplicaSpec, ...]) -> bool:
+    return [(r.number, r.stages) for r in some] == [(r.number, r.stages) for r in others]
+
+
+def _rate(manifest: Manifest, there: tuple[Candidate, ...], plan: Plan) -> float:
+    """Tokens per second of a plan as soon as all that is forming has begun."""
+    later = {peer for replica in plan.forming for peer in replica.peers}
+    replicas = [*plan.forming, *(replica for replica in plan.replicas if later.isdisjoint(replica.peers))]
+    return sum(arrange.rates(manifest, there, [arranged(replica) for replica in replicas], float("inf")))
+
+
+# --- what a node sees
+
+
+def sight_of(leader: Leader, wall: float, now: float, settled: bool) -> Sight:
+    """What the node whose machine this is knows now; nothing of it changes later. `settled`: whether it has run for a lease."""
+    verdicts, waited, latest = leader.seen(now)
+    known = leader.attestations.of(leader.round - 1)
+    attested: dict[str, set[str]] = {}
+    for digests in known.values():
+        for shard, digest in digests.items():
+            attested.setdefault(shard, set()).add(digest)
+    return Sight(
+        manifest=leader.manifest,
+        plan=leader.plan,
+        chains=leader.roster.plan,
+        latest=latest,
+        wall=wall,
+        settled=settled,
+        waited=waited,
+        complete=dict(verdicts.complete),
+        since=dict(verdicts.since),
+        ready=dict(leader.ready),
+        digests=leader.attestations.sure(leader.round - 1),
+        attested=attested,
+        medians=leader.medians,
+        last=() if leader.head is None else leader.head.contributions,
+    )
+
+
+def is_due(leader: Leader, now: float) -> bool:
+    """Whether this node would propose the commit of the open round now, if it led."""
+    if leader.phase is not Phase.OPEN:
+        return False
+    verdicts, waited, _ = leader.seen(now)
+    if not verdicts.complete:
+        return False
+    late = verdicts.pending and waited < leader.manifest.timing.round_deadline
+    return not (late and seats.waits(leader.manifest, leader.roster, verdicts, waited))
+
+
+class Doubts:
+    """What one node has held against each leader."""
+
+    def __init__(self) -> None:
+        self._weight: dict[str, float] = {}
+        self._doubted = -1
+
+    def weigh(self, leader: str, round: int, found: Unfair | None) -> Unfair | None:
+        """What comes of it when `found` is wrong with a commit of `round` that `leader` proposes: nothing, where this round has been
+        held up for a doubt already; a lie, where there were doubts before."""
+        if found is None or found.lie:
+            return found
+        if self._doubted == round:
+            return None
+        self._doubted = round
+        self._weight[leader] = self._weight.get(leader, 0.0) + 1.0
+        return Unfair(f"{found.reason}, not for the first time", True) if self._weight[leader] >= LIES else found
+
+    def decided(self, leader: str) -> None:
+        """A round is decided that `leader` proposed: nothing was wrong with it."""
+        left = self._weight.pop(leader, 0.0) - FORGIVEN
+        if left > 0:
+            self._weight[leader] = left

@@ -1,0 +1,131 @@
+"""A bootstrap node of a dishonest operator: it does what the others do, but for what it says to them about commits."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from bootstrap.node import BootstrapNode
+from protocol.rounds import paxos_events
+from protocol.rounds.paxos_events import Effect, Event, Send
+from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.bounds import MAX_BALLOT
+from protocol.wire.commit import Commit, LeftOut, pledge_body, vote_body
+from protocol.wire.plan import StageSpec
+from protocol.wire.session import Heartbeat
+
+
+def weight(commit: Commit) -> Commit:
+    """One contribution counts a thousand times."""
+    one = dataclasses.replace(commit.contributions[0], tokens=1000 * commit.contributions[0].tokens)
+    return dataclasses.replace(commit, contributions=(one, *commit.contributions[1:]))
+
+
+def swapped(commit: Commit) -> Commit:
+    """The first contribution has the shares of the last."""
+    one = dataclasses.replace(commit.contributions[0], shares=commit.contributions[-1].shares[::-1])
+    return dataclasses.replace(commit, contributions=(one, *commit.contributions[1:]))
+
+
+def no_blocks(commit: Commit) -> Commit:
+    """The plan's first replica has a block that the model does not have."""
+    assert commit.plan is not None
+    first = commit.plan.replicas[0]
+    last = first.stages[-1]
+    stages = (*first.stages[:-1], StageSpec(peer=last.peer, first=last.first, last=last.last + 1))
+    replicas = (dataclasses.replace(first, stages=stages), *commit.plan.replicas[1:])
+    return dataclasses.replace(commit, plan=dataclasses.replace(commit.plan, replicas=replicas))
+
+
+def left_out(commit: Commit) -> Commit:
+    """The first contribution is left out."""
+    out = LeftOut(replica=commit.contributions[0].replica, reason="no offer")
+    return dataclasses.replace(commit, contributions=commit.contributions[1:], left_out=(*commit.left_out, out))
+
+
+def text(commit: Commit) -> Commit:
+    """The run's text is used up."""
+    assert commit.plan is not None
+    return dataclasses.replace(commit, plan=dataclasses.replace(commit.plan, next_slot=2**61))
+
+
+LIES: tuple[Callable[[Commit], Commit], ...] = (weight, swapped, no_blocks, left_out, text)
+"""What a leader may write; those that need what a commit does not have cannot be told."""
+
+
+def lies_about(commit: Commit) -> list[Commit]:
+    """`commit` with each of the lies that it has room for."""
+    found = []
+    for lie in LIES:
+        if (lie in (weight, swapped, left_out) and not commit.contributions) or (
+            lie in (no_blocks, text) and (commit.plan is None or not commit.plan.replicas)
+        ):
+            continue
+        found.append(lie(commit))
+    return [other for other in found if other != commit]
+
+
+class LyingNode(BootstrapNode):
+    """`told` counts its lies. As long as `silent_from` holds for a message, it is not sent."""
+
+    def __init__(self, *arguments: Any, rng: random.Random) -> None:
+        super().__init__(*arguments)
+        self.told: Counter[str] = Counter()
+        self._rng = rng
+        self._honest = self._quorum.handle
+        self._sign_as_us = arguments[1].sign
+        self._quorum.handle = self._handle  # type: ignore[method-assign]
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
+        effects = self._honest(event, now)
+        if isinstance(event, paxos_events.Heard) and isinstance(event.message, Accept):
+            effects += self._agree(event.peer, event.message)
+        return [other for effect in effects for other in self._instead(effect)]
+
+    def _agree(self, peer: str, accept: Accept) -> list[Effect]:
+        """It pledges and accepts whatever it is asked for, as often as it is asked."""
+        commit, digest = accept.commit, accept.commit.digest
+        said = (commit.run, commit.round, accept.ballot, digest)
+        named = {"round": commit.round, "ballot": accept.ballot, "digest": digest}
+        self.told["votes twice"] += 1
+        return [
+            Send(peer, Pledge(**named, signature=self._sign_as_us(pledge_body(*said)))),  # type: ignore[arg-type]
+            Send(peer, Vote(**named, signature=self._sign_as_us(vote_body(*said)))),  # type: ignore[arg-type]
+        ]
+
+    def _instead(self, effect: Effect) -> list[Effect]:
+        rng = self._rng
+        if not isinstance(effect, Send) or rng.random() < 0.2:
+            return [effect]
+        message = effect.message
+        match message:
+            case Accept(commit=commit) if lies_about(commit) and rng.random() < 0.7:
+                self.told["proposes a lie"] += 1
+                other = rng.choice(lies_about(commit))
+                if commit.leader != self._quorum.peer:
+                    other = dataclasses.replace(other, leader=commit.leader)
+                return [Send(effect.peer, dataclasses.replace(message, commit=other))]
+            case Accept() if rng.random() < 0.3:
+                self.told["keeps silent"] += 1
+                return []
+            case Promise(round=round, ballot=ballot):
+                self.told["a false promise"] += 1
+                mine = self._quorum._mine or message.commit
+                pledges = dict.fromkeys(self._quorum.members, b"?" * 64)
+                false = Promise(round=round, ballot=ballot, accepted=max(ballot - 1, 0), commit=mine, pledges=pledges)
+                return [Send(effect.peer, false)]
+            case Heartbeat(round=round):
+                self.told["disturbs"] += 1
+                size, rank = len(self._quorum.members), 0
+                if self._quorum.peer in self._quorum.members:
+                    rank = self._quorum.members.index(self._quorum.peer)
+                high = rng.choice((MAX_BALLOT // size - 1, 10**6, rng.randrange(1, 50))) * size + rank
+                return [
+                    Send(effect.peer, dataclasses.replace(message, turn=rng.choice((0, 1, 2**40)))),
+                    Send(effect.peer, Prepare(round=round, ballot=high)),
+                    Send(effect.peer, Reject(round=round, ballot=rng.randrange(9), promised=high)),
+                ]
+        return [effect]

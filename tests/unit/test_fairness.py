@@ -1,0 +1,234 @@
+"""What members of the quorum vote for: every kind of lie and doubt, and that honest commits have neither."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from protocol.rounds import fairness
+from protocol.rounds.fairness import FORGIVEN, Doubts, Sight
+from protocol.rounds.leader_events import Received
+from protocol.rounds.unfair import Unfair
+from protocol.wire.commit import Commit, LeftOut
+from protocol.wire.plan import Plan, StageSpec, Work
+from tests import tiny
+from tests.unit.test_leader import Driver, opened
+
+FULL = tiny.full_memory(tiny.manifest())
+THIRD = tiny.third_memory(tiny.manifest())
+MEMORY = {"a": FULL, "b": FULL, "c": FULL}
+WALL = 1.7e9
+Change = Callable[[Commit], Commit]
+
+
+class Round:
+    """The same round as the leading node sees it, and as another one does; all three peers have offered."""
+
+    def __init__(self, memory: dict[str, int] | None = None) -> None:
+        self.leading, self.other = (opened(memory or MEMORY) for _ in range(2))
+        self.seconds = 1.0
+        self.peers = tuple(memory or MEMORY)
+
+    def commit(self) -> Commit:
+        """What the leading node proposes."""
+        self.leading.now = self.seconds
+        decided = self.leading.decide(self.leading.offered(*self.peers))
+        return dataclasses.replace(decided, time=WALL, members=self.leading.manifest.first_members)
+
+    def sight(self, *peers: str, settled: bool = True) -> Sight:
+        """What the other node knows when these have offered to it."""
+        self.other.now = self.seconds
+        self.other.offered(*peers)
+        return fairness.sight_of(self.other.leader, WALL, self.seconds, settled)
+
+
+def found(sight: Sight, commit: Commit) -> Unfair | None:
+    return fairness.lie_in(sight, commit) or fairness.doubt_in(sight, commit)
+
+
+def of_plan(**changes: object) -> Change:
+    def change(commit: Commit) -> Commit:
+        assert commit.plan is not None
+        return dataclasses.replace(commit, plan=dataclasses.replace(commit.plan, **changes))  # type: ignore[arg-type]
+
+    return change
+
+
+def of_replica(change: Callable[[Plan], Plan]) -> Change:
+    def changed(commit: Commit) -> Commit:
+        assert commit.plan is not None
+        return dataclasses.replace(commit, plan=change(commit.plan))
+
+    return changed
+
+
+def first(**changes: object) -> Change:
+    """The plan's first replica with these changes."""
+    return of_replica(
+        lambda plan: dataclasses.replace(
+            plan,
+            replicas=(dataclasses.replace(plan.replicas[0], **changes), *plan.replicas[1:]),  # type: ignore[arg-type]
+        )
+    )
+
+
+def work(**changes: object) -> Change:
+    """The first contribution with these changes."""
+
+    def change(commit: Commit) -> Commit:
+        one = dataclasses.replace(commit.contributions[0], **changes)  # type: ignore[arg-type]
+        return dataclasses.replace(commit, contributions=(one, *commit.contributions[1:]))
+
+    return change
+
+
+def without_first(commit: Commit, reason: str = "no offer after 1 s") -> Commit:
+    left = LeftOut(replica=commit.contributions[0].replica, reason=reason)
+    return dataclasses.replace(commit, contributions=commit.contributions[1:], left_out=(left,))
+
+
+@pytest.mark.parametrize("seen", [(), ("a",), ("a", "b", "c")])
+@pytest.mark.parametrize("settled", [True, False])
+def test_an_honest_commit_is_fair_however_much_of_it_was_seen(seen: tuple[str, ...], settled: bool) -> None:
+    round = Round()
+    assert found(round.sight(*seen, settled=settled), round.commit()) is None
+
+
+def test_the_first_plan_is_fair() -> None:
+    driver = Driver(MEMORY, tiny.manifest(rounds=3, start_peers=3))
+    other = Driver(MEMORY, driver.manifest)
+    commit = dataclasses.replace(driver.decide(driver.ready(*MEMORY)), time=WALL)
+    other.ready(*MEMORY)
+    assert found(fairness.sight_of(other.leader, WALL, 0.0, True), commit) is None
+
+
+LIES: list[tuple[str, Change]] = [
+    ("weight is wrong", work(tokens=10**6)),
+    ("has other peers", work(shares=())),
+    ("decides about replicas", lambda c: dataclasses.replace(c, contributions=c.contributions[1:])),
+    ("decides about replicas", lambda c: dataclasses.replace(c, contributions=(*c.contributions, c.contributions[0]))),
+    ("stages that are not the whole model", first(stages=(StageSpec(peer="a", first=0, last=tiny.LAYERS + 1),))),
+    (
+        "a stage without blocks",
+        first(
+            stages=(
+                StageSpec(peer="a", first=0, last=tiny.LAYERS),
+                StageSpec(peer="x", first=tiny.LAYERS, last=tiny.LAYERS),
+            )
+        ),
+    ),
+    ("plans a peer twice", first(stages=(StageSpec(peer="b", first=0, last=tiny.LAYERS),))),
+    ("plans a spare", of_plan(spares=("a",))),
+    ("plans round", of_plan(round=7)),
+    ("under the numbers", of_plan(next_number=0)),
+    ("skips numbers", of_plan(next_number=2**40)),
+    ("skips text", of_plan(next_slot=2**61)),
+    ("given already", first(work=Work(slot=0, steps=1, micro_batches=1))),
+    ("says nothing", lambda c: dataclasses.replace(c, contributions=(), plan=None, left_out=tuple(
+        LeftOut(replica=x.replica, reason="?") for x in c.contributions))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("reason", "lie"), LIES, ids=[f"{i} {name}" for i, (name, _) in enumerate(LIES)])
+def test_what_nobody_honest_writes_is_a_lie_for_every_member(reason: str, lie: Change) -> None:
+    round = Round()
+    commit = lie(round.commit())
+    for sight in (round.sight(settled=False), round.sight("a", "b", "c")):
+        unfair = found(sight, commit)
+        assert unfair is not None
+        assert unfair.lie
+        assert reason in unfair.reason
+
+
+DOUBTS: list[tuple[str, Change]] = [
+    ("before the round was over", without_first),
+    ("counts other work", work(loss=0.1)),
+    ("a day from", lambda c: dataclasses.replace(c, time=WALL + 10 * fairness.DAY)),
+    ("nobody attested", lambda c: dataclasses.replace(c, digests={**c.digests, "embed": tiny.digest("another")})),
+]
+
+
+@pytest.mark.parametrize(("reason", "change"), DOUBTS, ids=[name for name, _ in DOUBTS])
+def test_who_has_seen_something_else_doubts_and_who_knows_too_little_does_not(reason: str, change: Change) -> None:
+    round = Round()
+    commit = change(round.commit())
+    unfair = found(round.sight("a", "b", "c"), commit)
+    assert unfair is not None
+    assert reason in unfair.reason
+    assert not unfair.lie
+    assert found(dataclasses.replace(round.sight(), settled=False), commit) is None
+
+
+def test_work_that_came_when_the_round_was_over_may_be_left_out_and_what_has_been_here_for_long_may_not() -> None:
+    round = Round()
+    timing = round.other.manifest.timing
+    commit = without_first(round.commit())
+    sight = round.sight("a", "b", "c")
+    late = dataclasses.replace(
+        sight, waited=timing.round_deadline, since=dict.fromkeys(sight.since, timing.round_deadline - 0.5)
+    )
+    assert found(late, commit) is None
+    long = dataclasses.replace(late, since={**late.since, commit.left_out[0].replica: 1.0})
+    unfair = found(long, commit)
+    assert unfair is not None
+    assert "for long" in unfair.reason
+
+
+def test_an_outlier_is_left_out_and_nobody_doubts_it() -> None:
+    round = Round()
+    for driver in (round.leading, round.other):
+        driver.now = round.seconds
+        driver.offered("a", norm=1e6)
+    commit = round.leading.decide(round.leading.offered("b", "c"))
+    assert len(commit.left_out) == 1
+    assert found(round.sight("b", "c"), dataclasses.replace(commit, time=WALL)) is None
+
+
+def test_a_plan_that_gives_more_than_a_peer_can_hold_is_doubted() -> None:
+    round = Round()
+    commit = round.commit()
+    round.other.memory = {**MEMORY, "b": THIRD}
+    round.other.ready("b")
+    unfair = found(round.sight("a", "b", "c"), commit)
+    assert unfair is not None
+    assert "memory" in unfair.reason
+
+
+def test_a_plan_that_is_far_worse_than_ones_own_is_doubted_and_one_of_strangers_is_not() -> None:
+    round = Round()
+    commit = round.commit()
+    assert commit.plan is not None
+    only = dataclasses.replace(commit.plan, replicas=commit.plan.replicas[:1], spares=("b", "c"))
+    sight = round.sight("a", "b", "c")
+    unfair = found(sight, dataclasses.replace(commit, plan=only))
+    assert unfair is not None
+    assert "tokens a second" in unfair.reason
+    stranger = dataclasses.replace(commit, plan=dataclasses.replace(only, spares=("b", "c", "stranger")))
+    assert found(sight, stranger) is None
+
+
+def test_one_doubt_skips_a_leader_once_in_a_round_and_doubts_that_come_back_are_a_lie() -> None:
+    doubts, doubt = Doubts(), Unfair("leaves out replica 1", False)
+    assert doubts.weigh("a", 5, doubt) == doubt
+    assert doubts.weigh("b", 5, doubt) is None, "bad weather must end"
+    assert doubts.weigh("b", 6, None) is None
+    again = doubts.weigh("a", 6, doubt)
+    assert again is not None
+    assert again.lie
+    lie = Unfair("weighs it twice", True)
+    assert doubts.weigh("b", 6, lie) == lie
+    for _ in range(int(1 / FORGIVEN)):
+        doubts.decided("c")
+    assert doubts.weigh("c", 7, doubt) == doubt
+
+
+def test_what_was_seen_does_not_change_while_it_is_judged() -> None:
+    round = Round()
+    sight = round.sight("a")
+    before = dict(sight.complete)
+    round.other.offered("b")
+    round.other.do(Received("b", round.other.offer("b")))
+    round.other.leader.seen(round.seconds)
+    assert sight.complete == before
