@@ -40,7 +40,7 @@ from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, fairness, leader_events, paxos_events, presence, quarrels
+from protocol.rounds import admission, fairness, leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
@@ -313,10 +313,10 @@ class BootstrapNode:
                     if first and isinstance(message, ChainReconfig):
                         self._emit(events.chain_reconfigured(message))
                     self._sessions.post(peers, message)
-                case leader_events.Report() | leader_events.Moved() | leader_events.Resting() | quarrels.Quarrel():
-                    self._emit(told.of_round(effect))
                 case leader_events.Done(round):
                     self._finish(round)
+                case _:
+                    self._emit(told.of_round(effect))
 
     async def _tell_quorum(self, event: paxos_events.Event) -> list[leader_events.Event | paxos_events.Event]:
         following: list[leader_events.Event | paxos_events.Event] = []

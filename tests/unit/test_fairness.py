@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.rounds import fairness
+from protocol.rounds import fairness, judging
 from protocol.rounds.fairness import FORGIVEN, Doubts, Sight
 from protocol.rounds.leader_events import Received
 from protocol.rounds.unfair import Unfair
@@ -176,14 +176,23 @@ def test_work_that_came_when_the_round_was_over_may_be_left_out_and_what_has_bee
     assert "for long" in unfair.reason
 
 
-def test_an_outlier_is_left_out_and_nobody_doubts_it() -> None:
+def test_whoever_is_judged_out_is_left_out_and_nobody_doubts_it() -> None:
     round = Round()
-    for driver in (round.leading, round.other):
-        driver.now = round.seconds
-        driver.offered("a", norm=1e6)
-    commit = round.leading.decide(round.leading.offered("b", "c"))
-    assert len(commit.left_out) == 1
-    assert found(round.sight("b", "c"), dataclasses.replace(commit, time=WALL)) is None
+    commit = round.commit()
+    name = judging.name_of(commit.contributions[0])
+    judged = without_first(commit, "judged: it is a copy")
+    fair = dataclasses.replace(judged, left_out=tuple(dataclasses.replace(x, judged=name) for x in judged.left_out))
+    other = dataclasses.replace(fair, left_out=tuple(dataclasses.replace(x, judged="0" * 64) for x in fair.left_out))
+    sight = round.sight("a", "b", "c")
+    assert found(sight, fair) is None, "the verdict is another question"
+    unfair = found(sight, other)
+    assert unfair is not None
+    assert "judges other work" in unfair.reason
+
+
+def test_a_scale_is_no_other_work() -> None:
+    round = Round()
+    assert found(round.sight("a", "b", "c"), work(scale=0.5)(round.commit())) is None, "the verdict is another question"
 
 
 def test_a_plan_that_gives_more_than_a_peer_can_hold_is_doubted() -> None:

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from protocol.codec import sparse
+from protocol.codec import blob_hash, sparse
 from protocol.codec.sparse import Sparse
-from protocol.rounds import comparing, judging
+from protocol.rounds import comparing, judging, part_lists
 from protocol.rounds.comparing import Update
+from protocol.rounds.fairness import Sight, unjust_in
 from protocol.rounds.judging import Before, Judged
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -333,3 +334,51 @@ def test_the_log_says_the_medians_of_the_last_rounds() -> None:
     log = [of((9.0, 1.0)), *[of((1.0, 1.0), (4.0, 0.5), (3.0, 1.0))] * (judging.REMEMBERED - 1), of(), of((5.0, 1.0))]
     assert judging.medians(log) == (*[2.0] * (judging.REMEMBERED - 1), 5.0)
     assert judging.medians(log[:1]) == (9.0,)
+
+
+# --- whoever votes
+
+
+def test_a_member_checks_the_verdict_from_the_payloads_that_it_holds() -> None:
+    """The commit's own lists and payloads, as they lie in an archive."""
+    store: dict[str, bytes] = {}
+
+    def offered(number: int, sent: Sent) -> Contribution:
+        parts = []
+        for shard in SHARDS:
+            codec, shapes = M.outer.codec, layout.shapes(MODEL, shard)
+            raw = sparse.encode(codec, [_dense(sent, shard, i).reshape(shape) for i, shape in enumerate(shapes)])
+            name = blob_hash.name_of(raw)
+            store[name] = raw
+            norm = comparing.norm(sparse.decode(codec, shapes, raw))
+            parts.append(Part(shard=shard, digest=name, size=len(raw), norm=norm))
+        root = part_lists.root_of(tuple(parts))
+        store[root] = part_lists.pack(tuple(parts))
+        norm = part_lists.total(part.norm for part in parts)
+        share = Share(peer=f"p{number}", root=root, size=1, norm=norm, listed=1)
+        return Contribution(replica=number, tokens=8, steps=1, loss=None, shares=(share,))
+
+    sent = [*GOOD[:5], ENEMIES["flipped"]]
+    here = [offered(i, x) for i, x in enumerate(sent)]
+    names = [judging.name_of(c) for c in here]
+    case = judging.Case(manifest=M, round=1, parent=PARENT, contributions=tuple(here), last=(), medians=())
+    verdicts = case.answer(store.__getitem__)
+    assert list(out(verdicts)) == [5]
+
+    def proposed(scales: Sequence[float | None]) -> Commit:
+        kept = [dataclasses.replace(c, scale=s) for c, s in zip(here, scales, strict=True) if s is not None]
+        gone = [LeftOut(replica=i, reason="?", judged=names[i]) for i, s in enumerate(scales) if s is None]
+        said = commit([], [])
+        return dataclasses.replace(said, contributions=tuple(kept), left_out=tuple(gone))
+
+    sight = Sight(manifest=M, plan=None, chains=None, latest=None, wall=0.0, complete=dict(enumerate(here)))
+    just = [v.scale if v.reason is None else None for v in verdicts]
+    assert unjust_in(sight, proposed(just), store.__getitem__) is None
+    for wrong in (
+        [0.001, *just[1:]],
+        [None, *just[1:]],
+        [*just[:5], 1.0],
+    ):
+        found = unjust_in(sight, proposed(wrong), store.__getitem__)
+        assert found is not None
+        assert found.lie
