@@ -23,6 +23,7 @@ from protocol.rounds.chain_repair import SLOW
 from protocol.rounds.leader import Leader
 from protocol.rounds.member import Member
 from protocol.rounds.part_lists import share_of
+from protocol.rounds.quarrels import LIES
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Position, Table, TableError, Transition
 from protocol.run import layout
@@ -327,7 +328,7 @@ class Twins:
             replica=rng.choice([r.number for r in plan.replicas] if plan else [0]),
             generation=rng.randrange(2),
             peer=lost,
-            reason=rng.choice(("?", SLOW)),
+            reason=rng.choice(("?", SLOW, LIES)),
         )
 
     def offers(self, peer: str) -> leading.Event:
