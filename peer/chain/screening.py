@@ -16,7 +16,8 @@ neighbour is accused. What an honest stage makes of false values is strange too,
 accuse: `hops` counts the stages that values have passed, forward and back, on their way from the chain's beginning (`hops`). A suspicious
 frame moves the mean size little, and the others not at all. One that is refused enters nothing.
 
-Where the learning rate rises at once, honest stages change at once too: what is usual is learned anew, of MEMORY frames (`follow`).
+Where the learning rate rises at once, honest stages change at once too. What is usual is learned anew (`follow`), and the rest of that round
+and the next one are free.
 
 A reference belongs to a cut of the model, a width and a number format, and goes on from round to round, whoever the neighbour is:
 all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free, and it is begun anew when none came for
@@ -113,7 +114,7 @@ class Screen:
     def follow(self, rate: float) -> None:
         """A step was taken with this learning rate."""
         if rate > RISE * self._rate:
-            self._frames = 0
+            self._frames, self._rounds = 0, min(self._rounds, NEW_ROUNDS - 1)
             self._sums *= np.float32(STALE)
             self._counts *= np.float32(STALE)
         self._rate = rate
@@ -158,8 +159,6 @@ class Screen:
         return Figures(size, float(np.vdot(centred, fit)) / norms if norms > _TINY else 0.0)
 
     def _suspicion(self, seen: Figures) -> str | None:
-        if self._frames < MEMORY:
-            return None
         off = seen.size - self._size
         if off > SIZE:
             return f"are {math.exp(min(off, 60.0)):.3g} times as large as before"

@@ -351,7 +351,7 @@ class Twins:
             replica=rng.choice([r.number for r in plan.replicas] if plan else [0]),
             generation=rng.randrange(2),
             peer=lost,
-            reason=rng.choice(("?", SLOW, f"{LIES}they do not fit their text")),
+            reason=rng.choice(("?", SLOW, LIES)),
         )
 
     def offers(self, peer: str) -> leading.Event:
