@@ -74,6 +74,11 @@ class Archive:
         self._disk.write(self.folder / "vote", zlib.crc32(raw).to_bytes(4, "big") + raw)
         self.vote = vote
 
+    @property
+    def last(self) -> Record | None:
+        """The log's last record."""
+        return encoding.decode_record(self.records[-1], "the log") if self.records else None
+
     def after(self, round: int) -> bytes:
         """The reply to a LOG call: records after `round`, as many as fit."""
         out: list[bytes] = []

@@ -120,11 +120,10 @@ class BootstrapNode:
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
-        head = archive.commits[-1] if archive.commits else None
         self.leader = Leader(manifest, archive.commits, held, now)
         self._fairness = Fairness(self.leader, self._clock, self._events.put, archive.blobs.get)
         self._quorum = Quorum(
-            manifest, identity.peer_id, head, archive.vote, held, identity.sign, identities.verify, now
+            manifest, identity.peer_id, archive.last, archive.vote, held, identity.sign, identities.verify, now
         )
 
     async def run(self) -> None:
@@ -257,12 +256,11 @@ class BootstrapNode:
         stays = round(self._stays.of(peer), 2)
         candidate = dataclasses.replace(partition.candidate(announcement), presence=stays)
         known = self._ready.get(peer)
-        if known == candidate:
-            return
-        self._ready[peer] = candidate
-        self._events.put(leader_events.Ready(candidate))
-        if told.is_news(known, candidate):
-            self._emit(events.ready(announcement))
+        if known != candidate:
+            self._ready[peer] = candidate
+            self._events.put(leader_events.Ready(candidate))
+            if told.is_news(known, candidate):
+                self._emit(events.ready(announcement))
 
     # --- the machines
 
@@ -340,6 +338,9 @@ class BootstrapNode:
                     self._fairness.ask(peer, commit)
                 case paxos_events.Refused() | paxos_events.Skipped():
                     self._emit(told.against(effect))
+                case paxos_events.Forked(other, liars):
+                    self._emit(events.Forked(round=other.commit.round, liars=liars))
+                    self._sessions.post_all(encoding.encode_record(other))
                 case paxos_events.Append(record):
                     await asyncio.to_thread(self.archive.append, record)
                     following.append(paxos_events.Appended(record))

@@ -11,9 +11,10 @@ from typing import Any
 from bootstrap.node import BootstrapNode
 from protocol.rounds import paxos_events
 from protocol.rounds.paxos_events import Effect, Event, Send
+from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
-from protocol.wire.commit import Commit, LeftOut, pledge_body, vote_body
+from protocol.wire.commit import Commit, LeftOut, Record, pledge_body, vote_body
 from protocol.wire.plan import StageSpec
 from protocol.wire.session import Heartbeat
 
@@ -128,4 +129,44 @@ class LyingNode(BootstrapNode):
                     Send(effect.peer, Prepare(round=round, ballot=high)),
                     Send(effect.peer, Reject(round=round, ballot=rng.randrange(9), promised=high)),
                 ]
+        return [effect]
+
+
+class DoubleVoter(BootstrapNode):
+    """Leads a quorum of three, and gives each of the two others a commit of its own, from round `since` on once."""
+
+    def __init__(self, *arguments: Any, since: int) -> None:
+        super().__init__(*arguments)
+        self._since = since
+        self._honest = self._quorum.handle
+        self._sign_as_us = arguments[1].sign
+        self._second: Commit | None = None
+        self._quorum.handle = self._handle  # type: ignore[method-assign]
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
+        victim = self._quorum.members[-1]
+        second = self._second
+        if second is not None and isinstance(event, paxos_events.Heard) and event.peer == victim:
+            vote = event.message
+            if isinstance(vote, Vote) and vote.digest == second.digest:
+                own = self._sign_as_us(vote_body(second.run, second.round, vote.ballot, second.digest))
+                votes = {self._quorum.peer: own, victim: vote.signature}
+                record = Record(commit=second, ballot=vote.ballot, votes=votes)
+                self._links.to[victim].post(encoding.encode_record(record))
+            return []
+        return [other for effect in self._honest(event, now) for other in self._instead(effect, victim)]
+
+    def _instead(self, effect: Effect, victim: str) -> list[Effect]:
+        match effect:
+            case Send(peer, Accept(commit=commit, ballot=0)) if peer == victim and commit.round >= self._since:
+                if self._second is None:
+                    self._second = dataclasses.replace(commit, time=commit.time + 1.0)
+                second = self._second
+                return (
+                    [Send(victim, dataclasses.replace(effect.message, commit=second))]
+                    if second.round == commit.round
+                    else []
+                )  # type: ignore[type-var]
+            case paxos_events.SendLog(peer) if peer == victim and self._second is not None:
+                return []
         return [effect]

@@ -28,6 +28,7 @@ from peer.events.node import (
     Commit,
     Contribution,
     Diverged,
+    Forked,
     Gone,
     Leads,
     Listening,
@@ -92,6 +93,7 @@ __all__ = [
     "Event",
     "Fetching",
     "Finished",
+    "Forked",
     "Found",
     "Gone",
     "Leads",
@@ -134,8 +136,8 @@ __all__ = [
 ]
 
 Body = (
-    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Quarrel
-    | RunFinished
+    Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
+    | Quarrel | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip

@@ -196,6 +196,16 @@ class Unfair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Forked:
+    """Enough nodes voted for two commits of one round. This node decides nothing more, and peers stop."""
+
+    round: int
+    """Of both commits."""
+    liars: tuple[str, ...]
+    """The nodes that voted for both in one ballot; their signatures prove it. Empty where nobody did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leads:
     """A bootstrap node begins to lead the quorum, or no longer does."""
 

@@ -69,6 +69,9 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Unfair(peer=peer, round=round, reason=reason):
             who = f"node {called(peer, names)}: its commit of round {round}"
             return [Said("error", f"{who} {clean(reason)}; it gets no vote, and another node leads")]
+        case events.Forked(round=round, liars=liars):
+            who = ", ".join(called(liar, names) for liar in liars) or "nobody who can be named"
+            return [Said("error", f"round {round} has two decided commits; voted for both: {who}; the run stops here")]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
             return [Said("info", f"relays {streams} at {bps / 1e6:.1f} Mb/s; {size(passed)} since the start")]

@@ -43,6 +43,8 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     any        Heard     the same   Send(LogRequest)  the sender is at a later round
     any        Heard     the same   SendLog           the sender is at an earlier round
     any        Learned   the same   Send(LogRequest)  records in between are missing
+    any        Learned   the same   Forked            it is another commit than the last one of the log, and
+                                                      decided, too
     any        Tick      the same   Skipped           the leader lets the round wait that this node would decide
 
 Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower ballot exists: a
@@ -67,6 +69,7 @@ from protocol.rounds.paxos_events import (
     Decided,
     Effect,
     Event,
+    Forked,
     Heard,
     Held,
     Judged,
@@ -87,7 +90,16 @@ from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
-from protocol.wire.commit import Commit, Record, liars_borne, pledge_body, vote_body, votes_needed
+from protocol.wire.commit import (
+    Commit,
+    Record,
+    is_decided,
+    liars_borne,
+    pledge_body,
+    vote_body,
+    voted_twice,
+    votes_needed,
+)
 from protocol.wire.session import Heartbeat, LogRequest
 
 RETRY_SECONDS = 1.0
@@ -99,7 +111,7 @@ BALLOTS_PER_SECOND, AHEAD_SECONDS = 16, 60.0
 class Quorum:
     """One node of the quorum; `handle` is the only entry, and `now` is in seconds on any steady clock.
 
-    `head`: the log's last commit. `vote`: the durable vote. `held`: names of the payloads that are durable. `sign`
+    `last`: the log's last record. `vote`: the durable vote. `held`: names of the payloads that are durable. `sign`
     and `verify` (peer, body, signature) are those of the node's and of others' identities.
     """
 
@@ -107,7 +119,7 @@ class Quorum:
         self,
         manifest: Manifest,
         peer: str,
-        head: Commit | None,
+        last: Record | None,
         vote: Promise | None,
         held: Iterable[str],
         sign: Callable[[bytes], bytes],
@@ -116,7 +128,11 @@ class Quorum:
     ) -> None:
         self.manifest = manifest
         self.peer = peer
-        self.head = head
+        self.head = last.commit if last is not None else None
+        self.forked = False
+        """Whether this node has seen two decided commits of one round: it decides nothing more."""
+        self._last = last
+        self._members_before: tuple[str, ...] | None = None
         self.position = Position(TABLE, Phase.IDLE)
         self.leadership = Leadership(manifest, peer, now)
         self.leadership.begin(self.round)
@@ -222,7 +238,9 @@ class Quorum:
         turn = self.leadership.turn
         if self._now - self._beat_at >= self.manifest.timing.heartbeat or turn != self._told_turn:
             self._beat_at, self._told_turn = self._now, turn
-            beat = Heartbeat(phase="leading" if self.leads else "following", round=self.round, turn=turn)
+            beat = Heartbeat(
+                phase="leading" if self.leads else "following", round=self.round, turn=turn, head=self._head_digest
+            )
             out += self._to(None, self._others(self.manifest.operators), beat)
 
     def _wait_for_leader(self, due: bool, out: list[Effect]) -> None:
@@ -245,9 +263,11 @@ class Quorum:
 
     def _hear(self, peer: str, message: object, out: list[Effect]) -> None:
         match message:
-            case Heartbeat(round=round, turn=turn):
+            case Heartbeat(round=round, turn=turn, head=head):
                 self.leadership.turned(peer, round, turn)
                 self._help(peer, round, out)
+                if round == self.round > 0 and head not in ("", self._head_digest):
+                    out += self.position.stay(Heard, [SendLog(peer, round - 2)])
             case Prepare() if self._is_current(peer, message, out):
                 self._route(self.acceptor.prepare(peer, message), out)
             case Accept() if self._is_current(peer, message, out):
@@ -279,7 +299,7 @@ class Quorum:
         else:
             heard = peer == self.peer or not self.leadership.is_skipped(peer, self.members)
         in_reach = message.ballot <= self._highest_yet()
-        return here and heard and in_reach and self._owner(message.ballot) == peer
+        return here and heard and in_reach and not self.forked and self._owner(message.ballot) == peer
 
     @property
     def _bears_liars(self) -> bool:
@@ -339,7 +359,7 @@ class Quorum:
 
     def _advance(self, out: list[Effect]) -> None:
         vote = self.acceptor.vote
-        if not self.leads or vote.round != self.round or self._now < self._retry_at:
+        if self.forked or not self.leads or vote.round != self.round or self._now < self._retry_at:
             return
         if self.phase is Phase.IDLE and (self._mine is not None or vote.commit is not None):
             self._forget_answers()
@@ -457,7 +477,26 @@ class Quorum:
 
     # --- the decision
 
+    @property
+    def _head_digest(self) -> str:
+        return self.head.digest if self.head is not None else ""
+
+    def _is_fork(self, record: Record) -> bool:
+        """Whether `record` is decided as the last one of the log is, and another one."""
+        last = self._last
+        if last is None or record.commit.round != last.commit.round or record.commit == last.commit:
+            return False
+        members = self._members_before if self._members_before is not None else tuple(last.votes)
+        return record.commit.parent == last.commit.parent and (
+            is_decided(record, members) or bool(voted_twice(last, record))
+        )
+
     def _learn(self, peer: str, record: Record, out: list[Effect]) -> None:
+        if not self.forked and self._last is not None and self._is_fork(record):
+            self.forked = True
+            out += self.position.stay(Learned, [Forked(record, voted_twice(self._last, record))])
+        if record.commit.round == self.round > 0 and record.commit.parent != self._head_digest:
+            out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 2))])
         if record.commit.round > self.round:
             out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 1))])
         elif self.phase is not Phase.APPENDING and why_not_next(self.manifest, self.head, record) is None:
@@ -466,7 +505,8 @@ class Quorum:
     def _begin(self, record: Record, out: list[Effect]) -> None:
         """The record is in the log: the next round begins."""
         commit = record.commit
-        self.head = commit
+        self._members_before = self.members
+        self.head, self._last = commit, record
         self.acceptor.begin(self.round)
         self.leadership.begin(self.round)
         self._due = None

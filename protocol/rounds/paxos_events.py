@@ -153,6 +153,15 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Forked:
+    """Effect: enough members voted for two commits of one round, that of our log and that of `other`. Tell the operator, and show it to
+    all peers: they stop. This node decides nothing any more. `liars`: who voted twice, as `voted_twice` says."""
+
+    other: Record
+    liars: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Append:
     """Effect: make this record the durable next one of the log; the answer is `Appended`."""
 
@@ -181,7 +190,9 @@ class Stalled:
 
 
 Event = Proposed | Heard | Learned | Held | Listed | Judged | Appended | Tick
-Effect = Save | Send | SendLog | Fetch | FetchList | Judge | Refused | Skipped | Append | Decided | Leads | Stalled
+Effect = (
+    Save | Send | SendLog | Fetch | FetchList | Judge | Refused | Skipped | Forked | Append | Decided | Leads | Stalled
+)
 
 _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.IDLE, None, Phase.ACCEPTING, (), "we lead, ballot 0 is ours and still free, a commit is proposed"),
@@ -223,6 +234,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
     Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
     Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
+    Transition(None, Learned, None, (Forked,), "it is another commit than the last one of the log, and decided, too"),
     Transition(None, Tick, None, (Skipped,), "the leader lets the round wait that this node would decide"),
 )
 TABLE = Table("proposer", Phase, _ROWS)

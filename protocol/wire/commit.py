@@ -156,6 +156,13 @@ class Record:
     votes: Annotated[dict[PeerId, Signature], AtMost(16)]
 
 
+def voted_twice(one: Record, other: Record) -> tuple[str, ...]:
+    """Who voted for two commits of one round in one ballot, as the signatures in the records of both show to anybody: a liar. (In
+    different ballots a member may vote for different commits.)"""
+    same = (one.commit.run, one.commit.round, one.ballot) == (other.commit.run, other.commit.round, other.ballot)
+    return tuple(sorted(set(one.votes) & set(other.votes))) if same and one.commit.digest != other.commit.digest else ()
+
+
 def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:
     """What a vote's signature is over."""
     return DOMAIN + framing.pack_message(["vote", run, round, ballot, digest])

@@ -112,13 +112,15 @@ class Attest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it (protocol/rounds/leadership.py)."""
+    """A sign of life. `turn`: which member leads the round, as a node of the quorum sees it
+    (protocol/rounds/leadership.py); `head`: the digest of the last commit of its log."""
 
     phase: Word
     round: Round
     step: Count = 0
     loss: Loss | None = None
     turn: Count = 0
+    head: RunId = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ BUGS: dict[str, Bug] = {
         only="storm",
     ),
     "a leader ignores what was accepted before": Bug(
-        ((PAXOS, "best.commit if best.commit is not None else self._mine", "self._mine or best.commit"),),
+        ((PAXOS, "claimed if claimed is not None else self._mine", "self._mine or claimed"),),
         ("P2",),
         only="storm",
     ),

@@ -185,7 +185,8 @@ def test_lists_are_known_for_one_round() -> None:
 
 def test_a_commit_that_does_not_follow_gets_no_vote() -> None:
     member = acceptor()
-    for change in ({"parent": "?"}, {"run": "?"}, {"round": 1}, {"members": (A,)}, {"leader": "?"}, {"leader": B}):
+    assert accept(member, 0, dataclasses.replace(COMMIT, parent="?")) == [], "nobody is accused: its log will tell"
+    for change in ({"run": "?"}, {"round": 1}, {"members": (A,)}, {"leader": "?"}, {"leader": B}):
         (refused,) = accept(member, 0, dataclasses.replace(COMMIT, **change))  # type: ignore[arg-type]
         assert isinstance(refused, Refused)
     assert member.vote == Promise(round=0)

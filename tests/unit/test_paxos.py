@@ -84,7 +84,7 @@ class Cluster:
         self.nodes[name] = Quorum(
             self.manifest,
             name,
-            log[-1].commit if log else None,
+            log[-1] if log else None,
             votes[-1] if votes else None,
             self.held[name],
             tiny.OPERATORS[NAMES.index(name)].sign,

@@ -37,6 +37,7 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Wi
 from tests import tiny
 from tests.docs import state_machines
 from tests.docs.state_machines import MACHINES, Machine
+from tests.unit.test_double_votes import forked
 from tests.unit.test_paxos import (
     PARTS,
     PAYLOAD,
@@ -491,8 +492,15 @@ def leader_that_lies() -> Cluster:
     cluster = Cluster(3)
     cluster.unfair = lambda name, commit: Unfair("is not fair", True)
     cluster.propose(A, 1.0)
-    wrong = dataclasses.replace(cluster.commit(C), leader=B, members=cluster.manifest.operators, parent="?")
+    wrong = dataclasses.replace(cluster.commit(C), leader=B, members=cluster.manifest.operators, time=666.0, run="?")
     cluster.do(C, paxos_events.Heard(B, Accept(round=0, ballot=1, commit=wrong)))
+    return cluster
+
+
+def two_commits() -> Cluster:
+    """One member voted twice."""
+    cluster, _, _ = forked()
+    cluster.pass_time(cluster.manifest.timing.heartbeat + 1)
     return cluster
 
 
@@ -504,6 +512,7 @@ SPECIAL = (
     shown_another,
     rejected,
     learned_while_asking,
+    two_commits,
 )
 """What rarely happens."""
 

@@ -1,0 +1,141 @@
+"""Dishonest operators: real nodes of a run, of which one lies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bootstrap.archive import Archive
+from bootstrap.node import BootstrapNode
+from bootstrap.service import serve_bootstrap
+from peer import events
+from peer.events import Emitter, Event
+from protocol.identity import Identity
+from protocol.rounds import validation
+from protocol.wire import encoding
+from protocol.wire.commit import voted_twice
+from tests import tiny, volunteers
+from tests.hostile.ground import Ground, manifest, run
+from tests.lying_nodes import DoubleVoter, LyingNode
+
+pytestmark = pytest.mark.slow
+Make = Callable[..., BootstrapNode]
+
+
+class Operators(Ground):
+    """Use as `async with`: one node of each operator; the one with the number `liar` is made by `make`. What the first honest one holds
+    and tells is the archive and the events of the ground."""
+
+    def __init__(self, folder: Path, quorum: int, liar: int, make: Make) -> None:
+        names = tuple(o.peer_id for o in tiny.OPERATORS[:quorum])
+        super().__init__(folder, manifest(operators=names, quorum=quorum))
+        self.liar, self._make = tiny.OPERATORS[liar].peer_id, make
+        self.archives: dict[str, Archive] = {}
+        self.machines: dict[str, BootstrapNode] = {}
+        self.told: dict[str, list[Event]] = {}
+        self.tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Operators:
+        self._sockets.mkdir()
+        everybody = tiny.OPERATORS[: self.manifest.quorum]
+        await asyncio.gather(*(self._listen(who) for who in everybody))
+        addresses = [a for transport in self.daemons.started.values() for a in transport.addresses]
+        for who in everybody:
+            self._begin(who, addresses)
+        first = next(who.peer_id for who in everybody if who.peer_id != self.liar)
+        self.archive, self.machine, self.events = self.archives[first], self.machines[first], self.told[first]
+        self.boot = self.daemons.started[first]
+        self.node = self.tasks[[who.peer_id for who in everybody].index(first)]
+        return self
+
+    def _begin(self, who: Identity, addresses: list[str]) -> None:
+        name, transport = who.peer_id, self.daemons.started[who.peer_id]
+        archive = self.archives[name] = Archive(self.folder / f"node-{name}", self.manifest, self.disk)
+        archive.save_tokenizer(volunteers.TOKENIZER)
+        self.told[name] = []
+        emit = Emitter("bootstrap", self._hear(self.told[name]))
+        make: Any = self._make if name == self.liar else BootstrapNode
+        machine = self.machines[name] = make(self.manifest, who, transport, archive, emit, addresses)
+        self.tasks.append(asyncio.create_task(serve_bootstrap(machine, transport, emit, 0)))
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await super().__aexit__(*error)
+        for archive in self.archives.values():
+            if archive is not self.archive:
+                archive.close()
+
+    @property
+    def honest(self) -> list[str]:
+        return [name for name in self.archives if name != self.liar]
+
+    async def happens(self, wanted: Callable[[], bool]) -> None:
+        """Waits for something to be told; who has ended may have."""
+        while not wanted():
+            self._happened.clear()
+            await self._happened.wait()
+
+    def of_kind(self, kind: type) -> list[Any]:
+        """What honest nodes told of this kind."""
+        return [e.body for name in self.honest for e in self.told[name] if isinstance(e.body, kind)]
+
+
+@pytest.mark.parametrize("liar", [0, 3])
+def test_one_lying_node_of_four_can_neither_fork_nor_have_an_unfair_commit_decided_nor_stop_the_run(
+    liar: int, tmp_path: Path
+) -> None:
+    async def work() -> None:
+        def make(*parts: Any) -> LyingNode:
+            return LyingNode(*parts, rng=random.Random(liar))
+
+        async with Operators(tmp_path, 4, liar, make) as ground:
+            await ground.join("a", "b")
+            await ground.goes_on(6)
+            logs = [ground.archives[name].commits for name in ground.honest]
+            longest = max(logs, key=len)
+            for log in logs:
+                assert [c.digest for c in log] == [c.digest for c in longest[: len(log)]]
+            before = None
+            for commit in longest:
+                plan = before.plan if before is not None else None
+                assert list(validation.problems(ground.manifest, plan, commit)) == []
+                before = commit
+            machine = ground.machines[ground.liar]
+            assert isinstance(machine, LyingNode)
+            assert machine.told.total() > 0
+            accused = ground.of_kind(events.Unfair)
+            assert {e.peer for e in accused} <= {ground.liar}
+            assert ground.of_kind(events.Forked) == []
+
+    run(work())
+
+
+def test_one_of_three_that_votes_twice_is_named_by_its_own_signatures_and_the_run_stops(tmp_path: Path) -> None:
+    async def work() -> None:
+        def make(*parts: Any) -> DoubleVoter:
+            return DoubleVoter(*parts, since=2)
+
+        async with Operators(tmp_path, 3, 0, make) as ground:
+            peers = await ground.join("a", "b")
+            stopped = asyncio.wait({peer.task for peer in peers})
+            await asyncio.gather(stopped, ground.happens(lambda: len(ground.of_kind(events.Forked)) == 2))
+            for peer in peers:
+                assert "two decided commits" in str(peer.task.exception())
+            for told in ground.of_kind(events.Forked):
+                assert told.liars == (ground.liar,)
+            heads = [ground.archives[name].last for name in ground.honest]
+            assert all(head is not None for head in heads)
+            one, other = (encoding.decode_record(ground.archives[name].records[-1], name) for name in ground.honest)
+            assert voted_twice(one, other) == (ground.liar,)
+            assert replace(one.commit, time=0.0) == replace(other.commit, time=0.0)
+            assert ground.of_kind(events.Unfair) == [], "nobody honest is accused"
+
+    run(work())
