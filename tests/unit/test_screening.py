@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,9 +14,13 @@ import torch
 from torch import Tensor
 
 from peer.chain import quantize, screening
+from peer.chain.activation_stats import Statistics
 from peer.chain.frames import BACKWARD, FORWARD, NeighbourLost
+from peer.chain.link import LIVENESS
+from peer.chain.neighbours import Crossing, Neighbours
 from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_ROUNDS, OLD_ROUNDS, Place, Screen, Screens
 from peer.training.trainer import StageTrainer
+from protocol.errors import LocalError
 from protocol.rounds.quarrels import LIES
 from protocol.run.manifest import TrainSpec
 from tests.chains import SPEC, Wired, make_chain, read_of, steps_of, worker
@@ -275,3 +280,33 @@ def test_a_chain_names_the_one_that_lies_and_only_it(liar: int, lies: str, accus
     named = {i: end for i, end in enumerate(ended) if isinstance(end, NeighbourLost) and end.reason.startswith(LIES)}
     assert list(named) == [accuser]
     assert named[accuser].peer == f"P{liar}"
+
+
+def test_a_stage_that_cannot_send_what_it_made_of_lies_names_the_liar() -> None:
+    crossing = Crossing(
+        shape=(1, 4, 16), wires={FORWARD: "int4", BACKWARD: "int4"}, micro_batches=1, most_depth=1, most_bytes=64,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    huge = torch.full(crossing.shape, 2 * quantize.LIMIT)
+
+    async def send(doubt: str | None) -> BaseException:
+        screen = Screens(0).of(FORWARD, "head", 16, "int4")
+        screen.begin("liar", 1, 0)
+        screen.doubt = doubt
+        async with Wired(2) as wired:
+
+            async def fails() -> None:
+                async with asyncio.TaskGroup() as group:
+                    near = Neighbours(crossing, codec, Statistics(), 1)
+                    near.screens[FORWARD] = screen
+                    near.send(near.connect(wired.following[0], group, 1.0, LIVENESS), BACKWARD, 1, 0, huge)
+
+            with ThreadPoolExecutor(1) as codec, pytest.raises(BaseExceptionGroup) as failed:
+                await fails()
+        (error,) = failed.value.exceptions
+        return error
+
+    error = asyncio.run(send("activations are zero"))
+    assert isinstance(error, NeighbourLost)
+    assert (error.peer, error.reason.split(",")[0]) == ("liar", f"{LIES}activations are zero")
+    assert isinstance(asyncio.run(send(None)), LocalError), "its own fault, as far as it knows"
