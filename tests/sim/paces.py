@@ -43,6 +43,8 @@ CALM = Weather(
     partition=0.0, cut=0.0, heal=1.0, jump=0.0, fetch_failure=0.0, chain_failure=0.0, corrupt=0.0, calm_at=0.0,
 )  # fmt: skip
 LEARNING = 0.01
+OWN = "block.0"
+"""Of which each learns something of its own, and much more than of the others."""
 
 
 @dataclass(slots=True)
@@ -148,10 +150,12 @@ class PacedTrainer(NoTraining):
         return Result(steps, train.tokens(steps, work.micro_batches), 1.0, None)
 
     def displacement(self, shard: str) -> list[tuple[NDArray[np.float32], NDArray[np.float32] | None]]:
-        """θ(r-1) - θ local: everybody's own in each round, or they would be judged to be copies."""
-        draw = np.random.default_rng([*self._peer.encode(), self._round, len(shard)])
+        """θ(r-1) - θ local: the same for everybody, but for large values in one shard, or they would be judged to be copies."""
+        own = shard == OWN
+        draw = np.random.default_rng([*self._peer.encode(), self._round] if own else len(shard))
         shapes = layout.shapes(self._manifest.model, shard)
-        return [(LEARNING * draw.standard_normal(shape).astype(np.float32), None) for shape in shapes]
+        scale = LEARNING * (100 if own else 1)
+        return [(scale * draw.standard_normal(shape, dtype=np.float32), None) for shape in shapes]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def test_a_newcomer_with_a_slow_line_costs_the_others_no_second() -> None:
     """It needs some rounds to fetch what the state is made of, the payloads since the beginning; then it trains, and that is committed."""
     model = ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=8)
     manifest = paces.manifest(SECONDS, len(ALONE), checkpoint_rounds=1, model=model)
-    slow = Machine(1.0, down=8 * paces.state_bytes(manifest) / (86 * SECONDS))
+    slow = Machine(1.0, down=8 * paces.state_bytes(manifest) / (29 * SECONDS))
     swarm = PacedSwarm([*map(Machine, ALONE), slow], manifest)
     joined: list[int] = []
 
@@ -80,13 +80,13 @@ def test_a_newcomer_with_a_slow_line_costs_the_others_no_second() -> None:
     swarm.run(script, begin=len(ALONE))
     durations = swarm.durations()
     usual = statistics.median(durations[r] for r in range(1, WARM + 1))
-    assert joined[0] > WARM + 2, "it took its time"
+    assert joined[0] > WARM + 1, "it took its time"
     assert max(durations[r] for r in range(WARM + 1, joined[0])) <= usual + 1.0, durations
-    grace = (1 + LEAST) * SECONDS + 1.0
+    grace = (1 + LEAST) * SECONDS + 5.0
     assert max(durations.values()) <= grace, (
         "on its line offers and commits take seconds: it is waited for, but not long"
     )
-    assert not any(commit.left_out for commit in swarm.commits)
+    assert [c.left_out for c in swarm.commits if c.left_out] == []
 
 
 def test_who_leaves_is_not_waited_for_and_what_others_trained_ahead_counts() -> None:
