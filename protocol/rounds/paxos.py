@@ -181,6 +181,11 @@ class Quorum:
         return self.manifest.first_members if self.head is None else self.head.members
 
     @property
+    def living(self) -> frozenset[str]:
+        """The members that give signs of life."""
+        return self.leadership.living(self.members)
+
+    @property
     def _before(self) -> str:
         """The leader of the round before, to whom ballot 0 belongs."""
         return self.members[0] if self.head is None else self.head.leader
