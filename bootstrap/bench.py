@@ -22,11 +22,15 @@ class Lacking(Exception):
 
 
 class Bench:
-    """`read`: payloads and lists of parts by their names, None for what is not here; `put` takes the answers."""
+    """`read`: payloads and lists of parts by their names, None for what is not here; `put` takes the answers; `pause`: seconds before what
+    could not be judged is tried again."""
 
-    def __init__(self, put: Callable[[Verdict], None], read: Callable[[str], bytes | None]) -> None:
+    def __init__(
+        self, put: Callable[[Verdict], None], read: Callable[[str], bytes | None], pause: float = PAUSE_SECONDS
+    ) -> None:
         self._put = put
         self._read = read
+        self._pause = pause
         self._cases: asyncio.Queue[Case] = asyncio.Queue()
 
     def ask(self, case: Case) -> None:
@@ -48,7 +52,7 @@ class Bench:
                         log.info("round %d cannot be judged yet: %s is not here", case.round, error)
                     else:
                         log.exception("round %d cannot be judged", case.round)
-                    await asyncio.sleep(PAUSE_SECONDS)
+                    await asyncio.sleep(self._pause)
                     if self._cases.empty():
                         self._cases.put_nowait(case)
                 else:

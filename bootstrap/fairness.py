@@ -23,15 +23,21 @@ log = logging.getLogger("potluck.fairness")
 
 class Fairness:
     """`put` takes the answers; `leader` is the node's own machine; `read`: payloads and lists of parts by their names, None for what is
-    not here."""
+    not here; `living` says which members of the quorum give signs of life."""
 
     def __init__(
-        self, leader: Leader, clock: Clock, put: Callable[[Judged], None], read: Callable[[str], bytes | None]
+        self,
+        leader: Leader,
+        clock: Clock,
+        put: Callable[[Judged], None],
+        read: Callable[[str], bytes | None],
+        living: Callable[[], frozenset[str]],
     ) -> None:
         self._leader = leader
         self._clock = clock
         self._put = put
         self._read = read
+        self._living = living
         self._since = clock.steady()
         self._doubts = Doubts()
         self._questions: asyncio.Queue[tuple[str, Sight, Commit]] = asyncio.Queue()
@@ -40,7 +46,7 @@ class Fairness:
         """Whether this node could have proposed what `peer` proposes, from what it has seen up to now."""
         now = self._clock.steady()
         settled = now - self._since >= self._leader.manifest.timing.gone_after
-        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled)
+        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled, self._living())
         self._questions.put_nowait((peer, sight, commit))
 
     def decided(self, commit: Commit) -> None:

@@ -121,7 +121,9 @@ class BootstrapNode:
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
         self.leader = Leader(manifest, archive.commits, held, now)
-        self._fairness = Fairness(self.leader, self._clock, self._events.put, archive.blobs.get)
+        self._fairness = Fairness(
+            self.leader, self._clock, self._events.put, archive.blobs.get, lambda: self._quorum.living
+        )
         self._quorum = Quorum(
             manifest, identity.peer_id, archive.last, archive.vote, held, identity.sign, identities.verify, now
         )

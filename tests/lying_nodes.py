@@ -114,7 +114,7 @@ class LyingNode(BootstrapNode):
                 return []
             case Promise(round=round, ballot=ballot):
                 self.told["a false promise"] += 1
-                mine = self._quorum._mine or message.commit
+                mine = self._quorum.mine or message.commit
                 pledges = dict.fromkeys(self._quorum.members, b"?" * 64)
                 false = Promise(round=round, ballot=ballot, accepted=max(ballot - 1, 0), commit=mine, pledges=pledges)
                 return [Send(effect.peer, false)]

@@ -95,13 +95,17 @@ class Measured:
 
 
 def measure(
-    model: layout.ModelSpec, seed: bytes, updates: Sequence[Update], panels: Sequence[Sequence[int]]
+    model: layout.ModelSpec,
+    seed: bytes,
+    updates: Sequence[Update],
+    panels: Sequence[Sequence[int]],
+    tiles: int = TILES,
 ) -> Measured:
     """Decodes every shard of every update once, one after the other. `seed`: decides which tiles are compared; `panels`: each update is in
-    one of them."""
+    one of them; `tiles`: about so many are compared, or all."""
     squared: list[list[float]] = [[] for _ in updates]
     broken: dict[int, str] = {}
-    one_of = max(1, layout.total_parameters(model) // (TILES * topk.TILE))
+    one_of = max(1, layout.total_parameters(model) // (tiles * topk.TILE))
     cut = [_Cut(model, seed, shard, one_of) for shard in layout.shard_names(model)]
     cosines: list[list[Floats]] = [[] for _ in panels]
     for panel, into in zip(panels, cosines, strict=True):

@@ -53,7 +53,8 @@ class Sight:
     contributes of which all is here, by its number, and `since` how many seconds after the round began; `waited`: seconds since then. `ready`: by peer.
     `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
     time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
-    (protocol/rounds/judging.py). `settled`: whether this node has been there for a lease or longer."""
+    (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life. `settled`: whether this node has been
+    there for a lease or longer."""
 
     manifest: Manifest
     plan: Plan | None
@@ -69,6 +70,7 @@ class Sight:
     attested: Mapping[str, Set[str]] = field(default_factory=dict)
     medians: tuple[float, ...] = ()
     last: tuple[Contribution, ...] = ()
+    living: Set[str] = frozenset()
 
 
 def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
@@ -160,6 +162,8 @@ def _slots(manifest: Manifest, work: Work) -> int:
 def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
     if abs(commit.time - sight.wall) > DAY:
         yield "has a time that is more than a day from this node's"
+    for member in sorted(sight.living - set(commit.members)):
+        yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
     yield from _left_out(sight, commit)
     for contribution in commit.contributions:
         here = sight.complete.get(contribution.replica)
@@ -241,7 +245,7 @@ def _rate(manifest: Manifest, there: tuple[Candidate, ...], plan: Plan) -> float
 # --- what a node sees
 
 
-def sight_of(leader: Leader, wall: float, now: float, settled: bool) -> Sight:
+def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set[str] = frozenset()) -> Sight:
     """What the node whose machine this is knows now; nothing of it changes later. `settled`: whether it has run for a lease."""
     verdicts, waited, latest = leader.seen(now)
     known = leader.attestations.of(leader.round - 1)
@@ -264,6 +268,7 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool) -> Sight:
         attested=attested,
         medians=leader.medians,
         last=() if leader.head is None else leader.head.contributions,
+        living=living,
     )
 
 

@@ -144,6 +144,10 @@ class Leadership:
         """Whether too few members give signs of life."""
         return bool(self._missing)
 
+    def living(self, members: tuple[str, ...]) -> frozenset[str]:
+        """Those of the members that give signs of life."""
+        return frozenset(m for m in members if m in self._alive)
+
     def next_members(self, members: tuple[str, ...]) -> tuple[str, ...]:
         """The members of the round after the one that `members` decide."""
         silent = REPLACE_LEASES * self.manifest.timing.gone_after

@@ -109,7 +109,8 @@ BALLOTS_PER_SECOND, AHEAD_SECONDS = 16, 60.0
 
 
 class Quorum:
-    """One node of the quorum; `handle` is the only entry, and `now` is in seconds on any steady clock.
+    """One node of the quorum; `handle` is the only entry, and `now` is in seconds on any steady clock. `mine`: what this node would propose;
+    `ballot`: that in which it proposes, negative for none.
 
     `last`: the log's last record. `vote`: the durable vote. `held`: names of the payloads that are durable. `sign`
     and `verify` (peer, body, signature) are those of the node's and of others' identities.
@@ -143,9 +144,9 @@ class Quorum:
         self._beat_at = float("-inf")
         self._told_turn = 0
         self._highest = -1
-        self._mine: Commit | None = None
+        self.mine: Commit | None = None
         self._value: Commit | None = None
-        self._ballot = -1
+        self.ballot = -1
         self._promises: dict[str, Promise] = {}
         self._pledges: dict[str, bytes] = {}
         self._votes: dict[str, bytes] = {}
@@ -181,6 +182,11 @@ class Quorum:
         return self.manifest.first_members if self.head is None else self.head.members
 
     @property
+    def living(self) -> frozenset[str]:
+        """The members that give signs of life."""
+        return self.leadership.living(self.members)
+
+    @property
     def _before(self) -> str:
         """The leader of the round before, to whom ballot 0 belongs."""
         return self.members[0] if self.head is None else self.head.leader
@@ -192,9 +198,9 @@ class Quorum:
         out: list[Effect] = []
         match event:
             case Proposed(commit):
-                if self.leads and self._mine is None and commit.round == self.round:
-                    self._mine = self.of_ours(commit)
-                    self.acceptor.verdicts[self._mine.digest] = None
+                if self.leads and self.mine is None and commit.round == self.round:
+                    self.mine = self.of_ours(commit)
+                    self.acceptor.verdicts[self.mine.digest] = None
             case Heard(peer, message):
                 self._hear(peer, message, out)
             case Learned(peer, record):
@@ -278,7 +284,7 @@ class Quorum:
                 self._on_pledge(peer, message, out)
             case Vote() if message.round == self.round and peer in self.members:
                 self._on_vote(peer, message, out)
-            case Reject() if message.round == self.round and message.ballot == self._ballot and peer in self.members:
+            case Reject() if message.round == self.round and message.ballot == self.ballot and peer in self.members:
                 self._on_reject(peer, message)
             case _:
                 pass
@@ -346,7 +352,7 @@ class Quorum:
 
     def _rest(self) -> None:
         """Nothing is proposed."""
-        self._mine, self._value, self._ballot = None, None, -1
+        self.mine, self._value, self.ballot = None, None, -1
         self._forget_answers()
         self._retry_at = float("-inf")
 
@@ -361,17 +367,17 @@ class Quorum:
         vote = self.acceptor.vote
         if self.forked or not self.leads or vote.round != self.round or self._now < self._retry_at:
             return
-        if self.phase is Phase.IDLE and (self._mine is not None or vote.commit is not None):
+        if self.phase is Phase.IDLE and (self.mine is not None or vote.commit is not None):
             self._forget_answers()
-            if vote.ballot < 0 and self._before == self.peer and self._mine is not None:
-                self._ballot, self._value = 0, self._mine
+            if vote.ballot < 0 and self._before == self.peer and self.mine is not None:
+                self.ballot, self._value = 0, self.mine
                 self.position.step(None, Phase.PLEDGING if self._bears_liars else Phase.ACCEPTING)
             else:
                 size, rank = len(self.members), self.members.index(self.peer)
                 above = max(vote.ballot, min(self._highest, self._highest_yet() - size), 0)
                 if above + size > self._highest_yet():  # nobody would hear a higher one
                     return
-                self._ballot = next(b for b in range(above + 1, above + 1 + size) if b % size == rank)
+                self.ballot = next(b for b in range(above + 1, above + 1 + size) if b % size == rank)
                 self.position.step(None, Phase.PREPARING)
             self._ask(out)
         elif self.phase in (Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING):
@@ -383,25 +389,25 @@ class Quorum:
         phase, round = self.phase, self.round
         request: Prepare | Accept
         if phase is Phase.PREPARING:
-            request, answered = Prepare(round=round, ballot=self._ballot), set(self._promises)
+            request, answered = Prepare(round=round, ballot=self.ballot), set(self._promises)
         else:
             assert self._value is not None
             answered = set(self._pledges if phase is Phase.PLEDGING else self._votes)
             certified, pledges = self._proof
             request = Accept(
-                round=round, ballot=self._ballot, commit=self._value, certified=certified, pledges=dict(pledges)
+                round=round, ballot=self.ballot, commit=self._value, certified=certified, pledges=dict(pledges)
             )
         if self.peer not in answered:
             self._hear(self.peer, request, out)
-        if self.phase is phase and self.acceptor.vote.ballot >= self._ballot:
+        if self.phase is phase and self.acceptor.vote.ballot >= self.ballot:
             out += self._to(None, [m for m in self._others(self.members) if m not in answered], request)
 
     def _on_promise(self, peer: str, promise: Promise, out: list[Effect]) -> None:
-        if self.phase is Phase.PLEDGING and promise.ballot == self._ballot and promise.accepted > self._proof[0]:
+        if self.phase is Phase.PLEDGING and promise.ballot == self.ballot and promise.accepted > self._proof[0]:
             if self._is_proven(promise) and promise.commit != self._value:
                 self.position.step(Promise, Phase.IDLE)
             return
-        if self.phase is not Phase.PREPARING or promise.ballot != self._ballot:
+        if self.phase is not Phase.PREPARING or promise.ballot != self.ballot:
             return
         self._promises[peer] = promise
         if not self._is_enough(self._promises):
@@ -409,7 +415,7 @@ class Quorum:
         claimed, is_possible = self._accepted_before()
         if claimed is not None and not is_possible:
             return
-        self._value = claimed if claimed is not None else self._mine
+        self._value = claimed if claimed is not None else self.mine
         asking = Phase.PLEDGING if self._bears_liars else Phase.ACCEPTING
         self.position.step(Promise, Phase.IDLE if self._value is None else asking)
         if self._value is not None:
@@ -442,31 +448,31 @@ class Quorum:
         return self.acceptor.is_proof(commit, promise.accepted, promise.pledges, self.members)
 
     def _on_pledge(self, peer: str, pledge: Pledge, out: list[Effect]) -> None:
-        if self.phase is not Phase.PLEDGING or pledge.ballot != self._ballot or self._value is None:
+        if self.phase is not Phase.PLEDGING or pledge.ballot != self.ballot or self._value is None:
             return
         body = pledge_body(self._value.run, self.round, pledge.ballot, self._value.digest)
         if pledge.digest != self._value.digest or not self._verify(peer, body, pledge.signature):
             return
         self._pledges[peer] = pledge.signature
         if self._is_enough(self._pledges):
-            self._proof = (self._ballot, dict(sorted(self._pledges.items())))
+            self._proof = (self.ballot, dict(sorted(self._pledges.items())))
             self.position.step(Pledge, Phase.ACCEPTING)
             self._ask(out)
 
     def _on_vote(self, peer: str, vote: Vote, out: list[Effect]) -> None:
-        if self.phase is not Phase.ACCEPTING or vote.ballot != self._ballot or self._value is None:
+        if self.phase is not Phase.ACCEPTING or vote.ballot != self.ballot or self._value is None:
             return
         body = vote_body(self._value.run, self.round, vote.ballot, self._value.digest)
         if vote.digest != self._value.digest or not self._verify(peer, body, vote.signature):
             return
         self._votes[peer] = vote.signature
         if self._is_enough(self._votes):
-            record = Record(commit=self._value, ballot=self._ballot, votes=dict(sorted(self._votes.items())))
+            record = Record(commit=self._value, ballot=self.ballot, votes=dict(sorted(self._votes.items())))
             out += self.position.step(Vote, Phase.APPENDING, [Append(record)])
 
     def _on_reject(self, peer: str, reject: Reject) -> None:
         """So few as may lie are not believed."""
-        if reject.promised > self._ballot:
+        if reject.promised > self.ballot:
             self._rejects[peer] = reject.promised
         if len(self._rejects) <= liars_borne(len(self.members)):
             return

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from bootstrap import bench
 from bootstrap.bench import Bench
 from protocol.rounds.judging import Judged
 from protocol.rounds.leader_events import Verdict
@@ -32,8 +31,7 @@ class Needs:
 
 
 @pytest.mark.parametrize(("late", "fails"), [(0, 0), (2, 0), (0, 2)])
-def test_a_case_is_answered_as_soon_as_it_can_be(late: int, fails: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "PAUSE_SECONDS", 0.0)
+def test_a_case_is_answered_as_soon_as_it_can_be(late: int, fails: int) -> None:
     asked: list[str] = []
 
     def read(name: str) -> bytes | None:
@@ -42,7 +40,7 @@ def test_a_case_is_answered_as_soon_as_it_can_be(late: int, fails: int, monkeypa
 
     async def work() -> None:
         answers: asyncio.Queue[Verdict] = asyncio.Queue()
-        made, case = Bench(answers.put_nowait, read), Needs("x", fails)
+        made, case = Bench(answers.put_nowait, read, pause=0.0), Needs("x", fails)
         made.ask(case)  # type: ignore[arg-type]
         running = asyncio.create_task(made.run())
         found = await asyncio.wait_for(answers.get(), 30.0)
@@ -54,12 +52,11 @@ def test_a_case_is_answered_as_soon_as_it_can_be(late: int, fails: int, monkeypa
     asyncio.run(work())
 
 
-def test_a_newer_case_takes_the_place_of_one_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "PAUSE_SECONDS", 0.0)
+def test_a_newer_case_takes_the_place_of_one_that_waits() -> None:
 
     async def work() -> None:
         answers: asyncio.Queue[Verdict] = asyncio.Queue()
-        made, new = Bench(answers.put_nowait, lambda name: b"here" if name == "new" else None), Needs("new")
+        made, new = Bench(answers.put_nowait, lambda name: b"here" if name == "new" else None, pause=0.0), Needs("new")
         made.ask(Needs("old"))  # type: ignore[arg-type]
         made.ask(new)  # type: ignore[arg-type]
         running = asyncio.create_task(made.run())

@@ -161,6 +161,16 @@ def test_who_has_seen_something_else_doubts_and_who_knows_too_little_does_not(re
     assert found(dataclasses.replace(round.sight(), settled=False), commit) is None
 
 
+def test_a_member_that_gives_signs_of_life_is_not_replaced() -> None:
+    round = Round()
+    commit = round.commit()
+    sight = dataclasses.replace(round.sight("a"), living=frozenset({tiny.OPERATORS[6].peer_id}))
+    unfair = found(sight, commit)
+    assert unfair is not None
+    assert "signs of life" in unfair.reason
+    assert found(dataclasses.replace(sight, living=frozenset(commit.members)), commit) is None
+
+
 def test_work_that_came_when_the_round_was_over_may_be_left_out_and_what_has_been_here_for_long_may_not() -> None:
     round = Round()
     timing = round.other.manifest.timing

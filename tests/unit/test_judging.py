@@ -251,17 +251,13 @@ def test_many_are_compared_in_panels() -> None:
     assert set(out(judge(sent))) == set(range(60, 68))
 
 
-def test_of_a_large_model_some_tiles_are_compared_and_which_follows_from_the_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(comparing, "TILES", 8)
+def test_of_a_large_model_some_tiles_are_compared_and_which_follows_from_the_seed() -> None:
     whole = [update(x) for x in GOOD[:5]]
-    a, b = (comparing.measure(MODEL, seed, whole, [range(5)]) for seed in (b"a", b"b"))
+    a, b = (comparing.measure(MODEL, seed, whole, [range(5)], tiles=8) for seed in (b"a", b"b"))
     assert a.norms == b.norms
     assert a.elements == b.elements
     assert sum(a.elements) < layout.total_parameters(MODEL) * 0.7
     assert not all(np.array_equal(x, y) for x, y in zip(a.panels[0][1], b.panels[0][1], strict=True))
-    assert out(judge([*GOOD[:7], ENEMIES["flipped"]])).keys() == {7}
 
 
 def test_agreement_is_the_cosine_with_the_sum_of_the_others() -> None:

@@ -265,7 +265,7 @@ def test_ballots_that_nobody_honest_has_come_to_are_not_heard(size: int) -> None
             cluster.do(name, Heard(liar, Prepare(round=0, ballot=ballot)))
             cluster.do(name, Heard(liar, Reject(round=0, ballot=0, promised=ballot)))
     cluster.propose(A, 1.0)
-    cluster.do(A, Heard(liar, Reject(round=0, ballot=cluster.nodes[A]._ballot, promised=MAX_BALLOT)))
+    cluster.do(A, Heard(liar, Reject(round=0, ballot=cluster.nodes[A].ballot, promised=MAX_BALLOT)))
     cluster.pass_time(5)
     assert all(len(log) == 1 for log in cluster.logs.values())
     for vote in (vote for votes in cluster.votes.values() for vote in votes):

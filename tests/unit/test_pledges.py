@@ -112,7 +112,7 @@ def test_a_false_claim_to_have_accepted_something_binds_nobody() -> None:
     cluster.pass_time(cluster.lease + 1)
     assert cluster.leaders() == [B]
     cluster.propose(B, 2.0)
-    ballot = cluster.nodes[B]._ballot
+    ballot = cluster.nodes[B].ballot
     false = dataclasses.replace(cluster.commit(B, 666.0), leader=A, members=MEMBERS)
     lie = Promise(round=0, ballot=ballot, accepted=ballot - 1, commit=false, pledges=dict.fromkeys(MEMBERS, b"?"))
     cluster.do(B, Heard(D, lie))
@@ -151,7 +151,7 @@ def shown_another() -> Cluster:
     cluster.kill(A)
     cluster.pass_time(cluster.lease + 1)
     cluster.propose(B, 2.0)
-    ballot = cluster.nodes[B]._ballot
+    ballot = cluster.nodes[B].ballot
     for name in (C, D):
         cluster.do(B, Heard(name, Promise(round=0, ballot=ballot)))
     asked = dataclasses.replace(cluster.commit(B, 2.0), leader=B, members=MEMBERS)
