@@ -70,7 +70,7 @@ def lies_about(commit: Commit) -> list[Commit]:
 
 
 class LyingNode(BootstrapNode):
-    """`told` counts its lies. As long as `silent_from` holds for a message, it is not sent."""
+    """`told` counts its lies, by kind."""
 
     def __init__(self, *arguments: Any, rng: random.Random) -> None:
         super().__init__(*arguments)

@@ -44,7 +44,7 @@ def test_dishonest_operators_of_a_quorum_that_bears_them_break_no_promise() -> N
     assert [text for _, _, text in lived if text] == []
     stats = sum((found for _, found, _ in lived), Counter[str]())
     assert stats["lies"] > 1000
-    assert stats["accused"] > 10
+    assert stats["accused"] > 2
 
 
 def test_a_seed_decides_everything() -> None:
