@@ -3,6 +3,8 @@
 One task owns both machines (`_pump`). Handlers of streams only put events into its queue. Nothing is decided here: who leads and
 what is decided follows from the machines, who is there from protocol/rounds/presence.py. A vote is on disk before it is sent, a
 commit before anybody hears of it. Every operator's node hears every peer, so that any of them can lead.
+
+Long because the effects of both machines are carried out here; what decides anything has a module of its own.
 """
 
 from __future__ import annotations

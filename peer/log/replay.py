@@ -154,15 +154,11 @@ async def verify(
             continue
         is_past = until is not None and commit.round > until
         kept.begin()
-        lists: dict[str, Parts] = {}
-        for share, shards in _shares(manifest, before, commit) if not is_past else ():
-            reasons, parts = await _list_of(manifest, share, shards, kept.payload)
-            for reason in reasons:
-                problem(commit.round, None, reason)
-            if parts is None:
-                for shard in [s for s in shards if s in outer.theta]:
-                    del outer.theta[shard]
-            lists[share.root] = parts or ()
+        lists, reasons, unknown = await _lists(manifest, before, None if is_past else commit, kept.payload)
+        for reason in reasons:
+            problem(commit.round, None, reason)
+        for shard in unknown & outer.theta.keys():
+            del outer.theta[shard]
         for shard in list(outer.theta):
             if shard in commit.digests:
                 done.attested += 1
@@ -190,8 +186,7 @@ async def verify(
         if unjust is not None:
             problem(commit.round, None, unjust)
     done.theta = dict(outer.theta)
-    for shard in outer.theta:
-        done.digests[shard] = await asyncio.to_thread(outer.digest, shard)
+    done.digests = {shard: await asyncio.to_thread(outer.digest, shard) for shard in outer.theta}
     return done
 
 
@@ -259,6 +254,22 @@ def _shares(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[t
                 yield share, memory.stage_shards(manifest, spec.stages[index].first, spec.stages[index].last)
             else:
                 yield share, layout.shard_names(manifest.model)
+
+
+async def _lists(
+    manifest: Manifest, plan: Plan | None, commit: Commit | None, payload: Payload
+) -> tuple[dict[str, Parts], list[str], set[str]]:
+    """The lists of parts of all shares by their roots, what is wrong with them, and the shards of which not all parts can be known; nothing
+    for no commit. `plan`: of the round."""
+    lists: dict[str, Parts] = {}
+    wrong: list[str] = []
+    unknown: set[str] = set()
+    for share, shards in _shares(manifest, plan, commit) if commit is not None else ():
+        reasons, parts = await _list_of(manifest, share, shards, payload)
+        wrong += reasons
+        unknown.update(shards if parts is None else ())
+        lists[share.root] = parts or ()
+    return lists, wrong, unknown
 
 
 async def _list_of(
