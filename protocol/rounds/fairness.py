@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from protocol.identity import short_peer
-from protocol.planning import arrange, memory
+from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
 from protocol.rounds import grace, judging, seats, validation
@@ -274,13 +274,17 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
 
 def is_due(leader: Leader, now: float) -> bool:
     """Whether this node would propose the commit of the open round now, if it led."""
+    manifest = leader.manifest
+    if leader.phase is Phase.GATHERING:
+        most = sorted((c.memory_bytes for c in leader.candidates()), reverse=True)
+        enough = len(most) >= manifest.start_peers
+        return enough and partition.split(manifest, most[: manifest.model.n_layers]) is not None
     if leader.phase is not Phase.OPEN:
         return False
     verdicts, waited, _ = leader.seen(now)
-    if not verdicts.complete:
-        return False
-    late = verdicts.pending and waited < leader.manifest.timing.round_deadline
-    return not (late and seats.waits(leader.manifest, leader.roster, verdicts, waited))
+    if verdicts.pending and waited < manifest.timing.round_deadline:
+        return bool(verdicts.complete) and not seats.waits(manifest, leader.roster, verdicts, waited)
+    return bool(verdicts.complete) or waited >= manifest.timing.gone_after
 
 
 class Doubts:

@@ -345,7 +345,8 @@ class Leader:
     def _broken(self, commit: Commit) -> dict[str, float]:
         return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
 
-    def _candidates(self) -> list[Candidate]:
+    def candidates(self) -> list[Candidate]:
+        """Who may be planned, as this node sees it."""
         there = promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
         return self.quarrels.marked(there)
 
@@ -353,7 +354,7 @@ class Leader:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            enough = len(self._candidates()) >= self.manifest.start_peers
+            enough = len(self.candidates()) >= self.manifest.start_peers
             return self._propose(now, Said(), None) if enough else []
         return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
 
@@ -402,7 +403,7 @@ class Leader:
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
         if self.round >= self.manifest.rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
-        there, resting = self.promises.apart(self._candidates(), self.round + 1, self._broken(commit))
+        there, resting = self.promises.apart(self.candidates(), self.round + 1, self._broken(commit))
         before = self.roster.plan or self._last_plan
         question = settling.question(self.manifest, commit, there, resting, before, self.attestations)
         if self._asked is not None and question == self._asked[0]:

@@ -10,8 +10,8 @@ does not lead for some rounds, and what it asks for is not heard. Where all memb
 
 Where members may lie (four and seven of them), honest ones must agree who leads, or a liar could let them disturb each other for ever. There the
 members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn when it
-would skip the leader, or hears no sign of life of it, and tells its turn with its own signs of life. It follows f + 1 others, one of whom is
-honest, and is never more than one turn ahead of them.
+would skip the leader, hears no sign of life of it, or hears that it is in a later turn itself; and tells its turn with its own signs of life. It
+follows f + 1 others, one of whom is honest, and is never more than one turn ahead of them. A node that was started again begins in turn 0.
 
     role       event  next       effects  condition
     FOLLOWING         LEADING    Leads    the rule names this node
@@ -87,7 +87,7 @@ class Leadership:
     def turned(self, peer: str, round: int, turn: int) -> None:
         """`peer` says which turn it is in."""
         if round == self._round and peer in self._heard:
-            self._turns[peer] = max(turn, self._turns.get(peer, 0))
+            self._turns[peer] = turn
 
     def _told(self, members: tuple[str, ...]) -> int:
         """The turn that an honest member is in, or a later one."""
@@ -123,7 +123,8 @@ class Leadership:
         """Applies the rule to this node's role."""
         if liars_borne(len(members)):
             self.turn = max(self.turn, self._told(members))
-            if self.leader(members, before) not in self._alive:
+            leader = self.leader(members, before)
+            if leader not in self._alive or (leader != self.peer and self._turns.get(leader, 0) > self.turn):
                 self.next_turn(members)
         leads = self.leader(members, before) == self.peer
         if leads == self.leads:

@@ -75,7 +75,7 @@ BUGS: dict[str, Bug] = {
         only="storm",
     ),
     "a leader ignores what was accepted before": Bug(
-        ((PAXOS, "claimed if claimed is not None else self._mine", "self._mine or claimed"),),
+        ((PAXOS, "claimed if claimed is not None else self.mine", "self.mine or claimed"),),
         ("P2",),
         only="storm",
     ),

@@ -21,6 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from protocol.codec import sparse
 from protocol.planning import partition
 from protocol.rounds.grace import LEAST
 from protocol.run import layout
@@ -72,8 +73,13 @@ class Event:
         if self.kind == "mover":
             for machine in chain:
                 machine.down = 8 * layout.shard_bytes(MODEL, "block.1") / (draw.uniform(0.3, 1.5) * SECONDS)
+        self.line = 0.0
+        """Seconds that a newcomer's line takes for the others' updates of a round, and for its own."""
         if self.kind == "newcomer":
             machines.append(Machine(draw.choice(PACES), up=max(slow, 1e6), down=slow))
+            codec, names = self.manifest.outer.codec, layout.shard_names(MODEL)
+            update = 8 * sum(sparse.max_payload_size(codec, layout.shapes(MODEL, name)) for name in names)
+            self.line = (self.full + 1) * update / slow + update / max(slow, 1e6)
         self.swarm = PacedSwarm(machines, self.manifest, seed)
         self.began = self.done = 0
 
@@ -117,9 +123,10 @@ class Event:
         return lambda: self.trains(peer.identity.peer_id)
 
     def trains(self, peer: str) -> bool:
-        """Whether the newest commit counts this peer's work."""
+        """Whether the newest commit counts this peer's work, in a replica of the plan or in a seat, which nobody else takes."""
         before = self.swarm.plans[-2]
-        return any(peer in r.peers for r in before.replicas if r.number in self.newest.tokens)
+        seated = any(seat.number in self.newest.tokens for seat in before.seats)
+        return seated or any(peer in r.peers for r in before.replicas if r.number in self.newest.tokens)
 
     def moves(self) -> list[Any]:
         """All moves of blocks within the chain so far."""
@@ -136,7 +143,7 @@ class Event:
         quiet = {r: durations[r] for r in range(self.began + 1, self.done)}
         later = {r: s for r, s in durations.items() if r >= self.done}
         long = {r: round(s, 2) for r, s in quiet.items() if s > usual + LONGER}
-        slow = {r: round(s, 2) for r, s in later.items() if s > (1 + LEAST) * SECONDS + LONGER}
+        slow = {r: round(s, 2) for r, s in later.items() if s > (1 + LEAST) * SECONDS + LONGER + self.line}
         left = [c.left_out for c in self.swarm.commits if c.round > self.began and c.left_out]
         idle = self.idle()
         if long or slow or left or idle:
