@@ -210,9 +210,8 @@ class _Round:
         found = {i: why for i in left for why in [self._untrue(i)] if why is not None}
         if found or not middle:
             return found
-        over = NORM_LIMIT * max([middle, *self._medians])
         largest = max(left, key=norms.__getitem__, default=None)
-        if largest is not None and norms[largest] > over:
+        if largest is not None and norms[largest] > self._too_long():
             return {largest: f"its norm {norms[largest]:.3g} is over {NORM_LIMIT:g} times the median"}
         if not self._together or len(left) < MEDIAN_NEEDS:
             return {}
@@ -226,6 +225,14 @@ class _Round:
         for panel, cosines in self._measured.panels:
             found |= self._odd([(at, i) for at, i in enumerate(panel) if i in self.left], cosines)
         return found
+
+    def _too_long(self) -> float:
+        """Norms over this are left out. Where all have become longer than they were, as when fast machines join slow ones, or where too few
+        are there to tell, they are clipped: only what no clip makes harmless is left out."""
+        if len(self.left) < MEDIAN_NEEDS:
+            return self.typical * self._spec.clip / LEAST_SCALE
+        middle = statistics.median(self._measured.norms[i] for i in self.left)
+        return NORM_LIMIT * max([middle, self.typical, *self._medians])
 
     def _untrue(self, i: int) -> str | None:
         """Payloads can be decoded, and norms are as they are said to be."""

@@ -129,6 +129,22 @@ def test_what_is_far_too_long_is_left_out_and_names_its_norm() -> None:
     assert found[4].endswith("is over 10 times the median")
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+def test_where_all_are_far_longer_than_before_they_are_clipped_and_not_left_out(count: int) -> None:
+    """Else a run whose machines have become faster would stand still for ever."""
+    medians = (1e-2,) * judging.REMEMBERED
+    verdicts = judge(GOOD[:count], Before(medians))
+    assert out(verdicts) == {}
+    norms = [math.sqrt(sum(comparing.squares(x.values) for t in sent.values() for x in t)) for sent in GOOD[:count]]
+    assert [v.scale * n for v, n in zip(verdicts, norms, strict=True)] == pytest.approx([2e-2] * count)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_no_clip_makes_harmless_is_left_out_however_few_there_are(count: int) -> None:
+    medians = (1.0,) * judging.REMEMBERED
+    assert list(out(judge([*GOOD[: count - 1], times(GOOD[7], 1e30)], Before(medians)))) == [count - 1]
+
+
 def test_of_copies_the_one_that_came_later_is_left_out() -> None:
     changed = times(GOOD[2], 1.3)
     assert out(judge([*GOOD[:6], changed])) == {6: "it is a copy (1.00)"}
