@@ -209,6 +209,13 @@ class Acceptor:
         self.waiting = None
         return self.position.stay(Judged, [Refused(peer, accept.round, unfair)])
 
+    def drops_doubt(self, commit: Commit) -> bool:
+        """Whether nothing but a doubt was found of `commit`; it counts no more."""
+        found = self.verdicts.get(commit.digest)
+        if found is not None and not found.lie:
+            self.verdicts[commit.digest] = None
+        return self.verdicts.get(commit.digest) is None
+
     def _came(self, name: str) -> bool:
         if self.waiting is None or name not in self._awaited:
             return False
@@ -263,7 +270,8 @@ class Acceptor:
         if not proven and commit.digest not in self.verdicts:
             return self._ask(peer, accept)
         self.waiting = None
-        if not proven and self.verdicts[commit.digest] is not None:
+        has_to = not lies and peer != commit.leader  # what another has proposed may be decided already
+        if not proven and self.verdicts[commit.digest] is not None and not (has_to and self.drops_doubt(commit)):
             return []
         if lies and not (proven and accept.certified == accept.ballot):
             return self._pledge(peer, accept, accept.certified if proven else -1)

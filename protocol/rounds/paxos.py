@@ -381,6 +381,8 @@ class Quorum:
                 self.position.step(None, Phase.PREPARING)
             self._ask(out)
         elif self.phase in (Phase.PREPARING, Phase.PLEDGING, Phase.ACCEPTING):
+            if self.phase is Phase.PREPARING:
+                self._choose(out)  # who could have told may have gone
             self._ask(out)
 
     def _ask(self, out: list[Effect]) -> None:
@@ -410,6 +412,10 @@ class Quorum:
         if self.phase is not Phase.PREPARING or promise.ballot != self.ballot:
             return
         self._promises[peer] = promise
+        self._choose(out)
+
+    def _choose(self, out: list[Effect]) -> None:
+        """Goes on with a commit, if so many have promised that it is known which."""
         if not self._is_enough(self._promises):
             return
         claimed, is_possible = self._accepted_before()
@@ -423,7 +429,8 @@ class Quorum:
 
     def _accepted_before(self) -> tuple[Commit | None, bool]:
         """The commit that has to be proposed, since it may be decided: the one that was accepted in the highest ballot. One that is not fair
-        counts only if so many claim it, and the others' promises have not told yet whether they do (False)."""
+        counts only if so many claim it, and the others' promises have not told yet whether they do (False). Where those give no sign of
+        life, who could tell, a mere doubt is dropped: a quorum that bears crashes goes on with as many as decide."""
         claims = [p for p in self._promises.values() if p.commit is not None]
         if self._bears_liars:
             best = max(filter(self._is_proven, claims), key=lambda p: p.accepted, default=None)
@@ -436,7 +443,11 @@ class Quorum:
             agree = {m for m, p in self._promises.items() if (p.accepted, p.commit) == (claim.accepted, claim.commit)}
             if self._is_enough(agree):
                 return claim.commit, True
-            if self._is_enough(agree | (set(self.members) - self._promises.keys())):
+            silent = set(self.members) - self._promises.keys()
+            gone = silent - self.living
+            if self._is_enough(agree | gone) and self.acceptor.drops_doubt(claim.commit):
+                return claim.commit, True
+            if self._is_enough(agree | silent):
                 return claim.commit, False
         return None, True
 

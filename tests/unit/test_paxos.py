@@ -331,6 +331,27 @@ def test_a_claim_to_have_accepted_what_is_not_fair_does_not_bind_the_next_leader
     assert [r.commit.time for r in cluster.logs[C]] == [1.0]
 
 
+def test_what_was_accepted_and_is_doubted_is_decided_by_those_who_are_left() -> None:
+    """A proposed it, was alone in accepting it, and has crashed since. B doubts it; C, who could tell whether it was decided, is gone."""
+    cluster = Cluster(3)
+    cluster.unfair = lambda name, commit: (
+        Unfair("leaves out work", False) if commit.time == 666.0 and name != A else None
+    )
+    cluster.cut = is_kind(Accept)
+    cluster.propose(A, 666.0)
+    cluster.kill(A)
+    cluster.cut = is_kind()
+    cluster.kill(C)
+    cluster.pass_time(cluster.lease + 1)
+    cluster.restart(A)
+    cluster.pass_time(2)
+    assert B in cluster.leaders(), "it has skipped A"
+    cluster.propose(B, 1.0)
+    cluster.pass_time(2 * cluster.lease)
+    assert [r.commit.time for r in cluster.logs[B]][:1] == [666.0]
+    assert [r.commit.time for r in cluster.logs[A]][:1] == [666.0]
+
+
 def accepted_and_then_doubted() -> Cluster:
     """A restarted and finds that what it had accepted alone differs from what it sees now; it has nothing else to propose."""
     cluster = Cluster(3)
