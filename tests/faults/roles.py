@@ -45,8 +45,9 @@ PAST = 300
 """Rounds; more bytes of payloads than the state has."""
 SECONDS = 2.5
 """Of a round."""
-PACE = 0.04
-"""Seconds of a micro-batch,"""
+PACES = (0.04, 0.12, 0.36)
+"""Seconds of a micro-batch: the next one where the machine is so busy that the chain is worth less than its member alone before that
+one's neighbour has become slow,"""
 SLOWER = 8.0
 """and what they are multiplied with when a machine becomes slow."""
 ROUNDS = 3
@@ -60,11 +61,16 @@ Trained = set[frozenset[str]]
 """Who trained together and was committed, by name."""
 
 
+class TooBusy(Exception):
+    """This machine has so much other work that nothing of what is to be seen can be seen at this pace."""
+
+
 class Roles:
     """A swarm whose commits are told by the peers' names; `lab`: the emulated links, if there are any."""
 
-    def __init__(self, swarm: Swarm, lab: Lab | None = None) -> None:
+    def __init__(self, swarm: Swarm, lab: Lab | None = None, pace: float = PACES[0]) -> None:
         self.swarm = swarm
+        self.pace = pace
         self.lab = lab
         self.ids: dict[str, str] = {}
         self.commits: dict[int, Event] = {}
@@ -82,7 +88,7 @@ class Roles:
         said = {name: len(self.swarm.events(name)) for name in names}
         for name in names:
             if not (self.swarm.folder / name / "pace").exists():
-                paced.set_pace(self.swarm.folder / name, PACE)
+                paced.set_pace(self.swarm.folder / name, self.pace)
             self.swarm.start(name)
         for name in names:
             started = self.swarm.wait(name, lambda e: e.kind == "started", "its start", said[name])
@@ -125,6 +131,12 @@ class Roles:
         """The members of the plan's replicas, of `kind` or forming."""
         plan = commit.fields["plan"]
         return [tuple(self.ids.get(s["peer"], s["peer"]) for s in replica["stages"]) for replica in plan[kind]]
+
+    def look(self, commit: Event) -> bool:
+        """False. Raises TooBusy where the chain is given up already."""
+        if any((MOVER,) in self.planned(commit, kind) for kind in ("replicas", "forming")):
+            raise TooBusy
+        return False
 
     def end(self) -> None:
         """Kills everybody. All that was committed is right, and all that who contributed to a round had done in it is in it."""
@@ -184,8 +196,8 @@ def make_manifest() -> Manifest:
 
 
 @contextlib.contextmanager
-def running(folder: Path, script: Path | None = None) -> Iterator[Roles]:
-    """The chain trains, and the full replica."""
+def running(folder: Path, script: Path | None = None, pace: float = PACES[0]) -> Iterator[Roles]:
+    """The chain trains, and the full replica. Raises TooBusy."""
     manifest = make_manifest()
     names = (NODE, FULL, MOVER, OTHER, NEWCOMER)
     with contextlib.ExitStack() as stack:
@@ -196,21 +208,24 @@ def running(folder: Path, script: Path | None = None) -> Iterator[Roles]:
         half = manifest.model.n_layers // 2
         chain = {MOVER: (0, half), OTHER: (half, manifest.model.n_layers)}
         history.write(swarm, PAST, chain, whole=[FULL], young=[NEWCOMER])
-        roles = Roles(swarm, there)
+        roles = Roles(swarm, there, pace)
         roles.start(MOVER, OTHER)
-        roles.until(lambda trained: trained == {frozenset(chain)}, "the chain's work")
+        both = {frozenset(chain), frozenset({FULL})}
+        roles.wait(lambda c: roles.look(c) or roles.trained(c) == {frozenset(chain)}, "the chain's work")
         roles.start(FULL)
-        roles.until(lambda trained: trained == {frozenset(chain), frozenset({FULL})}, "both replicas' work")
+        roles.wait(lambda c: roles.look(c) or roles.trained(c) == both, "both replicas' work")
         yield roles
 
 
 def live(roles: Roles) -> dict[str, Meanwhile]:
-    """Everything that happens, by who was on its way."""
+    """Everything that happens, by who was on its way. Raises TooBusy."""
     swarm, found = roles.swarm, dict[str, tuple[int, int]]()
     usual = roles.newest.fields["round"] + 1, roles.rounds(ROUNDS)
+    for commit in roles.commits.values():
+        roles.look(commit)
     roles.line(MOVER, MOVER_BPS)
     roles.line(NEWCOMER, STUCK_BPS)
-    paced.set_pace(swarm.folder / OTHER, SLOWER * PACE)
+    paced.set_pace(swarm.folder / OTHER, SLOWER * roles.pace)
     roles.start(NEWCOMER)
     begun = {}
     for name in (MOVER, NEWCOMER):

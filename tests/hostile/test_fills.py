@@ -24,7 +24,7 @@ from peer.net.directory import TTL_SECONDS
 from protocol.codec import blob_hash, sparse
 from protocol.identity import Identity
 from protocol.planning import memory
-from protocol.rounds import part_lists
+from protocol.rounds import comparing, part_lists
 from protocol.run import layout
 from protocol.wire import endpoints, framing, sealed
 from protocol.wire.announcement import Announcement
@@ -54,6 +54,11 @@ class Waster:
         arrays = [draw.standard_normal(shape).astype(np.float32) for shape in layout.shapes(made.model, shard)]
         return sparse.encode(made.outer.codec, arrays)
 
+    def norm(self, shard: str, payload: bytes) -> float:
+        """As it is: what is said otherwise is refused."""
+        made = self.ground.manifest
+        return comparing.norm(sparse.decode(made.outer.codec, layout.shapes(made.model, shard), payload))
+
     async def go_on(self, session: Stream) -> None:
         made = self.ground.manifest
         shards, offered_at = memory.stage_shards(made, 0, made.model.n_layers), -1
@@ -71,7 +76,10 @@ class Waster:
                 made_now = {s: self.payload(s, 1000 * head + number) for s in shards}
                 digests = {s: self.store.put(raw) for s, raw in made_now.items()}
                 digests["head"] = blob_hash.name_of(f"nobody has this {head} {number}".encode())
-                parts = tuple(Part(shard=s, digest=digests[s], size=len(raw), norm=1.0) for s, raw in made_now.items())
+                parts = tuple(
+                    Part(shard=s, digest=digests[s], size=len(raw), norm=self.norm(s, raw))
+                    for s, raw in made_now.items()
+                )
                 offer = Offer(
                     round=head + 1,
                     replica=replica,
