@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 MANIFEST, NODE, CORPUS, TOKENIZER = "run.toml", "node", "corpus", "tokenizer.json"
 """In the run's folder: its manifest, the operator's node, the text, and the tokenizer that was made for it."""
+QUORUMS = (1, 3, 4, 7)
+"""Of which a run takes the largest that it has operators for: three bear that one crashes, four that one lies, seven that two do."""
 WARM_UP = 0.03
 """Of all inner steps; of a short run a tenth, at most 100."""
 ABOUT = {
@@ -239,7 +241,7 @@ def make_manifest(
             rounds=rounds,
             start_peers=options.start_peers,
             operators=operators,
-            quorum=max(size for size in (1, 3, 5) if size <= len(operators)),
+            quorum=max(size for size in QUORUMS if size <= len(operators)),
             model=model,
             tokenizer=TokenizerSpec(digest=index.tokenizer),
             data=DataSpec(corpus=index.digest),

@@ -95,9 +95,9 @@ def test_it_is_made_again_where_it_was_interrupted(at_home: Path, capsys: pytest
     assert path.read_text() == before
 
 
-def test_three_operators_and_machines_that_are_named(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_four_operators_and_machines_that_are_named(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = []
-    for name in ("second", "third"):
+    for name in ("second", "third", "fourth"):
         assert potluck("key", "--dir", name) == 0
         keys.append(capsys.readouterr().out.strip())
     Path("peers.toml").write_text('[[peers]]\nmemory = "8GB"\nup = "20Mbps"\nspeed = "1TFLOPS"\ncount = 2\n')
@@ -105,7 +105,7 @@ def test_three_operators_and_machines_that_are_named(at_home: Path, capsys: pyte
     assert potluck("init", "ours", "text.txt", *operators, "--peers", "peers.toml") == 0
     manifest = read_manifest(at_home / "ours" / MANIFEST)
     assert manifest.operators[1:] == tuple(keys)
-    assert manifest.quorum == 3
+    assert manifest.quorum == 4
     assert "with 2 machines (2 replicas, 0 spares)" in capsys.readouterr().out
 
 
