@@ -21,6 +21,18 @@ class Lacking(Exception):
     """Something that a case is about is not here yet."""
 
 
+def wanted(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
+    """`read`, but raises Lacking for what is not here."""
+
+    def found(name: str) -> bytes:
+        data = read(name)
+        if data is None:
+            raise Lacking(name)
+        return data
+
+    return found
+
+
 class Bench:
     """`read`: payloads and lists of parts by their names, None for what is not here; `put` takes the answers; `pause`: seconds before what
     could not be judged is tried again."""
@@ -29,7 +41,7 @@ class Bench:
         self, put: Callable[[Verdict], None], read: Callable[[str], bytes | None], pause: float = PAUSE_SECONDS
     ) -> None:
         self._put = put
-        self._read = read
+        self._read = wanted(read)
         self._pause = pause
         self._cases: asyncio.Queue[Case] = asyncio.Queue()
 
@@ -46,7 +58,7 @@ class Bench:
             while True:
                 case = await self._cases.get()
                 try:
-                    judged = await loop.run_in_executor(worker, case.answer, self._wanted)
+                    judged = await loop.run_in_executor(worker, case.answer, self._read)
                 except Exception as error:  # whatever was offered ends no node
                     if isinstance(error, Lacking):
                         log.info("round %d cannot be judged yet: %s is not here", case.round, error)
@@ -59,9 +71,3 @@ class Bench:
                     self._put(Verdict(case, judged))
         finally:
             worker.shutdown(wait=False)
-
-    def _wanted(self, name: str) -> bytes:
-        data = self._read(name)
-        if data is None:
-            raise Lacking(name)
-        return data

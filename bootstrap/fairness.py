@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from bootstrap.bench import Lacking
+from bootstrap.bench import Lacking, wanted
 from peer.net.clock import Clock
 from protocol.rounds import fairness
 from protocol.rounds.fairness import Doubts, Sight
@@ -36,7 +36,7 @@ class Fairness:
         self._leader = leader
         self._clock = clock
         self._put = put
-        self._read = read
+        self._read = wanted(read)
         self._living = living
         self._since = clock.steady()
         self._doubts = Doubts()
@@ -67,7 +67,7 @@ class Fairness:
         if found is not None:
             return found
         try:
-            found = fairness.unjust_in(sight, commit, self._held)
+            found = fairness.unjust_in(sight, commit, self._read)
             if found is not None:
                 return found
         except Lacking as error:
@@ -80,9 +80,3 @@ class Fairness:
         except Exception:  # a planner that cannot bear what peers announce ends no node, and is no reason to accuse one
             log.exception("a plan could not be compared with this node's own")
             return None
-
-    def _held(self, name: str) -> bytes:
-        data = self._read(name)
-        if data is None:
-            raise Lacking(name)
-        return data

@@ -121,12 +121,7 @@ async def bootstrap(
 def whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
     """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
     found = open_corpus(folder, LocalDisk(), manifest)
-    missing = found.missing()
-    if missing:
-        raise UsageError(
-            f"--corpus {folder}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…; copy it again, or"
-            " build it again"
-        )
+    found.require_whole(f"--corpus {folder}")
     return found
 
 

@@ -92,12 +92,7 @@ def _show(folder: Path, say: Callable[[str], None]) -> None:
     reader = CorpusReader(folder, LocalDisk())
     for line in described(reader.index, folder):
         say(line)
-    missing = reader.missing()
-    if missing:
-        raise UsageError(
-            f"corpus {folder}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…; get them again,"
-            " or build the corpus again"
-        )
+    reader.require_whole(f"corpus {folder}")
     ids = reader.held_out(1)[0].tolist()
     tokenizer = load_tokenizer(folder / TOKENIZER, reader.index.tokenizer)
     say(f"a held-out sequence begins: {clean(tokenizer.decode(ids), SAMPLE_CHARACTERS)}")

@@ -12,6 +12,7 @@ import dataclasses
 import json as jsons
 import os
 import secrets
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ from peer.node.way_in import WayIn
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean, rate, size
 from protocol.errors import PotluckError
+from protocol.identity import Identity
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import VERSION, Announcement
 
@@ -291,7 +293,7 @@ async def _swarm(options: Options, run: Run, config: JoinConfig, clock: Clock, f
             config = dataclasses.replace(config, reachable=reached.how, reached_at=reached.whole(key.peer_id))
             _reach(reached.how, find)
         transport = await RelayedTransport.begin(transport, key, manifest.operators)
-        await _role(options, manifest, transport, run, config, clock, find)
+        await _role(manifest, key, transport, run, config, clock, find)
     finally:
         await transport.aclose()
 
@@ -305,7 +307,7 @@ def _reach(how: str, find: Find) -> None:
 
 
 async def _role(
-    options: Options, manifest: Manifest, transport: Transport, run: Run, config: JoinConfig, clock: Clock, find: Find
+    manifest: Manifest, key: Identity, transport: Transport, run: Run, config: JoinConfig, clock: Clock, find: Find
 ) -> None:
     from peer.node.peer import Peer
     from peer.state.storage import Storage
@@ -327,16 +329,14 @@ async def _role(
     check_nodes([monitor.peers[o] for o in manifest.operators if o in monitor.peers], clock, find)
     storage = Storage(config.folder)
     try:
-        peer = Peer(
-            manifest, keyfile.load_or_create(config.folder / KEY), transport, storage, config, run.bootstrap, emit
-        )
+        peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit)
         own = await peer.rehearse()
     finally:
         storage.close()
     for warning in warnings:
         find(Finding("line", WARNING, *_split(warning)))
     speed = await speed_test.measured(
-        manifest, config.folder, config.device, options.threads, config.memory_bytes, SPEED_SECONDS
+        manifest, config.folder, config.device, config.threads, config.memory_bytes, SPEED_SECONDS
     )
     if speed is None:
         text = f"not known after {SPEED_SECONDS:g} s of this model; others may be much faster"
@@ -348,7 +348,7 @@ async def _role(
 
 
 def check_nodes(nodes: Sequence[Announcement], clock: Clock, find: Find) -> None:
-    """Our version and our clock, by what the operators' nodes announce of themselves."""
+    """Our version and our clock, by what the operators' nodes announce of themselves; of three, one that lies does not decide."""
     other = next((node.version for node in nodes if node.version != VERSION), None)
     if other is not None:
         remedy = (
@@ -360,7 +360,7 @@ def check_nodes(nodes: Sequence[Announcement], clock: Clock, find: Find) -> None
     elif nodes:
         find(Finding("version", GOOD, f"{VERSION}, as the run's nodes have"))
     if nodes:
-        off = clock.wall() - max(node.serial for node in nodes) / 1000
+        off = clock.wall() - statistics.median_low(node.serial for node in nodes) / 1000
         if -BEHIND_SECONDS <= off <= AHEAD_SECONDS:
             find(Finding("clock", GOOD, "as the run's nodes have it"))
         else:

@@ -160,11 +160,7 @@ def _index(folder: Path) -> CorpusIndex:
     from peer.corpus.reader import CorpusReader
 
     reader = CorpusReader(folder, LocalDisk())
-    missing = reader.missing()
-    if missing:
-        raise UsageError(
-            f"--corpus {folder}: {len(missing)} of its chunks are missing; copy it again, or build it again"
-        )
+    reader.require_whole(f"--corpus {folder}")
     return reader.index
 
 

@@ -68,6 +68,15 @@ class CorpusReader:
         share = counts[counts > 0] / counts.sum()
         return float(-(share * np.log(share)).sum())
 
+    def require_whole(self, name: str) -> None:
+        """Raises UsageError where chunks are missing; `name` is what the folder is called in it."""
+        missing = self.missing()
+        if missing:
+            raise UsageError(
+                f"{name}: {len(missing)} of its chunks are missing or cut off, such as {missing[0][:12]}…; copy it again, or build it"
+                " again"
+            )
+
     def missing(self) -> list[str]:
         """The chunks whose files are not there, or have another size; nothing else is looked at."""
         chunks = [self.index.chunk(number) for number in range(self.index.n_chunks)]

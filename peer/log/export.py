@@ -54,7 +54,8 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
         for shard in layout.shard_names(spec)
         for (name, _), array in zip(layout.tensors(spec, shard), state.theta[shard], strict=True)
     }
-    end = end_of_text(parse_tokenizer(tokenizer, "tokenizer"))
+    parsed = parse_tokenizer(tokenizer, "tokenizer")
+    end = end_of_text(parsed)
     about = {
         "format": "pt",
         "run": manifest.run_id,
@@ -63,7 +64,7 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
     }
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.context}
     if end is not None:
-        words["eos_token"] = parse_tokenizer(tokenizer, "tokenizer").id_to_token(end)
+        words["eos_token"] = parsed.id_to_token(end)
     temporary = folder.with_name(f".{folder.name}.part")
     disk.remove(temporary)
     disk.make_folder(temporary)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 
-from peer.training.device import parse_size
 from protocol.planning import memory
 from protocol.planning.speed import Speedometer
 from protocol.run import layout
@@ -103,5 +102,5 @@ if __name__ == "__main__":
         manifests.from_toml(Path(sys.argv[1]).read_bytes(), sys.argv[1]),
         sys.argv[2],
         int(sys.argv[3]),
-        parse_size(sys.argv[4]),
+        int(sys.argv[4]),
     )

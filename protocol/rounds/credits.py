@@ -7,6 +7,7 @@ contribution's. A spare that took a member's place has that member's.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,10 +67,9 @@ class Credits:
         """(member, its tokens)."""
         peers = tuple(share.peer for share in contribution.shares)
         spec = self._plan.taken(contribution.replica, peers, self._layers) if self._plan is not None else None
-        if spec is not None and len(spec.stages) == len(peers):
-            ends = [stage.last for stage in spec.stages]
-        else:  # no plan that honest nodes make
-            ends = list(range(1, len(peers) + 1))
+        ends = [stage.last for stage in spec.stages] if spec is not None else []
+        if len(ends) != len(peers) or any(a >= b for a, b in itertools.pairwise([0, *ends])):
+            ends = list(range(1, len(peers) + 1))  # no plan that honest nodes make
         before = 0
         for peer, end in zip(peers, ends, strict=True):
             until = contribution.tokens * end // ends[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -217,6 +218,18 @@ def test_another_version(version: int, named: str) -> None:
     doctor.check_nodes([node], Clock(), found.append)
     assert [one.state for one in found] == [BAD, GOOD]
     assert named in found[0].remedy
+
+
+def test_one_operator_of_three_does_not_decide_what_the_time_is() -> None:
+    found: list[Finding] = []
+    now = int(1000 * time.time())
+    nodes = [
+        Announcement(run="0" * 64, peer=o.peer_id, serial=s)
+        for o, s in zip(tiny.OPERATORS, (2**53, now, now), strict=False)
+    ]
+    for some in (nodes, [dataclasses.replace(nodes[0], serial=0), *nodes[1:]]):
+        doctor.check_nodes(some, Clock(), found.append)
+    assert [one.state for one in found] == [GOOD] * 4
 
 
 def test_help_needs_no_torch(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import random
 from collections import Counter
 from fractions import Fraction
 
+import pytest
+
 from peer.ui.contributors import contributors, own_lines, table_lines
 from protocol.rounds.credits import Credits
 from protocol.wire.commit import Commit, Contribution, LeftOut, Share
@@ -99,6 +101,17 @@ def test_a_seat_is_its_peers() -> None:
     made = [Contribution(replica=n, tokens=10, steps=1, loss=None, shares=(share(p),)) for n, p in ((0, "a"), (1, "b"))]
     credits.add(commit(1, None, made, []))
     assert [(c.peer, c.tokens, c.rank) for c in contributors(credits)] == [("a", 10, 1), ("b", 10, 1)]
+
+
+@pytest.mark.parametrize("edges", [[(0, 0), (0, 0)], [(0, 5), (5, 2)], [(0, 7)]])
+def test_plans_that_no_honest_node_makes_give_equal_shares(edges: list[tuple[int, int]]) -> None:
+    credits = Credits(LAYERS)
+    stages = tuple(StageSpec(peer=p, first=a, last=b) for p, (a, b) in zip("ab", edges, strict=False))
+    plan = Plan(round=1, replicas=(ReplicaSpec(number=0, stages=stages),), spares=(), next_number=1)
+    credits.add(commit(0, plan, [], []))
+    shares = (share("a"), share("b"))
+    credits.add(commit(1, None, [Contribution(replica=0, tokens=9, steps=1, loss=None, shares=shares)], []))
+    assert sorted(c.tokens for c in contributors(credits)) == [4, 5]
 
 
 def test_what_a_log_says_is_harmless_on_a_screen() -> None:
