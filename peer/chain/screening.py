@@ -16,13 +16,15 @@ neighbour is accused. What an honest stage makes of false values is strange too,
 accuse: `hops` counts the stages that values have passed, forward and back, on their way from the chain's beginning (`hops`). A suspicious
 frame moves the mean size little, and the others not at all. One that is refused enters nothing.
 
-Where the learning rate rises at once, honest stages change at once too. What is usual is learned anew (`follow`), and the rest of that round
-and the next one are free.
-
 A reference belongs to a cut of the model, a width and a number format, and goes on from round to round, whoever the neighbour is:
-all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free, and it is begun anew when none came for
-OLD_ROUNDS rounds. It may have been learned from a liar. So when the neighbour that comes after an accused one seems to lie at once,
-nobody is accused, and the reference is begun anew.
+all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free.
+
+What is usual is learned anew, and one whole round is free, in two cases. Where the learning rate rises at once, honest stages change at once
+too (`follow`). And where no frames came in the round before, because the cut was elsewhere, the model has changed unseen: early in training
+sizes double within two rounds.
+
+A reference may have been learned from a liar. So when the neighbour that comes after an accused one seems to lie at once, nobody is accused,
+and the reference is begun anew.
 
 Frames with fewer than LEAST_WIDTH values a token or LEAST_TOKENS tokens say too little, and are not screened.
 """
@@ -43,7 +45,6 @@ from peer.chain.frames import FORWARD
 LEAST_WIDTH = 16
 LEAST_TOKENS = 64
 NEW_ROUNDS = 3
-OLD_ROUNDS = 3
 TOKENS, VALUES, CLASSES = 128, 32, 128
 """N, D, and classes of tokens."""
 SIZE = 0.85
@@ -59,9 +60,9 @@ CLASS_MEMORY = 24
 SLOWLY = 1 / 48
 """How far a suspicious frame moves the mean size, as a share of SIZE."""
 STALE = 0.1
-"""What the means of the classes weigh after that,"""
+"""What the means of the classes weigh where they are learned anew,"""
 RISE = 2.0
-"""where a learning rate that is so many times the one of the step before rises at once."""
+"""and how many times the learning rate of the step before one is that rises at once."""
 CLEARED = 64
 """Accepted frames, after which it is no more in question whether the reference or the last accused was wrong."""
 MOST = 16
@@ -105,8 +106,8 @@ class Screen:
 
     def begin(self, neighbour: str, round: int, hops: int) -> None:
         """From now on frames of `neighbour` come, in this round of the run."""
-        if round - self._round > OLD_ROUNDS:
-            self._forget()
+        if round - self._round > 1:
+            self._learn_anew()
         self._rounds += round != self._round
         self.neighbour, self._round, self._score, self.doubt = neighbour, round, 0.0, None
         self._alarm_at = ALARM + HOP * hops
@@ -114,10 +115,13 @@ class Screen:
     def follow(self, rate: float) -> None:
         """A step was taken with this learning rate."""
         if rate > RISE * self._rate:
-            self._frames, self._rounds = 0, min(self._rounds, NEW_ROUNDS - 1)
-            self._sums *= np.float32(STALE)
-            self._counts *= np.float32(STALE)
+            self._learn_anew()
         self._rate = rate
+
+    def _learn_anew(self) -> None:
+        self._frames, self._rounds = 0, min(self._rounds, NEW_ROUNDS - 1)
+        self._sums *= np.float32(STALE)
+        self._counts *= np.float32(STALE)
 
     def sample(self, x: Tensor) -> Sample | None:
         """What is looked at of a frame's values [.., W]; None where they are too few."""

@@ -19,6 +19,7 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     PLANNING   Planned       DECIDING   Propose              the plan, or what was trained, is worth a commit
     PLANNING   Planned       OPEN                            nothing was trained, and who is ready makes no replica
     PLANNING   Planned       GATHERING                       who is ready makes no replica
+    PLANNING   Planned       PLANNING   MakePlan             the same, because of quarrels: these are forgotten
     PLANNING   Lead          OPEN                            who leads has changed
     PLANNING   Lead          GATHERING                       who leads has changed, no round is decided yet
     PLANNING   Decided       OPEN                            another node led
@@ -403,6 +404,10 @@ class Leader:
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
         if self.round >= self.manifest.rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
+        return self._ask(commit, event)
+
+    def _ask(self, commit: Commit, event: type | None) -> list[Effect]:
+        """Asks for the plan that follows `commit`."""
         there, resting = self.promises.apart(self.candidates(), self.round + 1, self._broken(commit))
         before = self.roster.plan or self._last_plan
         question = settling.question(self.manifest, commit, there, resting, before, self.attestations)
@@ -416,6 +421,9 @@ class Leader:
         if self.phase is not Phase.PLANNING or self._asked is None or event.question != self._asked[0]:
             return []
         commit = dataclasses.replace(self._asked[1], plan=event.plan)
+        if commit.plan is None and self.quarrels.forget():
+            self._asked = None
+            return self._ask(commit, Planned)
         if commit.plan is None and not commit.contributions:
             return self.position.step(Planned, self._between())
         return self.position.step(Planned, Phase.DECIDING, [Propose(commit)])

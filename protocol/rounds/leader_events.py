@@ -230,6 +230,9 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.PLANNING, Planned, Phase.DECIDING, (Propose,), "the plan, or what was trained, is worth a commit"),
     Transition(Phase.PLANNING, Planned, Phase.OPEN, (), "nothing was trained, and who is ready makes no replica"),
     Transition(Phase.PLANNING, Planned, Phase.GATHERING, (), "who is ready makes no replica"),
+    Transition(
+        Phase.PLANNING, Planned, Phase.PLANNING, (MakePlan,), "the same, because of quarrels: these are forgotten"
+    ),
     Transition(Phase.PLANNING, Lead, Phase.OPEN, (), "who leads has changed"),
     Transition(Phase.PLANNING, Lead, Phase.GATHERING, (), "who leads has changed, no round is decided yet"),
     Transition(Phase.PLANNING, Decided, Phase.OPEN, (), "another node led"),

@@ -13,7 +13,8 @@ others. Who is out is in no chain; it may still be a full replica.
     one false accuser   costs each peer that it accuses one neighbour and some preference, and is out with the second
     k false accusers    cost some peers their places in chains until they have made more quarrels than those have; then all these are back
 
-A quarrel is forgotten after FORGOTTEN rounds. All nodes hear the reports, so that whoever leads knows them; one that was started anew does not.
+A quarrel is forgotten after FORGOTTEN rounds. All of them are where no replica can be planned without forgetting them: a run of two must not
+stand still for one false alarm, and where a lie was true, it is found again before anything of that round counts. All nodes hear the reports, so that whoever leads knows them; one that was started anew does not.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ class Quarrels:
             del self._since[key]
         if old:
             self._look()
+
+    def forget(self) -> bool:
+        """Forgets all; whether there was any."""
+        any_there = bool(self._since)
+        self._since.clear()
+        self._look()
+        return any_there
 
     def loser(self, accuser: str, accused: str) -> str:
         """Who of the two gives its place to a spare."""

@@ -18,7 +18,6 @@ from tests.faults.processes import DEADLINE, Swarm
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="the auditor is looked for in /proc")
 
-ROUNDS = 10
 NODE = "node-0"
 
 
@@ -46,7 +45,7 @@ def until_none(folder: Path) -> bool:
 
 
 def test_an_auditor_follows_the_log_through_a_kill_and_ends_with_its_node(tmp_path: Path) -> None:
-    chosen = swarms.options(tmp_path / "unused", full=2, rounds=ROUNDS, inner_steps=10)
+    chosen = swarms.options(tmp_path / "unused", full=2, rounds=10**6, inner_steps=10)
     made = swarms.manifest(chosen, timing={"round_deadline": 60.0, "round_seconds": 3.0})
     manifest = dataclasses.replace(made, checkpoint_rounds=2)
     names = [peer.name for peer in recipe.make_peers(manifest, chosen)]

@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.planning import planner
 from protocol.planning.partition import Candidate
-from protocol.rounds.leader_events import Lead, Send
+from protocol.rounds.leader_events import Gone, Lead, Propose, Received, Send
 from protocol.rounds.quarrels import FORGOTTEN, LIES, REMEMBERED, Quarrel, Quarrels
 from protocol.wire.plan import ReplicaSpec, StageSpec
 from protocol.wire.session import ChainFailure, ChainReconfig
@@ -181,6 +181,37 @@ def test_who_is_out_is_in_no_chain_of_the_next_plan() -> None:
     assert commit.plan is not None
     assert all("d" not in r.peers for r in commit.plan.replicas)
     driver.attest(*driver.memory, shards=("embed",))
+
+
+def asked_for(effects: list[Any]) -> list[Any]:
+    """Proposals; the news of the chain are left aside."""
+    return [e for e in effects if not isinstance(e, Send)]
+
+
+def quarrelling() -> Driver:
+    """A chain whose three members, none of whom can be spared, cannot go on: d is out."""
+    driver = Driver()
+    ended = reconfig(accused(driver, "e", "d")[1:])
+    driver.do(*(Received(peer, ended) for peer in driver.memory))
+    assert accused(driver, "c", "d", 1)[0] == Quarrel("c", "d", SAW, ("d",))
+    return driver
+
+
+def test_a_run_that_cannot_go_on_with_its_quarrels_forgets_them() -> None:
+    driver = quarrelling()
+    commit = driver.decide(asked_for(driver.at(leading.GONE)))
+    assert commit.plan is not None
+    assert [len(r.peers) for r in commit.plan.replicas] == [3]
+    assert driver.leader.quarrels.out == frozenset()
+
+
+def test_quarrels_are_forgotten_in_vain_where_others_are_lacking() -> None:
+    driver = quarrelling()
+    driver.do(Gone("c"))
+    assert asked_for(driver.at(leading.GONE)) == []
+    assert asked_for(driver.at(2 * leading.GONE)) == []
+    (proposal,) = asked_for(driver.ready("c"))
+    assert isinstance(proposal, Propose), "whoever was lacking is back"
 
 
 # --- the planner

@@ -18,7 +18,7 @@ from peer.chain.activation_stats import Statistics
 from peer.chain.frames import BACKWARD, FORWARD, NeighbourLost
 from peer.chain.link import LIVENESS
 from peer.chain.neighbours import Crossing, Neighbours
-from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_ROUNDS, OLD_ROUNDS, Place, Screen, Screens
+from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_ROUNDS, Place, Screen, Screens
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError
 from protocol.rounds.quarrels import LIES
@@ -148,13 +148,25 @@ def test_what_was_refused_does_not_enter_the_reference() -> None:
     assert at.play(lie=lambda x: -x) is not None
 
 
-def test_the_first_rounds_are_free_and_a_reference_that_is_old_is_begun_anew() -> None:
+def test_the_first_rounds_are_free() -> None:
     at = Boundary(FORWARD)
-    at.learn()
-    at.round += OLD_ROUNDS + 1
     for _ in range(NEW_ROUNDS):
         assert at.play(lie=lambda x: -x) is None
     assert at.play(lie=lambda x: x) is not None, "what was learned is the other sign"
+
+
+@pytest.mark.parametrize("kind", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("away", [1, 2, 10])
+def test_a_cut_to_which_a_chain_comes_back_is_learned_anew_in_one_round(away: int, kind: int) -> None:
+    """What it sends has changed as it does early in training: 3.4 times as large, and other means."""
+    at = Boundary(kind)
+    at.learn()
+    at.round += away
+    at.honest.size *= 3.4
+    at.honest.table = at.honest.draw.standard_normal(at.honest.table.shape)
+    assert [at.play() for _ in range(3)] == [None] * 3
+    assert at.play(lie=lambda x: 4 * x) is not None
+    assert at.play(lie=lambda x: -x) is not None
 
 
 def test_whoever_comes_after_a_liar_is_not_accused_for_what_the_liar_taught() -> None:
