@@ -21,6 +21,7 @@ from bootstrap.archive import Archive
 from bootstrap.bandwidth import Bandwidth
 from bootstrap.bench import Bench
 from bootstrap.calls import Calls
+from bootstrap.decrees import Decrees
 from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
 from bootstrap.links import Links
@@ -51,6 +52,7 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
+from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
 from protocol.wire.session import (
@@ -106,7 +108,7 @@ class BootstrapNode:
         )
         transport.guests.tell = told.refusing(emit, self._directory)
         self._events = Inbox[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
-        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport)
+        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, self._why_not)
         self._links = Links(transport, self._directory, [o for o in manifest.operators if o != own], self._vote)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
@@ -123,6 +125,7 @@ class BootstrapNode:
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
         self.leader = Leader(manifest, archive.commits, held, now)
+        self._decrees = Decrees(self.leader, self._events.hand_in, self._spread)
         self._fairness = Fairness(
             self.leader, self._clock, self._events.put, archive.blobs.get, lambda: self._quorum.living
         )
@@ -135,6 +138,7 @@ class BootstrapNode:
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._links.serve()
         await Calls(self.archive, self.roster).serve(self._transport)
+        await self._decrees.serve(self._transport)
         await self._latency.serve()
         await Bandwidth(self._clock).serve(self._transport)
         await DialBack(self._transport, self._clock).serve()
@@ -177,6 +181,10 @@ class BootstrapNode:
         """Whether `peer` is connected to us."""
         return peer in self._sessions.open
 
+    def _why_not(self, peer: str) -> str | None:
+        """Why it may not take part."""
+        return self.leader.access.why_not(peer)
+
     # --- the other operators' nodes
 
     async def _vote(self, node: str, message: Message | Record) -> None:
@@ -187,8 +195,15 @@ class BootstrapNode:
                 await self._events.hand_in(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 self._send_log(self._links.to[node], after)
+            case Motion():
+                await self._decrees.hear(message)
             case _:
                 raise unexpected(node, "votes", message)
+
+    def _spread(self, motion: Motion) -> None:
+        """Tells the other nodes what an operator has signed."""
+        for link in self._links.to.values():
+            link.post(encoding.encode(motion))
 
     # --- the peers
 
@@ -248,6 +263,7 @@ class BootstrapNode:
             known, there = self._directory.known, (self._ready, self._sessions.open, self._links.to)
             for peer in [p for p in known if not any(p in some for some in there)]:
                 self._directory.lost(peer)
+            await self._sessions.dismiss()
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
             for peer in absent:
                 self._stays.lost(peer)
@@ -363,6 +379,8 @@ class BootstrapNode:
         if record.commit.plan is not None:
             self._directory.planned(record.commit.plan)
         self._emit(events.commit_of(record.commit))
+        if record.commit.decree is not None:
+            self._emit(told.decreed(record.commit.round, record.commit.decree))
         self._fairness.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])

@@ -23,7 +23,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
 from protocol.wire.encoding import Message
-from protocol.wire.session import Hello
+from protocol.wire.session import Hello, NotAdmitted
 
 LONGEST = 64 * 1024
 """Bytes of a message of a session, besides a list of all the model's parts or digests: names of a chain's members, an announcement."""
@@ -100,7 +100,7 @@ class Session:
 class Sessions:
     """All of them. `heard`: when each peer gave its last sign of life, in steady seconds. `hear(peer, session, message)` is awaited with
     whatever a peer says, `opened(session)` once it has said who it is, `doubt(peer)` when it has been silent for some heartbeats, or
-    begins anew."""
+    begins anew. `why_not(peer)`: why it may not take part, if it may not."""
 
     def __init__(
         self,
@@ -109,6 +109,7 @@ class Sessions:
         hear: Callable[[str, Session, Message], Awaitable[None]],
         opened: Callable[[Session], None],
         transport: Transport,
+        why_not: Callable[[str], str | None] = lambda peer: None,
     ) -> None:
         self.open: dict[str, Session] = {}
         self.heard: dict[str, float] = {}
@@ -118,6 +119,7 @@ class Sessions:
         self._opened = opened
         self._doubt = transport.doubt
         self._guests = transport.guests
+        self._why_not = why_not
         self._streams: dict[str, Stream] = {}
         self._longest = LONGEST + part_lists.longest(manifest)
         self._bytes = Rate(ROUNDS_PER_SECOND * self._longest, 4 * ROUNDS_PER_SECOND * self._longest)
@@ -129,6 +131,10 @@ class Sessions:
         hello = encoding.expect(Hello, encoding.decode(await stream.recv(1024, timeout=REQUEST_SECONDS), peer), peer)
         if hello.run != self._manifest.run_id or hello.version != VERSION:
             raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
+        why = self._why_not(peer)
+        if why is not None:
+            await stream.send(encoding.encode(NotAdmitted(reason=why)))
+            raise RemoteError(peer, f"peer {short_peer(peer)}: {why}; its session was refused")
         if peer in self.open:
             self._doubt(peer)  # it has moved: that session's connection is dead, and others would be opened on it
             await self._streams[peer].close()
@@ -160,6 +166,11 @@ class Sessions:
         """Forgets when those were heard who have no session and are not `ready`."""
         for peer in [p for p in self.heard if p not in self.open and p not in ready]:
             del self.heard[peer]
+
+    async def dismiss(self) -> None:
+        """Ends the sessions of those who may take part no more."""
+        for peer in [p for p in self.open if self._why_not(p) is not None]:
+            await self._streams[peer].close()
 
     def post(self, peers: Iterable[str], message: Message) -> None:
         """To those of `peers` who have a session."""

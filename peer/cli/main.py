@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peer.cli import commands, data, doctor, export, init, log, running
+from peer.cli import commands, data, decrees, doctor, export, init, log, running
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
 from peer.net import keyfile
@@ -45,6 +45,7 @@ app.command(
     epilog="Example: potluck export demo-run/bootstrap --out demo-model",
 )(export.export)
 app.add_typer(log.app, name="log")
+app.add_typer(decrees.app, name="run")
 app.add_typer(data.app, name="data")
 
 

@@ -27,6 +27,7 @@ from peer.events.node import (
     ChainReconfigured,
     Commit,
     Contribution,
+    Decreed,
     Diverged,
     Forked,
     Gone,
@@ -87,6 +88,7 @@ __all__ = [
     "ChainReconfigured",
     "Commit",
     "Contribution",
+    "Decreed",
     "Diverged",
     "Emit",
     "Emitter",
@@ -137,7 +139,7 @@ __all__ = [
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
-    | Quarrel | RunFinished
+    | Quarrel | Decreed | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip

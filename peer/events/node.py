@@ -206,6 +206,22 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decreed:
+    """The operators have changed who may take part in the run (docs/guides/operator.md)."""
+
+    round: int
+    """Of the commit that says so; it holds from the next round on."""
+    action: str
+    """`ban` or `admit` one peer, `open` the run for all who are not banned, or `close` it for all who are not admitted."""
+    peer: str | None
+    """The peer that it is about, if it is about one."""
+    reason: str
+    """Why, for a reader."""
+    operators: tuple[str, ...]
+    """Who has signed it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leads:
     """A bootstrap node begins to lead the quorum, or no longer does."""
 

@@ -22,7 +22,7 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import comparing, judging, part_lists, validation
+from protocol.rounds import access, comparing, judging, part_lists, validation
 from protocol.rounds.part_lists import BadList, Lists, Parts
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
@@ -131,6 +131,7 @@ async def verify(
     plan: Plan | None = None
     kept = _Kept(payload)
     medians: tuple[float, ...] = ()
+    admitted = access.of(manifest)
 
     def problem(round: int, shard: str | None, reason: str) -> None:
         done.problems.append(Problem(round, shard, reason))
@@ -145,8 +146,9 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for reason in validation.problems(manifest, plan, commit):
+        for reason in (*validation.problems(manifest, plan, commit), *access.intruders(admitted, commit)):
             problem(commit.round, None, reason)
+        admitted = admitted.after(commit.decree)
         done.contributions += len(commit.contributions)
         before, last, done.head, plan = plan, done.head, commit, commit.plan
         known, medians = medians, (*medians, *judging.medians([commit]))[-judging.REMEMBERED :]

@@ -30,6 +30,7 @@ from protocol.wire.session import (
     Heartbeat,
     Hello,
     LogRequest,
+    NotAdmitted,
     Offered,
     TakeSeat,
     TimeUp,
@@ -37,6 +38,10 @@ from protocol.wire.session import (
 
 RETRY_SECONDS = (0.5, 10.0)
 OUTBOX = 256
+
+
+class NotTaken(RemoteError):
+    """A node says that this peer may not take part in the run."""
 
 
 class Sessions:
@@ -76,7 +81,7 @@ class Sessions:
         on_open: Callable[[], Awaitable[None]],
     ) -> None:
         pause, upper = RETRY_SECONDS
-        warned = False
+        warned, refused = False, ""
         while True:
             try:
                 await self.directory.reach(node)
@@ -92,6 +97,11 @@ class Sessions:
                 finally:
                     self._outboxes.pop(node, None)
                     await stream.close()
+            except NotTaken as error:
+                if str(error) != refused:
+                    refused = str(error)
+                    self._emit(events.Warning(text=f"bootstrap node {short_peer(node)}: {error}"))
+                pause = upper
             except RemoteError as error:
                 if not warned:
                     self._emit(events.Warning(text=f"session with bootstrap node {short_peer(node)}: {error}"))
@@ -121,6 +131,8 @@ class Sessions:
         async def receive() -> None:
             while True:
                 message = encoding.decode_any(await self._next(node, stream), node)
+                if isinstance(message, NotAdmitted):
+                    raise NotTaken(node, f"it takes no work of ours: {message.reason}; ask the run's operators")
                 if isinstance(message, Heartbeat):
                     self._watch(node, message)
                 elif isinstance(message, Record | Finished | Offered | ChainReconfig | TimeUp | TakeSeat):

@@ -69,6 +69,10 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Unfair(peer=peer, round=round, reason=reason):
             who = f"node {called(peer, names)}: its commit of round {round}"
             return [Said("error", f"{who} {clean(reason)}; it gets no vote, and another node leads")]
+        case events.Decreed() as decree:
+            who = "" if decree.peer is None else f" {called(decree.peer, names)}"
+            why = f": {clean(decree.reason)}" if decree.reason else ""
+            return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
         case events.Forked(round=round, liars=liars):
             who = ", ".join(called(liar, names) for liar in liars) or "nobody who can be named"
             return [Said("error", f"round {round} has two decided commits; voted for both: {who}; the run stops here")]

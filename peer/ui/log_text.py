@@ -116,6 +116,10 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         lines.append(f"  {_name(left):<13} left out: {readable(left.reason, {})}  {_peers(left.peers)}")
     for d in shown.diverged:
         lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {clean(d.shard)} after round {commit.round - 1}")
+    if shown.decree is not None:
+        why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
+        who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
+        lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")
     if commit.plan is not None and (plan is None or _who(commit.plan) != _who(plan)):
         lines += _plan_lines(commit.plan, plan)
     elif commit.plan is None and commit.round < rounds:

@@ -11,6 +11,7 @@ from peer import events
 from protocol.rounds import part_lists
 from protocol.wire.commit import Contribution, Diverged, Record
 from protocol.wire.commit import LeftOut as PlannedOut
+from protocol.wire.decree import Decree
 from protocol.wire.plan import Plan
 
 
@@ -76,6 +77,8 @@ class LoggedRound:
     """The majority's SHA-256 by shard, of the state before this round, as far as it was attested."""
     members: tuple[str, ...]
     """The bootstrap nodes that vote on the next round."""
+    decree: Decree | None
+    """What the operators have decided about who may take part, if they have."""
 
 
 def logged(record: Record, plan: Plan | None) -> LoggedRound:
@@ -101,6 +104,7 @@ def logged(record: Record, plan: Plan | None) -> LoggedRound:
         plan=commit.plan,
         digests=commit.digests,
         members=commit.members,
+        decree=None if commit.decree is None else commit.decree.decree,
     )
 
 

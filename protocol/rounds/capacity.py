@@ -23,6 +23,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Share
+from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
 
@@ -93,6 +94,7 @@ def budget(manifest: Manifest) -> Cost:
         plan=Plan(round=_INTEGER, replicas=(), next_number=_INTEGER, next_slot=_INTEGER),
         leader=_PEER,
         members=(_PEER,) * len(manifest.operators),
+        decrees=_INTEGER,
     )
     votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
     envelope = cost(
@@ -101,11 +103,23 @@ def budget(manifest: Manifest) -> Cost:
     reserved = [
         envelope,
         cost(empty),
+        reserved_for_a_decree(),
         cost(Diverged(peer=_PEER, shard=longest)).times(MAX_DIVERGED),
         cost(_PEER).times(MAX_SPARES),
         Cost(REASONS + 64, 0),  # and what the heads of six long lists and maps take
     ]
     return functools.reduce(Cost.__sub__, reserved, Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
+
+
+def reserved_for_a_decree() -> Cost:
+    """What the longest one takes."""
+    signatures = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
+    reason = "\U0010ffff" * LONGEST_REASON
+    enacted = Enacted(
+        decree=Decree(run=_DIGEST, number=_INTEGER, action=max(ACTIONS, key=len), subject=_PEER, reason=reason),
+        signatures=signatures,
+    )
+    return cost(enacted)
 
 
 def _decided(replica: ReplicaSpec) -> Cost:

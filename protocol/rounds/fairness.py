@@ -25,7 +25,8 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import grace, judging, seats, validation
+from protocol.rounds import access, grace, judging, seats, validation
+from protocol.rounds.access import Access
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
 from protocol.rounds.questions import Question
@@ -54,7 +55,7 @@ class Sight:
     `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
     time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
     (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life. `settled`: whether this node has been
-    there for a lease or longer."""
+    there for a lease or longer. `head`: the last commit of the log; `access`: who may take part after it, None where that is not looked at."""
 
     manifest: Manifest
     plan: Plan | None
@@ -71,6 +72,8 @@ class Sight:
     medians: tuple[float, ...] = ()
     last: tuple[Contribution, ...] = ()
     living: Set[str] = frozenset()
+    head: Commit | None = None
+    access: Access | None = None
 
 
 def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
@@ -102,9 +105,14 @@ def doubt_in(sight: Sight, commit: Commit) -> Unfair | None:
 
 def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
     yield from validation.problems(sight.manifest, sight.plan, commit)
+    unlawful = access.why_unlawful(sight.manifest, sight.head, commit)
+    if unlawful is not None:
+        yield unlawful
+    if sight.access is not None:
+        yield from access.intruders(sight.access, commit)
     if commit.plan is None:
-        if commit.round < sight.manifest.rounds and not commit.contributions:
-            yield "says nothing: no work, and no plan"
+        if commit.round < sight.manifest.rounds and not commit.contributions and commit.decree is None:
+            yield "says nothing: no work, no plan, and no decree"
         return
     if commit.round >= sight.manifest.rounds:
         yield "plans a round after the last one"
@@ -269,6 +277,8 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
         medians=leader.medians,
         last=() if leader.head is None else leader.head.contributions,
         living=living,
+        head=leader.head,
+        access=leader.access,
     )
 
 

@@ -76,7 +76,7 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, presence, promises, seats, settling
+from protocol.rounds import access, admission, presence, promises, seats, settling
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -93,6 +93,7 @@ from protocol.rounds.leader_events import (
     Keep,
     Lead,
     MakePlan,
+    Petition,
     Phase,
     Planned,
     Propose,
@@ -116,6 +117,7 @@ from protocol.rounds.verdicts import Seen, Verdicts
 from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged
+from protocol.wire.decree import Enacted
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
@@ -133,6 +135,8 @@ class Leader:
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
         self.quarrels = Quarrels()
+        self.access = access.of(manifest, commits)
+        self.petitions = access.Petitions()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
@@ -192,6 +196,8 @@ class Leader:
                 self._asked = None
                 if self.phase in SETTLED:
                     return self.position.step(Lead, self._between())
+            case Petition(operator, decree, signature):
+                self.petitions.hear(operator, decree, signature)
             case Planned():
                 return self._planned(event)
             case Verdict(case, judged):
@@ -294,6 +300,7 @@ class Leader:
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
         may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
+        may = may and self.access.why_not(peer) is None
         known = self.ready.get(peer) if may else None
         seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
@@ -337,6 +344,7 @@ class Leader:
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
+        self.access = self.access.after(commit.decree)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
@@ -346,10 +354,11 @@ class Leader:
     def _broken(self, commit: Commit) -> dict[str, float]:
         return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
 
-    def candidates(self) -> list[Candidate]:
-        """Who may be planned, as this node sees it."""
+    def candidates(self, decree: Enacted | None = None) -> list[Candidate]:
+        """Who may be planned, as this node sees it; `decree`: after it."""
+        then = self.access.after(decree)
         there = promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
-        return self.quarrels.marked(there)
+        return [c for c in self.quarrels.marked(there) if then.why_not(c.peer) is None]
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
@@ -402,16 +411,20 @@ class Leader:
     def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
         """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
+        decree = self.petitions.enacted(self.manifest, self.head)
+        count = access.decrees_after(self.head) + (decree is not None)
+        commit = dataclasses.replace(commit, decree=decree, decrees=count)
         if self.round >= self.manifest.rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)
 
     def _ask(self, commit: Commit, event: type | None) -> list[Effect]:
         """Asks for the plan that follows `commit`."""
-        there, resting = self.promises.apart(self.candidates(), self.round + 1, self._broken(commit))
+        candidates = self.candidates(commit.decree)
+        there, resting = self.promises.apart(candidates, self.round + 1, self._broken(commit))
         before = self.roster.plan or self._last_plan
         question = settling.question(self.manifest, commit, there, resting, before, self.attestations)
-        if self._asked is not None and question == self._asked[0]:
+        if self._asked is not None and question == self._asked[0] and commit.decree == self._asked[1].decree:
             return []  # these candidates make no replica
         self._asked = question, commit
         return self.position.step(event, Phase.PLANNING, [MakePlan(question)])
@@ -424,7 +437,7 @@ class Leader:
         if commit.plan is None and self.quarrels.forget():
             self._asked = None
             return self._ask(commit, Planned)
-        if commit.plan is None and not commit.contributions:
+        if commit.plan is None and not commit.contributions and commit.decree is None:
             return self.position.step(Planned, self._between())
         return self.position.step(Planned, Phase.DECIDING, [Propose(commit)])
 

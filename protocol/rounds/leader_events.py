@@ -14,6 +14,7 @@ from protocol.rounds.questions import Question
 from protocol.rounds.table import Table, Transition
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part, Share
+from protocol.wire.decree import Decree
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
 
@@ -85,6 +86,15 @@ class Decided:
     """Event: the quorum has decided this commit."""
 
     commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Petition:
+    """Event: an operator has signed this decree, and the signature is right."""
+
+    operator: str
+    decree: Decree
+    signature: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +220,7 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
     return [Moved(round, n, old, new, partition.why_moved(manifest, old, new, ready)) for n, old, new in found]
 
 
-Event = Ready | Gone | Received | Held | Lead | Decided | Planned | Verdict | Tick
+Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Planned | Verdict | Tick
 Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Done
 
 

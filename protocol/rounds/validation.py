@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import chain_repair, part_lists
+from protocol.rounds import access, chain_repair, part_lists
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Record, is_decided
@@ -42,6 +42,9 @@ def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str
         return "was proposed by a node that is not a member"
     if not is_decided(record, members):
         return "lacks the votes of a majority"
+    unlawful = access.why_unlawful(manifest, head, commit)
+    if unlawful is not None:
+        return unlawful
     if commit.plan is not None and not all(_allows(manifest, w) for w in _works(commit.plan)):
         return "plans more work than the manifest allows"
     return None

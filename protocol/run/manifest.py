@@ -28,6 +28,8 @@ FORMAT = 1
 QUORUMS = (1, 3, 4, 5, 7)
 """How many nodes may decide: a majority of 1, 3 or 5, which bears crashes; 2f + 1 of 3f + 1, which bears f liars."""
 MAX_BYTES = 64 * 1024
+ADMISSIONS = ("open", "listed")
+MAX_KEYS = 500
 MAX_MIRRORS = 8
 MAX_MIRROR = 512
 """Characters."""
@@ -203,6 +205,28 @@ class TimingSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionSpec:
+    """Who may take part from the beginning, until the operators decree otherwise (protocol/rounds/access.py). `mode`: "open", or "listed": only
+    the peers whose ids are `keys`."""
+
+    mode: str = "open"
+    keys: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mode not in ADMISSIONS:
+            raise ValueError(f'mode must be one of {", ".join(ADMISSIONS)}, not "{self.mode}"')
+        if len(self.keys) > MAX_KEYS:
+            raise ValueError(f"keys may name at most {MAX_KEYS} peers; admit others with potluck run admit")
+        for key in self.keys:
+            identity.public_key(key)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether everybody may take part."""
+        return self.mode == "open"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HintSpec:
     """Where bootstrap nodes were last seen: multiaddresses with `/p2p/`. Not part of the run id."""
 
@@ -228,6 +252,7 @@ class Manifest:
     judging: JudgingSpec = field(default_factory=JudgingSpec)
     chains: ChainSpec = field(default_factory=ChainSpec)
     timing: TimingSpec = field(default_factory=TimingSpec)
+    admission: AdmissionSpec = field(default_factory=AdmissionSpec)
     hints: HintSpec = field(default_factory=HintSpec)
     quorum: int = 1
     checkpoint_rounds: int = 10

@@ -28,6 +28,7 @@ from protocol.wire.bounds import (
     Size,
     Time,
 )
+from protocol.wire.decree import Enacted
 from protocol.wire.plan import Plan
 from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
 
@@ -104,7 +105,7 @@ class Diverged:
 class Commit:
     """What was decided for one round (round 0: the first plan only). `parent` is the previous commit's digest, the run
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
-    proposed it; `members` decide the next round."""
+    proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does."""
 
     run: RunId
     round: Round
@@ -117,6 +118,8 @@ class Commit:
     plan: Plan | None
     leader: PeerId = ""
     members: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
+    decrees: Count = 0
+    decree: Enacted | None = None
 
     @functools.cached_property
     def digest(self) -> str:

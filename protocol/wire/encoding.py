@@ -14,6 +14,7 @@ from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
+from protocol.wire.decree import Decree, Motion, Motions
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, packed
@@ -26,6 +27,7 @@ from protocol.wire.session import (
     Heartbeat,
     Hello,
     LogRequest,
+    NotAdmitted,
     Offer,
     Offered,
     TakeSeat,
@@ -71,6 +73,10 @@ Message = (
     | Pledge
     | Vote
     | Reject
+    | Decree
+    | Motion
+    | Motions
+    | NotAdmitted
 )
 
 

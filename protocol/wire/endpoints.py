@@ -44,6 +44,9 @@ RELAY = "potluck/relay/1"
 RELAYED = "potluck/relayed/1"
 """Stream from a relay: what somebody else sends through it."""
 
+DECREES = "potluck/decrees/1"
+"""Call to a bootstrap node: Motion -> Motions (protocol/wire/decree.py)."""
+
 LOG_REPLY = 1024 * 1024
 ROSTER_REPLY = 512 * 1024
 MANIFEST_NAME = "manifest"

@@ -21,6 +21,11 @@ def seal(who: Identity, message: Message) -> bytes:
 
 def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
     """(signer, message) of an envelope whose signature is right. Raises MessageError."""
+    return unseal_signed(raw)[:2]
+
+
+def unseal_signed(raw: bytes | memoryview) -> tuple[str, Message, bytes]:
+    """The same, and the signature."""
     try:
         data = framing.unpack_message(bytes(raw))
     except framing.FrameError as error:
@@ -32,7 +37,7 @@ def unseal(raw: bytes | memoryview) -> tuple[str, Message]:
         raise MessageError("unknown", "envelope: fields are missing; it was dropped")
     if not identity.verify(peer, DOMAIN + body, signature):
         raise MessageError(peer, f"envelope of {shown(short_peer(peer))}: the signature is wrong; it was dropped")
-    return peer, decode(body, peer)
+    return peer, decode(body, peer), signature
 
 
 @functools.lru_cache(maxsize=2048)

@@ -139,6 +139,13 @@ class Announced:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotAdmitted:
+    """The node's last word in a session: the peer may not take part in the run."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogRequest:
     """Please send the commits after round `after`."""
 

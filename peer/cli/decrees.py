@@ -1,0 +1,121 @@
+"""`potluck run`: what an operator changes while a run goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from peer.cli import running
+from peer.net import base, keyfile
+from peer.net.base import Transport
+from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
+from peer.ui.text import clean
+from protocol import identity
+from protocol.errors import LocalError, RemoteError, UsageError
+from protocol.identity import short_peer
+from protocol.wire import encoding, endpoints
+from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Motion, Motions
+from protocol.wire.sealed import seal
+
+ASK_SECONDS = 1.0
+CALL_SECONDS = 10.0
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Change who may take part in a run: as an operator, with the key of your bootstrap node. With several operators, enough of them"
+    " type the same.",
+)
+
+Run = Annotated[
+    str,
+    typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.", show_default=False),
+]
+Peer = Annotated[str, typer.Argument(help="The peer's id, as on the screen and in the log.", show_default=False)]
+Dir = Annotated[Path, typer.Option("--dir", help="Your bootstrap node's folder.", show_default=True)]
+Reason = Annotated[str, typer.Option(help="Why, for everybody to read in the log.")]
+
+FOLDER = Path("potluck-bootstrap")
+
+
+@app.command(epilog="Example: potluck run ban my-run.toml 12D3KooW... --reason 'sends noise'")
+def ban(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
+    """Keep a peer out: no node opens a session with it, and no plan has it."""
+    running.run(_decree(run, BAN, peer, reason, dir), interrupted=1)
+
+
+@app.command(epilog="Example: potluck run admit my-run.toml 12D3KooW...")
+def admit(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
+    """Let a peer in: one that was banned, or into a run that is closed."""
+    running.run(_decree(run, ADMIT, peer, reason, dir), interrupted=1)
+
+
+@app.command(name="open", epilog="Example: potluck run open my-run.toml")
+def open_(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
+    """Let everybody in who is not banned."""
+    running.run(_decree(run, OPEN, "", reason, dir), interrupted=1)
+
+
+@app.command(epilog="Example: potluck run close my-run.toml")
+def close(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
+    """Let only those take part whom the manifest lists, or who were admitted."""
+    running.run(_decree(run, CLOSE, "", reason, dir), interrupted=1)
+
+
+async def _decree(text: str, action: str, subject: str, reason: str, folder: Path) -> None:
+    if not (folder / KEY).is_file():
+        raise UsageError(f"--dir {folder}: has no key; give the folder of your bootstrap node")
+    if len(reason) > LONGEST_REASON or not reason.isprintable():
+        raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")
+    if subject:
+        try:
+            identity.public_key(subject)
+        except ValueError:
+            raise UsageError(
+                f"PEER {clean(subject, 64)}: is not a peer id; copy it from the screen or the log"
+            ) from None
+    operator, run = keyfile.load_or_create(folder / KEY), parse_run(text)
+    with tempfile.TemporaryDirectory(prefix="potluck-run-") as name:
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
+        try:
+            manifest = await manifest_of(run, transport)
+            if operator.peer_id not in manifest.operators:
+                raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
+            node = run.bootstrap[0].rpartition("/p2p/")[2]
+            number = (await _ask(transport, node, Motion())).number
+            decree = Decree(run=manifest.run_id, number=number, action=action, subject=subject, reason=reason)
+            await _until_decided(transport, node, decree, Motion(sealed=seal(operator, decree)))
+        finally:
+            await transport.aclose()
+
+
+async def _until_decided(transport: Transport, node: str, decree: Decree, motion: Motion) -> None:
+    """Sends it until a commit has it. Raises LocalError where another decree came first, RemoteError."""
+    what, told = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
+    while True:
+        answer = await _ask(transport, node, motion)
+        if answer.number > decree.number:
+            break
+        if len(answer.signed) != told:
+            told = len(answer.signed)
+            then = (
+                "it comes with the next commit"
+                if told >= answer.wanted
+                else "the other operators have to type the same; this waits for them"
+            )
+            print(f"{what}: signed by {told} of {answer.wanted}; {then}", flush=True)
+        await asyncio.sleep(ASK_SECONDS)
+    if answer.newest != decree:
+        raise LocalError(f"{what}: another decree was decided first; see potluck log show, and type it again")
+    print(f"{what}: decided; it is in the log, and holds from the next round on", flush=True)
+
+
+async def _ask(transport: Transport, node: str, motion: Motion) -> Motions:
+    raw = await base.call(transport, node, endpoints.DECREES, encoding.encode(motion), timeout=CALL_SECONDS)
+    try:
+        return encoding.expect(Motions, encoding.decode(raw, node), node)
+    except RemoteError as error:
+        raise RemoteError(node, f"{error}; is it of the same version?") from None

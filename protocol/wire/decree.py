@@ -1,0 +1,62 @@
+"""What the operators of a run decide together while it goes on: who may take part.
+
+A decree is in the commit that it came with, signed by as many members of the quorum as a commit needs votes. So everybody who reads
+the log knows it, and no single operator of several can make one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from protocol.wire.bounds import Count, PeerId, RunId, Signature, Word
+from protocol.wire.schema import AtMost
+
+BAN, ADMIT, OPEN, CLOSE = "ban", "admit", "open", "close"
+ACTIONS = (BAN, ADMIT, OPEN, CLOSE)
+"""`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
+who is admitted."""
+OF_PEERS = (BAN, ADMIT)
+LONGEST_REASON = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decree:
+    """`number`: how many decrees the run has had before, so that none can be used twice. `subject`: the peer, of those that are about one."""
+
+    run: RunId
+    number: Count
+    action: Word
+    subject: PeerId = ""
+    reason: Annotated[str, AtMost(LONGEST_REASON)] = ""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it says something: one of ACTIONS, and whom it is about, if that is about anybody."""
+        return self.action in ACTIONS and (self.action in OF_PEERS) == bool(self.subject)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enacted:
+    """A decree and the signatures that make it one (protocol/wire/sealed.py: over the domain and the decree as a message)."""
+
+    decree: Decree
+    signatures: Annotated[dict[PeerId, Signature], AtMost(16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Motion:
+    """A decree that an operator signed, `sealed`, for a node to gather signatures of; without one it only asks."""
+
+    sealed: Annotated[bytes, AtMost(4096)] = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Motions:
+    """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs (`wanted`), and who has
+    signed what was sent."""
+
+    number: Count
+    wanted: Count
+    signed: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
+    newest: Decree | None = None

@@ -1,0 +1,95 @@
+"""Two of three operators ban a peer while it trains, and let it in again: real nodes, real commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from peer.events import Event
+from tests.faults.processes import DEADLINE, Swarm
+from tests.faults.test_quorum import KEYS, three_nodes
+
+
+def command(swarm: Swarm, node: str, action: str, *more: str) -> list[str]:
+    """`potluck run`, as this node's operator types it."""
+    typed = ["run", action, swarm.addresses[0], *more, "--dir", str(swarm.folder / node)]
+    return [sys.executable, "-m", "peer.cli", *typed]
+
+
+def both(swarm: Swarm, *arguments: str) -> list[str]:
+    """What two operators type, one after the other has begun to wait for it; what they read."""
+    first = subprocess.Popen(
+        command(swarm, "node-0", *arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert first.stdout is not None
+    try:
+        waiting = first.stdout.readline()
+        assert "signed by 1 of 2; the other operators have to type the same" in waiting
+        second = subprocess.run(
+            command(swarm, "node-1", *arguments), capture_output=True, text=True, timeout=DEADLINE, check=True
+        )
+        rest, errors = first.communicate(timeout=DEADLINE)
+    finally:
+        first.kill()
+    assert first.returncode == 0, errors
+    return [waiting + rest, second.stdout]
+
+
+def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
+    manifest = three_nodes(rounds=10**6, start_peers=2)
+    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+        for name in swarm.nodes:
+            swarm.start_node(name)
+        for name in ("good", "bad"):
+            swarm.start(name)
+        bad = swarm.wait("bad", lambda e: e.kind == "started", "its start").fields["peer"]
+
+        def plans(event: Event) -> set[str]:
+            plan: dict[str, Any] | None = event.fields["plan"]
+            return {s["peer"] for r in plan["replicas"] for s in r["stages"]} if plan else set()
+
+        swarm.wait("node-2", lambda e: e.kind == "commit" and bad in plans(e), "a plan with it")
+        for told in both(swarm, "ban", bad, "--reason", "sends noise"):
+            assert told.endswith("decided; it is in the log, and holds from the next round on\n")
+        said = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
+        assert (said["action"], said["peer"], said["reason"], len(said["operators"])) == ("ban", bad, "sends noise", 2)
+        warned = swarm.wait("bad", lambda e: e.kind == "warning" and "banned" in e.fields["text"], "why")
+        assert "it is banned: sends noise; ask the run's operators" in warned.fields["text"]
+        swarm.wait(
+            "node-2", lambda e: e.kind == "commit" and e.fields["round"] >= said["round"] + 3, "three rounds more"
+        )
+        for event in swarm.events("node-2"):
+            if event.kind == "commit" and event.fields["round"] >= said["round"]:
+                assert bad not in plans(event)
+        assert swarm.running["bad"].poll() is None, "nobody remote ends a process"
+        both(swarm, "admit", bad)
+        swarm.wait(
+            "node-2",
+            lambda e: e.kind == "commit" and e.fields["round"] > said["round"] and bad in plans(e),
+            "its return",
+        )
+        for name in list(swarm.running):
+            swarm.kill(name)
+        swarm.check()
+
+
+def test_only_an_operator_of_the_run_can_decree(tmp_path: Path) -> None:
+    manifest = three_nodes(rounds=10**6, start_peers=2)
+    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+        swarm.start_node("node-0")
+        victim = manifest.operators[1]
+        for folder, peer, reason in (
+            ("stranger", victim, "is no operator of"),
+            ("nobody", victim, "has no key; give the folder of your bootstrap node"),
+            ("node-0", "me", "is not a peer id"),
+        ):
+            if folder == "stranger":
+                subprocess.run([sys.executable, "-m", "peer.cli", "key", "--dir", swarm.folder / folder], check=True)
+            told = subprocess.run(
+                command(swarm, folder, "ban", peer), capture_output=True, text=True, timeout=DEADLINE, check=False
+            )
+            assert (told.returncode, told.stdout) == (2, "")
+            assert reason in told.stderr
+            assert told.stderr.count("\n") == 1

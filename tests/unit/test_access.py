@@ -1,0 +1,240 @@
+"""Who may take part: decrees, what makes them lawful, and what the leader, voters and auditors make of them (protocol/rounds/access.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from protocol.rounds import access, capacity, fairness, validation
+from protocol.rounds.leader_events import Gone, Petition, Propose
+from protocol.run.manifest import AdmissionSpec, Manifest
+from protocol.wire import encoding, framing
+from protocol.wire.commit import DOMAIN, Commit, Record
+from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Enacted
+from protocol.wire.schema import packed
+from tests import tiny
+from tests.unit import test_leader as leading
+
+KEYS = tiny.OPERATORS[:3]
+STRANGER = tiny.OPERATORS[3]
+ONE = tiny.manifest()
+THREE = tiny.manifest(operators=tuple(key.peer_id for key in tiny.OPERATORS[:4]), quorum=3)
+
+
+def decree(action: str, subject: str = "", *, number: int = 0, manifest: Manifest = ONE, **more: Any) -> Decree:
+    return Decree(**{"run": manifest.run_id, "number": number, "action": action, "subject": subject, **more})
+
+
+def signed(wish: Decree, *keys: Any) -> Enacted:
+    body = DOMAIN + encoding.encode(wish)
+    return Enacted(decree=wish, signatures={key.peer_id: key.sign(body) for key in keys})
+
+
+def after(*wishes: Decree, manifest: Manifest = ONE) -> access.Access:
+    found = access.of(manifest)
+    for wish in wishes:
+        found = found.after(signed(wish))
+    return found
+
+
+def first(manifest: Manifest, enacted: Enacted | None, count: int = 1) -> Commit:
+    return Commit(
+        run=manifest.run_id, round=0, parent=manifest.run_id, time=0.0, contributions=(), left_out=(), diverged=(),
+        digests={}, plan=None, leader=manifest.operators[0], members=manifest.first_members, decrees=count, decree=enacted,
+    )  # fmt: skip
+
+
+# --- the rule
+
+
+def test_an_open_run_takes_everybody_who_is_not_banned() -> None:
+    assert after().why_not("a") is None
+    banned = after(decree(BAN, "a", reason="noise"))
+    assert banned.why_not("a") == "it is banned: noise"
+    assert banned.why_not("b") is None
+    assert after(decree(BAN, "a"), decree(ADMIT, "a")).why_not("a") is None
+
+
+def test_a_closed_run_takes_those_who_are_listed_or_admitted() -> None:
+    keys = (STRANGER.peer_id,)
+    listed = tiny.manifest(admission=AdmissionSpec(mode="listed", keys=keys))
+    assert after(manifest=listed).why_not(STRANGER.peer_id) is None
+    assert after(manifest=listed).why_not("a") == "the run is closed, and it is not admitted"
+    assert after(decree(ADMIT, "a"), manifest=listed).why_not("a") is None
+    assert after(decree(OPEN), manifest=listed).why_not("a") is None
+    closed = after(decree(ADMIT, "a"), decree(CLOSE))
+    assert [closed.why_not(peer) is None for peer in ("a", "b")] == [True, False]
+    assert after(decree(BAN, STRANGER.peer_id), manifest=listed).why_not(STRANGER.peer_id) == "it is banned"
+
+
+def test_the_manifest_says_it_and_bad_words_are_refused() -> None:
+    assert tiny.manifest(admission=AdmissionSpec(mode="listed")).run_id != ONE.run_id
+    with pytest.raises(ValueError, match="open, listed"):
+        AdmissionSpec(mode="invited")
+    with pytest.raises(ValueError, match="not an Ed25519 peer id"):
+        AdmissionSpec(keys=("me",))
+
+
+# --- what is lawful
+
+
+def unlawful(enacted: Enacted | None, manifest: Manifest = THREE, **changes: Any) -> str | None:
+    return access.why_unlawful(manifest, None, dataclasses.replace(first(manifest, enacted), **changes))
+
+
+def test_enough_members_have_to_sign_and_only_they_count() -> None:
+    wish = decree(BAN, "a", manifest=THREE)
+    assert unlawful(signed(wish, *KEYS[:2])) is None
+    assert unlawful(signed(wish, *KEYS)) is None
+    assert unlawful(signed(wish, KEYS[0])) == "has a decree that too few of its members signed"
+    assert unlawful(signed(wish, *KEYS[:2], STRANGER)) == "has a decree that too few of its members signed"
+
+
+def test_a_signature_is_of_this_decree() -> None:
+    wish = decree(BAN, "a", manifest=THREE)
+    other = signed(dataclasses.replace(wish, subject="b"), *KEYS[:2])
+    assert unlawful(dataclasses.replace(other, decree=wish)) == "has a decree with a wrong signature"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"number": 1}, "has a decree of another time"),
+        ({"run": "f" * 64}, "has a decree of another time"),
+        ({"action": "crown"}, "has a decree that says nothing"),
+        ({"subject": ""}, "has a decree that says nothing"),
+        ({"action": OPEN}, "has a decree that says nothing"),
+    ],
+)
+def test_a_decree_is_of_its_place_in_the_log_and_says_something(changes: dict[str, Any], said: str) -> None:
+    wish = dataclasses.replace(decree(BAN, "a", manifest=THREE), **changes)
+    assert unlawful(signed(wish, *KEYS)) == said
+
+
+def test_decrees_are_counted_so_that_none_is_used_twice() -> None:
+    wish = decree(BAN, "a", manifest=THREE)
+    enacted = signed(wish, *KEYS)
+    assert unlawful(enacted, decrees=2) == "counts 2 decrees after 0"
+    assert unlawful(None, decrees=1) == "counts 1 decrees after 0"
+    head = first(THREE, enacted)
+    again = dataclasses.replace(head, round=1, parent=head.digest, decrees=2)
+    assert access.why_unlawful(THREE, head, again) == "has a decree of another time"
+
+
+def test_the_log_cannot_have_what_is_unlawful() -> None:
+    enacted = signed(decree(BAN, "a"), STRANGER)
+    record = Record(commit=first(ONE, enacted), ballot=0, votes={ONE.operators[0]: b""})
+    reason = validation.why_not_next(ONE, None, record)
+    assert reason == "has a decree that too few of its members signed"
+
+
+def test_the_longest_decree_has_its_place_in_every_commit() -> None:
+    longest = Decree(run="f" * 64, number=2**53, action=CLOSE, subject="p" * 64, reason="\U0010ffff" * LONGEST_REASON)
+    names = [f"{i:064}" for i in range(16)]
+    enacted = Enacted(decree=longest, signatures=dict.fromkeys(names, bytes(64)))
+    with_it, without = (len(framing.pack_message({"c": packed(first(ONE, e))})) for e in (enacted, None))
+    reserved = capacity.reserved_for_a_decree()
+    assert with_it - without <= reserved.size
+
+
+# --- what nodes gather
+
+
+def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
+    petitions, wish = access.Petitions(), decree(BAN, "a", manifest=THREE)
+    other = dataclasses.replace(wish, subject="b")
+
+    def sign(key: Any, what: Decree) -> None:
+        petitions.hear(key.peer_id, what, signed(what, key).signatures[key.peer_id])
+
+    sign(KEYS[0], wish)
+    sign(KEYS[1], other)
+    assert petitions.enacted(THREE, None) is None
+    sign(KEYS[1], wish)
+    found = petitions.enacted(THREE, None)
+    assert found == signed(wish, *KEYS[:2])
+    assert petitions.signers(wish) == tuple(sorted(key.peer_id for key in KEYS[:2]))
+    later = dataclasses.replace(first(THREE, found), decrees=1)
+    assert petitions.enacted(THREE, later) is None, "it was that number"
+
+
+# --- the leader, voters, auditors
+
+
+class Driver(leading.Driver):
+    """A leader of an open run with two full replicas."""
+
+    def __init__(self) -> None:
+        super().__init__(leading.FULLS, tiny.manifest(rounds=5))
+        self.decide(self.ready("a", "b"))
+        self.attest("a", "b")
+
+    def decide(self, effects: list[Any]) -> Commit:
+        """As the quorum does, which adds who decides what comes next."""
+        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
+        members = self.manifest.first_members
+        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
+
+    def sign(self, action: str, subject: str = "", *, number: int = 0) -> list[Any]:
+        wish, key = decree(action, subject, number=number, manifest=self.manifest), tiny.OPERATOR
+        return self.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+
+
+def planned(commit: Commit) -> set[str]:
+    return set() if commit.plan is None else set(commit.plan.peers)
+
+
+def test_who_is_banned_is_in_no_plan_from_the_same_commit_on_until_it_is_admitted() -> None:
+    driver = Driver()
+    assert driver.sign(BAN, "b") == []
+    commit = driver.decide(driver.offered("a", "b"))
+    assert commit.decree is not None
+    assert (planned(commit), len(commit.contributions)) == ({"a"}, 2), "what it has done counts"
+    driver.attest("a", "b")
+    commit = driver.decide(driver.offered("a"))
+    assert (planned(commit), commit.decree, commit.decrees) == ({"a"}, None, 1)
+    driver.attest("a", "b")
+    driver.sign(ADMIT, "b", number=1)
+    commit = driver.decide(driver.offered("a"))
+    assert (planned(commit), commit.decrees) == ({"a", "b"}, 2)
+
+
+def test_a_decree_is_decided_where_nobody_is_left_to_train() -> None:
+    driver = Driver()
+    driver.sign(CLOSE)
+    commit = driver.decide(driver.offered("a", "b"))
+    assert planned(commit) == set()
+    assert [e for e in driver.at(leading.GONE) if isinstance(e, Propose)] == []
+    commit = driver.decide(driver.sign(ADMIT, "a", number=1))
+    assert (planned(commit), commit.decrees) == (set(), 2), "a has not said yet what it holds"
+    driver.attest("a", "b")
+    commit = driver.decide(driver.at(driver.now + leading.GONE))
+    assert planned(commit) == {"a"}
+
+
+def test_a_ban_of_the_last_one_is_decided_without_a_plan() -> None:
+    driver = Driver()
+    driver.do(Gone("a"))
+    driver.sign(BAN, "b")
+    commit = driver.decide(driver.at(leading.DEADLINE))
+    assert (planned(commit), commit.decrees) == (set(), 1)
+
+
+def test_voters_and_auditors_refuse_a_plan_of_somebody_banned() -> None:
+    driver = Driver()
+    driver.sign(BAN, "b")
+    (proposal,) = [e for e in driver.offered("a", "b") if isinstance(e, Propose)]
+    other = Driver()
+    sight = fairness.sight_of(other.leader, 0.0, 0.0, True)
+    assert fairness.lie_in(sight, proposal.commit) is None
+    assert other.leader.plan is not None
+    kept = dataclasses.replace(other.leader.plan, round=2)
+    found = fairness.lie_in(sight, dataclasses.replace(proposal.commit, plan=kept))
+    assert found is not None
+    assert (found.reason, found.lie) == ("plans b, and it is banned", True)
+    bare = dataclasses.replace(proposal.commit, decree=None)
+    assert fairness.lie_in(sight, bare) is not None, "counts a decree that is not there"
+    before = access.of(driver.manifest)
+    assert access.intruders(before, dataclasses.replace(proposal.commit, plan=kept)) == ["plans b, and it is banned"]
