@@ -22,13 +22,18 @@ LONGEST_REASON = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decree:
-    """`number`: how many decrees the run has had before, so that none can be used twice. `subject`: the peer, of those that are about one."""
+    """What is decreed; what is signed is this as a message."""
 
     run: RunId
+    """The run's id."""
     number: Count
+    """How many decrees the run has had before, so that none can be used twice."""
     action: Word
+    """`ban`, `admit`, `open` or `close`."""
     subject: PeerId = ""
+    """The peer, where it is about one; else empty."""
     reason: Annotated[str, AtMost(LONGEST_REASON)] = ""
+    """Why, for a reader."""
 
     @property
     def is_sound(self) -> bool:
