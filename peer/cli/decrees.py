@@ -34,7 +34,9 @@ Run = Annotated[
     str,
     typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.", show_default=False),
 ]
-Peer = Annotated[str, typer.Argument(help="The peer's id, as on the screen and in the log.", show_default=False)]
+Peer = Annotated[
+    str, typer.Argument(help="The peer's whole id, as potluck log show --json has it.", show_default=False)
+]
 Dir = Annotated[Path, typer.Option("--dir", help="Your bootstrap node's folder.", show_default=True)]
 Reason = Annotated[str, typer.Option(help="Why, for everybody to read in the log.")]
 
@@ -75,7 +77,7 @@ async def _decree(text: str, action: str, subject: str, reason: str, folder: Pat
             identity.public_key(subject)
         except ValueError:
             raise UsageError(
-                f"PEER {clean(subject, 64)}: is not a peer id; copy it from the screen or the log"
+                f"PEER {clean(subject, 64)}: is not a peer id; copy the whole id from potluck log show --json"
             ) from None
     operator, run = keyfile.load_or_create(folder / KEY), parse_run(text)
     with tempfile.TemporaryDirectory(prefix="potluck-run-") as name:
