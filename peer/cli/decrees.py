@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -10,18 +11,24 @@ from typing import Annotated
 import typer
 
 from peer.cli import running
+from peer.log import reader
 from peer.net import base, keyfile
 from peer.net.base import Transport
+from peer.net.blobs import BlobStore
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from peer.ui.text import clean
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import short_peer
+from protocol.rounds import validation
+from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Motion, Motions
 from protocol.wire.sealed import seal
 
 ASK_SECONDS = 1.0
+SHORTEST = 4
+"""Characters of the end of a peer's id that may stand for it."""
 CALL_SECONDS = 10.0
 
 app = typer.Typer(
@@ -35,7 +42,7 @@ Run = Annotated[
     typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.", show_default=False),
 ]
 Peer = Annotated[
-    str, typer.Argument(help="The peer's whole id, as potluck log show --json has it.", show_default=False)
+    str, typer.Argument(help="The peer's id, or its last characters, as screens show them.", show_default=False)
 ]
 Dir = Annotated[Path, typer.Option("--dir", help="Your bootstrap node's folder.", show_default=True)]
 Reason = Annotated[str, typer.Option(help="Why, for everybody to read in the log.")]
@@ -43,13 +50,13 @@ Reason = Annotated[str, typer.Option(help="Why, for everybody to read in the log
 FOLDER = Path("potluck-bootstrap")
 
 
-@app.command(epilog="Example: potluck run ban my-run.toml 12D3KooW... --reason 'sends noise'")
+@app.command(epilog="Example: potluck run ban my-run.toml p8kZq3Rt --reason 'sends noise'")
 def ban(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Keep a peer out: no node opens a session with it, and no plan has it."""
     running.run(_decree(run, BAN, peer, reason, dir), interrupted=1)
 
 
-@app.command(epilog="Example: potluck run admit my-run.toml 12D3KooW...")
+@app.command(epilog="Example: potluck run admit my-run.toml p8kZq3Rt")
 def admit(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let a peer in: one that was banned, or into a run that is closed."""
     running.run(_decree(run, ADMIT, peer, reason, dir), interrupted=1)
@@ -72,13 +79,6 @@ async def _decree(text: str, action: str, subject: str, reason: str, folder: Pat
         raise UsageError(f"--dir {folder}: has no key; give the folder of your bootstrap node")
     if len(reason) > LONGEST_REASON or not reason.isprintable():
         raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")
-    if subject:
-        try:
-            identity.public_key(subject)
-        except ValueError:
-            raise UsageError(
-                f"PEER {clean(subject, 64)}: is not a peer id; copy the whole id from potluck log show --json"
-            ) from None
     operator, run = keyfile.load_or_create(folder / KEY), parse_run(text)
     with tempfile.TemporaryDirectory(prefix="potluck-run-") as name:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
@@ -87,11 +87,31 @@ async def _decree(text: str, action: str, subject: str, reason: str, folder: Pat
             if operator.peer_id not in manifest.operators:
                 raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
             node = run.bootstrap[0].rpartition("/p2p/")[2]
+            if subject:
+                subject = await _whole(
+                    manifest, reader.Remote(transport, [node], BlobStore(Path(name) / "blobs")), subject
+                )
             number = (await _ask(transport, node, Motion())).number
             decree = Decree(run=manifest.run_id, number=number, action=action, subject=subject, reason=reason)
             await _until_decided(transport, node, decree, Motion(sealed=seal(operator, decree)))
         finally:
             await transport.aclose()
+
+
+async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
+    """The peer id that is meant: a whole one, or the end of one that is in the log. Raises UsageError, RemoteError."""
+    with contextlib.suppress(ValueError):
+        identity.public_key(text)
+        return text
+    found, head = set[str](), None
+    async for raw in log.records(lambda note: None):
+        head = validation.follow(manifest, head, raw).commit
+        found.update(head.plan.peers if head.plan is not None else ())
+    known = sorted(peer for peer in found if len(text) >= SHORTEST and peer.endswith(text))
+    if len(known) != 1:
+        what = "several peers of the log end so" if known else "no peer of the log ends so"
+        raise UsageError(f"PEER {clean(text, 64)}: {what}; give the whole id, as potluck log show --json has it")
+    return known[0]
 
 
 async def _until_decided(transport: Transport, node: str, decree: Decree, motion: Motion) -> None:
