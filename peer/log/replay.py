@@ -129,9 +129,7 @@ async def verify(
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     plan: Plan | None = None
-    kept = _Kept(payload)
-    medians: tuple[float, ...] = ()
-    admitted = access.of(manifest)
+    kept, medians, admitted = _Kept(payload), tuple[float, ...](), access.of(manifest)
 
     def problem(round: int, shard: str | None, reason: str) -> None:
         done.problems.append(Problem(round, shard, reason))

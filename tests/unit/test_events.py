@@ -24,6 +24,7 @@ from peer.ui.snapshot import Snapshot, snapshot
 from protocol.rounds import part_lists
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
+from protocol.wire.decree import Decree, Enacted
 from protocol.wire.plan import Plan, Seat, Work
 from tests import tiny
 from tests.docs import events as document
@@ -236,7 +237,10 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
     plan = everything(second.plan)
     wrong, digests = (Diverged(peer=BOB.peer_id, shard="embed"),), {"embed": "0" * 64}
     made = dataclasses.replace(last.contributions[0], replica=1)
-    commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan)
+    decree = Enacted(
+        decree=Decree(run="0" * 64, number=1, action="ban", subject=BOB.peer_id, reason="noise"), signatures={}
+    )
+    commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan, decree=decree)
     record = dataclasses.replace(tiny.record(commit), ballot=3)
     every_field_has_a_value(LoggedRound, logged(record, plan))
     for unknown in (None, dataclasses.replace(plan, replicas=())):

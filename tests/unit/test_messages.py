@@ -16,6 +16,7 @@ from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
+from protocol.wire.decree import Decree, Enacted, Motion, Motions
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.encoding import (
     Message,
@@ -41,6 +42,7 @@ from protocol.wire.session import (
     Heartbeat,
     Hello,
     LogRequest,
+    NotAdmitted,
     Offer,
     Offered,
     TakeSeat,
@@ -71,6 +73,7 @@ PLAN = Plan(
     spares=("d",),
     seats=(Seat(number=5, work=Work(slot=50, steps=5)),),
 )
+DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
 COMMIT = Commit(
     run="r",
     round=2,
@@ -121,6 +124,10 @@ SAMPLES: list[Message] = [
     DialMe(ports=(4001, 40213)),
     Dialled(host="203.0.113.9", ports=(4001,)),
     Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
+    DECREE,
+    Motion(sealed=b"s"),
+    Motions(number=1, wanted=2, signed=("p",), newest=DECREE),
+    NotAdmitted(reason="it is banned"),
     TimeUp(round=2),
     TakeSeat(round=2, replica=4, seconds=12.5),
 ]
@@ -295,7 +302,8 @@ def test_equal_messages_have_equal_bytes_whatever_the_order_of_their_maps() -> N
 def test_the_digest_of_a_commit_covers_every_field() -> None:
     changes: dict[str, Any] = {
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
-        "digests": {}, "plan": None, "leader": "x", "members": ("x",),
+        "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
+        "decree": Enacted(decree=DECREE, signatures={}),
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}
