@@ -56,9 +56,7 @@ class MadeUp:
             )
             for number, stages in enumerate(replicas)
         ]
-        return Plan(
-            round=round, replicas=tuple(made), spares=tuple(ids[full + 3 * chains :]), next_number=len(made)
-        )
+        return Plan(round=round, replicas=tuple(made), spares=tuple(ids[full + 3 * chains :]), next_number=len(made))
 
     def begin(self) -> Iterator[Event]:
         """Everybody comes, and the first plan is made."""

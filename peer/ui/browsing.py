@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 VIEWS = ("run", "chains", "rounds", "contributors", "health")
 """In the order of their keys, 1 to 5."""
-HELP = "/ filter   p pause   ↑↓ scroll   q quit"
+HELP = "/ filter  p pause  q quit"
+"""With the views it fits into 80 characters; arrows and page keys scroll."""
 _MOST_PATTERN = 40
 _STEPS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -15, "\x1b[6~": 15}
 """Lines by which a key scrolls: arrows, j and k, page up and down."""

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from peer.ui.lines import MARKS
 from peer.ui.screen import LEVEL_STYLES
-from peer.ui.state import State, StateHealth, StatePeer
-from peer.ui.text import blocks, clean, clock, duration, rate, size
+from peer.ui.state import State, StateHealth
+from peer.ui.text import blocks, clock, count, duration, rate, size
 from peer.ui.utilization import percent
 
 Row = tuple[Text | str, ...]
@@ -111,7 +111,7 @@ def _chains(state: State) -> Sheet:
             p.device or "-",
             size(p.memory_bytes) if p.memory_bytes else "-",
             rate(p.up_bps) if p.up_bps else "-",
-            _reached(p),
+            p.reachable or "-",
             Text(f"◄ {waits}", style=LEVEL_STYLES["warning"]) if waits else "",
         ))  # fmt: skip
     columns = (
@@ -120,11 +120,9 @@ def _chains(state: State) -> Sheet:
         Column("uplink", 110), Column("reached", 130, left=True), Column("slowest", 100, left=True, wide=True),
     )  # fmt: skip
     full = sum(not r.chain for r in state.replicas)
-    return Sheet(f"replicas and chains: {full} full, {state.replicas_total - full} chains", columns, rows)
-
-
-def _reached(p: StatePeer) -> str:
-    return p.reachable or "-"
+    return Sheet(
+        f"replicas and chains: {full} full, {count(range(state.replicas_total - full), 'chain')}", columns, rows
+    )
 
 
 def _rounds(state: State) -> Sheet:
@@ -176,7 +174,7 @@ def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
     enough = "good" if here >= health.votes_needed else "error"
     yield (
         enough,
-        f"{here} of {len(health.operators)} bootstrap nodes are there; {health.votes_needed} votes decide a round",
+        f"{here} of {count(health.operators, 'bootstrap node')} there; a round needs {count(range(health.votes_needed), 'vote')}",
     )
     for o in health.operators:
         facts = (
@@ -204,4 +202,4 @@ def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
     for x in health.relays:
         text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
         yield "info", f"{text}, {x.refused} refused"
-    yield "info", f"left out in all rounds: {clean(health.left_out_total)} times a replica"
+    yield "info", f"left out in all rounds: {health.left_out_total:,} times a replica"

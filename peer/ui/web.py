@@ -1,7 +1,7 @@
 """Serves what a monitor knows to browsers: a page, `/state.json`, `/metrics`. Whoever asks may be an enemy, and there may be thousands.
 
 Only GET and HEAD of the paths that are served get an answer. A request has 8 KiB and five seconds, an answer ten; so many connections
-are open at once, and more are closed. Every connection has one request. An answer is made once a second at most, whoever asks.
+are open at once, and more are closed. Every connection has one request. An answer is made once in two seconds at most, whoever asks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_REQUEST = 8 * 1024
 """Bytes of a request's line and headers."""
 REQUEST_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
-FRESH_SECONDS = 1.0
+FRESH_SECONDS = 2.0
 """How old an answer may be."""
 
 
