@@ -87,8 +87,9 @@ class Monitor:
         return self.head is not None and self.head.commit.round >= self.manifest.rounds
 
     async def snapshot(self) -> Snapshot:
-        """The run as of now, by a monitor that has read nothing yet. Raises RemoteError, LocalError."""
+        """The run as of now, with the whole log, which is read anew. Raises RemoteError, LocalError."""
         commits: list[Commit] = []
+        self.head = None
         await self._read(lambda record: commits.append(record.commit))
         await self._announcements(lambda event: None)
         return snapshot(self.manifest, commits, self.peers, time.time())

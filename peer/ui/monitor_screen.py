@@ -19,8 +19,8 @@ from peer.ui.keys import Keys, can_read
 from peer.ui.lines import MARKS
 from peer.ui.run_state import Note
 from peer.ui.screen import Plain, Screen, render
-from peer.ui.state import State, state
-from peer.ui.watched import Watched
+from peer.ui.state import State
+from peer.ui.watched import Watched, state
 from protocol.run.manifest import Manifest
 
 

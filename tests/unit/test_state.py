@@ -14,11 +14,12 @@ from peer import events
 from peer.cli.watch import to_json
 from peer.events import Event
 from peer.ui import metrics
-from peer.ui.state import MOST_PEERS, MOST_POINTS, State, state
-from peer.ui.watched import Watched, thinned
+from peer.ui.state import State
+from peer.ui.watched import MOST_PEERS, MOST_POINTS, Watched, state, thinned
 from protocol.wire.commit import Diverged, LeftOut
 from protocol.wire.schema import plain
 from tests import tiny
+from tests.docs import metrics as document
 from tests.unit.test_events import reached
 from tests.watched import BEGAN, ROUND_SECONDS, MadeUp, peer_id
 
@@ -176,6 +177,10 @@ def test_texts_of_enemies_are_short_and_harmless() -> None:
                 check(item)
 
     check(json.loads(to_json(state(one, NOW))))
+
+
+def test_the_document_of_the_metrics_is_todays() -> None:
+    assert document.PATH.read_text(encoding="utf-8") == document.documentation()
 
 
 def test_before_anything_happened() -> None:

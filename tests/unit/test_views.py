@@ -25,7 +25,7 @@ from peer.ui import views
 from peer.ui.browsing import VIEWS, Browsing
 from peer.ui.keys import Keys, can_read
 from peer.ui.monitor_screen import draw
-from peer.ui.watched import Watched
+from peer.ui.watched import Watched, state
 from protocol.run import manifest as manifests
 from tests.unit.test_state import EXTREMES, HOSTILE, watched
 from tests.watched import BEGAN, MadeUp
@@ -142,8 +142,6 @@ def test_a_filter_and_scrolling() -> None:
 
 
 def test_every_table_has_as_many_cells_as_columns() -> None:
-    from peer.ui.state import state
-
     of = state(watched(MadeUp(5), 3), BEGAN)
     for view in VIEWS[1:]:
         sheet = views.sheet(view, of)
