@@ -28,7 +28,8 @@ class MonitorScreen(Screen):
     """Shows a run and takes keys, where there is a terminal for either. `leave` is called, on another thread, when its watcher has had
     enough."""
 
-    refresh_per_second = 1.0
+    refresh_per_second = 0.5
+    """A key has the screen drawn at once, too."""
 
     def __init__(
         self, manifest: Manifest, console: Console | None = None, leave: Callable[[], None] = lambda: None
