@@ -26,12 +26,15 @@ from protocol.identity import short_peer
 from protocol.rounds import validation
 from protocol.rounds.validation import BadCommit
 from protocol.run.manifest import Manifest
+from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
-from protocol.wire.commit import Commit, Record
+from protocol.wire.commit import Commit, Record, is_decided, voted_twice
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
 POLL_SECONDS = 1.0
+COMPARE_POLLS = 10
+"""So often another operator's newest commit is compared with ours."""
 
 
 class BadLog(RemoteError):
@@ -49,6 +52,9 @@ class Monitor:
     head: Record | None = None
     peers: dict[str, Announcement] = field(default_factory=dict)
     _roster: RosterReader = field(init=False)
+    _polls: int = 0
+    _members: tuple[str, ...] = ()
+    _forked: bool = False
 
     def __post_init__(self) -> None:
         self._roster = RosterReader(self.transport, self.manifest.run_id)
@@ -77,6 +83,10 @@ class Monitor:
 
         await self._read(tell)
         await self._announcements(sink)
+        self._polls += 1
+        if self._polls % COMPARE_POLLS == 0 and self.head is not None and not self._forked:
+            others = self.manifest.operators
+            await self._compare(self.head, others[self._polls // COMPARE_POLLS % len(others)], sink)
         if self.head is not None and self.finished:
             last = self.head.commit
             sink(Event(last.time, "bootstrap", events.RunFinished(round=last.round, state_digest=None)))
@@ -110,6 +120,7 @@ class Monitor:
         while records := await reader.page(self.transport, node, -1 if self.head is None else self.head.commit.round):
             for raw in records:
                 before = None if self.head is None else self.head.commit
+                self._members = self.manifest.first_members if before is None else before.members
                 try:
                     self.head = validation.follow(self.manifest, before, raw)
                 except BadCommit as error:
@@ -117,6 +128,20 @@ class Monitor:
                     where = f"log of {short_peer(node)}: the commit of round {round}"
                     raise BadLog(node, f"{where} {error}; ask another bootstrap node") from None
                 take(self.head)
+
+    async def _compare(self, head: Record, node: str, sink: Sink) -> None:
+        """Tells whether `node` has another decided commit of the newest round: then the run is forked."""
+        commit = head.commit
+        try:
+            found = await reader.page(self.transport, node, commit.round - 1)
+            other = encoding.decode_record(found[0], node) if found else head
+        except RemoteError:
+            return
+        same = (other.commit.run, other.commit.round) == (commit.run, commit.round)
+        if same and other.commit.digest != commit.digest and is_decided(other, self._members):
+            self._forked = True
+            liars = voted_twice(head, other)
+            sink(Event(time.time(), "monitor", events.Forked(round=commit.round, liars=liars)))
 
     async def _everybody(self) -> dict[str, Announcement]:
         """The newest announcement of everyone whom a bootstrap node knows, and of the other nodes; without one, of those in the DHT.

@@ -196,10 +196,10 @@ def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
     reached = health.reachable
     yield (
         "info",
-        f"peers reached directly: {reached['direct']}; by a port of the router: {reached['mapped']}; through relays or holes:"
-        f" {reached['private']}; not known: {reached['unknown']}",
+        f"reached: {reached['direct']} directly, {reached['mapped']} by a port, {reached['private']} by relays or holes,"
+        f" {reached['unknown']} not known",
     )
     for x in health.relays:
         text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
         yield "info", f"{text}, {x.refused} refused"
-    yield "info", f"left out in all rounds: {health.left_out_total:,} times a replica"
+    yield "info", f"left out in all rounds: {count(range(health.left_out_total), 'replica')}"

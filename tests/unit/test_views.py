@@ -91,7 +91,7 @@ def test_each_view_says_what_it_is_for() -> None:
         "✓ 1 of 1 bootstrap node there; a round needs 1 vote",
         "there, leads, voted",
         "no fork was seen",
-        "directly: 2",
+        "reached: 2 directly",
     ):
         assert shown in health
     of.feed(Event(BEGAN, "bootstrap", events.Forked(round=3, liars=(made.ids[0],))))
