@@ -1,9 +1,8 @@
-"""What the commands bootstrap, join and monitor do; peer/cli/main.py parses what was typed."""
+"""What the commands bootstrap and join do; peer/cli/main.py parses what was typed."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -40,8 +39,6 @@ from peer.node.open_run import (
     tokenizer_bytes,
 )
 from peer.node.way_in import WayIn
-from peer.ui import monitor as watch
-from peer.ui import screen as tui
 from peer.ui.lines import Lines, printer
 from protocol.errors import UsageError
 from protocol.rounds.questions import Question
@@ -228,23 +225,3 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
 def _reached(config: JoinConfig, found: Finding, peer: str, announce: tuple[str, ...]) -> JoinConfig:
     """With how others reach `peer`, that is us."""
     return dataclasses.replace(config, reachable=found.how, reached_at=found.whole(peer), announce=announce)
-
-
-async def monitor(text: str, json: bool) -> None:
-    """`potluck monitor`."""
-    import tempfile
-
-    run = parse_run(text)
-    with tempfile.TemporaryDirectory(prefix="potluck-monitor-") as name:
-        folder = Path(name)
-        transport = await start_transport(folder, Door(host="127.0.0.1"), run.run_id)
-        try:
-            manifest = await manifest_of(run, transport)
-            watcher = watch.Monitor(manifest, transport)
-            if json:
-                print(await watcher.snapshot_json())
-                return
-            with contextlib.suppress(asyncio.CancelledError), tui.Screen(manifest) as screen:
-                await watcher.follow(screen.feed)
-        finally:
-            await transport.aclose()

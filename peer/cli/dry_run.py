@@ -32,7 +32,7 @@ async def dry_run(peer: Peer, transport: Transport) -> Iterator[str]:
     own = await peer.rehearse()
     monitor = Monitor(peer.manifest, transport)
     known = await known_by(monitor)
-    return _lines(known, own, monitor.commits[-1].round if monitor.commits else 0)
+    return _lines(known, own, 0 if monitor.head is None else monitor.head.commit.round)
 
 
 def _lines(known: Known, own: Announcement, round: int) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peer.cli import commands, data, decrees, doctor, export, init, log, running
+from peer.cli import commands, data, decrees, doctor, export, init, log, running, watch
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
 from peer.net import keyfile
@@ -182,11 +182,33 @@ def join(
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
 def monitor(
     run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
-    json: Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the state as a line of JSON at every change; with --once, one snapshot."),
+    ] = False,
+    web: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT", help="Serve a page with charts to browsers (default: of this machine only)."
+        ),
+    ] = None,
+    metrics: Annotated[
+        str | None, typer.Option(metavar="[HOST:]PORT", help="Serve the main figures to Prometheus, under /metrics.")
+    ] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Show a recorded run: a file of events, or a bootstrap node's log; RUN is its manifest.",
+        ),
+    ] = None,
 ) -> None:
-    """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing."""
+    """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch between views."""
 
-    running.run(commands.monitor(run, json))
+    running.run(
+        watch.monitor(watch.WatchOptions(run=run, once=once, json=json, web=web, metrics=metrics, replay=replay))
+    )
 
 
 @app.command(epilog="Example: potluck me /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")

@@ -178,7 +178,7 @@ async def _from_run(text: str) -> Known:
 async def known_by(monitor: Monitor) -> Known:
     """What the announcements and the log say. Raises RemoteError."""
     await monitor.poll(lambda event: None)
-    newest = monitor.commits[-1].plan if monitor.commits else None
+    newest = None if monitor.head is None else monitor.head.commit.plan
     return Known(
         manifest=monitor.manifest,
         candidates=tuple(map(candidate, monitor.peers.values())),

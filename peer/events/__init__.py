@@ -188,7 +188,7 @@ def from_json(line: str) -> Event | None:
         return None
 
 
-def commit_of(commit: WireCommit) -> Commit:
+def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
     """The event that tells a commit."""
     made = [
         Contribution(
@@ -197,7 +197,7 @@ def commit_of(commit: WireCommit) -> Commit:
             steps=c.steps,
             loss=c.loss,
             bytes=sum(share.size for share in c.shares),
-            peers=tuple(share.peer for share in c.shares),
+            peers=c.peers,
             scale=c.scale,
         )
         for c in commit.contributions
@@ -208,6 +208,8 @@ def commit_of(commit: WireCommit) -> Commit:
         left_out=commit.left_out,
         diverged=commit.diverged,
         plan=commit.plan,
+        leader=commit.leader,
+        voters=tuple(voters),
     )
 
 
@@ -236,6 +238,7 @@ def ready(announcement: Announcement) -> Ready:
         down_bps=announcement.down_bps,
         speed_flops=announcement.speed_flops,
         device=announcement.device,
+        reachable=announcement.reachable,
     )
 
 

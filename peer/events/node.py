@@ -35,6 +35,8 @@ class Ready:
     """Floating-point operations a second that its training reached; 0 while that is unknown."""
     device: str
     """`cpu`, `cuda` or `mps`."""
+    reachable: str = ""
+    """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +81,10 @@ class Commit:
     """Peers whose digest of a shard after the round before differs from the majority's."""
     plan: Plan | None
     """The next round's replicas, stages and spares; null after the last round, or while nobody is there."""
+    leader: str = ""
+    """The bootstrap node that proposed it."""
+    voters: tuple[str, ...] = ()
+    """The bootstrap nodes whose votes are in the log; only `potluck monitor` tells them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from peer import events
@@ -25,12 +26,15 @@ from protocol.identity import short_peer
 from protocol.rounds import validation
 from protocol.rounds.validation import BadCommit
 from protocol.run.manifest import Manifest
+from protocol.wire import encoding
 from protocol.wire.announcement import Announcement
-from protocol.wire.commit import Commit
+from protocol.wire.commit import Commit, Record, is_decided, voted_twice
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
 POLL_SECONDS = 1.0
+COMPARE_POLLS = 10
+"""So often another operator's newest commit is compared with ours."""
 
 
 class BadLog(RemoteError):
@@ -39,28 +43,32 @@ class BadLog(RemoteError):
 
 @dataclass(slots=True)
 class Monitor:
-    """`commits`: the log so far; `peers`: the newest announcement of everyone who is there."""
+    """`head`: the newest commit of the log; `peers`: the newest announcement of everyone who is there. The commits before are told and
+    not kept: a long run of many peers would take all memory."""
 
     manifest: Manifest
     transport: Transport
     poll_seconds: float = POLL_SECONDS
-    commits: list[Commit] = field(default_factory=list)
+    head: Record | None = None
     peers: dict[str, Announcement] = field(default_factory=dict)
     _roster: RosterReader = field(init=False)
+    _polls: int = 0
+    _members: tuple[str, ...] = ()
+    _forked: bool = False
 
     def __post_init__(self) -> None:
         self._roster = RosterReader(self.transport, self.manifest.run_id)
 
     async def follow(self, sink: Sink) -> None:
         """Polls and tells until the run is over. What is wrong is a warning, told once until all is well again."""
-        told: set[str] = set()
+        warned: set[str] = set()
         while True:
             try:
                 await self.poll(sink)
-                told.clear()
+                warned.clear()
             except RemoteError as error:
-                if str(error) not in told:
-                    told.add(str(error))
+                if str(error) not in warned:
+                    warned.add(str(error))
                     sink(Event(time.time(), "monitor", events.Warning(text=str(error))))
             if self.finished:
                 return
@@ -68,49 +76,72 @@ class Monitor:
 
     async def poll(self, sink: Sink) -> None:
         """One look at the log and at the announcements. Raises RemoteError, LocalError."""
-        for commit in await self._new_commits():
-            sink(Event(commit.time, "bootstrap", events.commit_of(commit)))
-            for peer, role in _roles(commit.plan):
-                sink(Event(commit.time, peer, role))
+
+        def tell(record: Record) -> None:
+            for event in told(record):
+                sink(event)
+
+        await self._read(tell)
         await self._announcements(sink)
-        if self.finished:
-            last = self.commits[-1]
+        self._polls += 1
+        if self._polls % COMPARE_POLLS == 0 and self.head is not None and not self._forked:
+            others = self.manifest.operators
+            await self._compare(self.head, others[self._polls // COMPARE_POLLS % len(others)], sink)
+        if self.head is not None and self.finished:
+            last = self.head.commit
             sink(Event(last.time, "bootstrap", events.RunFinished(round=last.round, state_digest=None)))
 
     @property
     def finished(self) -> bool:
         """Whether the last round is committed."""
-        return bool(self.commits) and self.commits[-1].round >= self.manifest.rounds
+        return self.head is not None and self.head.commit.round >= self.manifest.rounds
 
     async def snapshot(self) -> Snapshot:
-        """The run as of now. Raises RemoteError, LocalError."""
-        await self.poll(lambda event: None)
-        return snapshot(self.manifest, self.commits, self.peers, time.time())
+        """The run as of now, with the whole log, which is read anew. Raises RemoteError, LocalError."""
+        commits: list[Commit] = []
+        self.head = None
+        await self._read(lambda record: commits.append(record.commit))
+        await self._announcements(lambda event: None)
+        return snapshot(self.manifest, commits, self.peers, time.time())
 
     async def snapshot_json(self) -> str:
         """`snapshot` as JSON text."""
         return json.dumps(plain(await self.snapshot()), indent=1)
 
-    async def _new_commits(self) -> list[Commit]:
-        """The commits that the log has and we had not, from the first bootstrap node that answers, checked."""
-        known = len(self.commits)
+    async def _read(self, take: Callable[[Record], None]) -> None:
+        """Takes the records that the log has and we had not, from the first bootstrap node that answers, checked."""
         *others, last = self.manifest.operators
         for node in others:
             with contextlib.suppress(RemoteError):
-                await self._read_log(node)
-                return self.commits[known:]
-        await self._read_log(last)
-        return self.commits[known:]
+                return await self._read_log(node, take)
+        await self._read_log(last, take)
 
-    async def _read_log(self, node: str) -> None:
-        while records := await reader.page(self.transport, node, len(self.commits) - 1):
+    async def _read_log(self, node: str, take: Callable[[Record], None]) -> None:
+        while records := await reader.page(self.transport, node, -1 if self.head is None else self.head.commit.round):
             for raw in records:
-                before = self.commits[-1] if self.commits else None
+                before = None if self.head is None else self.head.commit
+                self._members = self.manifest.first_members if before is None else before.members
                 try:
-                    self.commits.append(validation.follow(self.manifest, before, raw).commit)
+                    self.head = validation.follow(self.manifest, before, raw)
                 except BadCommit as error:
-                    where = f"log of {short_peer(node)}: the commit of round {len(self.commits)}"
+                    round = 0 if before is None else before.round + 1
+                    where = f"log of {short_peer(node)}: the commit of round {round}"
                     raise BadLog(node, f"{where} {error}; ask another bootstrap node") from None
+                take(self.head)
+
+    async def _compare(self, head: Record, node: str, sink: Sink) -> None:
+        """Tells whether `node` has another decided commit of the newest round: then the run is forked."""
+        commit = head.commit
+        try:
+            found = await reader.page(self.transport, node, commit.round - 1)
+            other = encoding.decode_record(found[0], node) if found else head
+        except RemoteError:
+            return
+        same = (other.commit.run, other.commit.round) == (commit.run, commit.round)
+        if same and other.commit.digest != commit.digest and is_decided(other, self._members):
+            self._forked = True
+            liars = voted_twice(head, other)
+            sink(Event(time.time(), "monitor", events.Forked(round=commit.round, liars=liars)))
 
     async def _everybody(self) -> dict[str, Announcement]:
         """The newest announcement of everyone whom a bootstrap node knows, and of the other nodes; without one, of those in the DHT.
@@ -165,6 +196,14 @@ def _news(old: Announcement | None, new: Announcement) -> events.Announced | Non
         bytes_received=new.bytes_received,
         load=load,
     )
+
+
+def told(record: Record) -> Iterator[Event]:
+    """A decided round, and what its plan has everybody do."""
+    commit = record.commit
+    yield Event(commit.time, "bootstrap", events.commit_of(commit, sorted(record.votes)))
+    for peer, role in _roles(commit.plan):
+        yield Event(commit.time, peer, role)
 
 
 def _roles(plan: Plan | None) -> list[tuple[str, events.Role]]:

@@ -208,12 +208,12 @@ class View:
     @property
     def chains(self) -> list[ChainView]:
         """The planned chains, as far as they are known, in plan order."""
-        out = []
+        out, number = [], -1
         for replica in self.replicas:
+            number += replica.is_chain
             members = tuple(self.peers.get(peer) or PeerView(peer, self.name(peer)) for peer in replica.peers)
-            found = bottleneck([p.activity for p in members])
-            if found is not None:
-                out.append(ChainView(self.replica_name(replica.number), members, found))
+            if (found := bottleneck([p.activity for p in members])) is not None:
+                out.append(ChainView(f"chain {number}", members, found))
         return out
 
     def listed(self) -> list[PeerView]:

@@ -65,7 +65,7 @@ def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
     if notes:
         parts.append(_panel("messages", _notes(view, width - 4, notes - 2), width, notes, ascii_only))
     frame = Group(*parts)
-    return _Plain(frame) if ascii_only else frame
+    return Plain(frame) if ascii_only else frame
 
 
 def _busy_rows(view: View, free: int) -> int:
@@ -74,7 +74,7 @@ def _busy_rows(view: View, free: int) -> int:
     return min(members + 3, free) if members and free >= 5 else 0
 
 
-class _Plain:
+class Plain:
     """Draws `inner` in ASCII characters only."""
 
     def __init__(self, inner: RenderableType) -> None:
@@ -294,6 +294,8 @@ class Screen:
     instead, few of them (peer/ui/lines.py).
     """
 
+    refresh_per_second = 4.0
+
     def __init__(
         self, manifest: Manifest, names: Mapping[str, str] | None = None, console: Console | None = None
     ) -> None:
@@ -306,7 +308,7 @@ class Screen:
     def feed(self, event: Event) -> None:
         """A Sink."""
         with self._lock:
-            self.view.feed(event)
+            self._take(event)
         if self._live is None:
             self._print(event)
 
@@ -314,7 +316,13 @@ class Screen:
         """The present frame, as large as the terminal."""
         with self._lock:
             width, full = self.console.size
-            return render(self.view, width, height or full, ascii_only=self.console.options.ascii_only)
+            return self._drawn(width, height or full)
+
+    def _take(self, event: Event) -> None:
+        self.view.feed(event)
+
+    def _drawn(self, width: int, height: int) -> RenderableType:
+        return render(self.view, width, height, ascii_only=self.console.options.ascii_only)
 
     def __enter__(self) -> Screen:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
@@ -322,7 +330,7 @@ class Screen:
                 get_renderable=self.frame,
                 console=self.console,
                 screen=True,
-                refresh_per_second=4,
+                refresh_per_second=self.refresh_per_second,
                 transient=True,
             )
             self._live.start()

@@ -1,4 +1,4 @@
-"""The run as of now, as plain data: what `potluck monitor --json` prints.
+"""The run as of now, as plain data: what `potluck monitor --once --json` prints.
 
 The classes are the schema, and docs/events.md lists them.
 """

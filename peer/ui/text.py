@@ -41,8 +41,11 @@ def readable(text: object, names: Mapping[str, str]) -> str:
 
 def clean(text: object, limit: int = 160) -> str:
     """Text of another peer, printable and short."""
-    shown = "".join(c if c.isprintable() else " " for c in str(text)[:limit])
-    return shown + ("…" if len(str(text)) > limit else "")
+    whole = str(text)
+    shown = whole[:limit]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else " " for c in shown)
+    return shown + ("…" if len(whole) > limit else "")
 
 
 def count(items: Sized, noun: str) -> str:

@@ -8,11 +8,36 @@ contribution's. A spare that took a member's place has that member's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from protocol.wire.commit import Commit, Contribution
+from protocol.wire.commit import LeftOut
 from protocol.wire.plan import Plan
+
+
+class Contributed(Protocol):
+    """What credits read of a contribution, on the wire or in an event."""
+
+    @property
+    def replica(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def peers(self) -> tuple[str, ...]: ...
+
+
+class Decided(Protocol):
+    """What credits read of a commit, on the wire or in an event."""
+
+    @property
+    def round(self) -> int: ...
+    @property
+    def contributions(self) -> Sequence[Contributed]: ...
+    @property
+    def left_out(self) -> Sequence[LeftOut]: ...
+    @property
+    def plan(self) -> Plan | None: ...
 
 
 @dataclass(slots=True)
@@ -40,7 +65,7 @@ class Credits:
         self._plan: Plan | None = None
         self._of: dict[str, Credit] = {}
 
-    def add(self, commit: Commit) -> None:
+    def add(self, commit: Decided) -> None:
         """The next commit of the log."""
         self.round = commit.round
         for contribution in commit.contributions:
@@ -63,9 +88,9 @@ class Credits:
     def _credit(self, peer: str) -> Credit:
         return self._of.setdefault(peer, Credit(peer))
 
-    def _parts(self, contribution: Contribution) -> Iterator[tuple[str, int]]:
+    def _parts(self, contribution: Contributed) -> Iterator[tuple[str, int]]:
         """(member, its tokens)."""
-        peers = tuple(share.peer for share in contribution.shares)
+        peers = contribution.peers
         spec = self._plan.taken(contribution.replica, peers, self._layers) if self._plan is not None else None
         ends = [stage.last for stage in spec.stages] if spec is not None else []
         if len(ends) != len(peers) or any(a >= b for a, b in itertools.pairwise([0, *ends])):

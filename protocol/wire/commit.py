@@ -76,6 +76,11 @@ class Contribution:
         if self.tokens < 1:
             raise ValueError("tokens must be at least 1")
 
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """Who made it, in the order of the stages."""
+        return tuple(share.peer for share in self.shares)
+
 
 @row
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from peer.events import node, volunteer
 from peer.ui.contributors import Contributor
 from peer.ui.logged import LoggedRound
 from peer.ui.snapshot import Snapshot
+from peer.ui.state import State
 
 PATH = Path(__file__).parents[2] / "docs" / "events.md"
 HEAD = """# Events
@@ -37,11 +38,15 @@ second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the
 each round; replicas, stages and blocks count from 0. Peers are named by their peer ids. A reader must pass over fields
 and kinds that it does not know.
 
-`potluck monitor --json` prints the run as of now instead: one object, [the snapshot](#the-snapshot). And
+`potluck monitor --json` prints the run as of now instead, an object a line whenever something has changed:
+[the state](#the-state), which its web page asks for as `/state.json`, too. It is bounded, and has no addresses. With
+`--once` it prints all that one look sees, the whole log and every announcement: [the snapshot](#the-snapshot). And
 `potluck log show --json` prints an object a line for each decided round: [the logged round](#the-logged-round).
 `potluck log credits --json` prints one for each contributor: [the contributor](#the-contributor).
 """
 EXAMPLE = events.Event(1763820000.5, "bootstrap", events.Gone(peer="12D3KooW…"))
+OBJECTS = (State, Snapshot, LoggedRound, Contributor)
+"""What commands print besides events."""
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}
 
 
@@ -54,6 +59,8 @@ def documentation() -> str:
         told = [kind for kind in kinds if kind.__module__ == module.__name__]
         parts += [_section(f"`{events.kind_of(kind)}`", kind) for kind in told]
     parts.append("## What `potluck monitor --json` prints\n")
+    parts.append(_section("The state", State))
+    parts.append("## What `potluck monitor --once --json` prints\n")
     parts.append(_section("The snapshot", Snapshot))
     parts.append("## What `potluck log show --json` prints\n")
     parts.append(_section("The logged round", LoggedRound))
@@ -61,7 +68,7 @@ def documentation() -> str:
     parts.append(_section("The contributor", Contributor))
     parts.append("## The parts of these\n")
     named: list[type] = []
-    for owner in (*kinds, Snapshot, LoggedRound, Contributor):
+    for owner in (*kinds, *OBJECTS):
         _collect(owner, named)
     made = sorted(set(named) - set(kinds), key=lambda part: part.__name__)
     parts += [_section(f"Object `{part.__name__}`", part) for part in made]
@@ -106,7 +113,7 @@ def _collect(hint: Any, into: list[type]) -> None:
         for part in typing.get_type_hints(hint).values():
             _collect(part, into)
         assert isinstance(hint, type)
-        if hint not in (Snapshot, LoggedRound, Contributor):
+        if hint not in OBJECTS:
             into.append(hint)
 
 

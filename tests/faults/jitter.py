@@ -76,7 +76,7 @@ class Uneven:
     def monitor(self) -> utilization.Bottleneck:
         """What `potluck monitor` says."""
         _, prefix = self.swarm.places[NODE]
-        command = [*prefix, sys.executable, "-m", "peer.cli", "monitor", self.swarm.addresses[0], "--json"]
+        command = [*prefix, sys.executable, "-m", "peer.cli", "monitor", self.swarm.addresses[0], "--once", "--json"]
         said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)["bottlenecks"]
         (found,) = said
         return utilization.Bottleneck(self.peers.index(found["peer"]), found["what"], found["share"])

@@ -57,7 +57,7 @@ class Moving:
         """Where `name` is, by what a monitor sees that looks from its home."""
         (peer,) = (peer for peer, known in self.roles.ids.items() if known == name)
         command = [*self.homes.places[name][1], sys.executable, "-m", "peer.cli"]
-        command += ["monitor", self.roles.swarm.addresses[0], "--json"]
+        command += ["monitor", self.roles.swarm.addresses[0], "--once", "--json"]
         said = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout
         (found,) = (p for p in json.loads(said)["peers"] if p["peer"] == peer)
         return [address.split("/")[2] for address in found["addresses"]]

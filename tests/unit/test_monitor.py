@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import io
 import json
 from collections.abc import Awaitable, Callable
@@ -15,7 +17,7 @@ from peer import events as kinds
 from peer.events import Event
 from peer.net.base import Stream, Transport, serve_calls
 from peer.net.memory import MemoryNetwork
-from peer.ui.monitor import BadLog, Monitor
+from peer.ui.monitor import COMPARE_POLLS, BadLog, Monitor
 from peer.ui.run_state import View
 from peer.ui.screen import Screen
 from protocol.identity import Identity, short_peer
@@ -283,8 +285,6 @@ def test_a_forged_log_is_refused(forge: Callable[[list[Commit]], list[bytes]], r
 
 def test_a_commit_must_follow_the_one_before_it() -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
-        import dataclasses
-
         first, second, _ = commits()
         node.log = records([first, dataclasses.replace(second, parent="0" * 64)])
         with pytest.raises(BadLog, match="does not follow"):
@@ -316,6 +316,39 @@ def test_a_node_that_is_away_is_a_warning_told_once() -> None:
         await monitor.follow(events.append)
 
     assert [e.kind for e in play(story)].count("warning") == 2, "one of each of two"
+
+
+@pytest.mark.parametrize("voters", [(0, 2), (2,)], ids=["decided", "not decided"])
+def test_a_fork_between_two_nodes_is_found_and_named_once(voters: tuple[int, ...]) -> None:
+    keys = tiny.OPERATORS[:3]
+    ids = tuple(key.peer_id for key in keys)
+    manifest = dataclasses.replace(tiny.manifest(), operators=ids, quorum=3)
+
+    def first(time: float) -> Commit:
+        return dataclasses.replace(
+            commits()[0], run=manifest.run_id, parent=manifest.run_id, time=time, leader=ids[0], members=ids
+        )
+
+    async def run() -> list[Event]:
+        network, told = MemoryNetwork(), list[Event]()
+        for key, record in (
+            (keys[0], tiny.record(first(1.0), keys[0], keys[1])),
+            (keys[2], tiny.record(first(2.0), *(keys[i] for i in voters))),
+        ):
+            raw = framing.pack_message([encoding.encode_record(record)])
+            await serve_calls(network.transport(key.peer_id), endpoints.LOG, functools.partial(answer, raw))
+        monitor = Monitor(manifest, network.transport(WATCHER))
+        async with asyncio.timeout(30):
+            for _ in range(7 * COMPARE_POLLS):
+                await monitor.poll(told.append)
+        return told
+
+    async def answer(raw: bytes, remote: str, request: bytes) -> bytes:
+        ask = encoding.expect(LogRequest, encoding.decode(request, remote), remote)
+        return raw if ask.after < 0 else framing.pack_message([])
+
+    found = [event.body for event in asyncio.run(run()) if isinstance(event.body, kinds.Forked)]
+    assert found == ([kinds.Forked(round=0, liars=(ids[0],))] if len(voters) == 2 else [])
 
 
 def test_snapshot() -> None:

@@ -1,0 +1,165 @@
+"""What the command monitor does: a run or a recording, shown on a terminal, as JSON, to browsers and to Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from peer.events import Event, Sink
+from peer.log import reader
+from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
+from peer.ui import metrics, web
+from peer.ui.monitor import Monitor
+from peer.ui.monitor_screen import MonitorScreen
+from peer.ui.replay import Replay
+from peer.ui.state import State
+from protocol.errors import UsageError
+from protocol.run.manifest import Manifest
+from protocol.wire.schema import plain
+
+CHANGE_SECONDS = 1.0
+"""How often `--json` looks for changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchOptions:
+    """What was typed; see `potluck monitor --help`."""
+
+    run: str
+    once: bool = False
+    json: bool = False
+    web: str | None = None
+    metrics: str | None = None
+    replay: Path | None = None
+
+
+class Told(Protocol):
+    """A run that tells what happens: a Monitor, or a Replay."""
+
+    async def poll(self, sink: Sink) -> None:
+        """What there is to tell now."""
+        ...
+
+    async def follow(self, sink: Sink) -> None:
+        """All, until the end."""
+        ...
+
+
+async def monitor(options: WatchOptions) -> None:
+    """`potluck monitor`."""
+    if options.once and (options.web or options.metrics):
+        raise UsageError("--once: leaves at once; give it without --web and --metrics")
+    where = {
+        option: web.read_where(text, option)
+        for option, text in (("--web", options.web), ("--metrics", options.metrics))
+        if text is not None
+    }
+    with contextlib.suppress(asyncio.CancelledError):
+        async with _opened(options) as (manifest, told):
+            if options.once:
+                await _once(options, manifest, told)
+            else:
+                await _watch(options, manifest, told, where)
+
+
+@contextlib.asynccontextmanager
+async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, Told]]:
+    """The run that is watched, or its recording. Raises UsageError, RemoteError."""
+    import tempfile
+
+    if options.replay is not None:
+        path = Path(options.run)
+        manifest = await reader.Folder(path).manifest() if path.is_dir() else read_manifest(path)
+        if manifest is None:
+            raise UsageError(f"log in {path}: has no rounds yet; give the run's manifest")
+        yield manifest, Replay(manifest, options.replay)
+        return
+    run = parse_run(options.run)
+    with tempfile.TemporaryDirectory(prefix="potluck-monitor-") as name:
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
+        try:
+            manifest = await manifest_of(run, transport)
+            yield manifest, Monitor(manifest, transport)
+        finally:
+            await transport.aclose()
+
+
+async def _once(options: WatchOptions, manifest: Manifest, told: Told) -> None:
+    if not options.json:
+        screen = MonitorScreen(manifest)
+        await told.poll(screen.take)
+        screen.console.print(screen.frame())
+    elif isinstance(told, Monitor):
+        print(await told.snapshot_json())
+    else:
+        raise UsageError("--replay: has no snapshot; give --json without --once")
+
+
+async def _watch(options: WatchOptions, manifest: Manifest, told: Told, where: dict[str, tuple[str, int]]) -> None:
+    enough, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def leave() -> None:
+        loop.call_soon_threadsafe(enough.set)
+
+    screen = MonitorScreen(manifest, leave=leave)
+    with contextlib.ExitStack() as stack:
+        for server in _servers(screen, where):
+            stack.enter_context(server)
+            screen.say(f"{' and '.join(server.paths)} at {server.url}")
+        if not options.json:
+            stack.enter_context(screen)
+        work = asyncio.ensure_future(_print_changes(told, screen) if options.json else told.follow(screen.feed))
+        left = asyncio.ensure_future(enough.wait())
+        try:
+            await asyncio.wait([work, left], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                if where or (options.replay is not None and screen.browsing is not None):
+                    await left
+        finally:
+            work.cancel()
+            left.cancel()
+
+
+def _servers(screen: MonitorScreen, where: dict[str, tuple[str, int]]) -> list[web.Server]:
+    """One for each address, `where` by the options that name them. Raises UsageError where one cannot be had."""
+    paths: dict[tuple[str, int], web.Paths] = {}
+    if "--web" in where:
+        page = web.page()
+        state = web.Fresh("application/json", lambda: to_json(screen.state()))
+        paths[where["--web"]] = {"/": lambda: page, "/state.json": state}
+    if "--metrics" in where:
+        figures = web.Fresh(metrics.KIND, lambda: metrics.exposition(screen.state()))
+        paths[where["--metrics"]] = {**paths.get(where["--metrics"], {}), "/metrics": figures}
+    return [web.Server(address, served) for address, served in paths.items()]
+
+
+async def _print_changes(told: Told, screen: MonitorScreen) -> None:
+    """Prints the state when something has happened, once in CHANGE_SECONDS at most, and in the end."""
+    changed = False
+
+    def take(event: Event) -> None:
+        nonlocal changed
+        changed = True
+        screen.take(event)
+
+    work = asyncio.ensure_future(told.follow(take))
+    try:
+        while not work.done():
+            await asyncio.wait([work], timeout=CHANGE_SECONDS)
+            if changed:
+                changed = False
+                print(to_json(screen.state()), flush=True)
+        work.result()
+    finally:
+        work.cancel()
+
+
+def to_json(state: State) -> str:
+    """A state on one line."""
+    return json.dumps(plain(state), separators=(",", ":"), allow_nan=False)

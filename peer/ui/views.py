@@ -1,0 +1,205 @@
+"""The monitor's views beside the run's screen: replicas and chains, rounds, contributors and health, as tables of one State each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from peer.ui.lines import MARKS
+from peer.ui.screen import LEVEL_STYLES
+from peer.ui.state import State, StateHealth
+from peer.ui.text import blocks, clock, count, duration, rate, size
+from peer.ui.utilization import percent
+
+Row = tuple[Text | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`least`: it is shown on screens of so many characters; `left`: its cells begin at one line; `wide`: it takes what is left."""
+
+    name: str
+    least: int = 0
+    left: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A view's title, its columns, and all its rows."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Row]
+
+
+def sheet(view: str, state: State) -> Sheet:
+    """One of the views that are tables."""
+    return {"chains": _chains, "rounds": _rounds, "contributors": _contributors, "health": _health}[view](state)
+
+
+def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, ascii_only: bool) -> tuple[Panel, int]:
+    """A panel of exactly `width` x `height` characters with the rows that have `pattern`, and how many of them are above it: `skip`,
+    or fewer where that is beyond the end."""
+    rows = [row for row in shown.rows if _has(row, pattern)] if pattern else list(shown.rows)
+    space = max(1, height - 3)
+    skip = max(0, min(skip, len(rows) - space))
+    seen = rows[skip : skip + space]
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
+    places = [i for i, column in enumerate(shown.columns) if width >= column.least]
+    for column in (shown.columns[i] for i in places):
+        justify, ratio = "left" if column.left else "right", 1 if column.wide else None
+        table.add_column(column.name, justify=justify, no_wrap=True, ratio=ratio, overflow="ellipsis")  # type: ignore[arg-type]
+    for row in seen:
+        table.add_row(*(_cell(row[i]) for i in places))
+    title = f" {shown.title} "
+    if len(rows) > len(seen) or pattern:
+        title += f"· {skip + 1 if seen else 0}-{skip + len(seen)} of {len(rows)} "
+    body: RenderableType = (
+        table if rows else Text("nobody has that" if pattern else "nothing yet", style="bright_black")
+    )
+    drawn = Panel(
+        body,
+        title=Text(title, style="bold"),
+        title_align="left",
+        box=box.ASCII if ascii_only else box.ROUNDED,
+        border_style="bright_black",
+        width=width,
+        height=height,
+        padding=(0, 1),
+    )
+    return drawn, skip
+
+
+def _cell(value: Text | str) -> Text:
+    return value if isinstance(value, Text) else Text(value)
+
+
+def _has(row: Row, pattern: str) -> bool:
+    return any(pattern.casefold() in str(cell).casefold() for cell in row)
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _chains(state: State) -> Sheet:
+    """One row for each peer, under its replica."""
+    replicas = {r.replica: r for r in state.replicas}
+    first = {r.replica: True for r in state.replicas}
+    rows: list[Row] = []
+    for p in state.peers:
+        replica = replicas.get(p.replica) if p.replica is not None else None
+        waits = ""
+        if replica is not None and first[replica.replica]:
+            waits, first[replica.replica] = replica.waits, False
+        does = blocks(p.first, p.last) if p.role == "stage" else p.role
+        rows.append((
+            replica.name if replica is not None and replica.chain else "",
+            Text(p.name, style="bold" if p.here else "strike"),
+            does,
+            p.phase,
+            "-" if p.busy is None else percent(p.busy),
+            f"{p.step}/{p.steps}" if replica is not None else "-",
+            _number(p.loss) if replica is not None else "-",
+            p.device or "-",
+            size(p.memory_bytes) if p.memory_bytes else "-",
+            rate(p.up_bps) if p.up_bps else "-",
+            p.reachable or "-",
+            Text(f"◄ {waits}", style=LEVEL_STYLES["warning"]) if waits else "",
+        ))  # fmt: skip
+    columns = (
+        Column("chain", left=True), Column("peer", left=True), Column("does", left=True), Column("phase", left=True),
+        Column("busy"), Column("step"), Column("loss"), Column("device", 110, left=True), Column("memory", 110),
+        Column("uplink", 110), Column("reached", 130, left=True), Column("slowest", 100, left=True, wide=True),
+    )  # fmt: skip
+    full = sum(not r.chain for r in state.replicas)
+    return Sheet(
+        f"replicas and chains: {full} full, {count(range(state.replicas_total - full), 'chain')}", columns, rows
+    )
+
+
+def _rounds(state: State) -> Sheet:
+    rows: list[Row] = []
+    for r in state.recent:
+        why = "; ".join(f"{x.replica}: {x.reason}" for x in r.left_out)
+        more = r.left_out_total - len(r.left_out)
+        rows.append((
+            str(r.round),
+            clock(r.time),
+            "-" if r.seconds is None else duration(r.seconds),
+            str(r.replicas),
+            f"{r.tokens:,}",
+            _number(r.tokens / r.seconds if r.seconds else None, ",.0f"),
+            _number(r.loss),
+            size(r.bytes),
+            Text(why + (f"; {more} more" if more else ""), style=LEVEL_STYLES["warning"]),
+        ))  # fmt: skip
+    columns = (
+        Column("round"), Column("decided"), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
+        Column("loss"), Column("payloads", 100), Column("left out", left=True, wide=True),
+    )  # fmt: skip
+    return Sheet("rounds, the newest first", columns, rows)
+
+
+def _contributors(state: State) -> Sheet:
+    rows: list[Row] = [
+        (
+            str(c.rank), Text(c.name, style="bold"), f"{c.tokens:,}", f"{c.share:.1%}", f"{c.rounds:,}", f"{c.streak:,}", f"{c.left_out:,}", c.reason
+        )
+        for c in state.contributors
+    ]  # fmt: skip
+    columns = (
+        Column(""), Column("peer", left=True), Column("tokens"), Column("share"), Column("rounds"), Column("streak"),
+        Column("left out"), Column("the last time because", 90, left=True, wide=True),
+    )  # fmt: skip
+    shown = f"the first {len(rows)} of " if state.contributors_total > len(rows) else ""
+    return Sheet(f"contributors: {shown}{state.contributors_total}, {state.tokens:,} tokens", columns, rows)
+
+
+def _health(state: State) -> Sheet:
+    rows: list[Row] = [(Text(MARKS[level], style=LEVEL_STYLES[level]), text) for level, text in _checks(state.health)]
+    return Sheet("health", (Column("", left=True), Column("", left=True, wide=True)), rows)
+
+
+def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
+    """(level, text) of each thing that may be wrong."""
+    here = sum(o.here for o in health.operators)
+    enough = "good" if here >= health.votes_needed else "error"
+    yield (
+        enough,
+        f"{here} of {count(health.operators, 'bootstrap node')} there; a round needs {count(range(health.votes_needed), 'vote')}",
+    )
+    for o in health.operators:
+        facts = (
+            "there" if o.here else "not there",
+            "leads" if o.leads else "",
+            "voted for the newest round" if o.voted else "",
+        )
+        yield "info" if o.here else "warning", f"{o.name}: {', '.join(filter(None, facts))}"
+    for fork in health.forks:
+        yield "error", fork
+    if not health.forks:
+        yield "good", "no fork was seen"
+    for d in health.diverged:
+        yield "error", f"{d.peer} has other bits in {d.shard} after round {health.compared_round}"
+    if health.compared_round is None:
+        yield "info", "states are not compared yet"
+    elif not health.diverged:
+        yield "good", f"all digests are equal after round {health.compared_round}"
+    reached = health.reachable
+    yield (
+        "info",
+        f"reached: {reached['direct']} directly, {reached['mapped']} by a port, {reached['private']} by relays or holes,"
+        f" {reached['unknown']} not known",
+    )
+    for x in health.relays:
+        text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
+        yield "info", f"{text}, {x.refused} refused"
+    yield "info", f"left out in all rounds: {count(range(health.left_out_total), 'replica')}"

@@ -1,0 +1,245 @@
+"""The monitor's screen with keys: every view at every size, what keys do, and that the terminal is left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import queue
+import select
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from peer import events
+from peer.events import Event
+from peer.ui import views
+from peer.ui.browsing import VIEWS, Browsing
+from peer.ui.keys import Keys, can_read
+from peer.ui.monitor_screen import draw
+from peer.ui.watched import Watched, state
+from protocol.run import manifest as manifests
+from tests.unit.test_state import EXTREMES, HOSTILE, watched
+from tests.watched import BEGAN, MadeUp
+
+DEADLINE = 60.0
+
+
+def drawn(of: Watched, browsing: Browsing, width: int, height: int, *, ascii_only: bool = False) -> list[str]:
+    console = Console(width=width, height=height, file=io.StringIO(), record=True, legacy_windows=False)
+    console.print(draw(of, browsing, width, height, ascii_only))
+    return console.export_text().rstrip("\n").split("\n")
+
+
+def text(of: Watched, browsing: Browsing) -> str:
+    return "\n".join(drawn(of, browsing, 120, 40))
+
+
+def hostile() -> Watched:
+    """A run in which everybody says what hurts most."""
+    made = MadeUp(5)
+    one = watched(made, 3)
+    for value in EXTREMES:
+        for peer in made.ids:
+            said = events.Announced(
+                phase=HOSTILE, round=4, step=2**31, loss=value, bytes_sent=2**63, bytes_received=0, load=None
+            )
+            one.feed(Event(value, peer, said))
+        one.feed(Event(value, "bootstrap", events.Warning(text=HOSTILE)))
+    one.feed(made.commit(4, float("inf")))
+    return one
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (60, 16)], ids=str)
+def test_a_frame_has_the_size_of_the_screen_whatever_is_in_it(view: str, size: tuple[int, int]) -> None:
+    runs = (Watched(MadeUp(5).manifest), watched(MadeUp(5), 3), watched(MadeUp(100), 2), hostile())
+    for of in runs:
+        for ascii_only in (False, True):
+            lines = drawn(of, Browsing(view=view), *size, ascii_only=ascii_only)
+            assert len(lines) == size[1]
+            assert max(map(len, lines)) <= size[0]
+            assert all(line.isprintable() for line in lines)
+            assert "5 health" in lines[-1]
+            if ascii_only:
+                assert "".join(lines).isascii()
+
+
+def test_each_view_says_what_it_is_for() -> None:
+    made = MadeUp(5)
+    of = watched(made, 20)
+    ids = [peer[-8:] for peer in made.ids]
+    chains = text(of, Browsing(view="chains"))
+    for shown in (*ids, "chain 0", "blocks 2-3", "spare", "training", "◄ link ", "1 full, 1 chain"):
+        assert shown in chains
+    rounds = text(of, Browsing(view="rounds"))
+    for shown in ("20", "1:00 min", "4,096", "chain 0: its offer came too late"):
+        assert shown in rounds
+    contributors = text(of, Browsing(view="contributors"))
+    for shown in ("contributors: 4,", "40,960", ids[0], "52.6%"):
+        assert shown in contributors
+    health = text(of, Browsing(view="health"))
+    for shown in (
+        "✓ 1 of 1 bootstrap node there; a round needs 1 vote",
+        "there, leads, voted",
+        "no fork was seen",
+        "reached: 2 directly",
+    ):
+        assert shown in health
+    of.feed(Event(BEGAN, "bootstrap", events.Forked(round=3, liars=(made.ids[0],))))
+    assert f"✗ round 3 has two decided commits; voted for both: {ids[0]}" in text(of, Browsing(view="health"))
+
+
+def test_keys() -> None:
+    browsing = Browsing()
+    seen = []
+    for key in ("2", "5", "\t", "\t", "x", "\x1b[99~", "3"):
+        browsing.press(key)
+        seen.append(browsing.view)
+    assert seen == ["chains", "health", "run", "chains", "chains", "chains", "rounds"]
+    for key in "/a2q\x7fq":
+        browsing.press(key)
+    assert (browsing.pattern, browsing.typing, browsing.view, browsing.left) == ("a2q", True, "rounds", False)
+    browsing.press("\n")
+    assert not browsing.typing
+    browsing.press("\x1b")
+    assert browsing.pattern == ""
+    for key in "p":
+        browsing.press(key)
+        assert browsing.paused
+    browsing.press(" ")
+    assert not browsing.paused
+    browsing.press("q")
+    assert browsing.left
+
+
+def test_a_filter_and_scrolling() -> None:
+    made = MadeUp(100)
+    of, browsing = watched(made, 2), Browsing(view="chains")
+    assert "1-36 of 100" in text(of, browsing)
+    browsing.press("\x1b[6~")
+    assert "16-51 of 100" in text(of, browsing)
+    for _ in range(20):
+        browsing.press("\x1b[6~")
+    assert "65-100 of 100" in text(of, browsing)
+    browsing.press("k")
+    assert "64-99 of 100" in text(of, browsing), "what was scrolled beyond the end counts for nothing"
+    for key in f"/{made.ids[50][-6:].lower()}\n":
+        browsing.press(key)
+    assert "1-1 of 1 " in text(of, browsing)
+    assert made.ids[50][-8:] in text(of, browsing)
+    for key in "/nobody\n":
+        browsing.press(key)
+    assert "nobody has that" in text(of, browsing)
+
+
+def test_every_table_has_as_many_cells_as_columns() -> None:
+    of = state(watched(MadeUp(5), 3), BEGAN)
+    for view in VIEWS[1:]:
+        sheet = views.sheet(view, of)
+        assert sheet.rows
+        assert {len(row) for row in sheet.rows} == {len(sheet.columns)}
+
+
+# --- a terminal
+
+
+def test_keys_come_one_by_one_and_the_terminal_is_as_before() -> None:
+    here, there = pty.openpty()
+    before = termios.tcgetattr(there)
+    got: queue.Queue[str] = queue.Queue()
+    try:
+        with contextlib.suppress(ZeroDivisionError), Keys(there, got.put):
+            assert not termios.tcgetattr(there)[3] & termios.ICANON
+            os.write(here, b"2\x1b[Aq\x1b")
+            assert [got.get(timeout=DEADLINE) for _ in range(4)] == ["2", "\x1b[A", "q", "\x1b"]
+            raise ZeroDivisionError
+        assert termios.tcgetattr(there) == before
+    finally:
+        os.close(here)
+        os.close(there)
+
+
+def test_what_is_no_terminal_has_no_keys() -> None:
+    wake, end = os.pipe()
+    assert not can_read(wake)
+    os.close(wake)
+    os.close(end)
+    assert not can_read(wake)
+
+
+class Terminal:
+    """`potluck monitor` in a terminal of its own."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        made = MadeUp(5)
+        (folder / "run.toml").write_text(manifests.to_toml(made.manifest))
+        with open(folder / "events.jsonl", "w") as file:
+            file.writelines(event.to_json() + "\n" for event in made.all(3))
+        self.here, self.there = pty.openpty()
+        termios.tcsetwinsize(self.there, (24, 80))
+        self.before = termios.tcgetattr(self.there)
+        command = [sys.executable, "-m", "peer.cli", "monitor", "run.toml", "--replay", "events.jsonl", *options]
+        self.process = subprocess.Popen(
+            command,
+            cwd=folder,
+            stdin=self.there,
+            stdout=self.there,
+            stderr=self.there,
+            start_new_session=True,
+            preexec_fn=self._own_terminal,
+            env={**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.screen = ""
+
+    def _own_terminal(self) -> None:
+        import fcntl
+
+        fcntl.ioctl(self.there, termios.TIOCSCTTY, 0)
+
+    def until(self, wanted: str) -> None:
+        end = time.monotonic() + DEADLINE
+        while wanted not in self.screen:
+            ready, _, _ = select.select([self.here], [], [], max(0.0, end - time.monotonic()))
+            assert ready, f"no {wanted!r} in {self.screen[-3000:]}"
+            self.screen += os.read(self.here, 65536).decode("utf-8", "replace")
+
+    def type(self, keys: str) -> None:
+        os.write(self.here, keys.encode())
+
+    def ends(self) -> int:
+        reader = threading.Thread(target=self._drain, daemon=True)
+        reader.start()
+        return self.process.wait(DEADLINE)
+
+    def _drain(self) -> None:
+        try:
+            while self.process.poll() is None:
+                self.screen += os.read(self.here, 65536).decode("utf-8", "replace")
+        except OSError:
+            pass
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("end", ["q", "SIGTERM", "SIGINT"])
+def test_on_a_terminal_keys_work_and_every_end_restores_it(tmp_path: Path, end: str) -> None:
+    terminal = Terminal(tmp_path)
+    terminal.until("q quit")
+    terminal.type("5")
+    terminal.until("no fork was seen")
+    assert not termios.tcgetattr(terminal.there)[3] & termios.ICANON
+    if end == "q":
+        terminal.type("q")
+    else:
+        terminal.process.send_signal(getattr(signal, end))
+    assert terminal.ends() == 0
+    assert termios.tcgetattr(terminal.there) == terminal.before
+    assert "Traceback" not in terminal.screen

@@ -1,0 +1,150 @@
+"""A made-up run as a monitor sees it: so many full replicas, chains of three and spares, and all that they tell for some rounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator
+
+from peer import events
+from peer.events import Event
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import LeftOut
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
+from tests import tiny
+
+BEGAN = 1_700_000_000.0
+ROUND_SECONDS = 60.0
+_DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+
+
+def peer_id(number: int) -> str:
+    """As long as a real one, and different from all others."""
+    digest = hashlib.sha256(str(number).encode()).digest()
+    return "12D3KooW" + "".join(_DIGITS[byte % len(_DIGITS)] for byte in digest + digest)[:44]
+
+
+@dataclasses.dataclass(frozen=True)
+class MadeUp:
+    """A run with `peers` peers: a fifth are full replicas, a few are spares, and the others are in chains of three."""
+
+    peers: int
+    rounds: int = 1000
+
+    @property
+    def manifest(self) -> Manifest:
+        return tiny.manifest(rounds=self.rounds)
+
+    @property
+    def ids(self) -> list[str]:
+        return [peer_id(i) for i in range(self.peers)]
+
+    def plan(self, round: int) -> Plan:
+        ids, work = self.ids, Work(steps=4, micro_batches=2)
+        full = max(1, self.peers // 5)
+        chains = (self.peers - full) // 3
+        replicas = [((ids[i], 0, 4),) for i in range(full)] + [
+            ((ids[at], 0, 1), (ids[at + 1], 1, 2), (ids[at + 2], 2, 4)) for at in range(full, full + 3 * chains, 3)
+        ]
+        made = [
+            ReplicaSpec(
+                number=number,
+                rank=4 if len(stages) > 1 else 0,
+                stages=tuple(StageSpec(peer=p, first=a, last=b) for p, a, b in stages),
+                work=work,
+            )
+            for number, stages in enumerate(replicas)
+        ]
+        return Plan(round=round, replicas=tuple(made), spares=tuple(ids[full + 3 * chains :]), next_number=len(made))
+
+    def begin(self) -> Iterator[Event]:
+        """Everybody comes, and the first plan is made."""
+        node = self.manifest.operators[0]
+        yield Event(
+            BEGAN,
+            "bootstrap",
+            events.Ready(peer=node, memory_bytes=0, up_bps=0, down_bps=0, speed_flops=0, device="bootstrap"),
+        )
+        for i, peer in enumerate(self.ids):
+            yield Event(
+                BEGAN,
+                "bootstrap",
+                events.Ready(
+                    peer=peer,
+                    memory_bytes=(4 + i % 20) * 10**9,
+                    up_bps=(5 + i % 40) * 10**6,
+                    down_bps=10**8,
+                    speed_flops=10**12,
+                    device=("cuda", "cpu", "mps")[i % 3],
+                    reachable=("direct", "mapped", "private", "")[i % 4],
+                ),
+            )
+        yield self.commit(0)
+
+    def commit(self, round: int, loss: float | None = None) -> Event:
+        """The decision about a round; every tenth leaves a replica out."""
+        before, contributions = self.plan(round), []
+        said = 3.0 + 5.0 * math.exp(-round / 80) if loss is None else loss
+        out = [before.replicas[round % len(before.replicas)].number] if round % 10 == 9 else []
+        for replica in before.replicas if round else ():
+            if replica.number not in out:
+                contributions.append(
+                    events.Contribution(
+                        replica=replica.number, tokens=2048, steps=4, loss=said, bytes=100_000, peers=replica.peers
+                    )
+                )
+        body = events.Commit(
+            round=round,
+            contributions=tuple(contributions),
+            left_out=tuple(LeftOut(replica=n, reason="its offer came too late") for n in out),
+            diverged=(),
+            plan=self.plan(round + 1),
+            leader=self.manifest.operators[0],
+            voters=self.manifest.operators,
+        )
+        return Event(BEGAN + round * ROUND_SECONDS, "bootstrap", body)
+
+    def steps(self, round: int, step: int) -> Iterator[Event]:
+        """What everybody announces of an inner step."""
+        when = BEGAN + (round - 1) * ROUND_SECONDS + step * ROUND_SECONDS / 5
+        for number, replica in enumerate(self.plan(round).replicas):
+            for position, peer in enumerate(replica.peers):
+                load = self._load(number + position) if replica.is_chain else None
+                loss = 3.0 + 5.0 * math.exp(-round / 80) + 0.05 * math.sin(number + step)
+                yield Event(
+                    when,
+                    peer,
+                    events.Announced(
+                        phase="training",
+                        round=round,
+                        step=step,
+                        loss=loss if position == len(replica.peers) - 1 else None,
+                        bytes_sent=(round - 1) * 200_000,
+                        bytes_received=0,
+                        load=load,
+                    ),
+                )
+
+    @staticmethod
+    def _load(seed: int) -> events.AnnouncedLoad:
+        return events.AnnouncedLoad(
+            seconds=2.0, busy_s=0.4 + 0.1 * (seed % 15), wait_forward_s=0.1, wait_backward_s=0.2, forward_link_s=0.9, backward_link_s=0.3,
+            forward_bytes=12_000, backward_bytes=4_500, depth=7, queued=3, activations=None, gradients=None,
+        )  # fmt: skip
+
+    def all(self, rounds: int) -> Iterator[Event]:
+        """The run up to the third step of the round after `rounds`."""
+        yield from self.begin()
+        for round in range(1, rounds + 1):
+            for step in (1, 2, 3, 4):
+                yield from self.steps(round, step)
+            for replica in self.plan(round).replicas:
+                for peer in replica.peers:
+                    done = events.Announced(
+                        phase="waiting", round=round, step=4, loss=None, bytes_sent=round * 200_000, bytes_received=0, load=None
+                    )  # fmt: skip
+                    yield Event(BEGAN + round * ROUND_SECONDS - 1, peer, done)
+            yield self.commit(round)
+        for step in (1, 2, 3):
+            yield from self.steps(rounds + 1, step)
