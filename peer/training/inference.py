@@ -5,7 +5,7 @@ Shapes: n windows, L positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,25 +14,31 @@ from torch import Tensor
 
 from peer.training import device
 from peer.training.model import Past, Stage, Theta
-from protocol.errors import LocalError
+from protocol.errors import LocalError, UsageError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 
 SPARE = 1.25
-"""Of a GPU's memory, what a model's parameters may be multiplied with: the rest is for activations."""
+"""What a model takes of a device's memory, in parameters' bytes: the rest is for activations."""
 
 
 def load(spec: ModelSpec, theta: Theta) -> Stage:
-    """The whole model with these values, on the GPU where there is one with room for it."""
-    there = device.choose_device()
-    stage = Stage(spec, 0, spec.n_layers, True, True, device=place(spec, there, device.memory_budget(there)))
+    """The whole model with these values, on the GPU where there is one with room for it. Raises UsageError where nothing has room."""
+    free = {name: device.memory_budget(name) for name in (device.choose_device(), "cpu")}
+    stage = Stage(spec, 0, spec.n_layers, True, True, device=place(spec, free))
     stage.load(theta)
     return stage
 
 
-def place(spec: ModelSpec, there: str, free: int) -> str:
-    """The device `there` if its `free` bytes are enough for the model; else `cpu`."""
-    return there if free >= SPARE * 4 * layout.total_parameters(spec) else "cpu"
+def place(spec: ModelSpec, free: Mapping[str, int]) -> str:
+    """The first of these devices, each with its free bytes, that has room for the model. Raises UsageError."""
+    needed = SPARE * 4 * layout.total_parameters(spec)
+    for name, there in free.items():
+        if there >= needed:
+            return name
+    raise UsageError(
+        f"memory: the model takes {needed / 1e9:.1f} GB, {max(free.values()) / 1e9:.1f} GB are free here; use a machine with more"
+    )
 
 
 class Dice:
@@ -46,7 +52,7 @@ class Dice:
 
     def draw(self, logits_V: Tensor) -> int:
         """An id. Raises LocalError where the logits are not finite."""
-        logits_V = logits_V.double().cpu()
+        logits_V = logits_V.cpu().double()
         if not bool(torch.isfinite(logits_V).all()):
             raise LocalError("model: its logits are not finite; the run has diverged, give an earlier --round")
         if self._temperature == 0:

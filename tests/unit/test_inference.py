@@ -12,7 +12,7 @@ import torch
 from peer.training import inference
 from peer.training.inference import Dice, continuation
 from peer.training.model import Past, Stage
-from protocol.errors import LocalError
+from protocol.errors import LocalError, UsageError
 from protocol.run import layout
 from tests.chains import SPEC, ids_of, random_theta
 
@@ -97,5 +97,7 @@ def test_the_loss_is_that_of_each_prediction(stage: Stage) -> None:
 
 def test_a_model_is_loaded_where_there_is_room() -> None:
     parameters = 4 * layout.total_parameters(SPEC)
-    assert inference.place(SPEC, "cuda", 2 * parameters) == "cuda"
-    assert inference.place(SPEC, "cuda", parameters) == "cpu"
+    assert inference.place(SPEC, {"cuda": 2 * parameters, "cpu": 2 * parameters}) == "cuda"
+    assert inference.place(SPEC, {"cuda": parameters, "cpu": 2 * parameters}) == "cpu"
+    with pytest.raises(UsageError, match="memory: the model takes"):
+        inference.place(SPEC, {"cpu": parameters})
