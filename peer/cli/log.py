@@ -23,6 +23,7 @@ from peer.ui.contributors import contributors, own_lines, table_lines
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
 from protocol.run import layout
+from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 from protocol.wire.schema import plain
 
@@ -137,7 +138,7 @@ async def _verify(text: str, checkpoint: Path | None) -> None:
         if manifest is None:
             _note(f"log {source.name}: has no rounds yet")
         else:
-            await log_text.verify(manifest, source, checkpoint, _say, _note, room_for(manifest))
+            await log_text.verify(manifest, source, checkpoint, _say, _note, room_for(manifest.model))
 
 
 async def _credits(text: str, json: bool) -> None:
@@ -168,12 +169,12 @@ async def me(where: str, folder: Path) -> None:
         _say(line)
 
 
-def room_for(manifest: Manifest) -> Empty:
+def room_for(spec: ModelSpec) -> Empty:
     """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
     the next state of a shard."""
     from peer.training import device
 
-    shards = [layout.shard_bytes(manifest.model, shard) for shard in layout.shard_names(manifest.model)]
+    shards = [layout.shard_bytes(spec, shard) for shard in layout.shard_names(spec)]
     if sum(shards) + max(shards) <= device.memory_budget("cpu"):
         return in_memory
     disk, folder = LocalDisk(), cache_folder()

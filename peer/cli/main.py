@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peer.cli import commands, data, decrees, doctor, export, init, log, running, watch
+from peer.cli import commands, data, decrees, doctor, export, init, log, running, sample, watch
+from peer.cli import eval as evaluation
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
 from peer.net import keyfile
@@ -44,6 +45,15 @@ app.command(
     help="Write the model of a run as a folder that transformers loads. What is written is what the log gives, checked commit by commit.",
     epilog="Example: potluck export demo-run/bootstrap --out demo-model",
 )(export.export)
+app.command(
+    help="Let the model of a run write text, which is shown as it is made. A base model goes on with what it is given.",
+    epilog='Example: potluck sample demo-run/bootstrap --prompt "Our allies" --tokens 100',
+)(sample.sample)
+app.command(
+    "eval",
+    help="Find out how well the model of a run foretells given text: loss, perplexity and bits per byte.",
+    epilog="Example: potluck eval demo-run/bootstrap text.txt more.jsonl",
+)(evaluation.evaluate)
 app.add_typer(log.app, name="log")
 app.add_typer(decrees.app, name="run")
 app.add_typer(data.app, name="data")
@@ -51,7 +61,10 @@ app.add_typer(data.app, name="data")
 
 @app.callback()
 def before_any_command(context: typer.Context) -> None:
-    if context.invoked_subcommand != "data":  # only a build may read from a hub, and only if its source is there
+    if context.invoked_subcommand not in (
+        "data",
+        "eval",
+    ):  # a build whose source is on a hub, and tasks, may read from it
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

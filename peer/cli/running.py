@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from typing import Any, NoReturn, TypeVar
 
 from protocol.errors import PotluckError
 
+T = TypeVar("T")
 
-def run(work: Coroutine[Any, Any, None], interrupted: int = 0) -> None:
-    """Runs a command; SIGTERM and Ctrl-C end it cleanly, with exit code `interrupted`."""
+
+def run(work: Coroutine[Any, Any, T], interrupted: int = 0) -> T:
+    """What a command's work gives; SIGTERM and Ctrl-C end it cleanly, with exit code `interrupted`."""
 
     signalled = False
 
-    async def guarded() -> None:
+    async def guarded() -> T:
         task = asyncio.ensure_future(work)
 
         def stop() -> None:
@@ -27,14 +30,22 @@ def run(work: Coroutine[Any, Any, None], interrupted: int = 0) -> None:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop)
-        await task
+        return await task
 
+    with reporting():
+        try:
+            return asyncio.run(guarded())
+        except asyncio.CancelledError:
+            if not signalled:
+                raise
+            raise SystemExit(interrupted) from None
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """Ends the command with one line for whatever goes wrong within."""
     try:
-        asyncio.run(guarded())
-    except asyncio.CancelledError:
-        if not signalled:
-            raise
-        raise SystemExit(interrupted) from None
+        yield
     except BrokenPipeError:  # whoever read our output has seen enough, as with `potluck log show … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
@@ -51,7 +62,7 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return error
 
 
-def _fail(error: BaseException) -> None:
+def _fail(error: BaseException) -> NoReturn:
     if not isinstance(error, PotluckError):
         raise error
     print(f"potluck: {error}", file=sys.stderr)

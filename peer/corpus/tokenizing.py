@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import IO
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from peer.corpus.sources import Unit
 from peer.corpus.tokenizer import end_of_text, parse_tokenizer
@@ -124,18 +125,24 @@ def _receive(pipe: IO[bytes]) -> bytes:
     return pipe.read(int.from_bytes(head, "little")) if len(head) == _LENGTH else b""
 
 
+def encode(tokenizer: Tokenizer, pieces: Sequence[bytes], ends: Sequence[bool]) -> list[list[int]]:
+    """The ids of each piece of a unit; behind the last one of a document that ends with it comes the end of the text, if the tokenizer
+    has one. An empty document has none at all."""
+    end = end_of_text(tokenizer)
+    tail = [] if end is None else [end]
+    encodings = tokenizer.encode_batch_fast([piece.decode() for piece in pieces], add_special_tokens=False)
+    return [
+        encoding.ids + tail if piece and last else encoding.ids
+        for encoding, piece, last in zip(encodings, pieces, ends, strict=True)
+    ]
+
+
 def serve(tokenizer_file: Path, id_bytes: int) -> None:
     """What a worker does, until its input ends."""
     tokenizer = parse_tokenizer(tokenizer_file.read_bytes(), f"tokenizer {tokenizer_file}")
-    end, dtype = end_of_text(tokenizer), np.dtype(f"<u{id_bytes}")
-    tail = [] if end is None else [end]
+    dtype = np.dtype(f"<u{id_bytes}")
     while request := _receive(sys.stdin.buffer):
-        pieces, ends = msgpack.unpackb(request)
-        encodings = tokenizer.encode_batch_fast([piece.decode() for piece in pieces], add_special_tokens=False)
-        arrays = [
-            np.array(encoding.ids + tail if piece and last else encoding.ids, dtype)
-            for encoding, piece, last in zip(encodings, pieces, ends, strict=True)
-        ]
+        arrays = [np.array(ids, dtype) for ids in encode(tokenizer, *msgpack.unpackb(request))]
         lengths = np.array([len(array) for array in arrays], "<i8")
         _send(sys.stdout.buffer, msgpack.packb([b"".join(array.tobytes() for array in arrays), lengths.tobytes()]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -84,7 +85,7 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
     """Replays the log; the result that `--json` writes. Runs in a process of its own: it needs torch, the screen does not."""
     import torch
 
-    from peer.training import trainer
+    from peer.training import inference, trainer
 
     torch.set_num_threads(1)  # more threads than free cores spin against each other
     archive = Archive(options.out / "bootstrap", manifest)
@@ -106,7 +107,9 @@ def audit(options: DemoOptions, manifest: Manifest, tally: Tally, seconds: float
         archive.close()
     rounds = max(digests)
     wrong = tally.disagreements(digests)
-    ids = whole.sample(tokenizer.encode(PROMPT).ids, 60, 0.8, options.seed)
+    dice = inference.Dice(options.seed, temperature=0.8)
+    text = inference.continuation(whole.stage, tokenizer.encode(PROMPT).ids, manifest.train.sequence, dice)
+    ids = list(itertools.islice(text, 60))
     to_bits = 1 / (math.log(2) * corpus.index.bytes_per_token)
     tokens = sum(c.tokens for commit in tally.commits.values() for c in commit.contributions)
     first_stages = [b for n, b in tally.boundary.items() if n.endswith("-0") and b[0]]

@@ -3,22 +3,49 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from peer.corpus.tokenizer import end_of_text, parse_tokenizer
 from peer.log.replay import State
 from peer.net.disk import Disk
 from peer.state import tensor_file
+from peer.state.storage import Shards
+from protocol.codec.topk import Empty
 from protocol.errors import UsageError
 from protocol.run import layout
+from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
 
-WEIGHTS = "model.safetensors"
+WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "context": "max_position_embeddings",
+    "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps",
+}
+"""A ModelSpec's field -> what transformers calls it."""
 
 
-def config(manifest: Manifest, end: int | None) -> dict[str, object]:
-    """What transformers calls the configuration of the run's model. `end`: the id that ends a text."""
-    spec = manifest.model
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What `write` wrote. `name`: the run's; `sequence`: of its training."""
+
+    spec: ModelSpec
+    theta: Shards
+    tokenizer: bytes
+    name: str
+    round: int
+    sequence: int
+
+
+def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
+    """What transformers calls the configuration of such a model. `end`: the id that ends a text."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -61,6 +88,8 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
         "run": manifest.run_id,
         "round": str(state.round),
         "state": layout.state_digest(spec, state.digests),
+        "name": manifest.name,
+        "sequence": str(manifest.train.sequence),
     }
     words = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": spec.context}
     if end is not None:
@@ -70,9 +99,9 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
     disk.make_folder(temporary)
     try:
         disk.write(temporary / WEIGHTS, *tensor_file.pieces(tensors, about))
-        disk.write(temporary / "tokenizer.json", tokenizer)
+        disk.write(temporary / TOKENIZER, tokenizer)
         for name, content in (
-            ("config.json", config(manifest, end)),
+            (CONFIG, config(spec, end)),
             ("tokenizer_config.json", words),
             ("generation_config.json", {"eos_token_id": end} if end is not None else {}),
         ):
@@ -80,3 +109,29 @@ def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk
         disk.rename(temporary, folder)
     finally:
         disk.remove(temporary)
+
+
+def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Exported:
+    """What `write` wrote into `folder`, in arrays for which there is room. Raises UsageError."""
+    try:
+        found = json.loads(disk.read(folder / CONFIG))
+        spec = ModelSpec(**{ours: found[theirs] for ours, theirs in _SIZES.items()})
+        if found != config(spec, found["eos_token_id"]):
+            raise ValueError
+        tensors, about = tensor_file.read(disk, folder / WEIGHTS, room_for(spec))
+        theta = {
+            shard: [tensors[name] for name, _ in layout.tensors(spec, shard)] for shard in layout.shard_names(spec)
+        }
+        if any(tuple(a.shape for a in arrays) != layout.shapes(spec, shard) for shard, arrays in theta.items()):
+            raise ValueError
+        sequence = int(about["sequence"])
+        if not 1 <= sequence <= spec.context:
+            raise ValueError
+        return Exported(spec, theta, disk.read(folder / TOKENIZER), about["name"], int(about["round"]), sequence)
+    except OSError as error:
+        reason = f"{Path(error.filename or folder).name}: {error.strerror}"
+    except tensor_file.Damaged as error:
+        reason = f"{WEIGHTS}: {error}"
+    except (ValueError, KeyError, TypeError, RecursionError):
+        reason = "is not as potluck export writes it"
+    raise UsageError(f"model {folder}: {reason}; give a folder of potluck export, or a log")

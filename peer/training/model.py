@@ -9,6 +9,7 @@ Shapes: B rows, L positions, V vocabulary, D model width, N heads, H head width,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -80,20 +81,43 @@ class _Coordinates(nn.Module):
         self.coordinates = nn.Parameter(torch.empty(vocab_size, k))
 
 
+class Past:
+    """The keys [B, N, L, H] and values of the tokens so far, by block, so that a text which grows at its end is computed once. It begins
+    empty; later each pass brings one token. `length`: tokens so far."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def joined(self, block: int, k_BNLH: Tensor, v_BNLH: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values of a block, with these at the end."""
+        if block in self._held:
+            k_before, v_before = self._held[block]
+            k_BNLH, v_BNLH = torch.cat((k_before, k_BNLH), dim=2), torch.cat((v_before, v_BNLH), dim=2)
+        self._held[block] = k_BNLH, v_BNLH
+        return k_BNLH, v_BNLH
+
+
+Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""`Past.joined` of one block."""
+
+
 class _Attention(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.heads = spec.n_heads
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (_Linear(spec.d_model, spec.d_model) for _ in range(4))
 
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, join: Join | None = None) -> Tensor:
         q_BNLH, k_BNLH, v_BNLH = (
             projection(x_BLD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        out_BNLH = functional.scaled_dot_product_attention(
-            _rotate(q_BNLH, cos_LH, sin_LH), _rotate(k_BNLH, cos_LH, sin_LH), v_BNLH, is_causal=True
-        )
+        q_BNLH, k_BNLH, is_causal = _rotate(q_BNLH, cos_LH, sin_LH), _rotate(k_BNLH, cos_LH, sin_LH), True
+        if join is not None:
+            is_causal = x_BLD.shape[1] > 1  # a single token sees all
+            k_BNLH, v_BNLH = join(k_BNLH, v_BNLH)
+        out_BNLH = functional.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=is_causal)
         out_BLD: Tensor = self.o_proj(out_BNLH.transpose(1, 2).flatten(-2))
         return out_BLD
 
@@ -118,8 +142,8 @@ class _Block(nn.Module):
         self.post_attention_layernorm = _Norm(spec)
         self.mlp = _FeedForward(spec)
 
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
-        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH)
+    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, join: Join | None = None) -> Tensor:
+        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH, join)
         out_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
         return out_BLD
 
@@ -231,6 +255,20 @@ class Stage(nn.Module):
         for shard in self.shards:
             if shard.startswith("block."):
                 x_BLD = self.block(layout.block_index(shard), x_BLD)
+        return x_BLD
+
+    @torch.no_grad()
+    def further(self, ids_BL: Tensor, past: Past) -> Tensor:
+        """x [B, L, D] of the tokens that come after `past`, which has them then: as `forward` of all of them. L is 1 unless `past` is
+        empty. Needs the whole model, uncompressed."""
+        assert ids_BL.shape[1] == 1 or not past.length
+        end = past.length + ids_BL.shape[1]
+        cos_LH, sin_LH = self._cos[past.length : end], self._sin[past.length : end]
+        x_BLD = self.embed(ids_BL)
+        for index in range(self.spec.n_layers):
+            layer: _Block = self.model.layers[str(index)]  # type: ignore[index, assignment]
+            x_BLD = layer(x_BLD, cos_LH, sin_LH, functools.partial(past.joined, index))
+        past.length = end
         return x_BLD
 
     def logits(self, x_BLD: Tensor) -> Tensor:

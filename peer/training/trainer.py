@@ -381,20 +381,3 @@ class StageTrainer:
             with self._autocast():
                 total += self.stage.loss(self.stage(ids[:, :-1]), ids[:, 1:]).item() * len(ids)
         return total / len(windows)
-
-    @torch.no_grad()
-    def sample(self, prompt: Sequence[int], n: int, temperature: float, seed: int) -> list[int]:
-        """`n` token ids that continue `prompt` (at least one id); temperature 0 takes the likeliest."""
-        self._whole()
-        generator = torch.Generator().manual_seed(seed)
-        ids = list(prompt)
-        for _ in range(n):
-            window = torch.tensor([ids[-self.spec.context :]], device=self.device)
-            with self._autocast():
-                logits_V = self.stage.logits(self.stage(window)[:, -1:])[0, 0].float().cpu()
-            if temperature > 0:
-                chances_V = torch.softmax(logits_V / temperature, dim=-1)
-                ids.append(int(torch.multinomial(chances_V, 1, generator=generator)))
-            else:
-                ids.append(int(logits_V.argmax()))
-        return ids[len(prompt) :]

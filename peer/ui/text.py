@@ -48,6 +48,11 @@ def clean(text: object, limit: int = 160) -> str:
     return shown + ("…" if len(whole) > limit else "")
 
 
+def harmless(text: str) -> str:
+    """What a model wrote, with its lines and tabs, and spaces for what would steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else " " for c in text)
+
+
 def count(items: Sized, noun: str) -> str:
     """`1 replica`, `2 replicas`."""
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"

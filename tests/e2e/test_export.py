@@ -1,12 +1,22 @@
-"""`potluck export`: what comes out is what the log gives, wherever it begins, and transformers computes the same with it."""
+"""`potluck export`, `sample` and `eval`: what comes out is what the log gives, wherever it begins, and transformers computes the same with
+it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,9 +119,208 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(
     shutil.copytree(done.folder, damaged)
     blob = max((damaged / "blobs").iterdir(), key=lambda path: path.stat().st_size)
     blob.write_bytes(b"\0" + blob.read_bytes()[1:])
-    assert "nothing is written" in refused(damaged, *out, code=1)
+    assert "no model is made of it" in refused(damaged, *out, code=1)
     other = tmp_path / "checkpoint"
     shutil.copytree(done.full, other)
     shard = other / f"{layout.shard_names(done.manifest.model)[1]}.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4] + b"\0\0\0\0")
     assert potluck("export", done.folder, *out, "--checkpoint", other) == 1, "the peers attested another state"
+
+
+# --- text from it
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """What a command prints that ends well."""
+    capsys.readouterr()
+    assert potluck(*arguments) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def exported(done: Done, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exported") / "model"
+    assert potluck("export", done.folder, "--out", folder) == 0
+    return folder
+
+
+def test_the_same_seed_gives_the_same_text_from_everywhere(
+    done: Done, exported: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("--prompt", "Our allies", "--tokens", 300)  # more than a window
+    text = said(capsys, "sample", done.folder, *asked, "--seed", 1)
+    assert text.startswith("Our allies")
+    assert len(text) > 300
+    assert said(capsys, "sample", done.folder, *asked, "--seed", 1) == text
+    assert said(capsys, "sample", exported, *asked, "--seed", 1) == text
+    members = [word for path in done.chain for word in ("--checkpoint", path)]
+    assert said(capsys, "sample", done.folder, *members, *asked, "--seed", 1) == text
+    assert said(capsys, "sample", done.folder, *asked, "--seed", 2) != text
+    assert said(capsys, "sample", done.folder, *asked, "--seed", 1, "--round", 0) != text
+
+
+def test_the_likeliest_text_is_that_of_transformers(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    words = transformers.AutoTokenizer.from_pretrained(exported)
+    ids = words("<|endoftext|>Our allies", return_tensors="pt")
+    expected = words.decode(model.generate(**ids, max_new_tokens=40, do_sample=False)[0], skip_special_tokens=True)
+    assert (
+        said(capsys, "sample", exported, "--prompt", "Our allies", "--tokens", 40, "--temperature", 0)
+        == expected + "\n"
+    )
+
+
+def test_a_conversation(exported: Path) -> None:
+    """A text without end is ended by Ctrl-C, the program by the end of what is typed."""
+    command = [
+        sys.executable,
+        "-m",
+        "peer.cli",
+        "sample",
+        exported,
+        "--interactive",
+        "--tokens",
+        "1000000000",
+        "--seed",
+        "1",
+    ]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
+    alarm = threading.Timer(swarms.DEADLINE, process.kill)
+    alarm.start()
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.read(2) == b"> "
+            process.stdin.write(b"Our allies\n")
+            process.stdin.flush()
+            assert len(process.stdout.read(100)) == 100
+            process.send_signal(signal.SIGINT)
+            while process.stdout.read(1) != b"\n" or process.stdout.peek(2)[:2] != b"> ":
+                assert process.poll() is None
+        process.stdin.close()
+        assert process.stdout.read().endswith(b"> \n")
+        assert process.wait() == 0
+    finally:
+        alarm.cancel()
+        process.kill()
+        process.wait()
+
+
+# --- how good it is
+
+
+def test_the_loss_is_what_transformers_gives_and_the_bytes_are_those_of_the_files(
+    done: Done, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    text = tmp_path / "a.txt"
+    text.write_text("Our allies, and the state of the Union. Größe 😀\n" * 60)
+    rows = tmp_path / "b.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"The {number}th message. " * 9}) + "\n" for number in range(20)))
+    found = json.loads(said(capsys, "eval", done.folder, text, rows, "--json"))
+
+    words = transformers.AutoTokenizer.from_pretrained(exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+    documents = [text.read_text(), *(json.loads(line)["text"] for line in rows.read_text().splitlines())]
+    ids = words("".join(f"<|endoftext|>{document}" for document in documents) + "<|endoftext|>")["input_ids"]
+    length, nats = done.manifest.train.sequence, 0.0
+    for at in range(0, len(ids) - 1, length):
+        window = ids[at : at + length + 1]
+        with torch.no_grad():
+            logits = model(torch.tensor([window[:-1]])).logits[0].double().numpy()
+        right = logits[np.arange(len(window) - 1), window[1:]]
+        nats += float((np.log(np.exp(logits).sum(1)) - right).sum())
+    assert len(ids) > 3 * length
+    size = len("".join(documents).encode())
+    assert found["tokens"] == len(ids) - 1
+    assert found["bytes"] == size == text.stat().st_size + sum(len(d) for d in documents[1:])
+    assert found["documents"] == 21
+    assert found["round"] == ROUNDS
+    assert found["loss"] == pytest.approx(nats / (len(ids) - 1), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(nats / (len(ids) - 1)), rel=1e-4)
+    assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+    assert json.loads(said(capsys, "eval", exported, text, rows, "--json")) == found
+    assert f"{found['bits_per_byte']:.4f} bits per byte" in said(capsys, "eval", exported, text, rows)
+
+
+STAND_IN = """
+import json, os, sys
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder = arguments["--model_args"].split(",")[0].removeprefix("pretrained=")
+with open(os.environ["TOLD"], "w") as file:
+    json.dump([sys.argv[1:], sorted(os.listdir(folder)), "HF_HUB_OFFLINE" in os.environ], file)
+sys.exit("fails" in sys.argv[-1])
+"""
+
+
+def test_tasks_are_given_to_the_harness_on_an_export(
+    done: Done, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, told = tmp_path / "lm_eval", tmp_path / "told"
+    module.mkdir()
+    (module / "__init__.py").write_text("")
+    (module / "__main__.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.getcwd()}")
+    monkeypatch.setenv("TOLD", str(told))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+    def asked() -> Any:
+        arguments, names, is_offline = json.loads(told.read_text())
+        assert names == sorted(files(exported))
+        assert not is_offline, "it fetches the tasks"
+        folder = arguments[3].split(",")[0].removeprefix("pretrained=")
+        assert not os.path.lexists(folder), "it is removed"
+        return arguments[:3], arguments[3].split(",")[1:], arguments[4:]
+
+    for where in (done.folder, exported):
+        assert potluck("eval", where, "--tasks", "hellaswag,arc_easy") == 0
+        assert asked() == (["--model", "hf", "--model_args"], ["dtype=float32"], ["--tasks=hellaswag,arc_easy"])
+    assert files(exported), "what was given is still there"
+    capsys.readouterr()
+    assert potluck("eval", exported, "--tasks", "fails") == 1
+    assert capsys.readouterr().err == "potluck: lm_eval: ended with exit code 1; see what it says above\n"
+
+
+def test_sample_and_eval_refuse_in_one_line(
+    done: Done, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: object, code: int = 2) -> str:
+        capsys.readouterr()
+        assert potluck(*arguments) == code
+        out, err = capsys.readouterr()
+        assert not out.strip()
+        lines = [line for line in err.splitlines() if not line.startswith("potluck: the model of ")]
+        assert len(lines) == 1
+        assert ";" in lines[0]
+        return lines[0]
+
+    text, table = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    text.write_text("")
+    table.write_text('{"words": "some"}\n')
+    assert "--tasks: lm-evaluation-harness is not installed" in refused("eval", exported, "--tasks", "hellaswag")
+    assert "goes without files" in refused("eval", exported, text, "--tasks", "hellaswag")
+    assert "name files" in refused("eval", exported)
+    assert "is not a file" in refused("eval", exported, tmp_path)
+    assert "no such file" in refused("eval", exported, tmp_path / "none")
+    assert "have no text" in refused("eval", exported, text)
+    assert "--column" in refused("eval", exported, table)
+    assert "leave one of them out" in refused("sample", exported, "--interactive", "--prompt", "a")
+    assert "not UTF-8" in refused("sample", exported, "--prompt", "a\udcff")
+    assert "--temperature inf" in refused("sample", exported, "--temperature", "inf")
+    assert "is of one round" in refused("sample", exported, "--round", 1)
+    assert "ends at round 3" in refused("sample", done.folder, "--round", 4)
+    assert f"--checkpoint {done.full.parent}/checkpoint-" in refused("sample", done.full.parent)
+    for name, change in (("config.json", b"{}"), ("model.safetensors", b"short"), ("tokenizer.json", b"{}")):
+        damaged = tmp_path / name.partition(".")[0]
+        shutil.copytree(exported, damaged)
+        (damaged / name).write_bytes(change)
+        refused("sample", damaged)
+        (damaged / name).unlink()
+        refused("sample", damaged)

@@ -1,0 +1,95 @@
+"""A whole model that is trained no more: the text that it writes, and how well it foretells a given one. In fp32, as it is exported.
+
+Shapes: n windows, L positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from peer.training import device
+from peer.training.model import Past, Stage, Theta
+from protocol.errors import LocalError, UsageError
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+
+SPARE = 1.25
+"""What a model takes of a device's memory, in parameters' bytes: the rest is for activations."""
+
+
+def load(spec: ModelSpec, theta: Theta) -> Stage:
+    """The whole model with these values, on the GPU where there is one with room for it. Raises UsageError where nothing has room."""
+    free = {name: device.memory_budget(name) for name in (device.choose_device(), "cpu")}
+    stage = Stage(spec, 0, spec.n_layers, True, True, device=place(spec, free))
+    stage.load(theta)
+    return stage
+
+
+def place(spec: ModelSpec, free: Mapping[str, int]) -> str:
+    """The first of these devices, each with its free bytes, that has room for the model. Raises UsageError."""
+    needed = SPARE * 4 * layout.total_parameters(spec)
+    for name, there in free.items():
+        if there >= needed:
+            return name
+    raise UsageError(
+        f"memory: the model takes {needed / 1e9:.1f} GB, {max(free.values()) / 1e9:.1f} GB are free here; use a machine with more"
+    )
+
+
+class Dice:
+    """Draws the next token. `temperature` 0 takes the likeliest; above, chances are those of logits / temperature. `top_k`: only so many of
+    the likeliest are drawn from (Fan et al., 2018, arXiv:1805.04833); 0: all. The same seed gives the same draws."""
+
+    def __init__(self, seed: int, *, temperature: float, top_k: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._temperature = temperature
+        self._top_k = top_k
+
+    def draw(self, logits_V: Tensor) -> int:
+        """An id. Raises LocalError where the logits are not finite."""
+        logits_V = logits_V.cpu().double()
+        if not bool(torch.isfinite(logits_V).all()):
+            raise LocalError("model: its logits are not finite; the run has diverged, give an earlier --round")
+        if self._temperature == 0:
+            return int(logits_V.argmax())
+        if 0 < self._top_k < len(logits_V):
+            least = logits_V.topk(self._top_k).values[-1]
+            logits_V = logits_V.masked_fill(logits_V < least, -torch.inf)
+        chances_V = torch.softmax((logits_V - logits_V.max()) / self._temperature, dim=-1)
+        return int(torch.multinomial(chances_V, 1, generator=self._generator))
+
+
+def continuation(stage: Stage, prompt: Sequence[int], window: int, dice: Dice) -> Iterator[int]:
+    """Ids that continue `prompt` (at least one id), without end. Raises LocalError.
+
+    The model sees at most `window` ids, at most its context. Once they are full, it goes on from the second half of them: that
+    is computed anew then, and once in half a window.
+    """
+    fresh, past, seen = list(prompt[-window:]), Past(), list(prompt[-window:])
+    while True:
+        if past.length + len(fresh) > window:
+            past = Past()
+            fresh = seen = seen[-max(1, window // 2) :]
+        new = dice.draw(_logits(stage, fresh, past))
+        yield new
+        fresh, seen = [new], [*seen, new]
+
+
+@torch.no_grad()
+def _logits(stage: Stage, ids: Sequence[int], past: Past) -> Tensor:
+    """[V] behind `ids`, which come behind `past`."""
+    x_1LD = stage.further(torch.tensor([ids]), past)
+    return stage.logits(x_1LD[:, -1:])[0, 0]
+
+
+@torch.no_grad()
+def nats(stage: Stage, windows: NDArray[np.int64]) -> float:
+    """The sum of -log p over all n x L predictions of windows [n, L + 1], each id from those before it in its window."""
+    ids = torch.from_numpy(windows)
+    mean = stage.loss(stage(ids[:, :-1]), ids[:, 1:])
+    return mean.item() * ids[:, 1:].numel()
