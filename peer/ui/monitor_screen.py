@@ -23,6 +23,8 @@ from peer.ui.state import State
 from peer.ui.watched import Watched, state
 from protocol.run.manifest import Manifest
 
+_STDIN = 0
+
 
 class MonitorScreen(Screen):
     """Shows a run and takes keys, where there is a terminal for either. `leave` is called, on another thread, when its watcher has had
@@ -77,9 +79,9 @@ class MonitorScreen(Screen):
 
     def __enter__(self) -> MonitorScreen:
         super().__enter__()
-        if self._live is not None and can_read(sys.stdin.fileno()):
+        if self._live is not None and can_read(_STDIN):
             self.browsing = Browsing()
-            self._keys.enter_context(Keys(sys.stdin.fileno(), self.press))
+            self._keys.enter_context(Keys(_STDIN, self.press))
         return self
 
     def __exit__(

@@ -28,7 +28,7 @@ from peer.ui.text import clock, duration, size
 from peer.ui.utilization import percent
 from protocol.run.manifest import Manifest
 
-__all__ = ["Screen", "View", "render"]
+__all__ = ["Plain", "Screen", "View", "render"]
 
 BLUE, SKY, ORANGE, GREEN, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}

@@ -101,7 +101,7 @@ class _Handler(BaseHTTPRequestHandler):
             if left <= 0 or len(head) > MOST_REQUEST:
                 raise TimeoutError
             self.request.settimeout(left)
-            got = self.request.recv(MOST_REQUEST)
+            got = self.request.recv(MOST_REQUEST + 1 - len(head))
             if not got:
                 raise ConnectionResetError
             head += got
