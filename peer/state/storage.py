@@ -2,7 +2,6 @@
 
     DIR/lock                          held while a daemon runs
     DIR/identity.key                  Ed25519, in libp2p's format
-    DIR/tokenizer.json                the run's
     DIR/blobs/                        payloads, our own and others' (peer/net/blobs/store.py)
     DIR/offer-<round>.json            what was offered in the round
     DIR/feedback-<round>.safetensors  error feedback after the round was packed; metadata `restored_offer`: and its offer given back;
