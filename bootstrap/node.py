@@ -380,7 +380,7 @@ class BootstrapNode:
             self._directory.planned(record.commit.plan)
         self._emit(events.commit_of(record.commit))
         if record.commit.decree is not None:
-            self._emit(told.decreed(record.commit.round, record.commit.decree))
+            self._emit(events.decreed(record.commit.round, record.commit.decree))
         self._fairness.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])

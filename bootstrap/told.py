@@ -15,7 +15,6 @@ from protocol.rounds.paxos_events import Refused, Skipped
 from protocol.rounds.quarrels import Quarrel
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from protocol.wire.decree import Enacted
 
 
 def finished(model: ModelSpec, round: int, final: Mapping[str, str]) -> events.RunFinished:
@@ -64,18 +63,6 @@ def of_round(
             return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
         case Quarrel(accuser, accused, reason, out):
             return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)
-
-
-def decreed(round: int, enacted: Enacted) -> events.Decreed:
-    """The operators have decided who may take part."""
-    decree = enacted.decree
-    return events.Decreed(
-        round=round,
-        action=decree.action,
-        peer=decree.subject or None,
-        reason=decree.reason,
-        operators=tuple(sorted(enacted.signatures)),
-    )
 
 
 def refusing(emit: events.Emit, directory: Directory) -> Callable[[events.Refused], None]:

@@ -72,6 +72,7 @@ from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit as WireCommit
+from protocol.wire.decree import Enacted
 from protocol.wire.plan import Plan, StageSpec
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import ChainReconfig
@@ -129,6 +130,7 @@ __all__ = [
     "chain_reconfigured",
     "chain_report",
     "commit_of",
+    "decreed",
     "found",
     "from_json",
     "json_sink",
@@ -210,6 +212,18 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
         plan=commit.plan,
         leader=commit.leader,
         voters=tuple(voters),
+    )
+
+
+def decreed(round: int, enacted: Enacted) -> Decreed:
+    """The event that tells what the operators have decided about who may take part."""
+    decree = enacted.decree
+    return Decreed(
+        round=round,
+        action=decree.action,
+        peer=decree.subject or None,
+        reason=decree.reason,
+        operators=tuple(sorted(enacted.signatures)),
     )
 
 

@@ -202,6 +202,8 @@ def told(record: Record) -> Iterator[Event]:
     """A decided round, and what its plan has everybody do."""
     commit = record.commit
     yield Event(commit.time, "bootstrap", events.commit_of(commit, sorted(record.votes)))
+    if commit.decree is not None:
+        yield Event(commit.time, "bootstrap", events.decreed(commit.round, commit.decree))
     for peer, role in _roles(commit.plan):
         yield Event(commit.time, peer, role)
 

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 
+from peer import events
+from peer.events import Event
+from peer.ui import monitor
+from peer.ui.lines import describe
 from protocol.rounds import access, capacity, fairness, validation
 from protocol.rounds.leader_events import Gone, Petition, Propose
 from protocol.run.manifest import AdmissionSpec, Manifest
@@ -137,6 +141,16 @@ def test_the_longest_decree_has_its_place_in_every_commit() -> None:
     with_it, without = (len(framing.pack_message({"c": packed(first(ONE, e))})) for e in (enacted, None))
     reserved = capacity.reserved_for_a_decree()
     assert with_it - without <= reserved.size
+
+
+def test_whoever_reads_the_log_is_told() -> None:
+    enacted = signed(decree(BAN, "a", reason="noise\x1b[2J"), tiny.OPERATOR)
+    record = Record(commit=first(ONE, enacted), ballot=0, votes={})
+    bodies = [event.body for event in monitor.told(record)]
+    (body,) = [b for b in bodies if isinstance(b, events.Decreed)]
+    assert (body.action, body.peer, body.operators) == (BAN, "a", (tiny.OPERATOR.peer_id,))
+    (line,) = describe(Event(0.0, "bootstrap", body), {})
+    assert line.text == "decreed by the operators: ban a: noise [2J"
 
 
 # --- what nodes gather
