@@ -53,6 +53,10 @@ class Decrees:
             raise RemoteError(operator, f"{short_peer(operator)} is not among the operators who decide rounds now")
         if decree.run != manifest.run_id:
             raise RemoteError(operator, "that decree is of another run")
+        if not access.is_signed(
+            operator, decree, signature
+        ):  # in another form, such as with fields that are not known here
+            raise RemoteError(operator, "that decree is signed in a form that no commit has")
         if not decree.is_sound:
             raise RemoteError(operator, "that decree says nothing")
         await self._hand_in(Petition(operator, decree, signature))

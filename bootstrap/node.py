@@ -10,6 +10,7 @@ Long because the effects of both machines are carried out here; what decides any
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import random
 from collections import deque
@@ -196,7 +197,10 @@ class BootstrapNode:
             case LogRequest(after=after):
                 self._send_log(self._links.to[node], after)
             case Motion():
-                await self._decrees.hear(message)
+                with contextlib.suppress(
+                    RemoteError
+                ):  # its node knew other members, perhaps, and is not to be cut off for it
+                    await self._decrees.hear(message)
             case _:
                 raise unexpected(node, "votes", message)
 

@@ -16,11 +16,11 @@ from peer.net import base, keyfile
 from peer.net.base import Transport
 from peer.net.blobs import BlobStore
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
+from peer.ui import log_text
 from peer.ui.text import clean
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import short_peer
-from protocol.rounds import validation
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Motion, Motions
@@ -103,10 +103,9 @@ async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
     with contextlib.suppress(ValueError):
         identity.public_key(text)
         return text
-    found, head = set[str](), None
-    async for raw in log.records(lambda note: None):
-        head = validation.follow(manifest, head, raw).commit
-        found.update(head.plan.peers if head.plan is not None else ())
+    found = set[str]()
+    async for record in log_text.believed(manifest, log, lambda note: None):
+        found.update(record.commit.plan.peers if record.commit.plan is not None else ())
     known = sorted(peer for peer in found if len(text) >= SHORTEST and peer.endswith(text))
     if len(known) != 1:
         what = "several peers of the log end so" if known else "no peer of the log ends so"

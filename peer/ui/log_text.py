@@ -30,7 +30,7 @@ async def show(manifest: Manifest, source: Source, out: Callable[[str], None], n
     be believed."""
     out(f"run {manifest.run_id[:12]} {clean(manifest.name)}: log {source.name}")
     plan: Plan | None = None
-    async for record in _believed(manifest, source, note):
+    async for record in believed(manifest, source, note):
         for line in round_lines(record, plan, manifest.rounds):
             out(line)
         plan = record.commit.plan
@@ -41,7 +41,7 @@ async def show_json(
 ) -> None:
     """Tells one map per round. Raises like `show`."""
     plan: Plan | None = None
-    async for record in _believed(manifest, source, note):
+    async for record in believed(manifest, source, note):
         out(plain(logged(record, plan)))
         plan = record.commit.plan
 
@@ -49,12 +49,13 @@ async def show_json(
 async def credits_of(manifest: Manifest, source: Source, note: Callable[[str], None]) -> Credits:
     """Who has contributed what. Raises like `show`."""
     credits = Credits(manifest.model.n_layers)
-    async for record in _believed(manifest, source, note):
+    async for record in believed(manifest, source, note):
         credits.add(record.commit)
     return credits
 
 
-async def _believed(manifest: Manifest, source: Source, note: Callable[[str], None]) -> AsyncIterator[Record]:
+async def believed(manifest: Manifest, source: Source, note: Callable[[str], None]) -> AsyncIterator[Record]:
+    """The records of a log, checked one after the other. Raises LocalError at the first that cannot be believed, and like the source."""
     before: Commit | None = None
     try:
         async for raw in source.records(note):

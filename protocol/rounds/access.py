@@ -65,6 +65,11 @@ def decrees_after(head: Commit | None) -> int:
     return 0 if head is None else head.decrees
 
 
+def is_signed(operator: str, decree: Decree, signature: bytes) -> bool:
+    """Whether this is the operator's signature of the decree, in the one form that a decree has in a commit."""
+    return identity.verify(operator, DOMAIN + encoding.encode(decree), signature)
+
+
 def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str | None:
     """Why what `commit` decrees after `head` is not decreed; None if it is, or if it decrees nothing. Checks its signatures."""
     enacted, number = commit.decree, decrees_after(head)
@@ -77,10 +82,9 @@ def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str
     if not enacted.decree.is_sound:
         return "has a decree that says nothing"
     members = set(members_after(manifest, head))
-    body = DOMAIN + encoding.encode(enacted.decree)
     if not set(enacted.signatures) <= members or len(enacted.signatures) < votes_needed(len(members)):
         return "has a decree that too few of its members signed"
-    if not all(identity.verify(who, body, signature) for who, signature in enacted.signatures.items()):
+    if not all(is_signed(who, enacted.decree, signature) for who, signature in enacted.signatures.items()):
         return "has a decree with a wrong signature"
     return None
 
@@ -100,7 +104,7 @@ class Petitions:
         self._signed: dict[str, tuple[Decree, bytes]] = {}
 
     def hear(self, operator: str, decree: Decree, signature: bytes) -> None:
-        """An operator's newest wish; its signature is right."""
+        """An operator's newest wish, which it has signed (`is_signed`)."""
         self._signed[operator] = decree, signature
 
     def signers(self, decree: Decree) -> tuple[str, ...]:

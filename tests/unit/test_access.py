@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import Any
 
 import pytest
 
+from bootstrap.decrees import Decrees
 from peer import events
 from peer.events import Event
 from peer.ui import monitor
 from peer.ui.lines import describe
+from protocol.errors import RemoteError
 from protocol.rounds import access, capacity, fairness, validation
+from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Gone, Petition, Propose
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, Record
-from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Enacted
+from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Enacted, Motion
 from protocol.wire.schema import packed
+from protocol.wire.sealed import seal
 from tests import tiny
 from tests.unit import test_leader as leading
 
@@ -172,6 +177,34 @@ def test_the_members_have_to_wish_the_same_and_the_newest_wish_counts() -> None:
     assert petitions.signers(wish) == tuple(sorted(key.peer_id for key in KEYS[:2]))
     later = dataclasses.replace(first(THREE, found), decrees=1)
     assert petitions.enacted(THREE, later) is None, "it was that number"
+
+
+def test_a_node_takes_only_what_a_commit_can_have() -> None:
+    """A signature of other bytes that read as the same decree would make an honest leader propose what all others refuse."""
+    heard: list[Petition] = []
+
+    async def hand_in(event: Petition) -> None:
+        heard.append(event)
+
+    key, wish = tiny.OPERATOR, decree(BAN, "a")
+    decrees = Decrees(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None)
+
+    def hear(sealed: bytes) -> str | None:
+        try:
+            asyncio.run(decrees.hear(Motion(sealed=sealed)))
+        except RemoteError as error:
+            return str(error)
+        return None
+
+    body = framing.pack_message({"t": "decree", **packed(wish), "more": 1})
+    longer = framing.pack_message({"p": key.peer_id, "b": body, "s": key.sign(DOMAIN + body)})
+    assert hear(longer) == "that decree is signed in a form that no commit has"
+    assert hear(seal(STRANGER, wish)) == f"{STRANGER.peer_id[-8:]} is not among the operators who decide rounds now"
+    assert hear(seal(key, dataclasses.replace(wish, run="f" * 64))) == "that decree is of another run"
+    assert hear(seal(key, dataclasses.replace(wish, action="crown"))) == "that decree says nothing"
+    assert heard == []
+    assert hear(seal(key, wish)) is None
+    assert heard == [Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id])]
 
 
 # --- the leader, voters, auditors
