@@ -135,15 +135,19 @@ class Sessions:
         if why is not None:
             await stream.send(encoding.encode(NotAdmitted(reason=why)))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {why}; its session was refused")
-        if peer in self.open:
-            self._doubt(peer)  # it has moved: that session's connection is dead, and others would be opened on it
-            await self._streams[peer].close()
+        before = self._streams.get(peer)
         session = Session(amounts=Bucket(self._bytes), paused_at=self._clock.steady())
-        self.open[peer], self._streams[peer] = session, stream
+        self.open[peer], self._streams[peer] = (
+            session,
+            stream,
+        )  # at once: of several new ones, too, each ends the one before
         self.heard[peer] = self._clock.steady()
         sender = asyncio.create_task(self._send(stream, session))
         try:
             self._opened(session)
+            if before is not None:
+                self._doubt(peer)  # it has moved: that session's connection is dead, and others would be opened on it
+                await before.close()
             while True:
                 began = self._clock.steady()
                 raw = await answer(stream, self._doubt, self._longest, silence=self._silence)
