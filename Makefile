@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: demo test test-all setup lint types contracts quick unit sim e2e campaign fuzz benchmark benchmark-gpu evidence screenshot clean
+.PHONY: demo test test-all setup lint types contracts quick unit sim e2e campaign fuzz benchmark benchmark-gpu evidence pictures clean
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -46,9 +46,9 @@ sim: setup
 e2e: setup
 	$(BIN)/python -m pytest tests/e2e tests/faults tests/hostile
 
-# The README's picture, from a run of the demo.
-screenshot: demo
-	$(BIN)/python -m tests.docs.screenshot demo-run docs/images/demo.svg
+# The pictures of the documents, and every screen into pictures/, from a run of the demo that a monitor watches. Needs Chromium.
+pictures: setup
+	$(BIN)/python -m tests.docs.pictures docs/images --all pictures
 
 # Not part of `make test-all`: minutes to hours; results go to docs/results/.
 campaign: setup

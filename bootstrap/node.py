@@ -50,7 +50,7 @@ from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
-from protocol.wire.announcement import Announcement
+from protocol.wire.announcement import NODE_DEVICE, Announcement
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.decree import Motion
@@ -96,7 +96,7 @@ class BootstrapNode:
         self._clock = clock or Clock()
         own, addresses = identity.peer_id, tuple(transport.addresses)
         announcement = Announcement(
-            run=manifest.run_id, peer=own, addresses=addresses, device="bootstrap", phase="serving"
+            run=manifest.run_id, peer=own, addresses=addresses, device=NODE_DEVICE, phase="serving"
         )
         self._directory = Directory(
             manifest,

@@ -216,12 +216,14 @@ def monitor(
             help="Show a recorded run: a file of events, or a bootstrap node's log; RUN is its manifest.",
         ),
     ] = None,
+    dir: Annotated[
+        Path, typer.Option("--dir", help="Your peer's folder, if you have one: for the view of yourself.")
+    ] = Path("potluck-peer"),
 ) -> None:
     """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch between views."""
 
-    running.run(
-        watch.monitor(watch.WatchOptions(run=run, once=once, json=json, web=web, metrics=metrics, replay=replay))
-    )
+    options = watch.WatchOptions(run=run, once=once, json=json, web=web, metrics=metrics, replay=replay, dir=dir)
+    running.run(watch.monitor(options))
 
 
 @app.command(epilog="Example: potluck me /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")

@@ -12,7 +12,8 @@ from typing import Protocol
 
 from peer.events import Event, Sink
 from peer.log import reader
-from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
+from peer.net import keyfile
+from peer.node.open_run import KEY, Door, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui import metrics, web
 from peer.ui.monitor import Monitor
 from peer.ui.monitor_screen import MonitorScreen
@@ -36,6 +37,7 @@ class WatchOptions:
     web: str | None = None
     metrics: str | None = None
     replay: Path | None = None
+    dir: Path = Path("potluck-peer")
 
 
 class Told(Protocol):
@@ -106,7 +108,9 @@ async def _watch(options: WatchOptions, manifest: Manifest, told: Told, where: d
     def leave() -> None:
         loop.call_soon_threadsafe(enough.set)
 
-    screen = MonitorScreen(manifest, leave=leave)
+    key = options.dir / KEY
+    me = keyfile.load_or_create(key).peer_id if key.is_file() else None
+    screen = MonitorScreen(manifest, leave=leave, me=me)
     with contextlib.ExitStack() as stack:
         for server in _servers(screen, where):
             stack.enter_context(server)

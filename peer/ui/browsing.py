@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-VIEWS = ("run", "chains", "rounds", "contributors", "health")
-"""In the order of their keys, 1 to 5."""
-HELP = "/ filter  p pause  q quit"
+VIEWS = ("run", "chains", "rounds", "credits", "health", "me")
+"""In the order of their keys, 1 to 6."""
+HELP = "/ filter p pause q quit"
 """With the views it fits into 80 characters; arrows and page keys scroll."""
 _MOST_PATTERN = 40
 _STEPS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -15, "\x1b[6~": 15}
@@ -41,7 +41,7 @@ class Browsing:
             self.pattern, self.skip = "", 0
         elif key == "\t":
             self._show(VIEWS[(VIEWS.index(self.view) + 1) % len(VIEWS)])
-        elif key in ("1", "2", "3", "4", "5"):
+        elif key in ("1", "2", "3", "4", "5", "6"):
             self._show(VIEWS[int(key) - 1])
 
     def _show(self, view: str) -> None:

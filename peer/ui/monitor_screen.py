@@ -28,13 +28,17 @@ _STDIN = 0
 
 class MonitorScreen(Screen):
     """Shows a run and takes keys, where there is a terminal for either. `leave` is called, on another thread, when its watcher has had
-    enough."""
+    enough. `me`: the watcher's own peer, if he has one."""
 
     refresh_per_second = 0.5
     """A key has the screen drawn at once, too."""
 
     def __init__(
-        self, manifest: Manifest, console: Console | None = None, leave: Callable[[], None] = lambda: None
+        self,
+        manifest: Manifest,
+        console: Console | None = None,
+        leave: Callable[[], None] = lambda: None,
+        me: str | None = None,
     ) -> None:
         super().__init__(manifest, console=console)
         self.watched = Watched(manifest)
@@ -43,6 +47,7 @@ class MonitorScreen(Screen):
         """None where there are no keys."""
         self._paused: Watched | None = None
         self._leave = leave
+        self._me = me
         self._keys = contextlib.ExitStack()
 
     def state(self) -> State:
@@ -98,16 +103,21 @@ class MonitorScreen(Screen):
     def _drawn(self, width: int, height: int) -> RenderableType:
         if self.browsing is None:
             return super()._drawn(width, height)
-        return draw(self._paused or self.watched, self.browsing, width, height, self.console.options.ascii_only)
+        shown = self._paused or self.watched
+        return draw(shown, self.browsing, width, height, ascii_only=self.console.options.ascii_only, me=self._me)
 
 
-def draw(watched: Watched, browsing: Browsing, width: int, height: int, ascii_only: bool) -> RenderableType:
-    """One frame of exactly `width` x `height` characters, the last line of which says the keys."""
+def draw(
+    watched: Watched, browsing: Browsing, width: int, height: int, *, ascii_only: bool = False, me: str | None = None
+) -> RenderableType:
+    """One frame of exactly `width` x `height` characters, the last line of which says the keys. `me`: the watcher's own peer."""
     body: RenderableType
     if browsing.view == "run":
         body = render(watched.view, width, height - 1, ascii_only=ascii_only)
     else:
-        sheet = views.sheet(browsing.view, state(watched, watched.view.now))
+        known = state(watched, watched.view.now)
+        mine = browsing.view == "me"
+        sheet = views.mine(known, watched.credits, me) if mine else views.sheet(browsing.view, known)
         body, browsing.skip = views.draw(
             sheet, width, height - 1, browsing.pattern, browsing.skip, ascii_only=ascii_only
         )

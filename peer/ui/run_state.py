@@ -1,7 +1,5 @@
-"""What a screen shows: the state of a run, as its events tell it. Nothing is drawn here, and nothing is looked up.
-
-Texts of other peers are cleaned before they are kept (peer/ui/text.py), so no control characters reach a terminal.
-"""
+"""What a screen shows: the state of a run, as its events tell it. Nothing is drawn here, and nothing is looked up. Texts of other
+peers are cleaned before they are kept (peer/ui/text.py), so no control characters reach a terminal."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from protocol.rounds import attestations
 from protocol.rounds.witnesses import Witnesses
 from protocol.run import layout
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import NODE_DEVICE
 from protocol.wire.plan import Plan, ReplicaSpec
 
 MESSAGES = 200
@@ -232,9 +231,9 @@ class View:
     def place(self, p: PeerView, short: bool = False) -> str:
         """What a peer does: `full`, or its stage of a chain; chains are counted from 0 in plan order."""
         if p.role != "stage" or p.replica is None:
-            return p.role
-        word = "" if short else "stage "
-        return f"{self.replica_name(p.replica)} · {word}{p.position + 1}/{p.stages} · {blocks(p.first, p.last)}"
+            return "bootstrap node" if p.device == NODE_DEVICE else p.role
+        stage = f"{'' if short else 'stage '}{p.position + 1}/{p.stages}"
+        return f"{self.replica_name(p.replica)} · {stage} · {blocks(p.first, p.last)}"
 
     def replica_name(self, number: int) -> str:
         """A replica for a reader: its peer's name, or `chain N`, counted in plan order."""

@@ -24,7 +24,7 @@ from peer.events import Event
 from peer.ui.lines import MARKS, Lines, ascii, printer
 from peer.ui.plot import chart
 from peer.ui.run_state import PeerView, View
-from peer.ui.text import clock, duration, size
+from peer.ui.text import clock, duration, rate, size, times
 from peer.ui.utilization import percent
 from protocol.run.manifest import Manifest
 
@@ -32,6 +32,8 @@ __all__ = ["Plain", "Screen", "View", "render"]
 
 BLUE, SKY, ORANGE, GREEN, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}
+LEAST_FACT = 25
+"""Characters that a line of the figures beside the curve has at least."""
 _WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """How the table of peers marks what a chain waits for."""
 _LEAST_PLOT = 8
@@ -149,7 +151,8 @@ def _facts(view: View, rows: int) -> Table:
     full = sum(not r.is_chain for r in view.replicas)
     chains = len(view.replicas) - full
     spares = sum(p.role == "spare" and p.here for p in view.peers.values())
-    table.add_row("replicas", f"{full} full, {chains} chain" + (f", {spares} spare" if spares else ""))
+    counted = f"{full} full, {chains} chain" + (f", {spares} spare" if spares else "")
+    table.add_row("replicas", counted if len(counted) <= LEAST_FACT else counted.replace(" full,", " +"))
     table.add_row("loss", _loss(view))
     table.add_row("digests", _digests(view))
     traffic = view.traffic
@@ -158,7 +161,7 @@ def _facts(view: View, rows: int) -> Table:
     else:
         sent, dense = traffic
         table.add_row("sent", Text.assemble((size(sent), "bold"), " in a round"))
-        table.add_row("in fp32", Text.assemble(size(dense), (f"  {dense / sent:.0f}× as much", f"bold {GREEN}")))
+        table.add_row("in fp32", Text.assemble(size(dense), (f"  {times(dense / sent)} as much", f"bold {GREEN}")))
     for who, reason in view.left_out[: max(1, rows // 4)]:
         table.add_row("left out", Text(f"! {who}: {reason}", style=ORANGE))
     if not view.left_out:
@@ -215,7 +218,11 @@ def _peers(view: View, width: int, rows: int) -> Table:
     for p in shown:
         cells: list[Text | str] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
         if wide:
-            cells += [p.device or "-", size(p.memory_bytes) if p.memory_bytes else "-", _rate(p.up_bps)]
+            cells += [
+                p.device or "-",
+                size(p.memory_bytes) if p.memory_bytes else "-",
+                rate(p.up_bps) if p.up_bps else "-",
+            ]
         style = {"training": SKY, "gone": RED, "withdrew": ORANGE, "offered": GREEN, "finished": GREEN}.get(p.phase, "")
         trains = p.replica is not None
         cells.append(Text(p.phase, style=style))
@@ -227,7 +234,7 @@ def _peers(view: View, width: int, rows: int) -> Table:
             size(p.sent_bytes) if p.sent_bytes is not None else "-",
         ]
         if wide or not busy:
-            cells.append(f"{p.dense_bytes / p.sent_bytes:.0f}×" if p.sent_bytes and p.dense_bytes else "-")
+            cells.append(times(p.dense_bytes / p.sent_bytes) if p.sent_bytes and p.dense_bytes else "-")
         table.add_row(*cells)
     if len(shown) < len(listed):
         table.add_row(f"+{len(listed) - len(shown)} more", style="bright_black")
@@ -270,10 +277,6 @@ def _share(p: PeerView, mark: str) -> Text:
     if a is None:
         return Text("-")
     return Text(percent(a.busy) + (mark or " "), style=ORANGE if mark else "")
-
-
-def _rate(bps: int) -> str:
-    return "-" if not bps else f"{bps / 1e6:.0f} Mb/s" if bps >= 995_000 else f"{bps / 1e3:.0f} kb/s"
 
 
 def _notes(view: View, width: int, rows: int) -> Group:

@@ -72,8 +72,15 @@ def size(n: float) -> str:
     return f"{n:.1f} TB"
 
 
+def times(ratio: float) -> str:
+    """How many times as much, in two figures at least."""
+    return f"{ratio:.0f}×" if ratio >= 9.95 else f"{ratio:.1f}×"
+
+
 def rate(bps: int) -> str:
     """Bits a second."""
+    if bps < 995:
+        return f"{bps} b/s"
     if bps < 995_000:
         return f"{bps / 1e3:.0f} kb/s"
     return f"{bps / 1e6:.3g} Mb/s" if bps < 995_000_000 else f"{bps / 1e9:.3g} Gb/s"

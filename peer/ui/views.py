@@ -1,4 +1,4 @@
-"""The monitor's views beside the run's screen: replicas and chains, rounds, contributors and health, as tables of one State each."""
+"""The monitor's views beside the run's screen: replicas and chains, rounds, contributors, health and what the watcher himself does, as tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from peer.ui.contributors import contributors, own_lines
 from peer.ui.lines import MARKS
 from peer.ui.screen import LEVEL_STYLES
 from peer.ui.state import State, StateHealth
 from peer.ui.text import blocks, clock, count, duration, rate, size
 from peer.ui.utilization import percent
+from protocol.rounds.credits import Credits
 
 Row = tuple[Text | str, ...]
+_ROLES = {"full": "a full replica", "spare": "a spare", "joining": "joining", "waiting": "waiting for a plan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,25 @@ class Sheet:
 
 
 def sheet(view: str, state: State) -> Sheet:
-    """One of the views that are tables."""
-    return {"chains": _chains, "rounds": _rounds, "contributors": _contributors, "health": _health}[view](state)
+    """One of the views that are tables of what is known of a run."""
+    return {"chains": _chains, "rounds": _rounds, "credits": _contributors, "health": _health}[view](state)
+
+
+def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
+    """What `peer`, the watcher's own, does and has brought; None where he has none, or did not say where it is."""
+    if peer is None:
+        rows: list[Row] = [("this folder has no peer; give --dir with the folder with which you joined",)]
+        return Sheet("me", (Column("", left=True, wide=True),), rows)
+    now = next((p for p in state.peers if p.peer == peer), None)
+    if now is None or not now.here:
+        rows = [("it is not there now",)]
+    else:
+        does = f"a stage with {blocks(now.first, now.last)}" if now.role == "stage" else _ROLES.get(now.role, now.role)
+        step = f", step {now.step} of {now.steps}" if now.replica is not None else ""
+        loss = "" if now.loss is None else f", loss {now.loss:.3f}"
+        rows = [(f"now it is {does}: {now.phase}{step}{loss}",)]
+    rows += [(line,) for line in own_lines(contributors(credits), peer, credits.round, state.rounds)]
+    return Sheet("me", (Column("", left=True, wide=True),), rows)
 
 
 def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, ascii_only: bool) -> tuple[Panel, int]:

@@ -30,6 +30,7 @@ from peer.ui.state import (
 from peer.ui.text import clean, mean_loss
 from protocol.rounds.credits import Credits
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import NODE_DEVICE
 from protocol.wire.commit import votes_needed
 
 _MOST_ROUNDS = 4_000
@@ -50,8 +51,6 @@ MOST_CONTRIBUTORS = 200
 MOST_ROUNDS = 30
 MOST_DIVERGED = 5
 MOST_MESSAGES = 40
-_OF_NODE = "bootstrap"
-"""The device that a bootstrap node announces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ def thinned(points: Sequence[Point], most: int) -> tuple[Point, ...]:
 def state(watched: Watched, now: float) -> State:
     """As of `now`, in Unix seconds."""
     view, manifest = watched.view, watched.view.manifest
-    listed = [p for p in view.listed() if p.device != _OF_NODE]
+    listed = [p for p in view.listed() if p.device != NODE_DEVICE]
     found = contributors(watched.credits)
     traffic = view.traffic or (None, None)
     inner = [(round(x, 3), y) for x, y in view.curve]

@@ -27,6 +27,8 @@ MAX_SPEED = 10**18
 """Operations a second: more than any one machine."""
 AXES = 3
 """Of a place (protocol/planning/coordinates.py)."""
+NODE_DEVICE = "bootstrap"
+"""What a bootstrap node gives for its device."""
 REACHABLE = ("", "direct", "mapped", "private")
 """How others reach a peer: it is not known; at an address of its own; at one of a router in front of it; they cannot connect to it,
 unless it connects to them or a hole can be made in its router."""

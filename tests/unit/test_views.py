@@ -33,9 +33,11 @@ from tests.watched import BEGAN, MadeUp
 DEADLINE = 60.0
 
 
-def drawn(of: Watched, browsing: Browsing, width: int, height: int, *, ascii_only: bool = False) -> list[str]:
+def drawn(
+    of: Watched, browsing: Browsing, width: int, height: int, *, ascii_only: bool = False, me: str | None = None
+) -> list[str]:
     console = Console(width=width, height=height, file=io.StringIO(), record=True, legacy_windows=False)
-    console.print(draw(of, browsing, width, height, ascii_only))
+    console.print(draw(of, browsing, width, height, ascii_only=ascii_only, me=me))
     return console.export_text().rstrip("\n").split("\n")
 
 
@@ -62,13 +64,14 @@ def hostile() -> Watched:
 @pytest.mark.parametrize("size", [(80, 24), (120, 40), (200, 60), (60, 16)], ids=str)
 def test_a_frame_has_the_size_of_the_screen_whatever_is_in_it(view: str, size: tuple[int, int]) -> None:
     runs = (Watched(MadeUp(5).manifest), watched(MadeUp(5), 3), watched(MadeUp(100), 2), hostile())
+    me = MadeUp(5).ids[1]
     for of in runs:
         for ascii_only in (False, True):
-            lines = drawn(of, Browsing(view=view), *size, ascii_only=ascii_only)
+            lines = drawn(of, Browsing(view=view), *size, ascii_only=ascii_only, me=me)
             assert len(lines) == size[1]
             assert max(map(len, lines)) <= size[0]
             assert all(line.isprintable() for line in lines)
-            assert "5 health" in lines[-1]
+            assert "6 me" in lines[-1]
             if ascii_only:
                 assert "".join(lines).isascii()
 
@@ -83,7 +86,7 @@ def test_each_view_says_what_it_is_for() -> None:
     rounds = text(of, Browsing(view="rounds"))
     for shown in ("20", "1:00 min", "4,096", "chain 0: its offer came too late"):
         assert shown in rounds
-    contributors = text(of, Browsing(view="contributors"))
+    contributors = text(of, Browsing(view="credits"))
     for shown in ("contributors: 4,", "40,960", ids[0], "52.6%"):
         assert shown in contributors
     health = text(of, Browsing(view="health"))
@@ -98,13 +101,32 @@ def test_each_view_says_what_it_is_for() -> None:
     assert f"✗ round 3 has two decided commits; voted for both: {ids[0]}" in text(of, Browsing(view="health"))
 
 
+def test_who_trains_too_sees_what_he_does_and_has_brought() -> None:
+    made = MadeUp(5)
+    of = watched(made, 20)
+
+    def mine(me: str | None) -> str:
+        return "\n".join(drawn(of, Browsing(view="me"), 120, 40, me=me))
+
+    full, spare = mine(made.ids[0]), mine(made.ids[4])
+    for shown in (
+        "now it is a full replica: training, step 3 of 4",
+        "you trained 40,960 tokens, 52.6% of the run: rank 1 of 4",
+    ):
+        assert shown in full
+    assert "now it is a spare" in spare
+    assert "no round has planned you yet" in spare
+    assert "it is not there now" in mine(made.ids[4][:-1] + "x")
+    assert "give --dir" in mine(None)
+
+
 def test_keys() -> None:
     browsing = Browsing()
     seen = []
-    for key in ("2", "5", "\t", "\t", "x", "\x1b[99~", "3"):
+    for key in ("2", "6", "\t", "\t", "x", "\x1b[99~", "3"):
         browsing.press(key)
         seen.append(browsing.view)
-    assert seen == ["chains", "health", "run", "chains", "chains", "chains", "rounds"]
+    assert seen == ["chains", "me", "run", "chains", "chains", "chains", "rounds"]
     for key in "/a2q\x7fq":
         browsing.press(key)
     assert (browsing.pattern, browsing.typing, browsing.view, browsing.left) == ("a2q", True, "rounds", False)
@@ -143,7 +165,7 @@ def test_a_filter_and_scrolling() -> None:
 
 def test_every_table_has_as_many_cells_as_columns() -> None:
     of = state(watched(MadeUp(5), 3), BEGAN)
-    for view in VIEWS[1:]:
+    for view in VIEWS[1:-1]:
         sheet = views.sheet(view, of)
         assert sheet.rows
         assert {len(row) for row in sheet.rows} == {len(sheet.columns)}

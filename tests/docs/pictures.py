@@ -1,0 +1,198 @@
+"""The pictures of the documents, and of every screen: from a real run that a real monitor watches, and from a made-up one of 500 peers.
+
+    python -m tests.docs.pictures docs/images --all pictures         (`make pictures`; about four minutes; needs Chromium)
+
+It runs the demo, watches it as `potluck monitor` does, and draws when most of the rounds are over. Into the first folder go the pictures that
+documents show; with `--all` each view at each size, light and dark, as a picture and as text, and the web page on a phone and on a desk.
+What a page logs as an error, and what is wider than its window, is printed, and the exit code is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
+
+from peer.cli.watch import to_json
+from peer.events import Event
+from peer.node.open_run import Door, manifest_of, parse_run, start_transport
+from peer.ui import web
+from peer.ui.browsing import VIEWS, Browsing
+from peer.ui.monitor import Monitor
+from peer.ui.monitor_screen import MonitorScreen, draw
+from peer.ui.screen import render
+from peer.ui.watched import Watched
+from protocol.run.manifest import Manifest
+from tests.docs.browser import Browser
+from tests.watched import MadeUp
+
+MOMENT = 0.7
+"""The share of the rounds after which pictures are taken: within the run, where there is something to see."""
+SIZES = ((80, 24), (120, 40), (200, 60))
+"""Characters."""
+DEMO, SHOWN = (122, 36), (110, 26)
+"""Those of the documents' pictures: of the demo, and of a monitor's view."""
+WINDOWS = {"phone": (390, 844), "desk": (1280, 900)}
+"""Pixels."""
+READY = "document.querySelector('#cards section') !== null"
+FONT = 'ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace'
+LIGHT = TerminalTheme(
+    (255, 255, 255),
+    (36, 36, 36),
+    [(36, 36, 36), (190, 30, 30), (20, 110, 40), (140, 95, 0), (20, 70, 180), (130, 40, 140), (0, 110, 120), (90, 90, 90)],
+    [(110, 110, 110), (210, 40, 40), (30, 130, 50), (160, 110, 0), (40, 90, 200), (150, 60, 160), (0, 125, 135), (20, 20, 20)],
+)  # fmt: skip
+"""A terminal with dark letters on white."""
+
+
+def svg(drawn: RenderableType, width: int, height: int, title: str, *, dark: bool = True) -> str:
+    """What a terminal of so many characters shows, as an SVG that needs no font and no file from elsewhere."""
+    console = _console(width, height)
+    console.print(drawn)
+    theme = DIMMED_MONOKAI if dark else LIGHT
+    picture = console.export_svg(title=title, unique_id="screen", theme=theme if title != "potluck demo" else None)
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
+    return re.sub(r"font-family: [^;]+;", f"font-family: {FONT};", picture)
+
+
+def _console(width: int, height: int) -> Console:
+    return Console(record=True, file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="truecolor")  # fmt: skip
+
+
+def view_of(watched: Watched, view: str, width: int, height: int) -> RenderableType:
+    """One view of a monitor as a terminal of so many characters shows it."""
+    first = watched.credits.table()
+    return draw(watched, Browsing(view=view), width, height, me=first[0].peer if first else None)
+
+
+def watched(folder: Path) -> MonitorScreen:
+    """Runs the demo in `folder`; what a monitor knows of it when MOMENT has come."""
+    command = [str(Path(sys.executable).with_name("potluck")), "demo", "--no-screen", "--out", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        return asyncio.run(_watch(_join_line(process)))
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+async def _watch(line: str) -> MonitorScreen:
+    run = parse_run(line)
+    with tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
+        try:
+            manifest = await manifest_of(run, transport)
+            return await _until_moment(manifest, Monitor(manifest, transport))
+        finally:
+            await transport.aclose()
+
+
+def _join_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    for said in process.stdout:
+        found = re.search(r"potluck join (\S+)", said)
+        if found:
+            return found[1]
+    raise SystemExit("pictures: the demo ended before it could be joined")
+
+
+async def _until_moment(manifest: Manifest, monitor: Monitor) -> MonitorScreen:
+    screen, enough = MonitorScreen(manifest, Console(file=io.StringIO())), asyncio.Event()
+
+    def take(event: Event) -> None:
+        screen.take(event)
+        if screen.watched.recent and screen.watched.recent[-1].round >= MOMENT * manifest.rounds:
+            enough.set()
+
+    work = asyncio.ensure_future(monitor.follow(take))
+    over = asyncio.ensure_future(enough.wait())
+    await asyncio.wait([work, over], return_when=asyncio.FIRST_COMPLETED)
+    for task in (work, over):
+        task.cancel()
+    await asyncio.gather(work, over, return_exceptions=True)
+    if not enough.is_set():
+        raise SystemExit("pictures: the demo ended too early")
+    return screen
+
+
+def made_up() -> MonitorScreen:
+    """What a monitor knows of a run of 500 peers after 60 rounds."""
+    made = MadeUp(500)
+    screen = MonitorScreen(made.manifest, Console(file=io.StringIO()))
+    for event in made.all(60):
+        screen.take(event)
+    return screen
+
+
+@contextlib.contextmanager
+def served(screen: MonitorScreen) -> Iterator[str]:
+    """The address of the web page of a monitor that knows this."""
+    page, state = web.page(), web.Fresh("application/json", lambda: to_json(screen.state()))
+    with web.Server(("127.0.0.1", 0), {"/": lambda: page, "/state.json": state}) as server:
+        yield server.url
+
+
+def of_documents(screen: MonitorScreen, folder: Path, browser: Browser) -> None:
+    """Those that README and guides show."""
+    (folder / "demo.svg").write_text(svg(render(screen.view, *DEMO), *DEMO, "potluck demo"), encoding="utf-8")
+    chains = view_of(screen.watched, "chains", *SHOWN)
+    (folder / "monitor.svg").write_text(svg(chains, *SHOWN, "potluck monitor"), encoding="utf-8")
+    with served(screen) as url:
+        for name, (width, height) in WINDOWS.items():
+            browser.picture(url, folder / f"web-{name}.png", width, height, dark=name == "phone", ready=READY)
+
+
+def everything(screen: MonitorScreen, name: str, folder: Path, browser: Browser) -> None:
+    """Each view at each size, and the web page; their names begin with `name`."""
+    for view in VIEWS:
+        for width, height in SIZES:
+            drawn, title = view_of(screen.watched, view, width, height), f"{name}-{view}-{width}x{height}"
+            console = _console(width, height)
+            console.print(drawn)
+            (folder / f"{title}.txt").write_text(console.export_text(), encoding="utf-8")
+            for dark in (True, False):
+                shade = folder / f"{title}-{'dark' if dark else 'light'}"
+                picture = shade.with_suffix(".svg")
+                picture.write_text(svg(drawn, width, height, "potluck monitor", dark=dark), encoding="utf-8")
+                size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', picture.read_text(encoding="utf-8"))
+                assert size is not None
+                pixels = (int(float(size[1])) + 1, int(float(size[2])) + 1)
+                browser.picture(picture.resolve().as_uri(), shade.with_suffix(".png"), *pixels, dark=dark)
+                picture.unlink()
+    with served(screen) as url:
+        for window, (width, height) in WINDOWS.items():
+            for dark in (True, False):
+                to = folder / f"{name}-web-{window}-{'dark' if dark else 'light'}.png"
+                browser.picture(url, to, width, height, dark=dark, ready=READY, whole=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--all", type=Path)
+    typed = parser.parse_args(arguments)
+    with Browser() as browser, tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
+        screen = watched(Path(name) / "demo-run")
+        typed.folder.mkdir(parents=True, exist_ok=True)
+        of_documents(screen, typed.folder, browser)
+        if typed.all is not None:
+            typed.all.mkdir(parents=True, exist_ok=True)
+            everything(screen, "five", typed.all, browser)
+            everything(made_up(), "many", typed.all, browser)
+        for fault in browser.faults:
+            print(fault)
+        return 1 if browser.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
