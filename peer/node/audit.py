@@ -3,7 +3,7 @@
 It is a peer like any other, but for four things. It announces no memory, so no plan gives it work. It holds the whole state all
 the same, in files where the machine's memory is small. It asks nobody for a state: it begins at the seed, or at a checkpoint of its own,
 and applies what the log names. And it has nothing to train with (`NoTraining`), and reads
-the held-out text only (`NoText`): it measures every state that is due (peer/node/evaluating.py).
+the held-out text only (`HeldOutText`): it measures every state that is due (peer/node/evaluating.py).
 
 What it attests is what the log gives. Its operator's node believes that before what anybody else attests
 (protocol/rounds/witnesses.py), and peers may fetch its checkpoints.
@@ -34,7 +34,29 @@ async def nobody() -> tuple[str, ...]:
 
 
 class NoText:
-    """The text of who trains nothing: it reads the held-out part only, which is fetched when it is wanted."""
+    """The text of who reads none."""
+
+    @property
+    def index(self) -> CorpusIndex:
+        raise AssertionError("who trains nothing reads no text; this is a bug")
+
+    async def sequences(self, slots: range) -> NDArray[np.int64]:
+        """Is never called."""
+        raise AssertionError("who trains nothing reads no text; this is a bug")
+
+    def expect(self, slots: Sequence[range]) -> None:
+        """Nothing is fetched."""
+
+    async def held_out(self, limit: int) -> NDArray[np.int64]:
+        """Is never called."""
+        raise AssertionError("who trains nothing reads no text; this is a bug")
+
+    async def aclose(self) -> None:
+        """There is nothing to end."""
+
+
+class HeldOutText(NoText):
+    """The text of who trains nothing, and measures: the held-out part, which is fetched when it is wanted."""
 
     def __init__(self, manifest: Manifest, access: Access) -> None:
         self._manifest = manifest
@@ -47,13 +69,6 @@ class NoText:
         assert self._index is not None, "what was not read has no index; this is a bug"
         return self._index
 
-    async def sequences(self, slots: range) -> NDArray[np.int64]:
-        """Is never called."""
-        raise AssertionError("who trains nothing reads no text; this is a bug")
-
-    def expect(self, slots: Sequence[range]) -> None:
-        """Nothing is fetched."""
-
     async def held_out(self, limit: int) -> NDArray[np.int64]:
         """At most `limit` held-out sequences [n, L + 1]. Raises RemoteError, UsageError."""
         text = await open_text(self._manifest, self._access)
@@ -63,13 +78,10 @@ class NoText:
         finally:
             await text.aclose()
 
-    async def aclose(self) -> None:
-        """There is nothing to end."""
 
-
-async def no_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
+async def held_out_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
     """What Factories.text is for an auditor."""
-    return NoText(manifest, access)
+    return HeldOutText(manifest, access)
 
 
 class NoTraining:

@@ -1,6 +1,6 @@
 """Who measures the held-out loss of which state, and what of it has a place in the log. Pure.
 
-After every `evaluation.rounds` rounds of the manifest the state is to be measured, by EVALUATORS of the full replicas of the plan that the
+After every `evaluation.every` rounds of the manifest the state is to be measured, by EVALUATORS of the full replicas of the plan that the
 commit makes, by turns, and by any operator who likes (whose auditor holds the state too). Each signs what it found and sends it to the nodes. The
 next commit has it, or a later one: nobody waits for it, and when the next state is due nobody wants it any more.
 
@@ -68,7 +68,7 @@ def signed(who: Identity, of: str, said: Evaluation) -> Evaluation:
 
 def is_due(manifest: Manifest, commit: Commit) -> bool:
     """Whether the state after `commit` is to be measured: a plan follows, so that a later commit can say what was found."""
-    every = manifest.evaluation.rounds
+    every = manifest.evaluation.every
     return every > 0 and commit.round % every == 0 and commit.plan is not None
 
 
@@ -77,7 +77,7 @@ def evaluators(manifest: Manifest, commit: Commit) -> tuple[str, ...]:
     whole = sorted((r for r in commit.plan.replicas if not r.is_chain), key=lambda r: r.number) if commit.plan else []
     if not whole:
         return ()
-    first = commit.round // manifest.evaluation.rounds * EVALUATORS
+    first = commit.round // manifest.evaluation.every * EVALUATORS
     count = min(EVALUATORS, len(whole))
     return tuple(whole[(first + place) % len(whole)].peers[0] for place in range(count))
 

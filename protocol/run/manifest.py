@@ -232,15 +232,15 @@ class AdmissionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSpec:
-    """The held-out loss (protocol/rounds/evaluation.py) is measured after every so many `rounds`, 0: never; on at most so many `sequences` of
+    """The held-out loss (protocol/rounds/evaluation.py) is measured after `every` so many rounds, 0: never; on at most so many `sequences` of
     the held-out part of the corpus."""
 
-    rounds: int = 10
+    every: int = 10
     sequences: int = 64
 
     def __post_init__(self) -> None:
-        if not (0 <= self.rounds <= MAX_EVALUATED and 1 <= self.sequences <= MAX_EVALUATED):
-            raise ValueError(f"rounds must be in 0..{MAX_EVALUATED}, sequences in 1..{MAX_EVALUATED}")
+        if not (0 <= self.every <= MAX_EVALUATED and 1 <= self.sequences <= MAX_EVALUATED):
+            raise ValueError(f"every must be in 0..{MAX_EVALUATED}, sequences in 1..{MAX_EVALUATED}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,7 +318,7 @@ class Manifest:
     def evaluated_sequences(self) -> int:
         """On how many held-out sequences the loss is measured, if there are so many: those that the manifest names, or as many as cost a replica
         about 2 % of its time."""
-        trained = self.evaluation.rounds * self.train.inner_steps * self.train.step_rows
+        trained = self.evaluation.every * self.train.inner_steps * self.train.step_rows
         return max(1, min(self.evaluation.sequences, int(EVALUATED * trained)))
 
     @property

@@ -33,7 +33,7 @@ def potluck(*arguments: object) -> str:
 def test_the_log_has_the_held_out_loss_of_its_states(tmp_path: Path) -> None:
     chosen = swarms.options(tmp_path / "unused", full=2, rounds=10**6, inner_steps=10)
     made = swarms.manifest(chosen, timing={"round_deadline": 60.0, "round_seconds": 3.0})
-    manifest = dataclasses.replace(made, evaluation=EvaluationSpec(rounds=3, sequences=5))
+    manifest = dataclasses.replace(made, evaluation=EvaluationSpec(every=3, sequences=5))
     assert manifest.evaluated_sequences == 5
     keys, names = (recipe.identity_of(0, "bootstrap"),), [p.name for p in recipe.make_peers(manifest, chosen)]
     with Swarm(tmp_path / "run", manifest, keys, memory=dict.fromkeys(names, 10**9)) as swarm:

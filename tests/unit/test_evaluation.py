@@ -36,7 +36,7 @@ from tests.unit.test_leader import Driver
 
 KEYS = tuple(Identity(bytes([7, i] * 16)) for i in range(8))
 NAMES = tuple(key.peer_id for key in KEYS)
-RUN = tiny.manifest(rounds=100, evaluation=EvaluationSpec(rounds=2, sequences=4))
+RUN = tiny.manifest(rounds=100, evaluation=EvaluationSpec(every=2, sequences=4))
 
 
 def replica(number: int, *peers: str) -> ReplicaSpec:
@@ -62,7 +62,7 @@ def says(who: Identity, due: Due, **changes: Any) -> Evaluation:
 def test_every_so_many_rounds_three_full_replicas_measure_by_turns() -> None:
     assert [evaluation.is_due(RUN, planned(r)) for r in range(5)] == [True, False, True, False, True]
     assert not evaluation.is_due(RUN, commit(2, None)), "nothing follows that could say what was found"
-    never = tiny.manifest(evaluation=EvaluationSpec(rounds=0))
+    never = tiny.manifest(evaluation=EvaluationSpec(every=0))
     assert not evaluation.is_due(never, planned(0))
     turns = [evaluation.evaluators(RUN, planned(r)) for r in (0, 2, 4)]
     assert turns == [NAMES[0:3], NAMES[3:6], (NAMES[6], NAMES[7], NAMES[0])]
@@ -76,11 +76,11 @@ def test_every_so_many_rounds_three_full_replicas_measure_by_turns() -> None:
 def test_what_is_measured_costs_a_fiftieth() -> None:
     assert (RUN.train.inner_steps, RUN.train.step_rows) == (4, 2)
     assert RUN.evaluated_sequences == 1, "2 rounds train on 16 sequences"
-    often = dataclasses.replace(RUN, evaluation=EvaluationSpec(rounds=50, sequences=1000))
+    often = dataclasses.replace(RUN, evaluation=EvaluationSpec(every=50, sequences=1000))
     assert often.evaluated_sequences == 24
-    assert dataclasses.replace(often, evaluation=EvaluationSpec(rounds=50, sequences=5)).evaluated_sequences == 5
-    with pytest.raises(ValueError, match="rounds must be in 0"):
-        EvaluationSpec(rounds=-1)
+    assert dataclasses.replace(often, evaluation=EvaluationSpec(every=50, sequences=5)).evaluated_sequences == 5
+    with pytest.raises(ValueError, match="every must be in 0"):
+        EvaluationSpec(every=-1)
     with pytest.raises(ValueError, match="sequences in 1"):
         EvaluationSpec(sequences=0)
 
@@ -201,7 +201,7 @@ class Text(NoText):
 def measured(key: Identity, newest: Commit, *, text: Text | None = None, loss: float = 2.0, **more: Any) -> list[Any]:
     """What a peer tells, and emits, when this commit is the newest."""
     told: list[Message | events.Body] = []
-    run = dataclasses.replace(RUN, evaluation=EvaluationSpec(rounds=2, sequences=4), train=TRAIN)
+    run = dataclasses.replace(RUN, evaluation=EvaluationSpec(every=2, sequences=4), train=TRAIN)
     theta = {shard: [np.zeros(1, np.float32)] for shard in layout.shard_names(run.model)}
 
     async def work() -> None:
