@@ -44,7 +44,7 @@ from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, fairness, leader_events, paxos_events, presence
+from protocol.rounds import admission, evaluation, fairness, leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
@@ -55,6 +55,7 @@ from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
 from protocol.wire.session import (
     Announced,
@@ -91,6 +92,7 @@ class BootstrapNode:
     ) -> None:
         self.manifest = manifest
         self.archive = archive
+        self._identity = identity
         self._transport = transport
         self._emit = emit
         self._clock = clock or Clock()
@@ -196,6 +198,8 @@ class BootstrapNode:
                 await self._events.hand_in(paxos_events.Heard(node, message))
             case LogRequest(after=after):
                 self._send_log(self._links.to[node], after)
+            case Evaluation():
+                await self._events.hand_in(leader_events.Received(node, message))
             case Motion():
                 with contextlib.suppress(
                     RemoteError
@@ -236,6 +240,10 @@ class BootstrapNode:
                 if isinstance(message, Attest) and self._is_news(session, message):
                     self._emit(events.Attest(peer=peer, round=message.round, digests=message.digests))
                 await self._events.hand_in(leader_events.Received(peer, message))
+            case Evaluation() if peer in self.leader.witnesses.auditors:
+                await self._events.hand_in(leader_events.Received(self._identity.peer_id, self._signed(message)))
+            case Evaluation():
+                await self._events.hand_in(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
                 self._opened(session)
@@ -244,6 +252,13 @@ class BootstrapNode:
                 session.post(encoding.encode(Heartbeat(phase=phase, round=self.leader.round)))
             case _:
                 raise unexpected(peer, "session", message)
+
+    def _signed(self, found: Evaluation) -> Evaluation:
+        """What our auditor has found, as we say it; the other nodes hear of it."""
+        said = evaluation.signed(self._identity, self.leader.due.of, found)
+        for link in self._links.to.values():
+            link.post(encoding.encode(said))
+        return said
 
     def _is_news(self, session: Session, attest: Attest) -> bool:
         return abs(attest.round - self.leader.round + 1) <= 2 and session.may_tell(attest.round, self._clock.steady())
@@ -385,6 +400,8 @@ class BootstrapNode:
         self._emit(events.commit_of(record.commit))
         if record.commit.decree is not None:
             self._emit(events.decreed(record.commit.round, record.commit.decree))
+        if record.commit.evaluations:
+            self._emit(events.evaluated(record.commit))
         self._fairness.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])

@@ -23,7 +23,7 @@ from peer.net import directory
 from peer.net.base import Transport, Validate
 from peer.net.disk import LocalDisk, Piece
 from peer.net.memory import MemoryNetwork
-from peer.node.audit import NoTraining, no_text
+from peer.node.audit import NoTraining, held_out_text
 from peer.node.orders import ChainOrders, InnerLoop, Result
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
@@ -197,7 +197,7 @@ class Swarm:
             **config,
         )
         emit = Emitter(identity.peer_id, self._hear(events))
-        made = Factories(text=no_text, inner_loop=self.inner_loop)
+        made = Factories(text=held_out_text, inner_loop=self.inner_loop)
         peer = Peer(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())

@@ -36,7 +36,7 @@ def auditor(folder: Path) -> str:
 
 async def audit(line: str, folder: Path) -> None:
     """Follows the log of the run behind `line`, until it is over or whoever started us is gone. Raises PotluckError."""
-    from peer.node.audit import NoTraining, no_text
+    from peer.node.audit import NoTraining, held_out_text
     from peer.node.peer import Factories, Peer
     from peer.state.storage import Storage
 
@@ -46,7 +46,7 @@ async def audit(line: str, folder: Path) -> None:
         await transport.connect(run.bootstrap, timeout=10.0)
         manifest = await manifest_of(run, transport)
         config = JoinConfig(folder=folder, memory_bytes=0, up_bps=RATE, down_bps=RATE, audit=True)
-        made = Factories(text=no_text, inner_loop=NoTraining)
+        made = Factories(text=held_out_text, inner_loop=NoTraining)
         emit = Emitter(key.peer_id, json_sink())
         peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, made)
         following, alone = asyncio.create_task(peer.run()), asyncio.create_task(_until_alone())

@@ -56,6 +56,8 @@ ABOUT = {
     "corpus": "the digest of the text: potluck data show prints it",
     "topk": "entries of an update that are sent, of every 4096",
     "rank": "values a token between the stages of a chain, among which the matchmaker chooses",
+    "every": "after so many rounds the loss on held-out text is measured; 0: never",
+    "sequences": "of the held-out text, at most",
     "round_seconds": "every replica trains for so long in a round, and does what it can",
     "bootstrap": "where nodes were last seen; may change at any time",
 }

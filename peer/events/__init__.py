@@ -29,6 +29,8 @@ from peer.events.node import (
     Contribution,
     Decreed,
     Diverged,
+    Evaluated,
+    Evaluation,
     Forked,
     Gone,
     Leads,
@@ -93,6 +95,8 @@ __all__ = [
     "Diverged",
     "Emit",
     "Emitter",
+    "Evaluated",
+    "Evaluation",
     "Event",
     "Fetching",
     "Finished",
@@ -131,6 +135,7 @@ __all__ = [
     "chain_report",
     "commit_of",
     "decreed",
+    "evaluated",
     "found",
     "from_json",
     "json_sink",
@@ -141,7 +146,7 @@ __all__ = [
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
-    | Quarrel | Decreed | RunFinished
+    | Quarrel | Decreed | Evaluated | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip
@@ -225,6 +230,15 @@ def decreed(round: int, enacted: Enacted) -> Decreed:
         reason=decree.reason,
         operators=tuple(sorted(enacted.signatures)),
     )
+
+
+def evaluated(commit: WireCommit) -> Evaluated:
+    """The event that tells the evaluations of a commit that has some: all are of one state."""
+    told = [
+        Evaluation(peer=x.peer, sequences=x.sequences, loss=x.loss, bits_per_byte=x.bits_per_byte)
+        for x in commit.evaluations
+    ]
+    return Evaluated(round=commit.evaluations[0].round, evaluations=tuple(told))
 
 
 def listening(run: str, addresses: Sequence[str]) -> Listening:

@@ -228,6 +228,30 @@ class Decreed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a peer says that it measured on held-out text."""
+
+    peer: str
+    """Who says so."""
+    sequences: int
+    """On so many held-out sequences."""
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float
+    """The same per UTF-8 byte of text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """A decided commit says how well the state after an earlier round foretells text that nobody trains on."""
+
+    round: int
+    """The round after which the state was measured."""
+    evaluations: tuple[Evaluation, ...]
+    """What each of those says who measured it; a later commit may have more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leads:
     """A bootstrap node begins to lead the quorum, or no longer does."""
 

@@ -22,7 +22,9 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import access, comparing, judging, part_lists, validation
+from protocol.rounds import access, comparing, evaluation, judging, part_lists, validation
+from protocol.rounds.access import Access
+from protocol.rounds.evaluation import Due
 from protocol.rounds.part_lists import BadList, Lists, Parts
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
@@ -129,7 +131,7 @@ async def verify(
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     plan: Plan | None = None
-    kept, medians, admitted = _Kept(payload), tuple[float, ...](), access.of(manifest)
+    kept, medians, admitted, due = _Kept(payload), tuple[float, ...](), access.of(manifest), evaluation.of(manifest)
 
     def problem(round: int, shard: str | None, reason: str) -> None:
         done.problems.append(Problem(round, shard, reason))
@@ -144,9 +146,9 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for reason in (*validation.problems(manifest, plan, commit), *access.intruders(admitted, commit)):
+        for reason in _wrong_in(commit, manifest, plan, admitted, due):
             problem(commit.round, None, reason)
-        admitted = admitted.after(commit.decree)
+        admitted, due = admitted.after(commit.decree), due.after(commit)
         done.contributions += len(commit.contributions)
         before, last, done.head, plan = plan, done.head, commit, commit.plan
         known, medians = medians, (*medians, *judging.medians([commit]))[-judging.REMEMBERED :]
@@ -188,6 +190,12 @@ async def verify(
     done.theta = dict(outer.theta)
     done.digests = {shard: await asyncio.to_thread(outer.digest, shard) for shard in outer.theta}
     return done
+
+
+def _wrong_in(commit: Commit, manifest: Manifest, plan: Plan | None, admitted: Access, due: Due) -> Iterator[str]:
+    yield from validation.problems(manifest, plan, commit)
+    yield from access.intruders(admitted, commit)
+    yield from evaluation.problems(due, commit)
 
 
 class _Kept:

@@ -22,7 +22,7 @@ class Attester:
 
     def __init__(self, put: Callable[[member_events.Digested], None]) -> None:
         self._put = put
-        self._quiet = ThreadPoolExecutor(1, "quiet", initializer=_be_quiet)
+        self._quiet = ThreadPoolExecutor(1, "quiet", initializer=be_quiet)
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, round: int, theta: Shards, then: Then | None = None) -> None:
@@ -54,7 +54,7 @@ def digests(theta: Shards) -> dict[str, str]:
     return {shard: layout.shard_digest(arrays) for shard, arrays in theta.items()}
 
 
-def _be_quiet() -> None:
+def be_quiet() -> None:
     """Whoever computes goes first. Elsewhere than on Linux a thread has no priority."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)

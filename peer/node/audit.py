@@ -2,7 +2,8 @@
 
 It is a peer like any other, but for four things. It announces no memory, so no plan gives it work. It holds the whole state all
 the same, in files where the machine's memory is small. It asks nobody for a state: it begins at the seed, or at a checkpoint of its own,
-and applies what the log names. And it has nothing to train with (`NoTraining`), and nothing to read (`NoText`).
+and applies what the log names. And it has nothing to train with (`NoTraining`), and reads
+the held-out text only (`HeldOutText`): it measures every state that is due (peer/node/evaluating.py).
 
 What it attests is what the log gives. Its operator's node believes that before what anybody else attests
 (protocol/rounds/witnesses.py), and peers may fetch its checkpoints.
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from peer.chain.stop_sign import StopSign
 from peer.config import JoinConfig
+from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import Text
 from peer.node.orders import ChainOrders, Result
 from peer.state.storage import Shards
@@ -53,9 +55,33 @@ class NoText:
         """There is nothing to end."""
 
 
-async def no_text(manifest: Manifest, config: JoinConfig, access: object) -> Text:
+class HeldOutText(NoText):
+    """The text of who trains nothing, and measures: the held-out part, which is fetched when it is wanted."""
+
+    def __init__(self, manifest: Manifest, access: Access) -> None:
+        self._manifest = manifest
+        self._access = access
+        self._index: CorpusIndex | None = None
+
+    @property
+    def index(self) -> CorpusIndex:
+        """Known since the held-out part was read."""
+        assert self._index is not None, "what was not read has no index; this is a bug"
+        return self._index
+
+    async def held_out(self, limit: int) -> NDArray[np.int64]:
+        """At most `limit` held-out sequences [n, L + 1]. Raises RemoteError, UsageError."""
+        text = await open_text(self._manifest, self._access)
+        try:
+            self._index = text.index
+            return await text.held_out(limit)
+        finally:
+            await text.aclose()
+
+
+async def held_out_text(manifest: Manifest, config: JoinConfig, access: Access) -> Text:
     """What Factories.text is for an auditor."""
-    return NoText()
+    return HeldOutText(manifest, access)
 
 
 class NoTraining:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import random
 from collections.abc import Awaitable, Callable, Sequence
@@ -30,13 +31,14 @@ from peer.net.latency import Latency
 from peer.net.line import Around, Given, Line
 from peer.net.reach import Finding, Reach
 from peer.node.audit import nobody
+from peer.node.evaluating import Evaluator
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
 from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
-from peer.training import device
+from peer.training import device, inference
 from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
 from protocol.planning import memory
@@ -176,7 +178,8 @@ class Peer:
             peers=nobody if self._config.audit else self._directory.peers,
             uplink=self._line.uplink,
         )
-        self.rounds = rounds = self._make_rounds(exchange, inner_loop, restored)
+        evaluator = self._make_evaluator(text)
+        self.rounds = rounds = self._make_rounds(exchange, inner_loop, evaluator, restored)
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve(text.find if isinstance(text, FetchedText) else nothing)
         await self._latency.serve()
@@ -195,6 +198,7 @@ class Peer:
         try:
             await self._work(rounds)
         finally:
+            await evaluator.aclose()
             apart.close()
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
@@ -235,11 +239,22 @@ class Peer:
         found = Finding(how=self._config.reachable)
         return Reach(reach.around(self._directory, self._transport, self._config.announce), found, self._reached)
 
-    def _make_rounds(self, exchange: Exchange, inner_loop: InnerLoop, restored: Checkpoint | None) -> Rounds:
+    def _make_evaluator(self, text: Text) -> Evaluator:
+        audit, room = self._config.audit, memory.has_room_to_evaluate(self.manifest, self._config.memory_bytes)
+        tell = self._sessions.tell
+        load = functools.partial(inference.measure, wanted=self._config.device)
+        return Evaluator(
+            self.manifest, self.identity, text, tell, self._emit, load=load, has_room=audit or room, always=audit
+        )
+
+    def _make_rounds(
+        self, exchange: Exchange, inner_loop: InnerLoop, evaluator: Evaluator, restored: Checkpoint | None
+    ) -> Rounds:
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,
             inner_loop=inner_loop,
+            evaluator=evaluator,
             emit=self._follow,
             tell=self._sessions.tell,
             traffic=self._transport.traffic,

@@ -22,6 +22,7 @@ from peer.net.base import Traffic
 from peer.net.clock import Clock
 from peer.node.attesting import Attester, digests
 from peer.node.doubts import Doubts
+from peer.node.evaluating import Evaluator
 from peer.node.moments import MomentsExchange
 from peer.node.newcomer import Newcomer
 from peer.node.orders import InnerLoop
@@ -57,6 +58,7 @@ class Surroundings:
     storage: Storage
     exchange: Exchange
     inner_loop: InnerLoop
+    evaluator: Evaluator
     emit: events.Emit
     tell: Callable[[Message], None]
     traffic: Traffic
@@ -310,7 +312,7 @@ class Rounds:
         if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
             await self._attester.done()
             self._around.inner_loop.release()
-            scratch = self._scratch
+            scratch = None if self._around.evaluator.reads else self._scratch
 
         def work() -> None:
             for shard in held:
@@ -318,7 +320,7 @@ class Rounds:
 
         await self._timed("apply", self._work(work))
         await self._doubts.settle(rebuild, commit.round)
-        await self._work(self._settle, commit)
+        await self._work(lambda: self._exchange.settle(commit, self._needed(commit.round)))
         self._tell_of_round(commit, self._clock.steady() - began)
 
     def _tell_of_round(self, commit: Commit, boundary_seconds: float) -> None:
@@ -337,6 +339,8 @@ class Rounds:
                 own_tokens=commit.tokens_of(self.peer),
             )
         )
+        if commit.evaluations:
+            self._emit(events.evaluated(commit))
         self._seconds = {}
 
     async def _hold_shards(self, commit: Commit, *, whole: bool = False) -> None:
@@ -351,10 +355,10 @@ class Rounds:
         await self._warm_up.want(later)
         await self._recovery.build([s for s in lacking if s not in later], commit.round)
         self._storage.blobs.protected = self._needed(commit.round)
-        held = bool(self.outer.theta)
-        due = retention.checkpoint_is_due(self.manifest, commit.round, self._checkpointed, held)
+        due = retention.checkpoint_is_due(self.manifest, commit.round, self._checkpointed, bool(self.outer.theta))
         self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         self._writes = due
+        self._around.evaluator.follow(commit, dict(self.outer.theta))
 
     def _take_warm(self) -> None:
         """Takes over the shards of a later role, if they are there, and attests them with the others."""
@@ -365,11 +369,8 @@ class Rounds:
             self.outer.theta.update(found)
             self._attester.begin(self.member.applied, dict(self.outer.theta))
 
-    def _settle(self, commit: Commit) -> None:
-        """After `commit` is applied: says which payloads are still needed here (see peer/state/payloads.py)."""
-        self._exchange.settle(commit, self._needed(commit.round))
-
     def _needed(self, round: int) -> set[str]:
+        """Which payloads are still needed here after `round` (peer/state/payloads.py)."""
         log, held = self.member.commits, self.outer.theta
         needed = retention.payloads_needed(log, self._exchange.lists, round, self._checkpointed, held, self.offer)
         return needed | self._storage.blobs.newer(self.member.head)

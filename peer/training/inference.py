@@ -5,7 +5,8 @@ Shapes: n windows, L positions, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,17 +15,17 @@ from torch import Tensor
 
 from peer.training import device
 from peer.training.model import Past, Stage, Theta
-from protocol.errors import LocalError, UsageError
+from protocol.errors import LocalError, UsageError, shown
+from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 
-SPARE = 1.25
-"""What a model takes of a device's memory, in parameters' bytes: the rest is for activations."""
+T = TypeVar("T")
 
 
-def load(spec: ModelSpec, theta: Theta) -> Stage:
-    """The whole model with these values, on the GPU where there is one with room for it. Raises UsageError where nothing has room."""
-    free = {name: device.memory_budget(name) for name in (device.choose_device(), "cpu")}
+def load(spec: ModelSpec, theta: Theta, wanted: str = "auto") -> Stage:
+    """The whole model with these values, on the device that is wanted where that has room for it, else on the CPU. Raises UsageError where nothing has room."""
+    free = {name: device.memory_budget(name) for name in (device.choose_device(wanted), "cpu")}
     stage = Stage(spec, 0, spec.n_layers, True, True, device=place(spec, free))
     stage.load(theta)
     return stage
@@ -32,7 +33,7 @@ def load(spec: ModelSpec, theta: Theta) -> Stage:
 
 def place(spec: ModelSpec, free: Mapping[str, int]) -> str:
     """The first of these devices, each with its free bytes, that has room for the model. Raises UsageError."""
-    needed = SPARE * 4 * layout.total_parameters(spec)
+    needed = memory.COPY * 4 * layout.total_parameters(spec)
     for name, there in free.items():
         if there >= needed:
             return name
@@ -93,3 +94,18 @@ def nats(stage: Stage, windows: NDArray[np.int64]) -> float:
     ids = torch.from_numpy(windows)
     mean = stage.loss(stage(ids[:, :-1]), ids[:, 1:])
     return mean.item() * ids[:, 1:].numel()
+
+
+def measure(spec: ModelSpec, theta: Theta, wanted: str = "auto") -> Callable[[NDArray[np.int64]], float]:
+    """`nats` of the whole model with these values, which are copied. Raises UsageError where there is no memory for it, there and later."""
+
+    def guarded(work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except (RuntimeError, MemoryError) as error:
+            if not device.is_shortage(error):
+                raise
+            raise UsageError(f"memory: {shown(error)}; use a machine with more") from None
+
+    stage = guarded(lambda: load(spec, theta, wanted))
+    return lambda windows: guarded(lambda: nats(stage, windows))

@@ -31,6 +31,14 @@ class Said(NamedTuple):
     text: str
 
 
+class Note(NamedTuple):
+    """The same with its time, in Unix seconds."""
+
+    time: float
+    level: str
+    text: str
+
+
 def ascii(text: str) -> str:
     """`text` for a terminal that shows nothing else than ASCII; each character keeps its place."""
     return text.translate(_ASCII).encode("ascii", "replace").decode()
@@ -73,6 +81,8 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             who = "" if decree.peer is None else f" {called(decree.peer, names)}"
             why = f": {clean(decree.reason)}" if decree.reason else ""
             return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
+        case events.Evaluated(round=round, evaluations=found):
+            return [Said("good", f"held out: {_evaluated(round, x, names)}") for x in found]
         case events.Forked(round=round, liars=liars):
             who = ", ".join(called(liar, names) for liar in liars) or "nobody who can be named"
             return [Said("error", f"round {round} has two decided commits; voted for both: {who}; the run stops here")]
@@ -176,6 +186,11 @@ def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
             )
             return [Said("info", text)]
     return []
+
+
+def _evaluated(round: int, x: events.Evaluation, names: Mapping[str, str]) -> str:
+    text = f"loss {x.loss:.3f} after round {round}, {x.bits_per_byte:.3f} bits per byte"
+    return f"{text}, as {called(x.peer, names)} measured it"
 
 
 def _commit(commit: events.Commit, names: Mapping[str, str]) -> list[Said]:

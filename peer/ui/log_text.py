@@ -117,6 +117,9 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         lines.append(f"  {_name(left):<13} left out: {readable(left.reason, {})}  {_peers(left.peers)}")
     for d in shown.diverged:
         lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {clean(d.shard)} after round {commit.round - 1}")
+    for x in shown.evaluations:
+        figures = f"loss {x.loss:.3f}, {x.bits_per_byte:.3f} bits per byte, {count(range(x.sequences), 'sequence')}"
+        lines.append(f"  {'held out':<13} {figures}, after round {x.round}  {_peers((x.peer,))}")
     if shown.decree is not None:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from peer import events
 from protocol.rounds import part_lists
-from protocol.wire.commit import Contribution, Diverged, Record
+from protocol.wire.commit import Commit, Contribution, Diverged, Record
 from protocol.wire.commit import LeftOut as PlannedOut
 from protocol.wire.decree import Decree
 from protocol.wire.plan import Plan
@@ -46,6 +46,14 @@ class LoggedLeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedEvaluation(events.Evaluation):
+    """What a peer says that it measured, and of which state."""
+
+    round: int
+    """The round after which the state was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRound:
     """A decided round, with the proof that it was decided."""
 
@@ -77,6 +85,8 @@ class LoggedRound:
     """The majority's SHA-256 by shard, of the state before this round, as far as it was attested."""
     members: tuple[str, ...]
     """The bootstrap nodes that vote on the next round."""
+    evaluations: tuple[LoggedEvaluation, ...]
+    """What was measured of an earlier state, on text that nobody trains on."""
     decree: Decree | None
     """What the operators have decided about who may take part, if they have."""
 
@@ -104,7 +114,16 @@ def logged(record: Record, plan: Plan | None) -> LoggedRound:
         plan=commit.plan,
         digests=commit.digests,
         members=commit.members,
+        evaluations=evaluations(commit),
         decree=None if commit.decree is None else commit.decree.decree,
+    )
+
+
+def evaluations(commit: Commit) -> tuple[LoggedEvaluation, ...]:
+    """What a commit says of an earlier state."""
+    return tuple(
+        LoggedEvaluation(peer=x.peer, round=x.round, sequences=x.sequences, loss=x.loss, bits_per_byte=x.bits_per_byte)
+        for x in commit.evaluations
     )
 
 

@@ -45,6 +45,24 @@ METRICS = (
     _one("potluck_finished", "gauge", "1 when the last round is decided.", lambda s: s.finished),
     _one("potluck_progress_ratio", "gauge", "Of the run, 0 to 1.", lambda s: s.progress),
     _one("potluck_loss", "gauge", "Nats per token of the newest round.", lambda s: s.loss),
+    _one(
+        "potluck_held_out_loss",
+        "gauge",
+        "Nats per token on text that nobody trains on, of the newest state that was measured.",
+        lambda s: s.held_out.loss if s.held_out else None,
+    ),
+    _one(
+        "potluck_held_out_bits_per_byte",
+        "gauge",
+        "Bits per byte of that text, of the same state.",
+        lambda s: s.held_out.bits_per_byte if s.held_out else None,
+    ),
+    _one(
+        "potluck_held_out_round",
+        "gauge",
+        "The round of that state.",
+        lambda s: s.held_out.round if s.held_out else None,
+    ),
     _one("potluck_tokens_total", "counter", "Tokens that were trained and committed.", lambda s: s.tokens),
     _one("potluck_tokens_per_second", "gauge", "In the newest rounds.", lambda s: s.tokens_per_second),
     _one(

@@ -16,8 +16,7 @@ from peer.events import Event
 from peer.ui import views
 from peer.ui.browsing import HELP, VIEWS, Browsing
 from peer.ui.keys import Keys, can_read
-from peer.ui.lines import MARKS
-from peer.ui.run_state import Note
+from peer.ui.lines import MARKS, Note
 from peer.ui.screen import Plain, Screen, render
 from peer.ui.state import State
 from peer.ui.watched import Watched, state

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from peer import events
 from peer.events import Event
-from peer.ui.lines import describe
+from peer.ui.held_out import HeldOut
+from peer.ui.lines import Note, describe
 from peer.ui.text import blocks, called, clean, mean_loss, readable
 from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck
 from protocol.planning import memory
@@ -100,15 +101,6 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """A line for the reader; `level`: info, good, warning, error."""
-
-    time: float
-    level: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class ChainView:
     """A chain of which at least one member has said how busy it is."""
 
@@ -140,6 +132,7 @@ class View:
     """Of the final state, if a majority attested all of it."""
     committed: dict[int, float] = field(default_factory=dict)
     """The loss of each committed round."""
+    held_out: HeldOut = field(default_factory=HeldOut)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     """(replica, reason) of whom the last commit left out."""
     left_out_total: int = 0
@@ -283,6 +276,8 @@ class View:
                 self._peer(source).phase = "finished"
             case events.Commit() as commit:
                 self._committed(event.time, commit)
+            case events.Evaluated() as told:
+                self.held_out.add(told)
             case events.Attest() as attest:
                 self._attested(attest)
             case events.RunFinished(state_digest=digest):

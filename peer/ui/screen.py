@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.events import Event
+from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
 from peer.ui.plot import chart
 from peer.ui.run_state import PeerView, View
@@ -154,10 +155,15 @@ def _facts(view: View, rows: int) -> Table:
     counted = f"{full} full, {chains} chain" + (f", {spares} spare" if spares else "")
     table.add_row("replicas", counted if len(counted) <= LEAST_FACT else counted.replace(" full,", " +"))
     table.add_row("loss", _loss(view))
+    measured = view.held_out.newest
+    if measured is not None:
+        table.add_row("held out", _held_out(measured))
     table.add_row("digests", _digests(view))
     traffic = view.traffic
     if traffic is None:
         table.add_row("sent", Text("-", style="bright_black"))
+    elif measured is not None and rows < 8:  # there is no line for more
+        table.add_row("sent", f"{size(traffic[0])}, {size(traffic[1])} in fp32")
     else:
         sent, dense = traffic
         table.add_row("sent", Text.assemble((size(sent), "bold"), " in a round"))
@@ -177,6 +183,10 @@ def _loss(view: View) -> Text:
     if len(rounds) > 1:
         text.append(f"  from {view.committed[rounds[0]]:.3f}", style="not bold bright_black")
     return text
+
+
+def _held_out(found: Found) -> Text:
+    return Text.assemble((f"{min(found.loss, 99.0):.3f}", "bold"), f"  {min(found.bits_per_byte, 99.0):.3f} bits/byte")
 
 
 def _digests(view: View) -> Text:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from peer import events
 from peer.events import AnnouncedLoad, Contribution
 from peer.ui import utilization
+from peer.ui.logged import LoggedEvaluation, evaluations
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Diverged, LeftOut
@@ -99,6 +100,8 @@ class SeenCommit:
     """Replicas whose work does not, each with its reason."""
     diverged: tuple[Diverged, ...]
     """Peers whose digest of a shard after the round before differs from the majority's."""
+    evaluations: tuple[LoggedEvaluation, ...]
+    """What was measured of an earlier state, on text that nobody trains on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,4 +213,5 @@ def _commit(commit: Commit) -> SeenCommit:
         contributions=told.contributions,
         left_out=commit.left_out,
         diverged=commit.diverged,
+        evaluations=evaluations(commit),
     )

@@ -94,6 +94,8 @@ class StateRound:
     """Trained tokens."""
     loss: float | None
     """Nats per token."""
+    held_out: float | None
+    """Of the state after it, on text that nobody trains on: the median of who measured it; null where nobody did."""
     replicas: int
     """Whose work is in it."""
     bytes: int
@@ -102,6 +104,30 @@ class StateRound:
     """Whose work is not, five at most."""
     left_out_total: int
     """How many that are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEvaluation:
+    """What one peer says that it measured."""
+
+    name: str
+    """How it is called."""
+    loss: float
+    """Nats per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateHeldOut:
+    """How well the model foretells text that nobody trains on."""
+
+    round: int
+    """After this round."""
+    loss: float
+    """Nats per token: the median of who measured it."""
+    bits_per_byte: float
+    """Bits per UTF-8 byte of text, likewise."""
+    by: tuple[StateEvaluation, ...]
+    """Who measured it, five at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +260,8 @@ class State:
     """Trained and committed."""
     loss: float | None
     """Nats per token of the newest round."""
+    held_out: StateHeldOut | None
+    """The newest state that was measured on text that nobody trains on; null before the first."""
     tokens_per_second: float | None
     """In the newest rounds."""
     peers_here: int
@@ -246,6 +274,8 @@ class State:
     """Chart: the mean loss of inner steps."""
     loss_by_round: tuple[tuple[float, ...], ...]
     """Chart: the loss of decided rounds."""
+    held_out_by_round: tuple[tuple[float, ...], ...]
+    """Chart: the loss on text that nobody trains on, of the states that were measured."""
     speed_by_round: tuple[tuple[float, ...], ...]
     """Chart: tokens per second."""
     seconds_by_round: tuple[tuple[float, ...], ...]

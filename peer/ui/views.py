@@ -158,12 +158,13 @@ def _rounds(state: State) -> Sheet:
             f"{r.tokens:,}",
             _number(r.tokens / r.seconds if r.seconds else None, ",.0f"),
             _number(r.loss),
+            _number(r.held_out),
             size(r.bytes),
             Text(why + (f"; {more} more" if more else ""), style=LEVEL_STYLES["warning"]),
         ))  # fmt: skip
     columns = (
         Column("round"), Column("decided"), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
-        Column("loss"), Column("payloads", 100), Column("left out", left=True, wide=True),
+        Column("loss"), Column("held out", 80), Column("payloads", 100), Column("left out", left=True, wide=True),
     )  # fmt: skip
     return Sheet("rounds, the newest first", columns, rows)
 

@@ -18,7 +18,9 @@ from peer.ui.state import (
     State,
     StateContributor,
     StateDiverged,
+    StateEvaluation,
     StateHealth,
+    StateHeldOut,
     StateLeftOut,
     StateMessage,
     StateOperator,
@@ -50,6 +52,7 @@ MOST_REPLICAS = 600
 MOST_CONTRIBUTORS = 200
 MOST_ROUNDS = 30
 MOST_DIVERGED = 5
+MOST_EVALUATIONS = 5
 MOST_MESSAGES = 40
 
 
@@ -191,16 +194,18 @@ def state(watched: Watched, now: float) -> State:
         blocks=manifest.model.n_layers,
         tokens=watched.credits.tokens,
         loss=_number(None if newest is None else min(view.highest, view.committed[newest])),
+        held_out=_held_out(view),
         tokens_per_second=_number(watched.pace),
         peers_here=sum(p.here for p in listed),
         sent_bytes=traffic[0],
         dense_bytes=traffic[1],
         loss_by_step=_chart(inner),
         loss_by_round=_chart((r, min(view.highest, x)) for r, x in sorted(view.committed.items())),
+        held_out_by_round=_chart((r, min(view.highest, x.loss)) for r, x in view.held_out.found.items()),
         speed_by_round=_chart((f.round, f.tokens_per_second) for f in rounds),
         seconds_by_round=_chart((f.round, f.seconds) for f in rounds),
         left_out_by_round=_chart((f.round, f.left_out_total) for f in rounds),
-        recent=tuple(_round(f) for f in list(watched.recent)[: -MOST_ROUNDS - 1 : -1] if f.round),
+        recent=tuple(_round(f, view) for f in list(watched.recent)[: -MOST_ROUNDS - 1 : -1] if f.round),
         replicas=_replicas(view),
         replicas_total=len(view.replicas),
         peers=tuple(_peer(p, watched.reachable.get(p.peer, "")) for p in listed[:MOST_PEERS]),
@@ -242,13 +247,30 @@ def _chart(points: Iterable[tuple[float, float | None]]) -> tuple[Point, ...]:
     return tuple((x, _number(y) or 0.0) for x, y in thinned(known, MOST_POINTS))
 
 
-def _round(f: RoundFigures) -> StateRound:
+def _held_out(view: View) -> StateHeldOut | None:
+    newest = view.held_out.newest
+    if newest is None:
+        return None
+    return StateHeldOut(
+        round=newest.round,
+        loss=_number(newest.loss) or 0.0,
+        bits_per_byte=_number(newest.bits_per_byte) or 0.0,
+        by=tuple(
+            StateEvaluation(name=view.name(peer), loss=_number(loss) or 0.0)
+            for peer, loss in newest.by[:MOST_EVALUATIONS]
+        ),
+    )
+
+
+def _round(f: RoundFigures, view: View) -> StateRound:
+    measured = view.held_out.found.get(f.round)
     return StateRound(
         round=f.round,
         time=_time(f.time),
         seconds=_number(f.seconds),
         tokens=f.tokens,
         loss=_number(f.loss),
+        held_out=None if measured is None else _number(measured.loss),
         replicas=f.replicas,
         bytes=f.bytes,
         left_out=tuple(StateLeftOut(replica=who, reason=why) for who, why in f.left_out),

@@ -46,6 +46,10 @@ WAITING = 2
 """How many times as many micro-batches may be under way as a stage keeps the activations of."""
 
 
+COPY = 1.25
+"""Of the parameters' bytes: what a model takes that is trained no more, with its activations."""
+
+
 def stage_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
     """The shards that the stage of blocks first <= i < last trains, in canonical order."""
     return (
@@ -189,6 +193,11 @@ def keeps_warm(manifest: Manifest, memory_bytes: int) -> bool:
 def holds_whole(manifest: Manifest, memory_bytes: int) -> bool:
     """Whether this memory is enough for a full replica."""
     return memory_bytes >= stage_memory(manifest, 0, manifest.model.n_layers)
+
+
+def has_room_to_evaluate(manifest: Manifest, memory_bytes: int) -> bool:
+    """Whether this memory is enough for a copy of the whole model beside whatever it is given to train."""
+    return memory_bytes >= _all_in_memory(manifest) + int(COPY * 4 * layout.total_parameters(manifest.model))
 
 
 def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> Depths:

@@ -22,8 +22,9 @@ from typing import Any
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
-from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Share
+from protocol.wire.commit import MAX_EVALUATIONS, Commit, Contribution, Diverged, LeftOut, Share
 from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
 
@@ -104,6 +105,7 @@ def budget(manifest: Manifest) -> Cost:
         envelope,
         cost(empty),
         reserved_for_a_decree(),
+        _longest_evaluation().times(MAX_EVALUATIONS),
         cost(Diverged(peer=_PEER, shard=longest)).times(MAX_DIVERGED),
         cost(_PEER).times(MAX_SPARES),
         Cost(REASONS + 64, 0),  # and what the heads of six long lists and maps take
@@ -120,6 +122,14 @@ def reserved_for_a_decree() -> Cost:
         signatures=signatures,
     )
     return cost(enacted)
+
+
+def _longest_evaluation() -> Cost:
+    return cost(
+        Evaluation(
+            peer=_PEER, round=_INTEGER, sequences=_INTEGER, loss=_NUMBER, bits_per_byte=_NUMBER, signature=bytes(64)
+        )
+    )
 
 
 def _decided(replica: ReplicaSpec) -> Cost:

@@ -25,8 +25,9 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import access, grace, judging, seats, validation
+from protocol.rounds import access, evaluation, grace, judging, seats, validation
 from protocol.rounds.access import Access
+from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
 from protocol.rounds.questions import Question
@@ -55,7 +56,8 @@ class Sight:
     `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
     time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
     (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life. `settled`: whether this node has been
-    there for a lease or longer. `head`: the last commit of the log; `access`: who may take part after it, None where that is not looked at."""
+    there for a lease or longer. `head`: the last commit of the log; `access`: who may take part after it, and `due`: what is
+    to be measured; None where that is not looked at."""
 
     manifest: Manifest
     plan: Plan | None
@@ -74,6 +76,7 @@ class Sight:
     living: Set[str] = frozenset()
     head: Commit | None = None
     access: Access | None = None
+    due: Due | None = None
 
 
 def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
@@ -110,6 +113,8 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
         yield unlawful
     if sight.access is not None:
         yield from access.intruders(sight.access, commit)
+    if sight.due is not None:
+        yield from evaluation.problems(sight.due, commit)
     if commit.plan is None:
         if commit.round < sight.manifest.rounds and not commit.contributions and commit.decree is None:
             yield "says nothing: no work, no plan, and no decree"
@@ -279,6 +284,7 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
         living=living,
         head=leader.head,
         access=leader.access,
+        due=leader.due,
     )
 
 

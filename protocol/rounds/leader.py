@@ -76,7 +76,7 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, presence, promises, seats, settling
+from protocol.rounds import access, admission, evaluation, presence, promises, seats, settling
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -118,6 +118,7 @@ from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged
 from protocol.wire.decree import Enacted
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
@@ -137,6 +138,8 @@ class Leader:
         self.quarrels = Quarrels()
         self.access = access.of(manifest, commits)
         self.petitions = access.Petitions()
+        self.due = evaluation.of(manifest, commits)
+        self._evaluations = evaluation.Evaluations()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
@@ -226,6 +229,9 @@ class Leader:
                 return self._chain_failure(peer, failure)
             case ChainReconfig() as reconfig:
                 self.roster.follows(peer, reconfig)
+            case Evaluation() as said:
+                if said.peer == peer:
+                    self._evaluations.hear(self.due, said)
         return []
 
     # --- chains
@@ -345,6 +351,8 @@ class Leader:
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
         self.access = self.access.after(commit.decree)
+        self.due = self.due.after(commit)
+        self._evaluations.forget(self.due)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
@@ -413,7 +421,8 @@ class Leader:
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
         decree = self.petitions.enacted(self.manifest, self.head)
         count = access.decrees_after(self.head) + (decree is not None)
-        commit = dataclasses.replace(commit, decree=decree, decrees=count)
+        told = self._evaluations.next(self.due)
+        commit = dataclasses.replace(commit, decree=decree, decrees=count, evaluations=told)
         if self.round >= self.manifest.rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)

@@ -15,6 +15,7 @@ from protocol.rounds.table import Table, Transition
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.decree import Decree
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
 
@@ -64,7 +65,7 @@ class Received:
     """
 
     peer: str
-    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig
+    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation
 
 
 @dataclass(frozen=True, slots=True)

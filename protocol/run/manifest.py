@@ -30,6 +30,10 @@ QUORUMS = (1, 3, 4, 5, 7)
 MAX_BYTES = 64 * 1024
 ADMISSIONS = ("open", "listed")
 MAX_KEYS = 500
+MAX_EVALUATED = 1 << 20
+EVALUATED = 0.06
+"""Of the sequences that a replica trains on until it measures again, so many are measured at most: without gradients, each costs about a third
+of one that is trained on."""
 MAX_MIRRORS = 8
 MAX_MIRROR = 512
 """Characters."""
@@ -227,6 +231,19 @@ class AdmissionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationSpec:
+    """The held-out loss (protocol/rounds/evaluation.py) is measured after `every` so many rounds, 0: never; on at most so many `sequences` of
+    the held-out part of the corpus."""
+
+    every: int = 10
+    sequences: int = 64
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.every <= MAX_EVALUATED and 1 <= self.sequences <= MAX_EVALUATED):
+            raise ValueError(f"every must be in 0..{MAX_EVALUATED}, sequences in 1..{MAX_EVALUATED}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HintSpec:
     """Where bootstrap nodes were last seen: multiaddresses with `/p2p/`. Not part of the run id."""
 
@@ -253,6 +270,7 @@ class Manifest:
     chains: ChainSpec = field(default_factory=ChainSpec)
     timing: TimingSpec = field(default_factory=TimingSpec)
     admission: AdmissionSpec = field(default_factory=AdmissionSpec)
+    evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     hints: HintSpec = field(default_factory=HintSpec)
     quorum: int = 1
     checkpoint_rounds: int = 10
@@ -295,6 +313,13 @@ class Manifest:
     def run_id(self) -> str:
         """sha256 (hex) of the canonical form without `[hints]`."""
         return hashlib.sha256(self._canonical()).hexdigest()
+
+    @property
+    def evaluated_sequences(self) -> int:
+        """On how many held-out sequences the loss is measured, if there are so many: those that the manifest names, or as many as cost a replica
+        about 2 % of its time."""
+        trained = self.evaluation.every * self.train.inner_steps * self.train.step_rows
+        return max(1, min(self.evaluation.sequences, int(EVALUATED * trained)))
 
     @property
     def seed_bytes(self) -> bytes:

@@ -14,6 +14,8 @@ from protocol.wire.schema import AtMost, Cut, Within
 
 MAX_LOSS = 1e6
 """Nats per token. A model that guesses has the logarithm of its vocabulary's size, 17 at most; who diverges says this."""
+MAX_BITS_PER_BYTE = 2e6
+"""Of held-out text: a token has a byte, more or less."""
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
 MAX_BALLOT = 2**53
@@ -47,6 +49,7 @@ Milliseconds = Annotated[int, Within(0, 2**40)]
 Seconds = Annotated[float, Within(0.0, 2.0**31)]
 Port = Annotated[int, Within(1, 65535)]
 Loss = Annotated[float, Within(0.0, MAX_LOSS)]
+BitsPerByte = Annotated[float, Within(0.0, MAX_BITS_PER_BYTE)]
 Norm = Annotated[float, Within(0.0, MAX_NORM)]
 NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 """Of all parts of a share: the root of the sum of so many squares."""

@@ -29,10 +29,12 @@ from protocol.wire.bounds import (
     Time,
 )
 from protocol.wire.decree import Enacted
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
 from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
 
 DOMAIN = b"potluck/1/"
+MAX_EVALUATIONS = 4
 
 
 @row
@@ -110,7 +112,8 @@ class Diverged:
 class Commit:
     """What was decided for one round (round 0: the first plan only). `parent` is the previous commit's digest, the run
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
-    proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does."""
+    proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
+    `evaluations`: what was found of an earlier state (protocol/rounds/evaluation.py)."""
 
     run: RunId
     round: Round
@@ -125,6 +128,7 @@ class Commit:
     members: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     decrees: Count = 0
     decree: Enacted | None = None
+    evaluations: Annotated[tuple[Evaluation, ...], AtMost(MAX_EVALUATIONS)] = ()
 
     @functools.cached_property
     def digest(self) -> str:

@@ -16,6 +16,7 @@ from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
 from protocol.wire.decree import Decree, Motion, Motions
 from protocol.wire.dial_back import Dialled, DialMe
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, packed
 from protocol.wire.session import (
@@ -77,6 +78,7 @@ Message = (
     | Motion
     | Motions
     | NotAdmitted
+    | Evaluation
 )
 
 

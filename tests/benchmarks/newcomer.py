@@ -39,7 +39,7 @@ from peer.events import Emitter, Event
 from peer.net import directory, keyfile, p2p
 from peer.net.base import Handler, Stream, Transport
 from peer.net.uplink import Uplink
-from peer.node.audit import no_text
+from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
@@ -277,7 +277,7 @@ async def join(name: str, folder: Path, address: str) -> None:
     )
     config = JoinConfig(folder=path, device="cpu", memory_bytes=1 << 40, up_bps=10**9, down_bps=10**9)
     emit = Emitter(name, hear)
-    made = Factories(text=no_text, inner_loop=inner_loop)
+    made = Factories(text=held_out_text, inner_loop=inner_loop)
     peer = Peer(run, identity(name), transport, storage, config, [address], emit, made)
     work = asyncio.create_task(peer.run())
     done = asyncio.create_task(ready.wait())

@@ -25,7 +25,7 @@ from peer import events
 from peer.chain.stop_sign import StopSign
 from peer.config import JoinConfig
 from peer.events import Event
-from peer.node.audit import NoTraining, no_text
+from peer.node.audit import NoTraining, held_out_text
 from peer.node.orders import ChainOrders, Result
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
@@ -215,7 +215,7 @@ class PacedSwarm:
                 return PacedTrainer(floor, machine, peer, manifest, rest[3])
 
             storage = Storage(process.folder, None, SimDisk(process.files, process.points(), process.rng))
-            made = Factories(clock=self.world.clock(), text=no_text, inner_loop=inner_loop)
+            made = Factories(clock=self.world.clock(), text=held_out_text, inner_loop=inner_loop)
             config = JoinConfig(
                 folder=Path("/"), memory_bytes=memory, up_bps=round(machine.up), down_bps=round(machine.down)
             )

@@ -15,7 +15,7 @@ from bootstrap.node import BootstrapNode
 from peer import events
 from peer.config import JoinConfig
 from peer.events import Event
-from peer.node.audit import no_text
+from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.codec import blob_hash
@@ -132,7 +132,7 @@ class Swarm:
             self._trainers.pop(process.name, None)
             self._applied.pop(process.name, None)
             storage = Storage(process.folder, None, self._disk(process))
-            made = Factories(clock=self.world.clock(), text=no_text, inner_loop=inner_loop)
+            made = Factories(clock=self.world.clock(), text=held_out_text, inner_loop=inner_loop)
             emit = process.emitter(lambda event: self._hear_peer(process, event))
             peer = Peer(self.manifest, process.identity, process.transport, storage, config, addresses, emit, made)
             process.running = peer

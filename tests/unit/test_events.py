@@ -25,6 +25,7 @@ from protocol.rounds import part_lists
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
 from protocol.wire.decree import Decree, Enacted
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, Seat, Work
 from tests import tiny
 from tests.docs import events as document
@@ -214,6 +215,9 @@ def everything(plan: Plan) -> Plan:
     )
 
 
+EVALUATIONS = (Evaluation(peer=BOB.peer_id, round=1, sequences=4, loss=2.0, bits_per_byte=1.0, signature=bytes(64)),)
+
+
 def test_every_field_of_the_monitors_json_has_a_source() -> None:
     first, second, last = commits()
     wrong = (Diverged(peer=BOB.peer_id, shard="embed"),)
@@ -227,7 +231,7 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
         ALICE.peer_id: announcement(ALICE),
     }  # fmt: skip
     made = dataclasses.replace(last.contributions[0], replica=1)
-    log = [first, spare, dataclasses.replace(last, diverged=wrong, contributions=(made,))]
+    log = [first, spare, dataclasses.replace(last, diverged=wrong, contributions=(made,), evaluations=EVALUATIONS)]
     every_field_has_a_value(Snapshot, snapshot(MANIFEST, log, said, 5.0))
 
 
@@ -241,6 +245,7 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
         decree=Decree(run="0" * 64, number=1, action="ban", subject=BOB.peer_id, reason="noise"), signatures={}
     )
     commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan, decree=decree)
+    commit = dataclasses.replace(commit, evaluations=EVALUATIONS)
     record = dataclasses.replace(tiny.record(commit), ballot=3)
     every_field_has_a_value(LoggedRound, logged(record, plan))
     for unknown in (None, dataclasses.replace(plan, replicas=())):

@@ -69,6 +69,7 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         "model": dataclasses.replace(base.model, d_ff=32), "outer": dataclasses.replace(base.outer, beta=0.9),
         "train": dataclasses.replace(base.train, lr=2e-3), "timing": dataclasses.replace(base.timing, gone_after=13.0),
         "judging": dataclasses.replace(base.judging, clip=2.0),
+        "evaluation": dataclasses.replace(base.evaluation, every=3),
         "admission": dataclasses.replace(base.admission, mode="listed"),
         "chains": dataclasses.replace(base.chains, rank=(4,)), "data": dataclasses.replace(base.data, corpus="1" * 64),
         "tokenizer": dataclasses.replace(base.tokenizer, digest="1" * 64),
@@ -216,4 +217,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "a1e36a6a03abea2dd065b6f4e523e430e41e03139f25d6e91d4bb79b670c2619"
+FROZEN = "8f2186e3c655c4bf87a27ecb54643c59e268dd19ba934b50939009d2f79259d1"

@@ -29,6 +29,7 @@ from protocol.wire.encoding import (
     encode_record,
     expect,
 )
+from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
@@ -74,6 +75,7 @@ PLAN = Plan(
     seats=(Seat(number=5, work=Work(slot=50, steps=5)),),
 )
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
+EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s")
 COMMIT = Commit(
     run="r",
     round=2,
@@ -128,6 +130,7 @@ SAMPLES: list[Message] = [
     Motion(sealed=b"s"),
     Motions(number=1, wanted=2, signed=("p",), newest=DECREE),
     NotAdmitted(reason="it is banned"),
+    EVALUATION,
     TimeUp(round=2),
     TakeSeat(round=2, replica=4, seconds=12.5),
 ]
@@ -303,7 +306,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
     changes: dict[str, Any] = {
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
-        "decree": Enacted(decree=DECREE, signatures={}),
+        "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,),
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}

@@ -1,0 +1,133 @@
+"""Measures how well the run's model foretells the held-out text, when it is this peer's turn, and tells the nodes (protocol/rounds/evaluation.py).
+
+It goes on beside the rounds, on a thread that lets whoever computes go first, and holds nothing up: a figure that comes late goes into a
+later commit, and one that comes too late into none. The model is a copy of θ in fp32, on the device that has room for it. A mean over the same
+first sequences of the held-out part, always, so that one figure can be compared with another.
+
+    bits per byte = nats per token / ln 2 / bytes per token
+
+where the bytes per token are those of all the held-out part, which the corpus's index has. (Gao et al., 2020, arXiv:2101.00027, section 3.1.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peer import events
+from peer.corpus.text import Text
+from peer.node.attesting import be_quiet
+from peer.state.storage import Shards
+from protocol.errors import PotluckError
+from protocol.identity import Identity
+from protocol.rounds import evaluation
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest
+from protocol.wire import bounds
+from protocol.wire.commit import Commit
+from protocol.wire.encoding import Message
+from protocol.wire.evaluation import Evaluation
+
+T = TypeVar("T")
+Measure = Callable[[NDArray[np.int64]], float]
+"""The sum of the loss, in nats, over all predictions of windows [n, L + 1]. Raises UsageError where there is no memory for it."""
+
+
+class Evaluator:
+    """One per peer. `has_room`: whether it may take memory for a copy of the model; `tell` sends to the bootstrap nodes; `load(spec, theta)`
+    copies a whole model (peer/training/inference.py); `always`: whether it measures whatever is due, as an operator's auditor does, else in its turn."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        identity: Identity,
+        text: Text,
+        tell: Callable[[Message], None],
+        emit: events.Emit,
+        *,
+        load: Callable[[ModelSpec, Shards], Measure],
+        has_room: bool,
+        always: bool = False,
+    ) -> None:
+        self._manifest = manifest
+        self._identity = identity
+        self._text = text
+        self._tell = tell
+        self._emit = emit
+        self._has_room = has_room
+        self._always = always
+        self._load = load
+        self._quiet = ThreadPoolExecutor(1, "evaluation", initializer=be_quiet)
+        self._task: asyncio.Task[None] | None = None
+        self._said: Evaluation | None = None
+        self._warned = False
+        self.reads = False
+        """Whether θ, as it was given, is still being read: its arrays must not be written to."""
+
+    def follow(self, commit: Commit, theta: Shards) -> None:
+        """`commit` is the newest, and the state after it, as far as it is held here, is `theta`, which nobody changes as long as `reads`."""
+        if any(x.peer == self._identity.peer_id for x in commit.evaluations):
+            self._said = None
+        if evaluation.is_due(self._manifest, commit):
+            self._said = None
+            turn = self._always or self._identity.peer_id in evaluation.evaluators(self._manifest, commit)
+            if turn and self._has_room and theta.keys() == set(layout.shard_names(self._manifest.model)):
+                self._begin(commit, theta)
+        if self._said is not None:
+            self._tell(self._said)
+
+    async def aclose(self) -> None:
+        """Ends what is under way."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._quiet.shutdown(wait=False)
+
+    def _begin(self, commit: Commit, theta: Shards) -> None:
+        if self._task is not None and not self._task.done():
+            return  # this machine is too slow for every turn: what it has begun is told if it is still wanted
+        self.reads = True
+        self._task = asyncio.create_task(self._measure(commit, theta))
+
+    async def _measure(self, commit: Commit, theta: Shards) -> None:
+        try:
+            windows = await self._text.held_out(self._manifest.evaluated_sequences)
+            measure = await self._aside(self._load, self._manifest.model, theta)
+            self.reads = False
+            nats, rows = 0.0, self._manifest.train.rows
+            for first in range(0, len(windows), rows):
+                nats += await self._aside(measure, windows[first : first + rows])
+        except PotluckError as error:
+            if not self._warned:
+                self._emit(events.Warning(text=f"held-out loss: not measured here: {error}"))
+                self._warned = True
+            return
+        finally:
+            self.reads = False
+        self._found(commit, len(windows), nats / windows[:, 1:].size)
+
+    async def _aside(self, work: Callable[..., T], *args: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._quiet, work, *args)
+
+    def _found(self, commit: Commit, sequences: int, loss: float) -> None:
+        """Signs and tells it; a model that has diverged so far that its loss is no number has none."""
+        told = bounds.told(loss)
+        if told is None:
+            return
+        said = Evaluation(
+            peer=self._identity.peer_id,
+            round=commit.round,
+            sequences=sequences,
+            loss=told,
+            bits_per_byte=min(told / math.log(2) / self._text.index.bytes_per_token, bounds.MAX_BITS_PER_BYTE),
+            signature=b"",
+        )
+        self._said = evaluation.signed(self._identity, commit.digest, said)
+        self._tell(self._said)

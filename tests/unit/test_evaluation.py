@@ -1,0 +1,291 @@
+"""Who measures the held-out loss, what of it has a place in a commit, and what readers make of it (protocol/rounds/evaluation.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peer import events
+from peer.events import Event
+from peer.node.audit import NoText
+from peer.node.evaluating import Evaluator
+from peer.ui.held_out import HeldOut
+from peer.ui.lines import describe
+from peer.ui.metrics import exposition
+from peer.ui.watched import Watched, state
+from protocol.errors import UsageError
+from protocol.identity import Identity, short_peer
+from protocol.rounds import evaluation, fairness
+from protocol.rounds.evaluation import EVALUATORS, MOST, Due
+from protocol.rounds.leader_events import Received
+from protocol.run import layout
+from protocol.run.corpus import CorpusIndex
+from protocol.run.manifest import EvaluationSpec
+from protocol.wire.bounds import MAX_BITS_PER_BYTE
+from protocol.wire.commit import Commit
+from protocol.wire.encoding import Message
+from protocol.wire.evaluation import Evaluation
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from tests import tiny
+from tests.unit.test_leader import Driver
+
+KEYS = tuple(Identity(bytes([7, i] * 16)) for i in range(8))
+NAMES = tuple(key.peer_id for key in KEYS)
+RUN = tiny.manifest(rounds=100, evaluation=EvaluationSpec(every=2, sequences=4))
+
+
+def replica(number: int, *peers: str) -> ReplicaSpec:
+    return ReplicaSpec(number=number, stages=tuple(StageSpec(peer=p, first=i, last=i + 1) for i, p in enumerate(peers)))
+
+
+def commit(round: int, plan: Plan | None, *said: Evaluation) -> Commit:
+    return Commit(
+        run=RUN.run_id, round=round, parent="p", time=0.0, contributions=(), left_out=(), diverged=(), digests={},
+        plan=plan, evaluations=said,
+    )  # fmt: skip
+
+
+def planned(round: int, count: int = 8) -> Commit:
+    return commit(round, Plan(round=round + 1, replicas=tuple(replica(i, NAMES[i]) for i in reversed(range(count)))))
+
+
+def says(who: Identity, due: Due, **changes: Any) -> Evaluation:
+    plain = Evaluation(peer="", round=due.round, sequences=1, loss=2.0, bits_per_byte=1.0, signature=b"")
+    return evaluation.signed(who, due.of, dataclasses.replace(plain, **changes))
+
+
+def test_every_so_many_rounds_three_full_replicas_measure_by_turns() -> None:
+    assert [evaluation.is_due(RUN, planned(r)) for r in range(5)] == [True, False, True, False, True]
+    assert not evaluation.is_due(RUN, commit(2, None)), "nothing follows that could say what was found"
+    never = tiny.manifest(evaluation=EvaluationSpec(every=0))
+    assert not evaluation.is_due(never, planned(0))
+    turns = [evaluation.evaluators(RUN, planned(r)) for r in (0, 2, 4)]
+    assert turns == [NAMES[0:3], NAMES[3:6], (NAMES[6], NAMES[7], NAMES[0])]
+    assert evaluation.evaluators(RUN, planned(4, count=2)) == (NAMES[0], NAMES[1])
+    assert len(turns[0]) == EVALUATORS
+    chains = Plan(round=1, replicas=(replica(0, NAMES[0], NAMES[1]), replica(1, NAMES[2])))
+    assert evaluation.evaluators(RUN, commit(0, chains)) == (NAMES[2],)
+    assert evaluation.evaluators(RUN, commit(0, dataclasses.replace(chains, replicas=chains.replicas[:1]))) == ()
+
+
+def test_what_is_measured_costs_a_fiftieth() -> None:
+    assert (RUN.train.inner_steps, RUN.train.step_rows) == (4, 2)
+    assert RUN.evaluated_sequences == 1, "2 rounds train on 16 sequences"
+    often = dataclasses.replace(RUN, evaluation=EvaluationSpec(every=50, sequences=1000))
+    assert often.evaluated_sequences == 24
+    assert dataclasses.replace(often, evaluation=EvaluationSpec(every=50, sequences=5)).evaluated_sequences == 5
+    with pytest.raises(ValueError, match="every must be in 0"):
+        EvaluationSpec(every=-1)
+    with pytest.raises(ValueError, match="sequences in 1"):
+        EvaluationSpec(sequences=0)
+
+
+DUE = evaluation.of(RUN, [planned(0)])
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (says(KEYS[0], DUE, round=1), "measures the state of round 1, which is not due"),
+        (says(KEYS[5], DUE), f"is of {short_peer(NAMES[5])}, whose turn it is not"),
+        (says(KEYS[0], DUE, sequences=0), "measures on 0 sequences"),
+        (says(KEYS[0], DUE, sequences=2), "measures on 2 sequences"),
+        (dataclasses.replace(says(KEYS[0], DUE), loss=1.0), f"is not signed by {short_peer(NAMES[0])}"),
+        (dataclasses.replace(says(KEYS[5], DUE), peer=NAMES[0]), f"is not signed by {short_peer(NAMES[0])}"),
+        (says(KEYS[0], dataclasses.replace(DUE, of="f" * 64)), f"is not signed by {short_peer(NAMES[0])}"),
+    ],
+)
+def test_what_has_no_place(said: Evaluation, why: str) -> None:
+    assert DUE.why_not(said) == why
+    assert list(evaluation.problems(DUE, commit(1, None, said))) == [f"has an evaluation that {why}"]
+    heard = evaluation.Evaluations()
+    heard.hear(DUE, said)
+    assert heard.next(DUE) == ()
+
+
+def test_each_measures_a_state_once_and_a_later_one_again() -> None:
+    said = says(KEYS[0], DUE)
+    assert DUE.why_not(said) is None
+    assert DUE.why_not(says(tiny.OPERATOR, DUE)) is None, "an operator may always"
+    twice = list(evaluation.problems(DUE, commit(1, None, said, said)))
+    assert twice == [f"has an evaluation that is told by {short_peer(NAMES[0])} for the second time"]
+    then = DUE.after(commit(1, None, said))
+    assert then.why_not(said) == f"is told by {short_peer(NAMES[0])} for the second time"
+    later = then.after(planned(2))
+    assert (later.round, later.by, later.known) == (2, NAMES[3:6], frozenset())
+    assert list(evaluation.problems(Due(RUN), commit(0, None, said))), "nothing is due before the first plan"
+
+
+def test_a_commit_has_few_and_the_rest_follow() -> None:
+    keys = [*tiny.OPERATORS[:3], *KEYS[:3]]
+    run = dataclasses.replace(RUN, operators=tuple(k.peer_id for k in tiny.OPERATORS[:3]))
+    due, heard = evaluation.of(run, [planned(0)]), evaluation.Evaluations()
+    for key in keys:
+        heard.hear(due, says(key, due))
+        heard.hear(due, says(key, due, loss=9.0))
+    first = heard.next(due)
+    assert len(first) == MOST < len(keys)
+    assert {x.loss for x in first} == {2.0}, "who has said something does not take it back"
+    due = due.after(commit(1, None, *first))
+    rest = heard.next(due)
+    assert sorted(x.peer for x in (*first, *rest)) == sorted(k.peer_id for k in keys)
+    heard.forget(due.after(planned(2)))
+    assert heard.next(due) == ()
+
+
+# --- the leader and the voters
+
+
+def opened() -> Driver:
+    """Two full replicas train round 1, and the state before it is to be measured."""
+    driver = Driver(dict.fromkeys(NAMES[:2], tiny.full_memory(RUN)), RUN)
+    driver.decide(driver.ready(*NAMES[:2]))
+    driver.attest(*NAMES[:2])
+    return driver
+
+
+def test_the_next_commit_says_what_was_measured_and_voters_look() -> None:
+    driver, other = opened(), opened()
+    due = driver.leader.due
+    assert set(due.by) == set(NAMES[:2])
+    said = says(KEYS[0], due)
+    driver.do(Received(NAMES[1], said))  # in somebody else's session
+    driver.do(Received(NAMES[3], says(KEYS[3], due)))  # a stranger's
+    driver.do(Received(NAMES[1], says(KEYS[1], due, round=1)))
+    driver.do(Received(NAMES[0], said))
+    found = driver.decide(driver.offered(*NAMES[:2]))
+    assert found.evaluations == (said,)
+    other.offered(*NAMES[:2])
+    sight = fairness.sight_of(other.leader, found.time, 0.0, True)
+    assert fairness.lie_in(sight, found) is None
+    false = dataclasses.replace(found, evaluations=(dataclasses.replace(said, loss=0.1),))
+    lie = fairness.lie_in(sight, false)
+    assert lie is not None
+    assert lie.reason == f"has an evaluation that is not signed by {short_peer(NAMES[0])}"
+    driver.attest(*NAMES[:2])
+    driver.do(Received(NAMES[0], said))
+    driver.do(Received(NAMES[1], says(KEYS[1], due)))
+    assert driver.decide(driver.offered(*NAMES[:2])).evaluations == (says(KEYS[1], due),), "a late one follows"
+    driver.attest(*NAMES[:2])
+    driver.do(Received(NAMES[1], says(KEYS[1], due)))
+    assert driver.decide(driver.offered(*NAMES[:2])).evaluations == (), "another state is due"
+
+
+# --- who measures
+
+
+class Text(NoText):
+    """Three held-out sequences, of which two and a half bytes are a token."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+
+    @property
+    def index(self) -> CorpusIndex:
+        return CorpusIndex(
+            tokenizer="0" * 64, vocab_size=16, seed=0, sequence=8, sequences=1, chunks=bytes(32), held_out="0" * 64,
+            held_out_sequences=3, documents=2, tokens=30, text_bytes=70, held_out_tokens=20, held_out_bytes=50,
+        )  # fmt: skip
+
+    async def held_out(self, limit: int) -> np.ndarray:
+        if self.fails:
+            raise UsageError("text: gone")
+        return np.ones((min(3, limit), 9), np.int64)
+
+
+def measured(key: Identity, newest: Commit, *, text: Text | None = None, loss: float = 2.0, **more: Any) -> list[Any]:
+    """What a peer tells, and emits, when this commit is the newest."""
+    told: list[Message | events.Body] = []
+    run = dataclasses.replace(RUN, evaluation=EvaluationSpec(every=2, sequences=4), train=TRAIN)
+    theta = {shard: [np.zeros(1, np.float32)] for shard in layout.shard_names(run.model)}
+
+    async def work() -> None:
+        evaluator = Evaluator(
+            run, key, text or Text(), told.append, told.append,
+            load=lambda spec, theta: lambda windows: loss * windows[:, 1:].size, **{"has_room": True, **more},
+        )  # fmt: skip
+        evaluator.follow(newest, theta)
+        task = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        assert evaluator.reads == bool(task)
+        await asyncio.gather(*task)
+        assert not evaluator.reads
+        evaluator.follow(planned(1), theta)  # told again, until a commit has it
+        said = [x for x in told if isinstance(x, Evaluation)][:1]
+        evaluator.follow(commit(1, None, *said), theta)
+        await evaluator.aclose()
+
+    asyncio.run(work())
+    return told
+
+
+TRAIN = dataclasses.replace(RUN.train, inner_steps=25)
+
+
+def test_whose_turn_it_is_measures_signs_and_tells_again_until_it_is_in_the_log() -> None:
+    first, again = measured(KEYS[0], planned(0))
+    assert first == again
+    assert (first.round, first.sequences, first.loss) == (0, 3, 2.0)
+    assert first.bits_per_byte == pytest.approx(2.0 / math.log(2) / 2.5)
+    run = dataclasses.replace(RUN, train=TRAIN)
+    assert evaluation.of(run, [planned(0)]).why_not(first) is None
+
+
+def test_others_do_not_and_an_auditor_always_does() -> None:
+    assert measured(KEYS[5], planned(0)) == []
+    assert measured(KEYS[0], planned(1)) == []
+    assert measured(KEYS[0], planned(0), has_room=False) == []
+    assert len(measured(KEYS[5], planned(0), always=True)) == 2
+
+
+def test_what_cannot_be_measured_is_told_of_once_and_what_is_no_number_not_at_all() -> None:
+    (warned,) = measured(KEYS[0], planned(0), text=Text(fails=True))
+    assert warned == events.Warning(text="held-out loss: not measured here: text: gone")
+    assert measured(KEYS[0], planned(0), loss=math.nan) == []
+    assert measured(KEYS[0], planned(0), loss=math.inf)[0].bits_per_byte <= MAX_BITS_PER_BYTE
+
+
+# --- readers
+
+
+def told(round: int, **losses: float) -> events.Evaluated:
+    found = tuple(
+        events.Evaluation(peer=peer, sequences=1, loss=loss, bits_per_byte=loss / 2) for peer, loss in losses.items()
+    )
+    return events.Evaluated(round=round, evaluations=found)
+
+
+def test_readers_see_the_median_and_who_measured() -> None:
+    held = HeldOut()
+    assert held.newest is None
+    for event in (told(2, a=3.0, b=1e6), told(2, c=3.5, a=9.0), told(0, a=5.0)):
+        held.add(event)
+    assert list(held.found) == [0, 2]
+    newest = held.newest
+    assert newest is not None
+    assert (newest.loss, newest.bits_per_byte) == (3.5, 1.75), "one liar of three is not believed"
+    assert newest.by == (("a", 3.0), ("b", 1e6), ("c", 3.5))
+    watched = Watched(RUN)
+    for event in (told(0, a=5.0), told(2, **{"\x1b[2J": 3.0})):
+        watched.feed(Event(1.0, "bootstrap", event))
+    shown = state(watched, 2.0)
+    assert shown.held_out_by_round == ((0, 5.0), (2, 3.0))
+    assert shown.held_out is not None
+    assert "\x1b" not in shown.held_out.by[0].name
+    assert 'potluck_held_out_bits_per_byte{run="' in exposition(shown)
+    assert [text for _, text in describe(Event(1.0, "bootstrap", told(2, a=3.0)), {})] == [
+        "held out: loss 3.000 after round 2, 1.500 bits per byte, as a measured it"
+    ]
+
+
+def test_a_long_run_keeps_a_bounded_number_of_points() -> None:
+    held = HeldOut()
+    for round in range(9000):
+        held.add(told(round, a=1.0))
+    assert len(held.found) <= 4000
+    assert held.newest is not None
+    assert held.newest.round == 8999
