@@ -31,6 +31,7 @@ from peer.events.node import (
     Diverged,
     Forked,
     Gone,
+    Invited,
     Leads,
     Listening,
     Moved,
@@ -73,6 +74,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit as WireCommit
 from protocol.wire.decree import Enacted
+from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, StageSpec
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import ChainReconfig
@@ -99,6 +101,7 @@ __all__ = [
     "Forked",
     "Found",
     "Gone",
+    "Invited",
     "Leads",
     "Leaving",
     "Listening",
@@ -133,6 +136,7 @@ __all__ = [
     "decreed",
     "found",
     "from_json",
+    "invited",
     "json_sink",
     "kind_of",
     "ready",
@@ -141,7 +145,7 @@ __all__ = [
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
-    | Quarrel | Decreed | RunFinished
+    | Quarrel | Decreed | Invited | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip
@@ -212,6 +216,18 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
         plan=commit.plan,
         leader=commit.leader,
         voters=tuple(voters),
+    )
+
+
+def invited(round: int, joined: Joined) -> Invited:
+    """The event that tells who has come in by an invitation."""
+    invitation = joined.invitation
+    return Invited(
+        round=round,
+        peer=joined.peer,
+        operator=joined.operator,
+        invitation=invitation.key,
+        reason=invitation.reason,
     )
 
 

@@ -146,7 +146,7 @@ async def verify(
             break
         for reason in (*validation.problems(manifest, plan, commit), *access.intruders(admitted, commit)):
             problem(commit.round, None, reason)
-        admitted = admitted.after(commit.decree)
+        admitted = admitted.after(commit.decree, commit.joined)
         done.contributions += len(commit.contributions)
         before, last, done.head, plan = plan, done.head, commit, commit.plan
         known, medians = medians, (*medians, *judging.medians([commit]))[-judging.REMEMBERED :]

@@ -73,6 +73,9 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             who = "" if decree.peer is None else f" {called(decree.peer, names)}"
             why = f": {clean(decree.reason)}" if decree.reason else ""
             return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
+        case events.Invited(peer=peer, operator=operator, reason=reason):
+            why = f": {clean(reason)}" if reason else ""
+            return [Said("info", f"{called(peer, names)} comes in, invited by operator {called(operator, names)}{why}")]
         case events.Forked(round=round, liars=liars):
             who = ", ".join(called(liar, names) for liar in liars) or "nobody who can be named"
             return [Said("error", f"round {round} has two decided commits; voted for both: {who}; the run stops here")]

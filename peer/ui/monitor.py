@@ -204,6 +204,8 @@ def told(record: Record) -> Iterator[Event]:
     yield Event(commit.time, "bootstrap", events.commit_of(commit, sorted(record.votes)))
     if commit.decree is not None:
         yield Event(commit.time, "bootstrap", events.decreed(commit.round, commit.decree))
+    for joined in commit.joined:
+        yield Event(commit.time, "bootstrap", events.invited(commit.round, joined))
     for peer, role in _roles(commit.plan):
         yield Event(commit.time, peer, role)
 

@@ -24,6 +24,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Share
 from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted
+from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
 
@@ -104,6 +105,7 @@ def budget(manifest: Manifest) -> Cost:
         envelope,
         cost(empty),
         reserved_for_a_decree(),
+        longest_joined().times(MAX_JOINED),
         cost(Diverged(peer=_PEER, shard=longest)).times(MAX_DIVERGED),
         cost(_PEER).times(MAX_SPARES),
         Cost(REASONS + 64, 0),  # and what the heads of six long lists and maps take
@@ -120,6 +122,13 @@ def reserved_for_a_decree() -> Cost:
         signatures=signatures,
     )
     return cost(enacted)
+
+
+def longest_joined() -> Cost:
+    """What it takes at most to say that one peer comes in by an invitation."""
+    note = "\U0010ffff" * LONGEST_NOTE
+    invitation = Invitation(run=_DIGEST, key=_PEER, expires=_INTEGER, count=_INTEGER, reason=note)
+    return cost(Joined(invitation=invitation, operator=_PEER, signature=bytes(64), peer=_PEER, proof=bytes(64)))
 
 
 def _decided(replica: ReplicaSpec) -> Cost:

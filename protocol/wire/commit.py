@@ -29,6 +29,7 @@ from protocol.wire.bounds import (
     Time,
 )
 from protocol.wire.decree import Enacted
+from protocol.wire.invitation import MAX_JOINED, Joined
 from protocol.wire.plan import Plan
 from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
 
@@ -108,9 +109,10 @@ class Diverged:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """What was decided for one round (round 0: the first plan only). `parent` is the previous commit's digest, the run
+    """What was decided for one round (round 0: the first plan, and who may take part). `parent` is the previous commit's digest, the run
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
-    proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does."""
+    proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
+    `joined`: who comes in by an invitation; the next plan may have them."""
 
     run: RunId
     round: Round
@@ -125,6 +127,7 @@ class Commit:
     members: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     decrees: Count = 0
     decree: Enacted | None = None
+    joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
 
     @functools.cached_property
     def digest(self) -> str:
