@@ -35,11 +35,11 @@ def invite(
     dir: Annotated[Path, typer.Option("--dir", help="Your bootstrap node's folder.", show_default=True)] = FOLDER,
 ) -> None:
     """Print a line with which friends join a run that is closed: as an operator, with the key of your bootstrap node."""
-    running.run(_invite(run, seconds_in(expires), count, reason, dir), interrupted=1)
+    running.run(_invite(run, expires, count, reason, dir), interrupted=1)
 
 
-async def _invite(text: str, seconds: int, count: int, reason: str, folder: Path) -> None:
-    operator, run = own_key(folder), parse_run(text)
+async def _invite(text: str, span: str, count: int, reason: str, folder: Path) -> None:
+    operator, run, seconds = own_key(folder), parse_run(text), seconds_in(span)
     if not 1 <= count <= MOST_GUESTS:
         raise UsageError(f"--count {count}: must be from 1 to {MOST_GUESTS}")
     if len(reason) > LONGEST_NOTE or not reason.isprintable():

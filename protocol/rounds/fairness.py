@@ -173,6 +173,10 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
         yield "has a time that is more than a day from this node's"
     for member in sorted(sight.living - set(commit.members)):
         yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
+    lease = sight.manifest.timing.gone_after
+    only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
+    if only_guests and commit.round > 0 and sight.waited < lease / 2:
+        yield "ends a round for newcomers alone, before anybody could bring work"
     yield from _left_out(sight, commit)
     for contribution in commit.contributions:
         here = sight.complete.get(contribution.replica)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from peer.events import Event
+from protocol.rounds import invitations
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, three_nodes
@@ -71,6 +72,8 @@ def test_what_is_wrong_with_an_invitation_is_said_in_one_line(tmp_path: Path) ->
         stranger = swarm.folder / "stranger"
         assert typed("key", "--dir", stranger).returncode == 0
         line = typed("invite", place, "--dir", own).stdout.strip()
+        ticket = invitations.read_ticket(line.rpartition("#")[2], manifest.run_id)
+        more = dataclasses.replace(ticket, invitation=dataclasses.replace(ticket.invitation, count=9)).text()
         for arguments, reason in (
             (("invite", place, "--dir", stranger), "is no operator of"),
             (("invite", place, "--dir", swarm.folder / "nobody"), "has no key; give the folder of your bootstrap node"),
@@ -78,7 +81,10 @@ def test_what_is_wrong_with_an_invitation_is_said_in_one_line(tmp_path: Path) ->
             (("invite", place, "--dir", own, "--expires", "soon"), "--expires soon: give such as 30m, 12h or 7d"),
             (("invite", place, "--dir", own, "--reason", "x" * 65), "--reason: may have 64 printable characters"),
             (("join", line[:-4], "--dir", tmp_path / "a"), "the invitation after the run id is cut off or changed"),
-            (("join", line[:-8] + "AAAAAAA" + line[-1], "--dir", tmp_path / "b"), "RUN: its invitation is "),
+            (
+                ("join", f"{place}#{more}", "--dir", tmp_path / "b"),
+                "RUN: its invitation is not what the operator signed",
+            ),
         ):
             found = typed(*arguments)
             assert (found.returncode, found.stdout) == (2, ""), found

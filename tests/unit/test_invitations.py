@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from typing import Any
 
 import pytest
@@ -24,13 +25,14 @@ from protocol.rounds.invitations import Ticket
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Knock, Lead, Petition, Propose
 from protocol.run.manifest import AdmissionSpec
-from protocol.wire import encoding, framing
+from protocol.wire import bounds, encoding, framing
 from protocol.wire.commit import Commit, Record
 from protocol.wire.decree import ADMIT, BAN, OPEN
 from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
-from protocol.wire.schema import packed
+from protocol.wire.schema import build, packed
 from protocol.wire.session import Hello, NotAdmitted
 from tests import tiny
+from tests.fuzz.messages import Maker
 from tests.unit import test_leader as leading
 from tests.unit.test_access import decree, signed
 
@@ -362,6 +364,45 @@ def test_voters_refuse_a_commit_that_lets_in_whom_nobody_invited() -> None:
     found = fairness.lie_in(sight, dataclasses.replace(proposal.commit, joined=()))
     assert found is not None
     assert found.reason.startswith("says nothing")
+
+
+def test_a_leader_that_ends_rounds_for_newcomers_alone_is_doubted_where_it_is_too_soon() -> None:
+    driver = Driver()
+    driver.decide(driver.knock(FRIENDS[0]))
+    driver.knock(FRIENDS[1])
+    (proposal,) = [e for e in driver.at(leading.GONE) if isinstance(e, Propose)]
+    assert proposal.commit.joined
+    early, later = (
+        fairness.sight_of(driver.leader, proposal.commit.time, waited, True) for waited in (1.0, leading.GONE)
+    )
+    assert fairness.doubt_in(later, proposal.commit) is None
+    found = fairness.doubt_in(early, proposal.commit)
+    assert found is not None
+    assert found.reason == "ends a round for newcomers alone, before anybody could bring work"
+
+
+def test_nothing_that_strangers_make_up_lets_anybody_in_or_is_kept() -> None:
+    heard: list[Knock] = []
+
+    async def hand_in(event: Knock) -> None:
+        heard.append(event)
+
+    clock = Clock(steady=lambda: 0.0, wall=lambda: 0.0)
+    doorman = Doorman(Leader(CLOSED, (), (), 0.0), hand_in, clock)
+    rng, good = random.Random(1), ticket().joined(FRIENDS[0])
+    known = {
+        bounds.PeerId: lambda r: r.choice((good.peer, good.operator, good.invitation.key)),
+        bounds.RunId: lambda r: CLOSED.run_id,
+        bounds.Signature: lambda r: r.choice((good.signature, good.proof)),
+    }
+    maker = Maker(rng, known)
+    for _ in range(3000):
+        made = build(Joined, maker.make(Joined))
+        if made != good:
+            refusal = asyncio.run(doorman.welcome(FRIENDS[0], made))
+            assert refusal is not None
+            assert not refusal.waits
+    assert heard == []
 
 
 # --- what is typed
