@@ -23,6 +23,7 @@ from bootstrap.bandwidth import Bandwidth
 from bootstrap.bench import Bench
 from bootstrap.calls import Calls
 from bootstrap.decrees import Decrees
+from bootstrap.doorman import Doorman
 from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
 from bootstrap.links import Links
@@ -44,7 +45,7 @@ from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import admission, evaluation, fairness, leader_events, paxos_events, presence
+from protocol.rounds import access, admission, evaluation, fairness, leader_events, paxos_events, presence
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
@@ -111,7 +112,6 @@ class BootstrapNode:
         )
         transport.guests.tell = told.refusing(emit, self._directory)
         self._events = Inbox[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
-        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, self._why_not)
         self._links = Links(transport, self._directory, [o for o in manifest.operators if o != own], self._vote)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
@@ -128,6 +128,8 @@ class BootstrapNode:
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
         self.leader = Leader(manifest, archive.commits, held, now)
+        doorman = Doorman(self.leader, self._events.hand_in, self._clock)
+        self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, doorman)
         self._decrees = Decrees(self.leader, self._events.hand_in, self._spread)
         self._fairness = Fairness(
             self.leader, self._clock, self._events.put, archive.blobs.get, lambda: self._quorum.living
@@ -183,10 +185,6 @@ class BootstrapNode:
     def has_session(self, peer: str) -> bool:
         """Whether `peer` is connected to us."""
         return peer in self._sessions.open
-
-    def _why_not(self, peer: str) -> str | None:
-        """Why it may not take part."""
-        return self.leader.access.why_not(peer)
 
     # --- the other operators' nodes
 
@@ -344,8 +342,7 @@ class BootstrapNode:
                 case leader_events.Judge(case):
                     self._bench.ask(case)
                 case leader_events.Propose(commit):
-                    dated = dataclasses.replace(commit, time=self._clock.wall())
-                    following.append(paxos_events.Proposed(dated))
+                    following.append(paxos_events.Proposed(access.dated(commit, self._clock.wall())))
                 case leader_events.Send(peers, message, first):
                     if first and isinstance(message, ChainReconfig):
                         self._emit(events.chain_reconfigured(message))
@@ -402,6 +399,8 @@ class BootstrapNode:
             self._emit(events.decreed(record.commit.round, record.commit.decree))
         if record.commit.evaluations:
             self._emit(events.evaluated(record.commit))
+        for joined in record.commit.joined:
+            self._emit(events.invited(record.commit.round, joined))
         self._fairness.decided(record.commit)
         self._stays.begin(self._ready)
         self._sessions.post_all(self.archive.records[record.commit.round])

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass, field
 
+from bootstrap.doorman import Doorman
 from peer.net.allowance import Allowance
 from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, Transport, answer
 from peer.net.clock import Clock
@@ -23,8 +24,10 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
 from protocol.wire.encoding import Message
-from protocol.wire.session import Hello, NotAdmitted
+from protocol.wire.session import Hello
 
+LONGEST_HELLO = 2048
+"""Bytes of one with the longest invitation."""
 LONGEST = 64 * 1024
 """Bytes of a message of a session, besides a list of all the model's parts or digests: names of a chain's members, an announcement."""
 ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE = 0.5, 4.0
@@ -100,7 +103,7 @@ class Session:
 class Sessions:
     """All of them. `heard`: when each peer gave its last sign of life, in steady seconds. `hear(peer, session, message)` is awaited with
     whatever a peer says, `opened(session)` once it has said who it is, `doubt(peer)` when it has been silent for some heartbeats, or
-    begins anew. `why_not(peer)`: why it may not take part, if it may not."""
+    begins anew. `doorman`: whom it lets in; None: everybody."""
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class Sessions:
         hear: Callable[[str, Session, Message], Awaitable[None]],
         opened: Callable[[Session], None],
         transport: Transport,
-        why_not: Callable[[str], str | None] = lambda peer: None,
+        doorman: Doorman | None = None,
     ) -> None:
         self.open: dict[str, Session] = {}
         self.heard: dict[str, float] = {}
@@ -119,7 +122,7 @@ class Sessions:
         self._opened = opened
         self._doubt = transport.doubt
         self._guests = transport.guests
-        self._why_not = why_not
+        self._doorman = doorman
         self._streams: dict[str, Stream] = {}
         self._longest = LONGEST + part_lists.longest(manifest)
         self._bytes = Rate(ROUNDS_PER_SECOND * self._longest, 4 * ROUNDS_PER_SECOND * self._longest)
@@ -128,13 +131,15 @@ class Sessions:
     async def serve(self, stream: Stream) -> None:
         """One session, from Hello to its end."""
         peer = stream.remote
-        hello = encoding.expect(Hello, encoding.decode(await stream.recv(1024, timeout=REQUEST_SECONDS), peer), peer)
+        hello = encoding.expect(
+            Hello, encoding.decode(await stream.recv(LONGEST_HELLO, timeout=REQUEST_SECONDS), peer), peer
+        )
         if hello.run != self._manifest.run_id or hello.version != VERSION:
             raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
-        why = self._why_not(peer)
-        if why is not None:
-            await stream.send(encoding.encode(NotAdmitted(reason=why)))
-            raise RemoteError(peer, f"peer {short_peer(peer)}: {why}; its session was refused")
+        refusal = await self._doorman.welcome(peer, hello.joining) if self._doorman is not None else None
+        if refusal is not None:
+            await stream.send(encoding.encode(refusal))
+            raise RemoteError(peer, f"peer {short_peer(peer)}: {refusal.reason}; its session was refused")
         before = self._streams.get(peer)
         session = Session(amounts=Bucket(self._bytes), paused_at=self._clock.steady())
         self.open[peer], self._streams[peer] = (
@@ -173,7 +178,7 @@ class Sessions:
 
     async def dismiss(self) -> None:
         """Ends the sessions of those who may take part no more."""
-        for peer in [p for p in self.open if self._why_not(p) is not None]:
+        for peer in [p for p in self.open if self._doorman is not None and self._doorman.why_not(p) is not None]:
             await self._streams[peer].close()
 
     def post(self, peers: Iterable[str], message: Message) -> None:

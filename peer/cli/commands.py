@@ -41,6 +41,8 @@ from peer.node.open_run import (
 from peer.node.way_in import WayIn
 from peer.ui.lines import Lines, printer
 from protocol.errors import UsageError
+from protocol.rounds import invitations
+from protocol.rounds.invitations import Ticket
 from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
 
@@ -172,7 +174,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     if options.dry_run and options.json:
         raise UsageError("--dry-run: says what it finds in words; give it without --json")
     run, folder = parse_run(options.run), options.folder
-    config = _config(options)
+    config = dataclasses.replace(_config(options), ticket=run.ticket)
     key = keyfile.load_or_create(folder / KEY)
     announce = read_announced(options.door.announce, options.door.port, key.peer_id)
     manifest: Manifest | None = None
@@ -194,6 +196,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
             try:
                 if manifest is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
                     manifest = await manifest_of(run, transport)
+                    _look_at(config.ticket, manifest, key.peer_id)
                     emit(events.found(manifest))
                 first, measured = transport, downlink
                 transport, found = await way_in.settle(first, manifest)
@@ -220,6 +223,13 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                 await transport.aclose()
     finally:
         storage.close()
+
+
+def _look_at(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:
+    """Raises UsageError where an invitation was changed on its way, or is no operator's; whether it still holds is for the nodes."""
+    why = None if ticket is None else invitations.why_invalid(manifest, ticket.joined(peer), 0.0)
+    if why is not None:
+        raise UsageError(f"RUN: {why}; copy the whole line, or ask for a new one")
 
 
 def _reached(config: JoinConfig, found: Finding, peer: str, announce: tuple[str, ...]) -> JoinConfig:

@@ -20,7 +20,7 @@ from peer.ui import log_text
 from peer.ui.text import clean
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
-from protocol.identity import short_peer
+from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Motion, Motions
@@ -42,7 +42,10 @@ Run = Annotated[
     typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.", show_default=False),
 ]
 Peer = Annotated[
-    str, typer.Argument(help="The peer's id, or its last characters, as screens show them.", show_default=False)
+    str,
+    typer.Argument(
+        help="The peer's id, or its last characters, as screens show them; or an invitation's.", show_default=False
+    ),
 ]
 Dir = Annotated[Path, typer.Option("--dir", help="Your bootstrap node's folder.", show_default=True)]
 Reason = Annotated[str, typer.Option(help="Why, for everybody to read in the log.")]
@@ -52,7 +55,7 @@ FOLDER = Path("potluck-bootstrap")
 
 @app.command(epilog="Example: potluck run ban my-run.toml p8kZq3Rt --reason 'sends noise'")
 def ban(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
-    """Keep a peer out: no node opens a session with it, and no plan has it."""
+    """Keep a peer out: no node opens a session with it, and no plan has it. Or end an invitation."""
     running.run(_decree(run, BAN, peer, reason, dir), interrupted=1)
 
 
@@ -74,12 +77,18 @@ def close(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
     running.run(_decree(run, CLOSE, "", reason, dir), interrupted=1)
 
 
-async def _decree(text: str, action: str, subject: str, reason: str, folder: Path) -> None:
+def own_key(folder: Path) -> Identity:
+    """The key in an operator's folder. Raises UsageError."""
     if not (folder / KEY).is_file():
         raise UsageError(f"--dir {folder}: has no key; give the folder of your bootstrap node")
+    return keyfile.load_or_create(folder / KEY)
+
+
+async def _decree(text: str, action: str, subject: str, reason: str, folder: Path) -> None:
+    operator = own_key(folder)
     if len(reason) > LONGEST_REASON or not reason.isprintable():
         raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")
-    operator, run = keyfile.load_or_create(folder / KEY), parse_run(text)
+    run = parse_run(text)
     with tempfile.TemporaryDirectory(prefix="potluck-run-") as name:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
@@ -106,6 +115,7 @@ async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
     found = set[str]()
     async for record in log_text.believed(manifest, log, lambda note: None):
         found.update(record.commit.plan.peers if record.commit.plan is not None else ())
+        found.update(name for joined in record.commit.joined for name in (joined.peer, joined.invitation.key))
     known = sorted(peer for peer in found if len(text) >= SHORTEST and peer.endswith(text))
     if len(known) != 1:
         what = "several peers of the log end so" if known else "no peer of the log ends so"

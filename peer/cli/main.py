@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from peer.cli import commands, data, decrees, doctor, export, init, log, running, sample, watch
+from peer.cli import commands, data, decrees, doctor, export, init, invite, log, running, sample, watch
 from peer.cli import eval as evaluation
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
@@ -54,6 +54,9 @@ app.command(
     help="Find out how well the model of a run foretells given text: loss, perplexity and bits per byte.",
     epilog="Example: potluck eval demo-run/bootstrap text.txt more.jsonl",
 )(evaluation.evaluate)
+app.command(
+    epilog="Example: potluck invite my-run.toml --count 5 --expires 7d",
+)(invite.invite)
 app.add_typer(log.app, name="log")
 app.add_typer(decrees.app, name="run")
 app.add_typer(data.app, name="data")

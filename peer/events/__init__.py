@@ -33,6 +33,7 @@ from peer.events.node import (
     Evaluation,
     Forked,
     Gone,
+    Invited,
     Leads,
     Listening,
     Moved,
@@ -75,6 +76,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.commit import Commit as WireCommit
 from protocol.wire.decree import Enacted
+from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, StageSpec
 from protocol.wire.schema import SchemaError, build, plain
 from protocol.wire.session import ChainReconfig
@@ -103,6 +105,7 @@ __all__ = [
     "Forked",
     "Found",
     "Gone",
+    "Invited",
     "Leads",
     "Leaving",
     "Listening",
@@ -138,6 +141,7 @@ __all__ = [
     "evaluated",
     "found",
     "from_json",
+    "invited",
     "json_sink",
     "kind_of",
     "ready",
@@ -146,7 +150,7 @@ __all__ = [
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
-    | Quarrel | Decreed | Evaluated | RunFinished
+    | Quarrel | Decreed | Evaluated | Invited | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
 )  # fmt: skip
@@ -217,6 +221,18 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
         plan=commit.plan,
         leader=commit.leader,
         voters=tuple(voters),
+    )
+
+
+def invited(round: int, joined: Joined) -> Invited:
+    """The event that tells who has come in by an invitation."""
+    invitation = joined.invitation
+    return Invited(
+        round=round,
+        peer=joined.peer,
+        operator=joined.operator,
+        invitation=invitation.key,
+        reason=invitation.reason,
     )
 
 

@@ -72,7 +72,7 @@ class Commit:
     """A round is decided: whose updates enter the mean, and who trains what in the next round."""
 
     round: int
-    """The decided round; 0 decides the first plan only."""
+    """The decided round; 0 decides the first plan only, and who may take part."""
     contributions: tuple[Contribution, ...]
     """What enters the mean."""
     left_out: tuple[LeftOut, ...]
@@ -249,6 +249,22 @@ class Evaluated:
     """The round after which the state was measured."""
     evaluations: tuple[Evaluation, ...]
     """What each of those says who measured it; a later commit may have more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invited:
+    """A peer has come into the run by an invitation of an operator (docs/guides/operator.md)."""
+
+    round: int
+    """Of the commit that says so; it may take part from the next round on."""
+    peer: str
+    """Who."""
+    operator: str
+    """Who has signed the invitation."""
+    invitation: str
+    """The invitation's id, by which it can be ended."""
+    reason: str
+    """For whom or what it was made, for a reader."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ async def verify(
             break
         for reason in _wrong_in(commit, manifest, plan, admitted, due):
             problem(commit.round, None, reason)
-        admitted, due = admitted.after(commit.decree), due.after(commit)
+        admitted, due = admitted.after(commit.decree, commit.joined), due.after(commit)
         done.contributions += len(commit.contributions)
         before, last, done.head, plan = plan, done.head, commit, commit.plan
         known, medians = medians, (*medians, *judging.medians([commit]))[-judging.REMEMBERED :]

@@ -14,6 +14,7 @@ from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
+from protocol.rounds.invitations import Ticket, read_ticket
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
@@ -24,11 +25,12 @@ ASSETS = Path(__file__).parent.parent / "assets"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What RUN names: a manifest, if it is known yet, the run id, and where bootstrap nodes are."""
+    """What RUN names: a manifest, if it is known yet, the run id, where bootstrap nodes are, and an invitation, if one is in the line."""
 
     manifest: Manifest | None
     run_id: str
     bootstrap: tuple[str, ...]
+    ticket: Ticket | None = None
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -41,14 +43,15 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def parse_run(text: str) -> Run:
-    """RUN as a person gives it: a file, or `ADDRESS#RUN-ID`. Raises UsageError."""
-    address, mark, run_id = text.partition("#")
+    """RUN as a person gives it: a file, `ADDRESS#RUN-ID`, or `ADDRESS#RUN-ID#INVITATION`. Raises UsageError."""
+    address, mark, rest = text.partition("#")
+    run_id, _, invitation = rest.partition("#")
     if "/p2p/" in address and (mark or address.startswith(("/ip", "/dns"))):
         if len(run_id) != 64 or any(c not in "0123456789abcdef" for c in run_id):
             raise UsageError(
                 f"RUN {text}: the part after # is not a run id of 64 hexadecimal digits; copy the whole line"
             )
-        return Run(None, run_id, (address,))
+        return Run(None, run_id, (address,), read_ticket(invitation, run_id) if invitation else None)
     manifest = read_manifest(Path(text))
     if not manifest.hints.bootstrap:
         raise UsageError(

@@ -111,7 +111,8 @@ class Peer:
         )
         self._directory.found(config.reached_at)
         self._reach = self._make_reach()
-        self._sessions = Sessions(self._directory, transport, emit)
+        joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
+        self._sessions = Sessions(self._directory, transport, emit, joining)
         transport.guests.tell = emit
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)

@@ -23,6 +23,7 @@ from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import VERSION
 from protocol.wire.commit import Record
 from protocol.wire.encoding import Message
+from protocol.wire.invitation import Joined
 from protocol.wire.session import (
     Announced,
     ChainReconfig,
@@ -41,17 +42,20 @@ OUTBOX = 256
 
 
 class NotTaken(RemoteError):
-    """A node says that this peer may not take part in the run."""
+    """A node says that this peer may not take part in the run, or not yet."""
 
 
 class Sessions:
-    """A peer's sessions. `on_message(message)` and `on_open()` are called in the event loop."""
+    """A peer's sessions. `on_message(message)` and `on_open()` are called in the event loop. `joining`: by which invitation it comes in."""
 
-    def __init__(self, directory: Directory, transport: Transport, emit: events.Emit) -> None:
+    def __init__(
+        self, directory: Directory, transport: Transport, emit: events.Emit, joining: Joined | None = None
+    ) -> None:
         self.directory = directory
         self.manifest = directory.manifest
         self._transport = transport
         self._emit = emit
+        self._joining = joining
         self._outboxes: dict[str, asyncio.Queue[Message]] = {}
         self._turns = itertools.count()
         self._stalled: set[str] = set()
@@ -87,7 +91,8 @@ class Sessions:
                 await self.directory.reach(node)
                 stream = await self._transport.open(node, endpoints.SESSION, timeout=10.0)
                 try:
-                    await stream.send(encoding.encode(Hello(run=self.manifest.run_id, version=VERSION)))
+                    hello = Hello(run=self.manifest.run_id, version=VERSION, joining=self._joining)
+                    await stream.send(encoding.encode(hello))
                     self._outboxes[node] = asyncio.Queue(OUTBOX)
                     if self.directory.sealed:
                         self._outboxes[node].put_nowait(Announced(sealed=self.directory.sealed))
@@ -132,7 +137,8 @@ class Sessions:
             while True:
                 message = encoding.decode_any(await self._next(node, stream), node)
                 if isinstance(message, NotAdmitted):
-                    raise NotTaken(node, f"it takes no work of ours: {message.reason}; ask the run's operators")
+                    refused = f"it takes no work of ours: {message.reason}; ask the run's operators"
+                    raise NotTaken(node, message.reason if message.waits else refused)
                 if isinstance(message, Heartbeat):
                     self._watch(node, message)
                 elif isinstance(message, Record | Finished | Offered | ChainReconfig | TimeUp | TakeSeat):

@@ -83,6 +83,9 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
         case events.Evaluated(round=round, evaluations=found):
             return [Said("good", f"held out: {_evaluated(round, x, names)}") for x in found]
+        case events.Invited(peer=peer, operator=operator, reason=reason):
+            why = f": {clean(reason)}" if reason else ""
+            return [Said("info", f"{called(peer, names)} comes in, invited by operator {called(operator, names)}{why}")]
         case events.Forked(round=round, liars=liars):
             who = ", ".join(called(liar, names) for liar in liars) or "nobody who can be named"
             return [Said("error", f"round {round} has two decided commits; voted for both: {who}; the run stops here")]

@@ -124,6 +124,10 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
         lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")
+    for guest in shown.invited:
+        why = f": {readable(guest.reason, {})}" if guest.reason else ""
+        by = f"by {_peers((guest.operator,))}, invitation {_peers((guest.invitation,))}"
+        lines.append(f"  {'invited':<13} {_peers((guest.peer,))} {by}{why}")
     if commit.plan is not None and (plan is None or _who(commit.plan) != _who(plan)):
         lines += _plan_lines(commit.plan, plan)
     elif commit.plan is None and commit.round < rounds:

@@ -12,6 +12,7 @@ from protocol.rounds import part_lists
 from protocol.wire.commit import Commit, Contribution, Diverged, Record
 from protocol.wire.commit import LeftOut as PlannedOut
 from protocol.wire.decree import Decree
+from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan
 
 
@@ -54,6 +55,24 @@ class LoggedEvaluation(events.Evaluation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedGuest:
+    """A peer that comes in by an invitation."""
+
+    peer: str
+    """Who."""
+    operator: str
+    """Who has signed the invitation."""
+    invitation: str
+    """The invitation's id."""
+    count: int
+    """How many it lets in."""
+    expires: int
+    """Until when, Unix seconds."""
+    reason: str
+    """For whom or what it was made, for a reader."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedRound:
     """A decided round, with the proof that it was decided."""
 
@@ -89,6 +108,8 @@ class LoggedRound:
     """What was measured of an earlier state, on text that nobody trains on."""
     decree: Decree | None
     """What the operators have decided about who may take part, if they have."""
+    invited: tuple[LoggedGuest, ...]
+    """Who comes in by an invitation."""
 
 
 def logged(record: Record, plan: Plan | None) -> LoggedRound:
@@ -116,6 +137,19 @@ def logged(record: Record, plan: Plan | None) -> LoggedRound:
         members=commit.members,
         evaluations=evaluations(commit),
         decree=None if commit.decree is None else commit.decree.decree,
+        invited=tuple(_guest(joined) for joined in commit.joined),
+    )
+
+
+def _guest(joined: Joined) -> LoggedGuest:
+    invitation = joined.invitation
+    return LoggedGuest(
+        peer=joined.peer,
+        operator=joined.operator,
+        invitation=invitation.key,
+        count=invitation.count,
+        expires=invitation.expires,
+        reason=invitation.reason,
     )
 
 

@@ -206,6 +206,8 @@ def told(record: Record) -> Iterator[Event]:
         yield Event(commit.time, "bootstrap", events.decreed(commit.round, commit.decree))
     if commit.evaluations:
         yield Event(commit.time, "bootstrap", events.evaluated(commit))
+    for joined in commit.joined:
+        yield Event(commit.time, "bootstrap", events.invited(commit.round, joined))
     for peer, role in _roles(commit.plan):
         yield Event(commit.time, peer, role)
 

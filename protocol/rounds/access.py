@@ -1,7 +1,8 @@
-"""Who may take part in a run: pure, from the manifest and the decrees in the log.
+"""Who may take part in a run: pure, from the manifest, and from the decrees and the invitations in the log.
 
-An open run takes everybody who is not banned; a closed one only whom the manifest or a decree admits. The newest decree about a peer
-counts. Bootstrap nodes open no session with anybody else, and plan nobody else; voters refuse a plan that does, and `log verify` tells it.
+An open run takes everybody who is not banned; a closed one only whom the manifest or a decree admits, or who has come in by an invitation
+(protocol/rounds/invitations.py). The newest decree about a peer counts. A ban of an invitation's key, or of the operator who signed it,
+ends the invitation; who has come in by it stays. Nobody who is banned comes in by one. Bootstrap nodes open no session with anybody else, and plan nobody else; voters refuse a plan that does, and `log verify` tells it.
 """
 
 from __future__ import annotations
@@ -9,27 +10,43 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from protocol import identity
 from protocol.identity import short_peer
+from protocol.rounds import invitations
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import DOMAIN, Commit, votes_needed
 from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, Decree, Enacted
+from protocol.wire.invitation import MAX_JOINED, Joined
+
+MAX_WAITING = 256
+"""Who ask to be let in; others ask again later."""
+ASKED_SECONDS = 60.0
+"""So long somebody is waiting after asking; a peer asks every few seconds."""
 
 
 @dataclass(frozen=True)
 class Access:
-    """Of a run at one time. `decided`: the newest decree about each peer; `newest`: of all."""
+    """Of a run at one time. `decided`: the newest decree about each peer; `newest`: of all. `invited`: the key of the invitation by which each
+    peer has come in; `uses`: how many by each."""
 
     is_open: bool
     listed: frozenset[str]
     decided: Mapping[str, Decree]
     newest: Decree | None = None
+    invited: Mapping[str, str] = field(default_factory=dict)
+    uses: Mapping[str, int] = field(default_factory=dict)
 
-    def after(self, enacted: Enacted | None) -> Access:
-        """With this decree, if there is one."""
+    def after(self, enacted: Enacted | None, joined: Sequence[Joined] = ()) -> Access:
+        """With this decree, if there is one, and then with those who come in."""
+        if joined:
+            invited, uses = dict(self.invited), Counter(self.uses)
+            for one in joined:
+                invited[one.peer] = one.invitation.key
+                uses[one.invitation.key] += 1
+            return dataclasses.replace(self.after(enacted), invited=invited, uses=uses)
         if enacted is None:
             return self
         decree = enacted.decree
@@ -39,19 +56,42 @@ class Access:
 
     def why_not(self, peer: str) -> str | None:
         """Why `peer` may not take part, None if it may."""
-        known = self.decided.get(peer)
-        if known is not None and known.action == BAN:
-            return f"it is banned: {known.reason}" if known.reason else "it is banned"
-        if self.is_open or peer in self.listed or (known is not None and known.action == ADMIT):
+        ban, known = self._ban_of(peer), self.decided.get(peer)
+        if ban is not None:
+            return f"it is banned{ban}"
+        if self.is_open or peer in self.listed or peer in self.invited:
+            return None
+        if known is not None and known.action == ADMIT:
             return None
         return "the run is closed, and it is not admitted"
+
+    def why_not_join(self, joined: Joined) -> str | None:
+        """Why a peer may not come in by an invitation, which is valid in itself (`invitations.why_invalid`); None if it may."""
+        ban = self._ban_of(joined.peer)
+        if ban is not None:
+            return f"it is banned{ban}"
+        if self.why_not(joined.peer) is None:
+            return "it may take part already"
+        for ended in (joined.invitation.key, joined.operator):
+            ban = self._ban_of(ended)
+            if ban is not None:
+                return f"its invitation was ended{ban}"
+        count, used = joined.invitation.count, self.uses.get(joined.invitation.key, 0)
+        return f"its invitation is used up, by {used} of {count}" if used >= count else None
+
+    def _ban_of(self, peer: str) -> str | None:
+        """The reason of its ban, as it goes on a sentence; None where there is none."""
+        known = self.decided.get(peer)
+        if known is None or known.action != BAN:
+            return None
+        return f": {known.reason}" if known.reason else ""
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Access:
     """After these commits, which are the log's first."""
     found = Access(manifest.admission.is_open, frozenset(manifest.admission.keys), {})
     for commit in commits:
-        found = found.after(commit.decree)
+        found = found.after(commit.decree, commit.joined)
     return found
 
 
@@ -71,7 +111,12 @@ def is_signed(operator: str, decree: Decree, signature: bytes) -> bool:
 
 
 def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str | None:
-    """Why what `commit` decrees after `head` is not decreed; None if it is, or if it decrees nothing. Checks its signatures."""
+    """Why what `commit` decrees after `head` is not decreed, or lets in who shows no invitation; None where nothing is wrong with either.
+    Checks their signatures. How often an invitation was used is for `intruders`."""
+    for joined in commit.joined:
+        invalid = invitations.why_invalid(manifest, joined, commit.time)
+        if invalid is not None:
+            return f"lets in {short_peer(joined.peer)}, and {invalid}"
     enacted, number = commit.decree, decrees_after(head)
     if commit.decrees != number + (enacted is not None):
         return f"counts {commit.decrees} decrees after {number}"
@@ -90,11 +135,23 @@ def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str
 
 
 def intruders(access: Access, commit: Commit) -> Sequence[str]:
-    """What a plan of somebody who may not take part is called, as in protocol/rounds/validation.py. `access`: before the commit."""
-    if commit.plan is None:
-        return []
+    """What it is called to plan somebody who may not take part, or to let in whom no invitation does; as in protocol/rounds/validation.py.
+    `access`: before the commit. Who comes in is in no plan before the next."""
     now = access.after(commit.decree)
-    return [f"plans {short_peer(p)}, and {why}" for p in sorted(commit.plan.peers) if (why := now.why_not(p))]
+    planned = sorted(commit.plan.peers) if commit.plan is not None else ()
+    found = [f"plans {short_peer(p)}, and {why}" for p in planned if (why := now.why_not(p))]
+    for joined in commit.joined:
+        reason = now.why_not_join(joined)
+        if reason is not None:
+            found.append(f"lets in {short_peer(joined.peer)}, and {reason}")
+        now = now.after(None, (joined,))
+    return found
+
+
+def dated(commit: Commit, time: float) -> Commit:
+    """`commit` as it is proposed at this time, in Unix seconds: without those whose invitation has expired while they waited."""
+    there = tuple(joined for joined in commit.joined if time <= joined.invitation.expires)
+    return dataclasses.replace(commit, time=time, joined=there)
 
 
 class Petitions:
@@ -119,3 +176,33 @@ class Petitions:
             if count >= votes_needed(len(members)):
                 return Enacted(decree=decree, signatures={w: s for w, (d, s) in sorted(there.items()) if d == decree})
         return None
+
+
+class Guests:
+    """Who has asked a node lately to be let in by an invitation, first come first: part of its machine. They may show anything that is
+    valid in itself; whether it lets them in is looked at when they ask (bootstrap/doorman.py), and for the commit."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[Joined, float]] = {}
+
+    def has_place(self, joined: Joined, now: float) -> bool:
+        """Whether one more may wait: not more of one invitation than it lets in, and not too many of all."""
+        self._waiting = {p: known for p, known in self._waiting.items() if now - known[1] <= ASKED_SECONDS}
+        if joined.peer in self._waiting:
+            return True
+        same = sum(other.invitation.key == joined.invitation.key for other, _ in self._waiting.values())
+        return len(self._waiting) < MAX_WAITING and same < joined.invitation.count
+
+    def hear(self, joined: Joined, now: float) -> None:
+        """This peer asks, at `now` in steady seconds; it keeps its turn if it has asked before."""
+        if self.has_place(joined, now):
+            self._waiting[joined.peer] = joined, now
+
+    def next(self, access: Access, now: float) -> tuple[Joined, ...]:
+        """Whom the next commit lets in. `access`: with what else it says."""
+        found: list[Joined] = []
+        for joined, asked in self._waiting.values():
+            if len(found) < MAX_JOINED and now - asked <= ASKED_SECONDS and access.why_not_join(joined) is None:
+                found.append(joined)
+                access = access.after(None, (joined,))
+        return tuple(found)

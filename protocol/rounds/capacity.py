@@ -25,6 +25,7 @@ from protocol.wire import encoding, framing
 from protocol.wire.commit import MAX_EVALUATIONS, Commit, Contribution, Diverged, LeftOut, Share
 from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
 
@@ -106,6 +107,7 @@ def budget(manifest: Manifest) -> Cost:
         cost(empty),
         reserved_for_a_decree(),
         _longest_evaluation().times(MAX_EVALUATIONS),
+        longest_joined().times(MAX_JOINED),
         cost(Diverged(peer=_PEER, shard=longest)).times(MAX_DIVERGED),
         cost(_PEER).times(MAX_SPARES),
         Cost(REASONS + 64, 0),  # and what the heads of six long lists and maps take
@@ -130,6 +132,13 @@ def _longest_evaluation() -> Cost:
             peer=_PEER, round=_INTEGER, sequences=_INTEGER, loss=_NUMBER, bits_per_byte=_NUMBER, signature=bytes(64)
         )
     )
+
+
+def longest_joined() -> Cost:
+    """What it takes at most to say that one peer comes in by an invitation."""
+    note = "\U0010ffff" * LONGEST_NOTE
+    invitation = Invitation(run=_DIGEST, key=_PEER, expires=_INTEGER, count=_INTEGER, reason=note)
+    return cost(Joined(invitation=invitation, operator=_PEER, signature=bytes(64), peer=_PEER, proof=bytes(64)))
 
 
 def _decided(replica: ReplicaSpec) -> Cost:

@@ -116,8 +116,9 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
     if sight.due is not None:
         yield from evaluation.problems(sight.due, commit)
     if commit.plan is None:
-        if commit.round < sight.manifest.rounds and not commit.contributions and commit.decree is None:
-            yield "says nothing: no work, no plan, and no decree"
+        idle = not (commit.contributions or commit.decree or commit.joined)
+        if commit.round < sight.manifest.rounds and idle:
+            yield "says nothing: no work, no plan, and nobody who may take part now or no more"
         return
     if commit.round >= sight.manifest.rounds:
         yield "plans a round after the last one"
@@ -177,6 +178,10 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
         yield "has a time that is more than a day from this node's"
     for member in sorted(sight.living - set(commit.members)):
         yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
+    lease = sight.manifest.timing.gone_after
+    only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
+    if only_guests and commit.round > 0 and sight.waited < lease / 2:
+        yield "ends a round for newcomers alone, before anybody could bring work"
     yield from _left_out(sight, commit)
     for contribution in commit.contributions:
         here = sight.complete.get(contribution.replica)
@@ -291,13 +296,15 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
 def is_due(leader: Leader, now: float) -> bool:
     """Whether this node would propose the commit of the open round now, if it led."""
     manifest = leader.manifest
-    if leader.phase is Phase.GATHERING:
+    if leader.phase not in (Phase.GATHERING, Phase.OPEN):
+        return False
+    verdicts, waited, _ = leader.seen(now)
+    if not leader.has_begun:
+        if leader.phase is Phase.OPEN and waited < manifest.timing.gone_after:
+            return False
         most = sorted((c.memory_bytes for c in leader.candidates()), reverse=True)
         enough = len(most) >= manifest.start_peers
         return enough and partition.split(manifest, most[: manifest.model.n_layers]) is not None
-    if leader.phase is not Phase.OPEN:
-        return False
-    verdicts, waited, _ = leader.seen(now)
     if verdicts.pending and waited < manifest.timing.round_deadline:
         return bool(verdicts.complete) and not seats.waits(manifest, leader.roster, verdicts, waited)
     return bool(verdicts.complete) or waited >= manifest.timing.gone_after

@@ -5,7 +5,8 @@ that carries the effects out is bootstrap/node.py. Plans take time, and are made
 What is proposed may or may not be decided (protocol/rounds/paxos.py): the round goes on when some commit of it is.
 
     leader     event         next       effects              condition
-    GATHERING                PLANNING   MakePlan             we lead and `start_peers` are ready
+    GATHERING                PLANNING   MakePlan             we lead, and `start_peers` are ready or who may take
+                                                             part changes
     OPEN                     JUDGING    Judge                we lead and no pending replica is worth waiting for
     OPEN                     PLANNING   MakePlan             the same, and what counts is known
     OPEN                     DECIDING   Propose              the same in the last round, which no plan follows
@@ -91,6 +92,7 @@ from protocol.rounds.leader_events import (
     Held,
     Judge,
     Keep,
+    Knock,
     Lead,
     MakePlan,
     Petition,
@@ -119,6 +121,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged
 from protocol.wire.decree import Enacted
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
@@ -140,6 +143,7 @@ class Leader:
         self.petitions = access.Petitions()
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
+        self.guests = access.Guests()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
@@ -164,6 +168,11 @@ class Leader:
     def plan(self) -> Plan | None:
         """The open round's plan."""
         return None if self.head is None else self.head.plan
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a plan. Before, `start_peers` are waited for."""
+        return self._last_plan is not None
 
     @property
     def medians(self) -> tuple[float, ...]:
@@ -201,6 +210,8 @@ class Leader:
                     return self.position.step(Lead, self._between())
             case Petition(operator, decree, signature):
                 self.petitions.hear(operator, decree, signature)
+            case Knock(joined):
+                self.guests.hear(joined, now)
             case Planned():
                 return self._planned(event)
             case Verdict(case, judged):
@@ -350,7 +361,7 @@ class Leader:
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
-        self.access = self.access.after(commit.decree)
+        self.access = self.access.after(commit.decree, commit.joined)
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
         self.witnesses.add(commit)
@@ -372,9 +383,18 @@ class Leader:
         if self.phase is Phase.CLOSING:
             return self._close(now)
         if self.phase is Phase.GATHERING and self._leads:
-            enough = len(self.candidates()) >= self.manifest.start_peers
-            return self._propose(now, Said(), None) if enough else []
+            return self._propose(now, Said(), None) if self._may_begin(now) else []
         return self._decide(now, event) if self.phase is Phase.OPEN and self._leads else []
+
+    def _may_begin(self, now: float) -> bool:
+        """Whether enough are there for the first plan, or there is something else to say before it: else nobody could ever come."""
+        decree, joined = self._changes(now)
+        return decree is not None or bool(joined) or len(self.candidates()) >= self.manifest.start_peers
+
+    def _changes(self, now: float) -> tuple[Enacted | None, tuple[Joined, ...]]:
+        """What the next commit changes in who may take part."""
+        decree = self.petitions.enacted(self.manifest, self.head)
+        return decree, self.guests.next(self.access.after(decree), now)
 
     def _decide(self, now: float, event: Event) -> list[Effect]:
         """Has the open round's contributions judged, or proposes its commit, if nobody is to be waited for."""
@@ -392,7 +412,8 @@ class Leader:
     def _settle(self, now: float, event: type | None) -> list[Effect]:
         """Proposes what is left of the contributions, now that they are judged."""
         said = self._docket.said()
-        enough = said.contributions or now - self._began >= self.manifest.timing.gone_after
+        late = now - self._began >= self.manifest.timing.gone_after
+        enough = said.contributions or (late and (self.has_begun or self._may_begin(now)))
         effects = self._propose(now, said, event) if enough else []
         if not effects and event is not None:
             self.position.step(event, Phase.OPEN)
@@ -419,10 +440,10 @@ class Leader:
     def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
         """Asks for the next plan, if there is one, and hands the commit to the quorum with it."""
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
-        decree = self.petitions.enacted(self.manifest, self.head)
+        decree, joined = self._changes(now)
         count = access.decrees_after(self.head) + (decree is not None)
         told = self._evaluations.next(self.due)
-        commit = dataclasses.replace(commit, decree=decree, decrees=count, evaluations=told)
+        commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
         if self.round >= self.manifest.rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)
@@ -430,10 +451,13 @@ class Leader:
     def _ask(self, commit: Commit, event: type | None) -> list[Effect]:
         """Asks for the plan that follows `commit`."""
         candidates = self.candidates(commit.decree)
+        if not self.has_begun and len(candidates) < self.manifest.start_peers:
+            candidates = []  # the first plan waits, whatever else there is to say
         there, resting = self.promises.apart(candidates, self.round + 1, self._broken(commit))
         before = self.roster.plan or self._last_plan
         question = settling.question(self.manifest, commit, there, resting, before, self.attestations)
-        if self._asked is not None and question == self._asked[0] and commit.decree == self._asked[1].decree:
+        said = self._asked and (self._asked[0], self._asked[1].decree, self._asked[1].joined)
+        if said == (question, commit.decree, commit.joined):
             return []  # these candidates make no replica
         self._asked = question, commit
         return self.position.step(event, Phase.PLANNING, [MakePlan(question)])
@@ -446,7 +470,7 @@ class Leader:
         if commit.plan is None and self.quarrels.forget():
             self._asked = None
             return self._ask(commit, Planned)
-        if commit.plan is None and not commit.contributions and commit.decree is None:
+        if commit.plan is None and not (commit.contributions or commit.decree or commit.joined):
             return self.position.step(Planned, self._between())
         return self.position.step(Planned, Phase.DECIDING, [Propose(commit)])
 

@@ -16,6 +16,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.decree import Decree
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
 
@@ -96,6 +97,13 @@ class Petition:
     operator: str
     decree: Decree
     signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Knock:
+    """Event: somebody asks to be let in by an invitation, which is valid in itself (protocol/rounds/invitations.py)."""
+
+    joined: Joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +229,18 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
     return [Moved(round, n, old, new, partition.why_moved(manifest, old, new, ready)) for n, old, new in found]
 
 
-Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Planned | Verdict | Tick
+Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Knock | Planned | Verdict | Tick
 Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
-    Transition(Phase.GATHERING, None, Phase.PLANNING, (MakePlan,), "we lead and `start_peers` are ready"),
+    Transition(
+        Phase.GATHERING,
+        None,
+        Phase.PLANNING,
+        (MakePlan,),
+        "we lead, and `start_peers` are ready or who may take part changes",
+    ),
     Transition(Phase.OPEN, None, Phase.JUDGING, (Judge,), "we lead and no pending replica is worth waiting for"),
     Transition(Phase.OPEN, None, Phase.PLANNING, (MakePlan,), "the same, and what counts is known"),
     Transition(Phase.OPEN, None, Phase.DECIDING, (Propose,), "the same in the last round, which no plan follows"),

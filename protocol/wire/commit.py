@@ -30,6 +30,7 @@ from protocol.wire.bounds import (
 )
 from protocol.wire.decree import Enacted
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.invitation import MAX_JOINED, Joined
 from protocol.wire.plan import Plan
 from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
 
@@ -110,10 +111,11 @@ class Diverged:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """What was decided for one round (round 0: the first plan only). `parent` is the previous commit's digest, the run
+    """What was decided for one round (round 0: the first plan, and who may take part). `parent` is the previous commit's digest, the run
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
     proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
-    `evaluations`: what was found of an earlier state (protocol/rounds/evaluation.py)."""
+    `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
+    (protocol/rounds/evaluation.py)."""
 
     run: RunId
     round: Round
@@ -129,6 +131,7 @@ class Commit:
     decrees: Count = 0
     decree: Enacted | None = None
     evaluations: Annotated[tuple[Evaluation, ...], AtMost(MAX_EVALUATIONS)] = ()
+    joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
 
     @functools.cached_property
     def digest(self) -> str:

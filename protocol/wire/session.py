@@ -20,6 +20,7 @@ from protocol.wire.bounds import (
     Word,
 )
 from protocol.wire.commit import Part, Share
+from protocol.wire.invitation import Joined
 from protocol.wire.schema import AtMost, Digest
 
 MAX_TOLD = 4096
@@ -125,10 +126,11 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Opens a session with a bootstrap node."""
+    """Opens a session with a bootstrap node. `joining`: by which invitation the sender comes in, if by one."""
 
     run: RunId
     version: Count
+    joining: Joined | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +142,10 @@ class Announced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotAdmitted:
-    """The node's last word in a session: the peer may not take part in the run."""
+    """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the commit that lets it in."""
 
     reason: Reason
+    waits: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,8 @@ class Swarm:
         self.memory = memory or {}
         self.options: dict[str, list[str]] = {}
         """More of a process's options, by its name."""
+        self.lines: dict[str, str] = {}
+        """What a peer was given to join with, if not the first node's address."""
         self.measures: set[str] = set()
         """Peers that measure their lines."""
         self.fetches: set[str] = set()
@@ -114,7 +116,7 @@ class Swarm:
             offer += [] if name in self.measures else ["--up", "20Mbps", "--down", "100Mbps"]
             arguments = [
                 "join",
-                self.addresses[0],
+                self.lines.get(name, self.addresses[0]),
                 *common,
                 *offer,
                 *([] if name in self.fetches else ["--corpus", self._corpus]),

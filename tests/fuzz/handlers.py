@@ -37,6 +37,7 @@ from protocol.wire.calls import MomentsRequest, PipeHello
 from protocol.wire.commit import DOMAIN, Record
 from protocol.wire.dial_back import DialMe
 from protocol.wire.handover import Handover
+from protocol.wire.invitation import Joined
 from protocol.wire.roster import Lookup, RosterRequest
 from protocol.wire.schema import Digest, SchemaError, build
 from protocol.wire.session import Hello, LogRequest
@@ -142,7 +143,8 @@ class Enemies:
         several = range(rng.randrange(1, 12))
         match name:
             case endpoints.SESSION:
-                hello = encoding.encode(Hello(run=self.manifest.run_id, version=VERSION))
+                joining = build(Joined, self.map(Joined)) if rng.random() < 0.3 else None
+                hello = encoding.encode(Hello(run=self.manifest.run_id, version=VERSION, joining=joining))
                 begun = [hello, self.announced(who)]
                 return begun + [
                     self.announced(who) if rng.random() < 0.1 else self.message(rng.choice(types_)) for _ in several

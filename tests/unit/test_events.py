@@ -21,7 +21,7 @@ from peer.ui.lines import describe, describe_own
 from peer.ui.logged import LoggedRound, logged
 from peer.ui.run_state import PeerView, View
 from peer.ui.snapshot import Snapshot, snapshot
-from protocol.rounds import part_lists
+from protocol.rounds import invitations, part_lists
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
 from protocol.wire.decree import Decree, Enacted
@@ -246,6 +246,8 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
     )
     commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan, decree=decree)
     commit = dataclasses.replace(commit, evaluations=EVALUATIONS)
+    ticket = invitations.issue(tiny.OPERATOR, bytes(32), commit.run, expires=9, count=2, reason="friends")
+    commit = dataclasses.replace(commit, joined=(ticket.joined(BOB.peer_id),))
     record = dataclasses.replace(tiny.record(commit), ballot=3)
     every_field_has_a_value(LoggedRound, logged(record, plan))
     for unknown in (None, dataclasses.replace(plan, replicas=())):

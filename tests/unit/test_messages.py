@@ -30,6 +30,7 @@ from protocol.wire.encoding import (
     expect,
 )
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.invitation import Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
@@ -76,6 +77,13 @@ PLAN = Plan(
 )
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
 EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s")
+JOINED = Joined(
+    invitation=Invitation(run="r" * 64, key="k", expires=9, count=2, reason="friends"),
+    operator="o",
+    signature=b"s",
+    peer="p",
+    proof=b"t",
+)
 COMMIT = Commit(
     run="r",
     round=2,
@@ -98,6 +106,7 @@ COMMIT = Commit(
     diverged=(Diverged(peer="c", shard="head"),),
     digests={"embed": "d" * 64},
     plan=PLAN,
+    joined=(JOINED,),
 )
 LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
 REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradients=(0.5, 2.0, 0.0))
@@ -109,6 +118,7 @@ SAMPLES: list[Message] = [
     Attest(round=1, digests={"embed": "0" * 64, "block.0": "1" * 64}),
     Heartbeat(phase="training", round=1, step=2, loss=3.0),
     Hello(run="r", version=1),
+    Hello(run="r", version=1, joining=JOINED),
     LogRequest(after=-1),
     Finished(round=3),
     Prepare(round=2, ballot=4),
@@ -131,6 +141,7 @@ SAMPLES: list[Message] = [
     Motions(number=1, wanted=2, signed=("p",), newest=DECREE),
     NotAdmitted(reason="it is banned"),
     EVALUATION,
+    NotAdmitted(reason="it is invited", waits=True),
     TimeUp(round=2),
     TakeSeat(round=2, replica=4, seconds=12.5),
 ]
@@ -306,7 +317,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
     changes: dict[str, Any] = {
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
-        "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,),
+        "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "joined": (),
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}

@@ -1,0 +1,49 @@
+"""Whom a bootstrap node gives a session: who may take part. Who shows an invitation waits for the commit that lets it in.
+
+Nothing of a stranger is kept but what an operator has signed, and no more of one invitation than it lets in (protocol/rounds/access.py:
+Guests). Every operator's node hears every peer, so the one that leads hears of it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from peer.net.clock import Clock
+from protocol.rounds import invitations
+from protocol.rounds.leader import Leader
+from protocol.rounds.leader_events import Knock
+from protocol.wire.invitation import Joined
+from protocol.wire.session import NotAdmitted
+
+WAITS = "it is invited, and comes in with the next commit"
+TOO_MANY = "it is invited, but too many wait to come in; it asks again"
+
+
+class Doorman:
+    """Looks into the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited."""
+
+    def __init__(self, leader: Leader, hand_in: Callable[[Knock], Awaitable[None]], clock: Clock) -> None:
+        self._leader = leader
+        self._hand_in = hand_in
+        self._clock = clock
+
+    def why_not(self, peer: str) -> str | None:
+        """Why it may not take part now."""
+        return self._leader.access.why_not(peer)
+
+    async def welcome(self, peer: str, joining: Joined | None) -> NotAdmitted | None:
+        """What `peer` is told that wants a session and shows this; None: it has one."""
+        why = self.why_not(peer)
+        if why is None or joining is None:
+            return None if why is None else NotAdmitted(reason=why)
+        if joining.peer != peer:
+            return NotAdmitted(reason="its invitation was shown by another peer")
+        refused = self._leader.access.why_not_join(joining) or invitations.why_invalid(
+            self._leader.manifest, joining, self._clock.wall()
+        )
+        if refused is not None:
+            return NotAdmitted(reason=refused)
+        if not self._leader.guests.has_place(joining, self._clock.steady()):
+            return NotAdmitted(reason=TOO_MANY, waits=True)
+        await self._hand_in(Knock(joining))
+        return NotAdmitted(reason=WAITS, waits=True)
