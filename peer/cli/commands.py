@@ -31,6 +31,7 @@ from peer.net.relay import RelayedTransport
 from peer.node.open_run import (
     KEY,
     Door,
+    manifest_again,
     manifest_of,
     parse_run,
     read_announced,
@@ -143,7 +144,7 @@ class JoinOptions:
     json: bool
 
 
-def _config(options: JoinOptions) -> JoinConfig:
+def config_of(options: JoinOptions) -> JoinConfig:
     """What the options amount to on this machine. Raises UsageError."""
     from peer.training import device as resources
 
@@ -172,7 +173,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     if options.dry_run and options.json:
         raise UsageError("--dry-run: says what it finds in words; give it without --json")
     run, folder = parse_run(options.run), options.folder
-    config = _config(options)
+    config = config_of(options)
     key = keyfile.load_or_create(folder / KEY)
     announce = read_announced(options.door.announce, options.door.port, key.peer_id)
     manifest: Manifest | None = None
@@ -184,6 +185,11 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         if manifest is not None and config.down_bps is None and downlink is None:
             downlink = await measured_downlink(transport, manifest.operators, Clock())
 
+    async def find(transport: Transport) -> Manifest:
+        if options.dry_run:
+            return await manifest_of(run, transport)
+        return await manifest_again(run, folder, transport, lambda text: emit(events.Warning(text=text)))
+
     way_in = WayIn(run, folder, dataclasses.replace(options.door, announce=announce), meanwhile=meanwhile)
     storage = Storage(folder, config.store_bytes)
     try:
@@ -193,7 +199,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
             transport = await way_in.start()
             try:
                 if manifest is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
-                    manifest = await manifest_of(run, transport)
+                    manifest = await find(transport)
                     emit(events.found(manifest))
                 first, measured = transport, downlink
                 transport, found = await way_in.settle(first, manifest)

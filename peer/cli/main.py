@@ -5,14 +5,15 @@ Exit codes: 0 done, 2 bad usage or input, 1 anything else. Heavy imports happen 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peer.cli import commands, data, decrees, doctor, export, init, log, running, sample, watch
+from peer.cli import commands, data, decrees, doctor, export, init, log, running, sample, service, watch
 from peer.cli import eval as evaluation
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
@@ -57,6 +58,7 @@ app.command(
 app.add_typer(log.app, name="log")
 app.add_typer(decrees.app, name="run")
 app.add_typer(data.app, name="data")
+app.add_typer(service.app, name="service")
 
 
 @app.callback()
@@ -128,11 +130,7 @@ def key(dir: Dir = Path("potluck-bootstrap")) -> None:
     running.run(work())
 
 
-@app.command(
-    help="Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
-    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
-)
-def join(
+def joining(
     context: typer.Context,
     run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
     dir: Dir = Path("potluck-peer"),
@@ -167,12 +165,12 @@ def join(
         bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
     ] = False,
     json: Json = False,
-) -> None:
-    """`potluck join`.
+) -> commands.JoinOptions:
+    """What is typed behind `potluck join`, and behind `potluck service install`.
 
     Long because typer reads a command's options from its function's parameters.
     """
-    options = commands.JoinOptions(
+    return commands.JoinOptions(
         run=run,
         folder=dir,
         door=Door(host=host, port=port, announce=tuple(announce or ())),
@@ -189,7 +187,28 @@ def join(
         dry_run=dry_run,
         json=json,
     )
-    running.run(commands.join(options, context.obj))
+
+
+def _given(work: Callable[[commands.JoinOptions, typer.Context], None]) -> Callable[..., None]:
+    """A command with the options of `joining`, which does `work` with what they amount to."""
+
+    @functools.wraps(joining)
+    def command(**typed: Any) -> None:
+        work(joining(**typed), typed["context"])
+
+    return command
+
+
+app.command(
+    "join",
+    help="Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
+    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
+)(_given(lambda options, context: running.run(commands.join(options, context.obj))))
+service.app.command(
+    "install",
+    help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when it starts itself.",
+    epilog="Example: potluck service install /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
+)(_given(lambda options, context: service.install(options, service.retyped(context))))
 
 
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
