@@ -141,6 +141,7 @@ class JoinOptions:
     corpus: Path | None
     data_limit: str
     dry_run: bool
+    log: Path | None
     json: bool
 
 

@@ -72,6 +72,15 @@ def before_any_command(context: typer.Context) -> None:
 
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: docs/events.md).")]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--log",
+        metavar="FILE",
+        help="Keep what is printed in this file, too: 10 MB, and three older ones beside it.",
+        show_default=False,
+    ),
+]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Announce = Annotated[
     list[str] | None,
@@ -110,6 +119,7 @@ def bootstrap(
     audit: Annotated[
         bool, typer.Option("--audit", help="Follow the log beside the node; believe nobody else.")
     ] = False,
+    log_file: LogFile = None,
     json: Json = False,
 ) -> None:
     """`potluck bootstrap`.
@@ -117,7 +127,8 @@ def bootstrap(
     Long because typer reads a command's options from its function's parameters.
     """
     door = Door(host=host, port=port, announce=tuple(announce or ()))
-    running.run(commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, audit, json))
+    work = commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, audit, json)
+    running.run(work, log=log_file)
 
 
 @app.command(epilog="Example: potluck key --dir my-node")
@@ -164,6 +175,7 @@ def joining(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
     ] = False,
+    log_file: LogFile = None,
     json: Json = False,
 ) -> commands.JoinOptions:
     """What is typed behind `potluck join`, and behind `potluck service install`.
@@ -185,6 +197,7 @@ def joining(
         corpus=corpus,
         data_limit=data_limit,
         dry_run=dry_run,
+        log=log_file,
         json=json,
     )
 
@@ -203,7 +216,7 @@ app.command(
     "join",
     help="Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
     epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
-)(_given(lambda options, context: running.run(commands.join(options, context.obj))))
+)(_given(lambda options, context: running.run(commands.join(options, context.obj), log=options.log)))
 service.app.command(
     "install",
     help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when it starts itself.",

@@ -27,6 +27,8 @@ app = typer.Typer(
 )
 Dir = Annotated[Path, typer.Option("--dir", help="The peer's folder, as it was given to install.", show_default=True)]
 FOLDER = Path("potluck-peer")
+LOG = "potluck.log"
+"""In the peer's folder, unless another is named."""
 LINGERING = Path("/var/lib/systemd/linger")
 """Has a file for every user whose services run while he is not logged in."""
 WAIT_SECONDS = 2 * units.STOP_SECONDS
@@ -59,7 +61,11 @@ def install(options: commands.JoinOptions, typed: list[str]) -> None:
         system = _system(options.folder)
         parse_run(options.run)
         commands.config_of(options)
-        system.install([sys.executable, "-P", "-m", "peer.cli", "join", *typed], options.folder.resolve())
+        log = options.log or options.folder / LOG
+        kept = [] if options.log else [f"--log={log}"]
+        system.install([sys.executable, "-P", "-m", "peer.cli", "join", *kept, *typed], options.folder.resolve())
+        print(f"service {system.name}: runs, and is started again after crashes; its file: {system.file}")
+        print(f"what it says: {log.resolve()}")
         for line in system.installed():
             print(line)
 
@@ -73,6 +79,7 @@ def status(dir: Dir = FOLDER) -> None:
         runs, said = system.state()
         print(f"service {system.name}: {said}")
         print(f"its file: {system.file}")
+        print(f"what it says: {dir.resolve() / LOG}, unless --log named another")
         raise SystemExit(0 if runs else 1)
 
 
@@ -104,7 +111,7 @@ class Service(abc.ABC):
 
     @abc.abstractmethod
     def installed(self) -> Iterator[str]:
-        """What there is to say then."""
+        """When it begins, and what else there is to say once it is installed."""
 
     @abc.abstractmethod
     def state(self) -> tuple[bool, str]:
@@ -131,8 +138,6 @@ class Systemd(Service):
             raise
 
     def installed(self) -> Iterator[str]:
-        yield f"service {self.name}: runs, and is started again after crashes; its file: {self.file}"
-        yield f"what it says: journalctl --user -f -u {self.name}"
         user = getpass.getuser()
         if not (LINGERING / user).exists():
             yield f"to go on when you log out, and begin when the machine starts, it needs this once: loginctl enable-linger {user}"
@@ -145,7 +150,7 @@ class Systemd(Service):
         if found.get("ActiveState") == "active":
             return runs, f"runs since {found.get('ActiveEnterTimestamp')}; started again {found.get('NRestarts')} times"
         now = f"{found.get('ActiveState')} ({found.get('SubState')})"
-        return runs, f"{now}, exit code {found.get('ExecMainStatus')}; journalctl --user -u {self.name} says why"
+        return runs, f"{now}, exit code {found.get('ExecMainStatus')}"
 
     def remove(self) -> None:
         _ask("systemctl", "--user", "disable", "--now", self.file.name)
@@ -168,7 +173,7 @@ class Launchd(Service):
             raise
 
     def installed(self) -> Iterator[str]:
-        yield f"service {self.name}: runs, and is started again after crashes and whenever you log in; its file: {self.file}"
+        yield "it begins whenever you log in"
 
     def state(self) -> tuple[bool, str]:
         try:

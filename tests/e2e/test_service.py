@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from peer.events import Event
+from peer.events import Event, from_json
 from tests import systemd, tiny
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
@@ -66,7 +66,14 @@ def test_install_status_and_remove_with_systemd(tmp_path: Path) -> None:
     found = systemd.settings(unit.read_text())
     words = systemd.command(found["ExecStart"])
     assert words[:5] == [sys.executable, "-P", "-m", "peer.cli", "join"]
-    assert set(words[5:]) == {"--dir=my peer", "--device=cpu", "--memory=8GB", "--", ADDRESS}
+    assert set(words[5:]) == {
+        "--log=my peer/potluck.log",
+        "--dir=my peer",
+        "--device=cpu",
+        "--memory=8GB",
+        "--",
+        ADDRESS,
+    }
     assert words[-2:] == ["--", ADDRESS]
     assert systemd.value(found["WorkingDirectory"]) == str(user.path)
     assert {"Restart": "on-failure", "RestartPreventExitStatus": "2", "KillMode": "mixed"}.items() <= found.items()
@@ -131,7 +138,7 @@ class Service:
         assert done.returncode == 0, done.stderr
         (unit,) = user.units()
         self.settings = systemd.settings(unit.read_text())
-        (swarm.folder / PEER).mkdir()
+        (swarm.folder / PEER).mkdir(exist_ok=True)
 
     def start(self, **files: object) -> subprocess.Popen[bytes]:
         command = systemd.command(self.settings["ExecStart"])
@@ -177,6 +184,9 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
         said = second.communicate(timeout=DEADLINE)[1].decode()
         assert second.returncode == int(service.settings["RestartPreventExitStatus"])
         assert "another potluck process uses it" in said
+        log = (tmp_path / "a run" / PEER / "potluck.log").read_text()
+        assert "another potluck process uses it" in log
+        assert {e.kind for line in log.splitlines() if (e := from_json(line))} >= {"started", "round"}
 
         swarm.kill(PEER)
         service.boot()
