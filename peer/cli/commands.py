@@ -16,6 +16,7 @@ from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.cli.auditing import audit_beside, auditor
+from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig
 from peer.corpus.reader import CorpusReader
 from peer.corpus.text import open_corpus
@@ -28,6 +29,7 @@ from peer.net.disk import LocalDisk
 from peer.net.line import measured_downlink
 from peer.net.reach import Finding
 from peer.net.relay import RelayedTransport
+from peer.node import hours
 from peer.node.open_run import (
     KEY,
     Door,
@@ -140,6 +142,8 @@ class JoinOptions:
     trace: Path | None
     corpus: Path | None
     data_limit: str
+    hours: str | None
+    pause_when_busy: bool
     dry_run: bool
     log: Path | None
     json: bool
@@ -149,6 +153,8 @@ def config_of(options: JoinOptions) -> JoinConfig:
     """What the options amount to on this machine. Raises UsageError."""
     from peer.training import device as resources
 
+    if options.hours is not None:
+        hours.parse(options.hours)
     chosen, memory = resources.choose_device(options.device), options.memory
     return JoinConfig(
         folder=options.folder,
@@ -166,10 +172,14 @@ def config_of(options: JoinOptions) -> JoinConfig:
 
 
 async def join(options: JoinOptions, factories: Factories | None = None) -> None:
-    """`potluck join`. `factories`: what the peer makes its parts with (default: the usual)."""
+    """`potluck join`. `factories`: what the peer makes its parts with (default: the usual).
+
+    Its folder stays locked in pauses, too.
+    """
     from peer.cli import dry_run
-    from peer.node.peer import Peer
+    from peer.node.peer import Factories, Peer
     from peer.state.storage import Storage
+    from peer.training import device
 
     if options.dry_run and options.json:
         raise UsageError("--dry-run: says what it finds in words; give it without --json")
@@ -192,10 +202,10 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         return await manifest_again(run, folder, transport, lambda text: emit(events.Warning(text=text)))
 
     way_in = WayIn(run, folder, dataclasses.replace(options.door, announce=announce), meanwhile=meanwhile)
-    storage = Storage(folder, config.store_bytes)
-    try:
-        emit = Emitter(key.peer_id, _sink(options.json, own=True))
-        _raise_limits(emit)
+    emit = Emitter(key.peer_id, _sink(options.json, own=True))
+
+    async def take_part() -> None:
+        nonlocal manifest, config
         while True:
             transport = await way_in.start()
             try:
@@ -225,8 +235,22 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                 emit(events.Warning(text=f"{error}; starting it again from the state on disk"))
             finally:
                 await transport.aclose()
+
+    looks = _looks(options, (factories or Factories()).clock)
+    storage = Storage(folder, config.store_bytes)
+    try:
+        _raise_limits(emit)
+        await Pauses(looks, emit, freed=device.free).between(take_part)
     finally:
         storage.close()
+
+
+def _looks(options: JoinOptions, clock: Clock) -> list[Look]:
+    """What may keep the peer from training for a while. Raises UsageError."""
+    if options.dry_run:
+        return []
+    looks = [] if options.hours is None else [by_hours(hours.parse(options.hours), clock)]
+    return [*looks, while_busy(clock)] if options.pause_when_busy else looks
 
 
 def _reached(config: JoinConfig, found: Finding, peer: str, announce: tuple[str, ...]) -> JoinConfig:

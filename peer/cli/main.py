@@ -172,6 +172,21 @@ def joining(
         typer.Option(help="Folder with the run's corpus, if it is on this machine (default: it is fetched)."),
     ] = None,
     data_limit: Annotated[str, typer.Option(help="Disk for text that was fetched.")] = "2GB",
+    hours: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM-TO",
+            help="Train at these hours of this machine's clock only, such as 22-7 or 22:30-7:15.",
+            show_default=False,
+        ),
+    ] = None,
+    pause_when_busy: Annotated[
+        bool,
+        typer.Option(
+            "--pause-when-busy",
+            help="Leave while other programs use most of the processors, or the GPU, and come back.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
     ] = False,
@@ -196,6 +211,8 @@ def joining(
         trace=trace,
         corpus=corpus,
         data_limit=data_limit,
+        hours=hours,
+        pause_when_busy=pause_when_busy,
         dry_run=dry_run,
         log=log_file,
         json=json,

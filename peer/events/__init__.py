@@ -54,9 +54,11 @@ from peer.events.volunteer import (
     Means,
     Measured,
     Offered,
+    Paused,
     Reachable,
     Recovered,
     Restored,
+    Resumed,
     Role,
     Round,
     ShardRebuilt,
@@ -106,6 +108,7 @@ __all__ = [
     "Measured",
     "Moved",
     "Offered",
+    "Paused",
     "Quarrel",
     "Reachable",
     "Ready",
@@ -113,6 +116,7 @@ __all__ = [
     "Refused",
     "Relayed",
     "Restored",
+    "Resumed",
     "Role",
     "Round",
     "RunFinished",
@@ -143,7 +147,8 @@ Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
     | Quarrel | Decreed | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
-    | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
+    | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed | Finished
+    | Warning
 )  # fmt: skip
 """What may happen."""
 
