@@ -16,6 +16,7 @@ from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.cli.auditing import audit_beside, auditor
+from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig
 from peer.corpus.reader import CorpusReader
 from peer.corpus.text import open_corpus
@@ -28,9 +29,11 @@ from peer.net.disk import LocalDisk
 from peer.net.line import measured_downlink
 from peer.net.reach import Finding
 from peer.net.relay import RelayedTransport
+from peer.node import hours
 from peer.node.open_run import (
     KEY,
     Door,
+    manifest_again,
     manifest_of,
     parse_run,
     read_announced,
@@ -141,14 +144,19 @@ class JoinOptions:
     trace: Path | None
     corpus: Path | None
     data_limit: str
+    hours: str | None
+    pause_when_busy: bool
     dry_run: bool
+    log: Path | None
     json: bool
 
 
-def _config(options: JoinOptions) -> JoinConfig:
+def config_of(options: JoinOptions) -> JoinConfig:
     """What the options amount to on this machine. Raises UsageError."""
     from peer.training import device as resources
 
+    if options.hours is not None:
+        hours.parse(options.hours)
     chosen, memory = resources.choose_device(options.device), options.memory
     return JoinConfig(
         folder=options.folder,
@@ -166,15 +174,19 @@ def _config(options: JoinOptions) -> JoinConfig:
 
 
 async def join(options: JoinOptions, factories: Factories | None = None) -> None:
-    """`potluck join`. `factories`: what the peer makes its parts with (default: the usual)."""
+    """`potluck join`. `factories`: what the peer makes its parts with (default: the usual).
+
+    Its folder stays locked in pauses, too.
+    """
     from peer.cli import dry_run
-    from peer.node.peer import Peer
+    from peer.node.peer import Factories, Peer
     from peer.state.storage import Storage
+    from peer.training import device
 
     if options.dry_run and options.json:
         raise UsageError("--dry-run: says what it finds in words; give it without --json")
     run, folder = parse_run(options.run), options.folder
-    config = dataclasses.replace(_config(options), ticket=run.ticket)
+    config = dataclasses.replace(config_of(options), ticket=run.ticket)
     key = keyfile.load_or_create(folder / KEY)
     announce = read_announced(options.door.announce, options.door.port, key.peer_id)
     manifest: Manifest | None = None
@@ -186,16 +198,21 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         if manifest is not None and config.down_bps is None and downlink is None:
             downlink = await measured_downlink(transport, manifest.operators, Clock())
 
+    async def find(transport: Transport) -> Manifest:
+        if options.dry_run:
+            return await manifest_of(run, transport)
+        return await manifest_again(run, folder, transport, lambda text: emit(events.Warning(text=text)))
+
     way_in = WayIn(run, folder, dataclasses.replace(options.door, announce=announce), meanwhile=meanwhile)
-    storage = Storage(folder, config.store_bytes)
-    try:
-        emit = Emitter(key.peer_id, _sink(options.json, own=True))
-        _raise_limits(emit)
+    emit = Emitter(key.peer_id, _sink(options.json, own=True))
+
+    async def take_part() -> None:
+        nonlocal manifest, config
         while True:
             transport = await way_in.start()
             try:
                 if manifest is None:  # later starts find their way by themselves, whether a bootstrap node is up or not
-                    manifest = await manifest_of(run, transport)
+                    manifest = await find(transport)
                     _look_at(config.ticket, manifest, key.peer_id)
                     emit(events.found(manifest))
                 first, measured = transport, downlink
@@ -221,6 +238,12 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                 emit(events.Warning(text=f"{error}; starting it again from the state on disk"))
             finally:
                 await transport.aclose()
+
+    looks = _looks(options, (factories or Factories()).clock)
+    storage = Storage(folder, config.store_bytes)
+    try:
+        _raise_limits(emit)
+        await Pauses(looks, emit, freed=device.free).between(take_part)
     finally:
         storage.close()
 
@@ -230,6 +253,14 @@ def _look_at(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:
     why = None if ticket is None else invitations.why_invalid(manifest, ticket.joined(peer), 0.0)
     if why is not None:
         raise UsageError(f"RUN: {why}; copy the whole line, or ask for a new one")
+
+
+def _looks(options: JoinOptions, clock: Clock) -> list[Look]:
+    """What may keep the peer from training for a while. Raises UsageError."""
+    if options.dry_run:
+        return []
+    looks = [] if options.hours is None else [by_hours(hours.parse(options.hours), clock)]
+    return [*looks, while_busy(clock)] if options.pause_when_busy else looks
 
 
 def _reached(config: JoinConfig, found: Finding, peer: str, announce: tuple[str, ...]) -> JoinConfig:

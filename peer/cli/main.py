@@ -5,14 +5,15 @@ Exit codes: 0 done, 2 bad usage or input, 1 anything else. Heavy imports happen 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from peer.cli import commands, data, decrees, doctor, export, init, invite, log, running, sample, watch
+from peer.cli import commands, data, decrees, doctor, export, init, invite, log, running, sample, service, watch
 from peer.cli import eval as evaluation
 from peer.cli import plan as planning
 from peer.demo import recipe, swarm
@@ -60,6 +61,7 @@ app.command(
 app.add_typer(log.app, name="log")
 app.add_typer(decrees.app, name="run")
 app.add_typer(data.app, name="data")
+app.add_typer(service.app, name="service")
 
 
 @app.callback()
@@ -73,6 +75,15 @@ def before_any_command(context: typer.Context) -> None:
 
 Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
 Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: docs/events.md).")]
+LogFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--log",
+        metavar="FILE",
+        help="Keep what is printed in this file, too: 10 MB, and three older ones beside it.",
+        show_default=False,
+    ),
+]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Announce = Annotated[
     list[str] | None,
@@ -111,6 +122,7 @@ def bootstrap(
     audit: Annotated[
         bool, typer.Option("--audit", help="Follow the log beside the node; believe nobody else.")
     ] = False,
+    log_file: LogFile = None,
     json: Json = False,
 ) -> None:
     """`potluck bootstrap`.
@@ -118,7 +130,8 @@ def bootstrap(
     Long because typer reads a command's options from its function's parameters.
     """
     door = Door(host=host, port=port, announce=tuple(announce or ()))
-    running.run(commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, audit, json))
+    work = commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, audit, json)
+    running.run(work, log=log_file)
 
 
 @app.command(epilog="Example: potluck key --dir my-node")
@@ -131,11 +144,7 @@ def key(dir: Dir = Path("potluck-bootstrap")) -> None:
     running.run(work())
 
 
-@app.command(
-    help="Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
-    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
-)
-def join(
+def joining(
     context: typer.Context,
     run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
     dir: Dir = Path("potluck-peer"),
@@ -166,16 +175,32 @@ def join(
         typer.Option(help="Folder with the run's corpus, if it is on this machine (default: it is fetched)."),
     ] = None,
     data_limit: Annotated[str, typer.Option(help="Disk for text that was fetched.")] = "2GB",
+    hours: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FROM-TO",
+            help="Train at these hours of this machine's clock only, such as 22-7 or 22:30-7:15.",
+            show_default=False,
+        ),
+    ] = None,
+    pause_when_busy: Annotated[
+        bool,
+        typer.Option(
+            "--pause-when-busy",
+            help="Leave while other programs use most of the processors, or the GPU, and come back.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
     ] = False,
+    log_file: LogFile = None,
     json: Json = False,
-) -> None:
-    """`potluck join`.
+) -> commands.JoinOptions:
+    """What is typed behind `potluck join`, and behind `potluck service install`.
 
     Long because typer reads a command's options from its function's parameters.
     """
-    options = commands.JoinOptions(
+    return commands.JoinOptions(
         run=run,
         folder=dir,
         door=Door(host=host, port=port, announce=tuple(announce or ())),
@@ -189,10 +214,34 @@ def join(
         trace=trace,
         corpus=corpus,
         data_limit=data_limit,
+        hours=hours,
+        pause_when_busy=pause_when_busy,
         dry_run=dry_run,
+        log=log_file,
         json=json,
     )
-    running.run(commands.join(options, context.obj))
+
+
+def _given(work: Callable[[commands.JoinOptions, typer.Context], None]) -> Callable[..., None]:
+    """A command with the options of `joining`, which does `work` with what they amount to."""
+
+    @functools.wraps(joining)
+    def command(**typed: Any) -> None:
+        work(joining(**typed), typed["context"])
+
+    return command
+
+
+app.command(
+    "join",
+    help="Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
+    epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
+)(_given(lambda options, context: running.run(commands.join(options, context.obj), log=options.log)))
+service.app.command(
+    "install",
+    help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when it starts itself.",
+    epilog="Example: potluck service install /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
+)(_given(lambda options, context: service.install(options, service.retyped(context))))
 
 
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")

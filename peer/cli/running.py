@@ -8,15 +8,18 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine, Iterator
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from peer.cli import log_file
 from protocol.errors import PotluckError
 
 T = TypeVar("T")
 
 
-def run(work: Coroutine[Any, Any, T], interrupted: int = 0) -> T:
-    """What a command's work gives; SIGTERM and Ctrl-C end it cleanly, with exit code `interrupted`."""
+def run(work: Coroutine[Any, Any, T], interrupted: int = 0, log: Path | None = None) -> T:
+    """What a command's work gives; SIGTERM and Ctrl-C end it cleanly, with exit code `interrupted`. `log`: a file that keeps what it
+    prints."""
 
     signalled = False
 
@@ -32,13 +35,25 @@ def run(work: Coroutine[Any, Any, T], interrupted: int = 0) -> T:
             asyncio.get_running_loop().add_signal_handler(number, stop)
         return await task
 
-    with reporting():
+    with _kept(log, work), reporting():
         try:
             return asyncio.run(guarded())
         except asyncio.CancelledError:
             if not signalled:
                 raise
             raise SystemExit(interrupted) from None
+
+
+@contextlib.contextmanager
+def _kept(log: Path | None, work: Coroutine[Any, Any, Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        with reporting():
+            try:
+                stack.enter_context(log_file.keeping(log))
+            except PotluckError:
+                work.close()
+                raise
+        yield
 
 
 @contextlib.contextmanager

@@ -57,9 +57,11 @@ from peer.events.volunteer import (
     Means,
     Measured,
     Offered,
+    Paused,
     Reachable,
     Recovered,
     Restored,
+    Resumed,
     Role,
     Round,
     ShardRebuilt,
@@ -113,6 +115,7 @@ __all__ = [
     "Measured",
     "Moved",
     "Offered",
+    "Paused",
     "Quarrel",
     "Reachable",
     "Ready",
@@ -120,6 +123,7 @@ __all__ = [
     "Refused",
     "Relayed",
     "Restored",
+    "Resumed",
     "Role",
     "Round",
     "RunFinished",
@@ -152,7 +156,8 @@ Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
     | Quarrel | Decreed | Evaluated | Invited | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
-    | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Finished | Warning
+    | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed | Finished
+    | Warning
 )  # fmt: skip
 """What may happen."""
 

@@ -242,6 +242,19 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paused:
+    """A peer leaves the run for a while, or does not begin, since this is not the time for it."""
+
+    reason: str
+    """Outside of its hours, or who uses the machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """A peer that had paused goes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChainFailed:
     """A member noticed that its chain cannot go on."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from peer.net.address import is_circuit, parse
 from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
+from peer.net.disk import LocalDisk
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
 from protocol.rounds.invitations import Ticket, read_ticket
@@ -20,7 +22,15 @@ from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
 
 KEY = "identity.key"
+_FOUND = "found"
+"""In a peer's folder: the id of the run in which it has been."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds between two tries to find it again."""
 ASSETS = Path(__file__).parent.parent / "assets"
+
+
+class NobodyThere(UsageError):
+    """Nobody answers where the run should be: what was typed is wrong, or the network is away, or the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +136,12 @@ def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> by
 
 
 async def manifest_of(run: Run, transport: Transport) -> Manifest:
-    """Connects to the run and gives its manifest, from its file or from the bootstrap node. Raises UsageError, RemoteError."""
+    """Connects to the run and gives its manifest, from its file or from the bootstrap node. Raises NobodyThere,
+    UsageError, RemoteError."""
     try:
         await transport.connect(run.bootstrap, timeout=20.0)
     except RemoteError as error:
-        raise UsageError(str(error)) from None
+        raise NobodyThere(str(error)) from None
     if run.manifest is not None:
         return run.manifest
     peer = run.bootstrap[0].rpartition("/p2p/")[2]
@@ -142,3 +153,23 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
             " copy the line again"
         )
     return manifest
+
+
+async def manifest_again(run: Run, folder: Path, transport: Transport, warn: Callable[[str], None]) -> Manifest:
+    """As `manifest_of`, of the peer in `folder`. Where it has been in this run before, what was typed is right: so it waits until somebody
+    answers, as after a night without a network in which the machine was started again."""
+    mark, pause = folder / _FOUND, FIRST_PAUSE
+    while True:
+        try:
+            manifest = await manifest_of(run, transport)
+        except NobodyThere as error:
+            if not mark.exists() or mark.read_text() != run.run_id:
+                raise
+            if pause == FIRST_PAUSE:
+                warn(f"{error}; this peer has been in the run before, and tries again until somebody answers")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+            await transport.look()
+        else:
+            LocalDisk().write(mark, run.run_id.encode())
+            return manifest

@@ -96,6 +96,10 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("warning", f"{source} sits out round {round}: {readable(reason, names)}")]
         case events.Leaving():
             return [Said("info", f"{source} leaves")]
+        case events.Paused(reason=reason):
+            return [Said("info", f"{source} pauses: {clean(reason)}")]
+        case events.Resumed():
+            return [Said("info", f"{source} goes on")]
         case events.Restored(round=round):
             return [Said("info", f"{source} continues from round {round}")]
         case events.ShardRebuilt(shards=shards):
@@ -162,6 +166,10 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Leaving(seconds=seconds):
             text = f"leaves: what it has learned goes to others, in {seconds:g} s at most; Ctrl-C once more ends that"
             return [Said("info", text)]
+        case events.Paused(reason=reason):
+            return [Said("info", f"pauses: {clean(reason, 120)}")]
+        case events.Resumed():
+            return [Said("info", "goes on")]
         case events.Finished(round=round):
             return [Said("good", f"the run is over after round {round}")]
     return describe(event, names)

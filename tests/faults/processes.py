@@ -78,7 +78,7 @@ class Swarm:
         """Whether the nodes do."""
         self.places = places or {}
         self.manifest = manifest
-        self._corpus = corpus or demo_corpus(manifest.train.sequence).folder
+        self.corpus = corpus or demo_corpus(manifest.train.sequence).folder
         self.file = folder / "run.toml"
         folder.mkdir(parents=True)
         self.file.write_text(manifests.to_toml(manifest))
@@ -108,7 +108,7 @@ class Swarm:
         if name in self.nodes:
             known = [x for address in self.addresses for x in ("--initial-peer", address)]
             arguments = ["bootstrap", self.file, *common, *known]
-            arguments += ["--corpus", self._corpus] if self.serves_text else []
+            arguments += ["--corpus", self.corpus] if self.serves_text else []
             arguments += self.options.get(name, [])
         else:
             whole = memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
@@ -119,7 +119,7 @@ class Swarm:
                 self.lines.get(name, self.addresses[0]),
                 *common,
                 *offer,
-                *([] if name in self.fetches else ["--corpus", self._corpus]),
+                *([] if name in self.fetches else ["--corpus", self.corpus]),
                 *self.options.get(name, []),
             ]
         home = {"HOME": str(folder / "home"), "XDG_CACHE_HOME": ""} if name in self.fetches else {}

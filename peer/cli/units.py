@@ -1,0 +1,102 @@
+"""What the system is told of a peer that it is to run for weeks: a unit of systemd, or an agent of launchd. Texts only.
+
+Both start the same command in the same folder: now, whenever the system starts (as far as it starts anything for this user), and again
+when the process crashes, after a pause that grows to LONGEST_PAUSE seconds. They do not where it ended well (the run is over), or with
+exit code 2 (what was typed is wrong). To stop it they send SIGTERM to the peer alone, and it has STOP_SECONDS to give away what it has
+learned; so its network daemon lives until it is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import plistlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from protocol.errors import UsageError
+
+FIRST_PAUSE = 10
+"""Seconds between a crash and the next start,"""
+LONGEST_PAUSE = 320
+"""and at most. systemd before version 254 has no growing pauses: there it stays the first."""
+STOP_SECONDS = 90
+"""Twenty to hand over (handover.LEAVE_SECONDS), the rest for the inner step under way and a checkpoint on a slow disk. systemd gives
+120 to all that a user runs."""
+
+_AGAIN = f"""\
+trap 'stop=1; kill -TERM "$child" 2>/dev/null' TERM INT
+pause={FIRST_PAUSE}
+while :; do
+    "$@" & child=$!
+    wait "$child"; code=$?
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
+    [ -z "$stop" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] || exit 0
+    sleep "$pause" & child=$!
+    wait "$child"
+    [ -z "$stop" ] || exit 0
+    pause=$((pause * 2)); [ "$pause" -le {LONGEST_PAUSE} ] || pause={LONGEST_PAUSE}
+done
+"""
+"""launchd knows neither growing pauses nor exit codes. A signal ends `wait` early; the process is still there then."""
+
+
+def name_of(folder: Path) -> str:
+    """Of the service whose peer is in `folder`: readable, and of no other folder."""
+    whole = folder.resolve()
+    words = re.sub(r"[^A-Za-z0-9]+", "-", whole.name).strip("-").removeprefix("potluck-") or "peer"
+    return f"potluck-{words[:40]}-{hashlib.sha256(bytes(whole)).hexdigest()[:6]}"
+
+
+def systemd(command: Sequence[str], at: Path, folder: Path) -> str:
+    """The unit. `command`: words, the first an absolute path; `at`: where it is started; `folder`: the peer's. Raises UsageError."""
+    return f"""\
+[Unit]
+Description=Potluck peer in {_literal(str(folder))}
+StartLimitIntervalSec=0
+
+[Service]
+WorkingDirectory={_literal(str(at))}
+ExecStart={_words(command)}
+Restart=on-failure
+RestartPreventExitStatus=2
+RestartSec={FIRST_PAUSE}
+RestartSteps=5
+RestartMaxDelaySec={LONGEST_PAUSE}
+KillMode=mixed
+TimeoutStopSec={STOP_SECONDS}
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def _literal(text: str) -> str:
+    """As a setting that is one value to the end of its line: only % means something there, and what begins or ends a line."""
+    if not text.isprintable() or text != text.strip() or text.endswith("\\"):
+        raise UsageError(
+            f"service: {text!a} cannot be written into a unit of systemd; choose a folder with another name"
+        )
+    return text.replace("%", "%%")
+
+
+def _words(command: Sequence[str]) -> str:
+    """As a command: each word in quotes, with C's escapes. The colon says that $ means nothing."""
+    if any("\0" in word for word in command):
+        raise UsageError("service: a word of the command has a zero byte; leave it out")
+    escaped = (re.sub(r'["\\]', r"\\\g<0>", word).replace("%", "%%") for word in (f":{command[0]}", *command[1:]))
+    return " ".join('"' + re.sub(r"[\n\r\t]", lambda found: f"\\x{ord(found[0]):02x}", word) + '"' for word in escaped)
+
+
+def launchd(name: str, command: Sequence[str], at: Path) -> bytes:
+    """The agent, called `name`. Parameters as of `systemd`."""
+    return plistlib.dumps(
+        {
+            "Label": name,
+            "ProgramArguments": ["/bin/sh", "-c", _AGAIN, "sh", *command],
+            "WorkingDirectory": str(at),
+            "RunAtLoad": True,
+            "KeepAlive": {"SuccessfulExit": False},
+            "ExitTimeOut": STOP_SECONDS,
+        }
+    )

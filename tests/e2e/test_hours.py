@@ -1,0 +1,85 @@
+"""`potluck join --hours`: a peer leaves and comes back by itself, by real processes and a clock that is told what to show."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from peer.cli.main import main
+from peer.events import Event
+from tests import tiny
+from tests.faults.processes import Swarm
+from tests.faults.roles import NODE
+from tests.faults.test_roles import make_manifest
+from tests.faults.told_time import set_wall
+
+HALF_AN_HOUR = 1800.0
+
+
+def shown(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%H:%M")
+
+
+def test_it_trains_in_its_hours_and_leaves_and_comes_back_without_a_hand(tmp_path: Path) -> None:
+    inside = time.time()
+    outside, hours = inside + 2 * HALF_AN_HOUR, (inside - HALF_AN_HOUR, inside + HALF_AN_HOUR)
+    with Swarm(tmp_path / "run", make_manifest(start_peers=1), tiny.OPERATORS[:1]) as swarm:
+        swarm.start_node(NODE)
+        swarm.module = "tests.faults.told_time"
+        for name in ("a", "b"):
+            swarm.options[name] = ["--hours", "-".join(map(shown, hours))]
+            set_wall(swarm.folder / name, inside)
+        folder = swarm.folder / "b"
+        swarm.start("a")
+        set_wall(folder, outside)
+        swarm.start("b")
+
+        def tells(kind: str, after: int) -> Event:
+            return swarm.wait("b", lambda e: e.kind == kind, kind, after=after)
+
+        def rounds_with(peers: set[str]) -> None:
+            seen = swarm.events(NODE)
+            head = max((e.fields["round"] for e in seen if e.kind == "commit"), default=0)
+
+            def has_them(event: Event) -> bool:
+                if event.kind != "commit" or event.fields["round"] <= head:
+                    return False
+                return {p for c in event.fields["contributions"] if c["tokens"] for p in c["peers"]} == peers
+
+            swarm.wait(NODE, has_them, f"a round of {peers}", after=len(seen))
+
+        paused = tells("paused", 0)
+        assert paused.fields["reason"] == f"outside of its hours, {shown(hours[0])}-{shown(hours[1])}"
+        assert [e.kind for e in swarm.events("b")] == ["paused"], "it has not even looked for the run"
+        peer = {name: swarm.wait(name, lambda e: e.kind == "started", "start").fields["peer"] for name in "a"}
+        rounds_with({peer["a"]})
+
+        for _ in range(2):
+            told = len(swarm.events("b"))
+            set_wall(folder, inside)
+            tells("resumed", told)
+            peer["b"] = tells("started", told).fields["peer"]
+            rounds_with({peer["a"], peer["b"]})
+            told, heard = len(swarm.events("b")), len(swarm.events(NODE))
+            set_wall(folder, outside)
+            tells("paused", told)
+            tells("leaving", told)
+            swarm.wait(NODE, lambda e: e.kind == "gone" and e.fields["peer"] == peer["b"], "its leaving", after=heard)
+            rounds_with({peer["a"]})
+
+        swarm.running["b"].terminate()
+        assert swarm.ended("b") == 0, "also in a pause"
+        for name in list(swarm.running):
+            swarm.kill(name)
+        swarm.check()
+
+
+def test_hours_that_are_none_are_refused_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"/ip4/127.0.0.1/tcp/9/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
+    with pytest.raises(SystemExit) as ended:
+        main(["join", address, "--dir", str(tmp_path / "peer"), "--hours", "8-8"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "potluck: --hours 8-8: begins when it ends; leave it out to train always\n"

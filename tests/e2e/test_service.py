@@ -1,0 +1,214 @@
+"""`potluck service`: what it writes is started as systemd would start it, and survives what happens in weeks, by real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from peer.events import Event, from_json
+from tests import systemd, tiny
+from tests.faults.processes import DEADLINE, Swarm
+from tests.faults.roles import NODE
+from tests.faults.test_roles import make_manifest
+
+ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
+PEER = "a peer, 100% its own"
+PLAIN = ("--device", "cpu", "--memory", "8GB")
+
+
+@dataclass
+class Home:
+    """Of a user: a system whose programs are stand-ins."""
+
+    path: Path
+    programs: Path
+
+    def potluck(self, *arguments: object, at: Path | None = None) -> subprocess.CompletedProcess[str]:
+        """As typed in the folder `at` (default: the home)."""
+        root = Path(__file__).parents[2]
+        env = os.environ | {"HOME": str(self.path), "XDG_CONFIG_HOME": str(self.path / "settings")}
+        env |= {"PATH": str(self.programs), "PYTHONPATH": str(root)}
+        return subprocess.run(
+            [sys.executable, "-P", "-m", "peer.cli", *map(str, arguments)],
+            cwd=at or self.path,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+
+    def units(self) -> list[Path]:
+        return sorted(self.path.rglob("*.service")) + sorted(self.path.rglob("*.plist"))
+
+
+def home(folder: Path, *programs: str) -> Home:
+    (folder / "home").mkdir()
+    systemd.programs(folder / "bin", *programs)
+    for name in ("sh", "basename"):
+        (folder / "bin" / name).symlink_to(f"/usr/bin/{name}")
+    return Home(folder / "home", folder / "bin")
+
+
+def test_install_status_and_remove_with_systemd(tmp_path: Path) -> None:
+    user = home(tmp_path, "systemctl")
+    done = user.potluck("service", "install", ADDRESS, "--dir", "my peer", *PLAIN)
+    assert done.returncode == 0, done.stderr
+    (unit,) = user.units()
+    assert "loginctl enable-linger " in done.stdout
+    assert unit.parent == user.path / "settings" / "systemd" / "user"
+    found = systemd.settings(unit.read_text())
+    words = systemd.command(found["ExecStart"])
+    assert words[:5] == [sys.executable, "-P", "-m", "peer.cli", "join"]
+    assert set(words[5:]) == {
+        "--log=my peer/potluck.log",
+        "--dir=my peer",
+        "--device=cpu",
+        "--memory=8GB",
+        "--",
+        ADDRESS,
+    }
+    assert words[-2:] == ["--", ADDRESS]
+    assert systemd.value(found["WorkingDirectory"]) == str(user.path)
+    assert {"Restart": "on-failure", "RestartPreventExitStatus": "2", "KillMode": "mixed"}.items() <= found.items()
+
+    assert user.potluck("service", "status").returncode == 2, "another folder"
+    said = user.potluck("service", "status", "--dir", "my peer")
+    assert said.returncode == 0
+    assert "runs since today; started again 3 times" in said.stdout
+    assert user.potluck("service", "remove", "--dir", user.path / "my peer").returncode == 0
+    assert user.units() == []
+    calls = [line.split()[2:] for line in (user.programs / "calls").read_text().splitlines()]
+    name = unit.name
+    assert calls[:3] == [["daemon-reload"], ["enable", name], ["restart", name]]
+    assert calls[-2:] == [["disable", "--now", name], ["daemon-reload"]]
+
+
+def test_install_status_and_remove_with_launchd(tmp_path: Path) -> None:
+    user = home(tmp_path, "launchctl")
+    assert user.potluck("service", "install", ADDRESS, *PLAIN).returncode == 0
+    (agent,) = user.units()
+    assert agent.parent == user.path / "Library" / "LaunchAgents"
+    said = user.potluck("service", "status")
+    assert (said.returncode, said.stderr) == (1, "")
+    assert user.potluck("service", "remove").returncode == 0
+    calls = [line.split()[1] for line in (user.programs / "calls").read_text().splitlines()]
+    assert (calls, user.units()) == (["bootstrap", "print", "bootout"], [])
+
+
+@pytest.mark.parametrize(
+    ("programs", "typed", "code", "told"),
+    [
+        ((), [ADDRESS, *PLAIN], 2, "neither systemd nor launchd"),
+        (("systemctl",), [ADDRESS, *PLAIN, "--dry-run"], 2, "--dry-run: a service trains"),
+        (("systemctl",), [ADDRESS[:-1], *PLAIN], 2, "is not a run id"),
+        (("systemctl",), [ADDRESS, "--memory", "lots"], 2, "lots"),
+        (("systemctl", "broken"), [ADDRESS, *PLAIN], 1, "Failed to connect to bus; it needs a session of this user"),
+    ],
+)
+def test_what_keeps_it_from_being_installed_is_one_line(
+    tmp_path: Path, programs: tuple[str, ...], typed: list[str], code: int, told: str
+) -> None:
+    user = home(tmp_path, *programs)
+    if "broken" in programs:
+        (user.programs / "systemctl").write_text("#!/bin/sh\necho Failed to connect to bus >&2; exit 1\n")
+    done = user.potluck("service", "install", *typed)
+    assert done.returncode == code
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("potluck: ")
+    assert told in line
+    assert user.units() == []
+
+
+class Service:
+    """The unit that was installed for PEER of a swarm, run as systemd would run it."""
+
+    def __init__(self, swarm: Swarm, user: Home) -> None:
+        self.swarm = swarm
+        whole = tiny.full_memory(swarm.manifest)
+        line = ("--up", "20Mbps", "--down", "100Mbps", "--corpus", swarm.corpus)
+        offer = ("--host", "127.0.0.1", "--device", "cpu", "--memory", whole, "--threads", 1, "--json")
+        done = user.potluck("service", "install", swarm.addresses[0], "--dir", PEER, *offer, *line, at=swarm.folder)
+        assert done.returncode == 0, done.stderr
+        (unit,) = user.units()
+        self.settings = systemd.settings(unit.read_text())
+        (swarm.folder / PEER).mkdir(exist_ok=True)
+
+    def start(self, **files: object) -> subprocess.Popen[bytes]:
+        command = systemd.command(self.settings["ExecStart"])
+        return subprocess.Popen(command, cwd=systemd.value(self.settings["WorkingDirectory"]), **files)  # type: ignore[call-overload, no-any-return]
+
+    def boot(self) -> None:
+        folder = self.swarm.folder / PEER
+        with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
+            self.swarm.running[PEER] = self.start(stdout=out, stderr=errors)
+
+    def trains_again(self) -> None:
+        """From now on."""
+        seen = self.swarm.events(NODE)
+        head = max((e.fields["round"] for e in seen if e.kind == "commit"), default=0)
+        (peer,) = {e.fields["peer"] for e in self.swarm.events(PEER) if e.kind == "started"} or {None}
+
+        def has_its_work(event: Event) -> bool:
+            return event.kind == "commit" and event.fields["round"] > head and self.works_in(event, peer)
+
+        self.swarm.wait(NODE, has_its_work, "a round with its work", after=len(seen))
+
+    @staticmethod
+    def works_in(event: Event, peer: str | None) -> bool:
+        return any(peer in (None, *c["peers"]) and c["tokens"] for c in event.fields["contributions"])
+
+    def signal(self, number: int) -> None:
+        """To all its processes."""
+        process = psutil.Process(self.swarm.running[PEER].pid)
+        for one in (*process.children(recursive=True), process):
+            one.send_signal(number)
+
+
+def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it(tmp_path: Path) -> None:
+    manifest = make_manifest(start_peers=1)
+    user = home(tmp_path, "systemctl")
+    with Swarm(tmp_path / "a run", manifest, tiny.OPERATORS[:1]) as swarm:
+        swarm.start_node(NODE)
+        service = Service(swarm, user)
+        service.boot()
+        service.trains_again()
+
+        second = service.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        said = second.communicate(timeout=DEADLINE)[1].decode()
+        assert second.returncode == int(service.settings["RestartPreventExitStatus"])
+        assert "another potluck process uses it" in said
+        log = (tmp_path / "a run" / PEER / "potluck.log").read_text()
+        assert "another potluck process uses it" in log
+        assert {e.kind for line in log.splitlines() if (e := from_json(line))} >= {"started", "round"}
+
+        swarm.kill(PEER)
+        service.boot()
+        service.trains_again()
+
+        before = len(swarm.events(NODE))
+        service.signal(signal.SIGSTOP)  # a lid is closed
+        swarm.wait(NODE, lambda e: e.kind == "gone", "its silence", after=before)
+        service.signal(signal.SIGCONT)
+        service.trains_again()
+
+        swarm.kill(NODE)
+        swarm.kill(PEER)
+        told = len(swarm.events(PEER))
+        service.boot()
+        swarm.wait(
+            PEER, lambda e: e.kind == "warning" and "tries again" in e.fields["text"], "what it waits for", after=told
+        )
+        swarm.start(NODE)
+        service.trains_again()
+
+        swarm.running[PEER].terminate()
+        assert swarm.ended(PEER) == 0, "so it is not started again"
+        swarm.kill(NODE)
+        assert swarm.check() >= 4

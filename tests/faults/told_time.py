@@ -1,0 +1,26 @@
+"""`potluck join` with a clock on the wall that shows what the file `wall` in its --dir says, in seconds since 1970."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from peer.cli import main as cli
+from peer.net.clock import Clock
+from peer.node.peer import Factories
+
+
+def set_wall(folder: Path, seconds: float) -> None:
+    """From now on."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "wall.new").write_text(repr(seconds))
+    (folder / "wall.new").rename(folder / "wall")
+
+
+def main() -> None:
+    folder = Path(sys.argv[sys.argv.index("--dir") + 1])
+    cli.main(factories=Factories(clock=Clock(wall=lambda: float((folder / "wall").read_text()))))
+
+
+if __name__ == "__main__":
+    main()
