@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from peer.events import Event
+from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, three_nodes
 
@@ -69,6 +71,26 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
             "node-2",
             lambda e: e.kind == "commit" and e.fields["round"] > said["round"] and bad in plans(e),
             "its return",
+        )
+        for name in list(swarm.running):
+            swarm.kill(name)
+        swarm.check()
+
+
+def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path) -> None:
+    manifest = three_nodes(rounds=10**6, start_peers=1)
+    manifest = dataclasses.replace(manifest, admission=AdmissionSpec(mode="listed"))
+    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+        for name in swarm.nodes:
+            swarm.start_node(name)
+        swarm.start("peer")
+        peer = swarm.wait("peer", lambda e: e.kind == "started", "its start").fields["peer"]
+        swarm.wait("peer", lambda e: e.kind == "warning" and "the run is closed" in e.fields["text"], "why it waits")
+        both(swarm, "admit", peer)
+        swarm.wait(
+            "node-2",
+            lambda e: e.kind == "commit" and any(peer in c["peers"] for c in e.fields["contributions"]),
+            "its work in a commit",
         )
         for name in list(swarm.running):
             swarm.kill(name)
