@@ -44,7 +44,7 @@ class Pauses:
     def __init__(
         self, looks: Sequence[Look], emit: events.Emit, freed: Callable[[], None], seconds: float = LOOK_SECONDS
     ) -> None:
-        self._looks, self._emit, self._freed, self._seconds = looks, emit, freed, seconds
+        self._looks, self._emit, self._freed, self._seconds = list(looks), emit, freed, seconds
 
     async def between(self, work: Callable[[], Awaitable[None]]) -> None:
         """Does `work`, which is broken off as by Ctrl-C when a pause begins, and begun again afterwards, until it has come to its end."""
@@ -77,7 +77,15 @@ class Pauses:
         return why
 
     async def _why(self) -> str | None:
-        for look in self._looks:
-            if (why := await look()) is not None:
+        for look in tuple(self._looks):
+            try:
+                why = await look()
+            except Exception as error:  # the peer goes on without it
+                self._looks.remove(look)
+                self._emit(
+                    events.Warning(text=f"pauses: {error}; this machine is looked at no more until the next start")
+                )
+                continue
+            if why is not None:
                 return why
         return None

@@ -216,3 +216,25 @@ def test_a_timeout_of_the_work_itself_is_no_pause() -> None:
 
     with pytest.raises(TimeoutError, match="of its own"):
         asyncio.run(Pauses([], [].append, lambda: None).between(fail))
+
+
+def test_a_look_that_fails_is_told_once_and_ends_nothing() -> None:
+    told: list[events.Body] = []
+    looks, done = [], 0
+
+    async def broken() -> str | None:
+        looks.append(1)
+        raise OSError("no such table")
+
+    async def work() -> None:
+        nonlocal done
+        for _ in range(5):
+            await asyncio.sleep(0)
+        done += 1
+
+    asyncio.run(Pauses([broken], told.append, lambda: None, seconds=0.0).between(work))
+    assert done == 1
+    assert len(looks) == 1
+    (said,) = told
+    assert isinstance(said, events.Warning)
+    assert "no such table" in said.text
