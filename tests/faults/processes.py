@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -182,28 +183,41 @@ class Swarm:
 
     # --- afterwards, when everybody has ended
 
+    @contextlib.contextmanager
+    def log_of(self, node: str) -> Iterator[Archive]:
+        """A node's log, read from its beginning with all its checks."""
+        archive = Archive(self.folder / node, self.manifest)
+        try:
+            yield archive
+        finally:
+            archive.close()
+
     def logs(self) -> Iterator[tuple[str, Archive]]:
-        """Every node's log, read from its beginning with all its checks."""
+        """Every node's, one after the other."""
         for name in self.nodes:
-            archive = Archive(self.folder / name, self.manifest)
-            try:
+            with self.log_of(name) as archive:
                 yield name, archive
-            finally:
-                archive.close()
 
     def check(self) -> int:
-        """All logs tell one history, the longest's payloads replay it, and everybody attested and ended with just those bits.
-        The last round."""
+        """All logs tell one history, a majority of the nodes holds each payload, these replay it, and everybody attested and ended with
+        just those bits. The last round."""
         digests: dict[int, dict[str, str]] = {}
-        longest: list[str] = []
-        for name, archive in self.logs():
-            history = [commit.digest for commit in archive.commits]
-            common = min(len(history), len(longest))
-            assert history[:common] == longest[:common], f"{name} has another history"
-            if len(history) > len(longest):
-                longest = history
-                for state in replay.replay(self.manifest, archive.commits, archive.blobs.get):
-                    digests[state.round] = state.digests
+        with contextlib.ExitStack() as stack:
+            archives = {name: stack.enter_context(self.log_of(name)) for name in self.nodes}
+            longest = max(archives.values(), key=lambda archive: len(archive.commits)).commits
+            for name, archive in archives.items():
+                history = [commit.digest for commit in archive.commits]
+                assert history == [commit.digest for commit in longest[: len(history)]], f"{name} has another history"
+
+            def payload(digest: str) -> bytes | None:
+                found = [data for archive in archives.values() if (data := archive.blobs.get(digest)) is not None]
+                assert 2 * len(found) > len(archives), (
+                    f"payload {digest[:12]}: {len(found)} of {len(archives)} nodes hold it"
+                )
+                return found[0]
+
+            for state in replay.replay(self.manifest, longest, payload):
+                digests[state.round] = state.digests
         attested = 0
         for name in self.nodes:
             for event in self.events(name):
