@@ -1,4 +1,4 @@
-"""The call with which operators change who may take part in a run (protocol/rounds/access.py)."""
+"""The call with which operators change who may take part in a run (protocol/rounds/access.py), and how long it is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bootstrap.calls import MAX_REQUEST
 from peer.net.base import Transport, serve_calls
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import access
+from protocol.rounds import access, schedule
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Petition
 from protocol.wire import encoding, endpoints
@@ -39,6 +39,7 @@ class Decrees:
         head = self._leader.head
         answer = Motions(
             number=access.decrees_after(head),
+            schedule=schedule.of(self._leader.manifest, head),
             wanted=votes_needed(len(access.members_after(self._leader.manifest, head))),
             signed=() if decree is None else self._leader.petitions.signers(decree),
             newest=self._leader.access.newest,
@@ -59,5 +60,9 @@ class Decrees:
             raise RemoteError(operator, "that decree is signed in a form that no commit has")
         if not decree.is_sound:
             raise RemoteError(operator, "that decree says nothing")
+        if decree.schedule is not None:
+            refused = schedule.why_not(manifest, self._leader.head, decree.schedule)
+            if refused is not None:
+                raise RemoteError(operator, f"that decree cannot be: {refused}")
         await self._hand_in(Petition(operator, decree, signature))
         return decree

@@ -46,7 +46,7 @@ from peer.chain.timing import StageTiming, StepReport, costs
 from peer.chain.trace import Trace
 from peer.chain.worker import OTHER, TimedWorker
 from peer.net.base import Stream
-from peer.training.trainer import StageTrainer, learning_rate, mean_loss
+from peer.training.trainer import StageTrainer, mean_loss
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
@@ -133,7 +133,7 @@ class _Run:
         await self._gather(step, progress)
         await self.worker.run(OTHER, self.trainer.step, step, progress.total.norm)
         if near.screens:
-            near.end_step(learning_rate(self.train, self.trainer.pace.place(self.train, step)))
+            near.end_step(self.trainer.pace.rate(self.train, step))
         progress.summed = False
         after, end = self._sent(), time.perf_counter()
         report = StepReport(

@@ -1,10 +1,11 @@
-"""`potluck run`: what an operator changes while a run goes on."""
+"""`potluck run`: what operators change while a run goes on."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
-from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Motion, Motions
+from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, SET, Decree, Motion, Motions, Schedule
 from protocol.wire.sealed import seal
 
 ASK_SECONDS = 1.0
@@ -33,7 +34,7 @@ CALL_SECONDS = 10.0
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Change who may take part in a run: as an operator, with the key of your bootstrap node. With several operators, enough of them"
+    help="Change who may take part in a run, and how long it is: as an operator, with the key of your bootstrap node. With several operators, enough of them"
     " type the same.",
 )
 
@@ -77,6 +78,37 @@ def close(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
     running.run(_decree(run, CLOSE, "", reason, dir), interrupted=1)
 
 
+@app.command(name="set", epilog="Example: potluck run set my-run.toml --rounds 400")
+def set_(
+    run: Run,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="The run is over after so many.", show_default=False)
+    ] = None,
+    total_steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Inner steps of the learning rate's schedule. Without it: as many more or fewer as --rounds has, where the schedule ended with the"
+            " run; else as now.",
+            show_default=False,
+        ),
+    ] = None,
+    reason: Reason = "",
+    dir: Dir = FOLDER,
+) -> None:
+    """Make a run longer or shorter, or change its learning rate's schedule. While it goes on: a run that is over stays over."""
+    if rounds is None and total_steps is None:
+        raise UsageError("potluck run set: says nothing; give --rounds, --total-steps or both")
+
+    def wanted(manifest: Manifest, now: Schedule) -> Schedule:
+        found = now.rounds if rounds is None else rounds
+        ends = now.total_steps == now.rounds * manifest.train.inner_steps
+        steps = total_steps or (found * manifest.train.inner_steps if ends else now.total_steps)
+        return Schedule(rounds=found, total_steps=steps)
+
+    running.run(_decree(run, SET, "", reason, dir, wanted), interrupted=1)
+
+
 def own_key(folder: Path) -> Identity:
     """The key in an operator's folder. Raises UsageError."""
     if not (folder / KEY).is_file():
@@ -84,7 +116,14 @@ def own_key(folder: Path) -> Identity:
     return keyfile.load_or_create(folder / KEY)
 
 
-async def _decree(text: str, action: str, subject: str, reason: str, folder: Path) -> None:
+async def _decree(
+    text: str,
+    action: str,
+    subject: str,
+    reason: str,
+    folder: Path,
+    wanted: Callable[[Manifest, Schedule], Schedule] | None = None,
+) -> None:
     operator = own_key(folder)
     if len(reason) > LONGEST_REASON or not reason.isprintable():
         raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")
@@ -100,8 +139,16 @@ async def _decree(text: str, action: str, subject: str, reason: str, folder: Pat
                 subject = await _whole(
                     manifest, reader.Remote(transport, [node], BlobStore(Path(name) / "blobs")), subject
                 )
-            number = (await _ask(transport, node, Motion())).number
-            decree = Decree(run=manifest.run_id, number=number, action=action, subject=subject, reason=reason)
+            now = await _ask(transport, node, Motion())
+            schedule = None if wanted is None else wanted(manifest, now.schedule)
+            decree = Decree(
+                run=manifest.run_id,
+                number=now.number,
+                action=action,
+                subject=subject,
+                reason=reason,
+                schedule=schedule,
+            )
             await _until_decided(transport, node, decree, Motion(sealed=seal(operator, decree)))
         finally:
             await transport.aclose()
@@ -126,6 +173,8 @@ async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
 async def _until_decided(transport: Transport, node: str, decree: Decree, motion: Motion) -> None:
     """Sends it until a commit has it. Raises LocalError where another decree came first, RemoteError."""
     what, told = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
+    if decree.schedule is not None:
+        what = f"set {decree.schedule.rounds:,} rounds, a schedule of {decree.schedule.total_steps:,} inner steps"
     while True:
         answer = await _ask(transport, node, motion)
         if answer.number > decree.number:

@@ -287,7 +287,11 @@ async def _swarm(options: Options, run: Run, config: JoinConfig, clock: Clock, f
     transport = await way_in.start()
     try:
         manifest = await manifest_of(run, transport)
-        find(Finding("run", GOOD, f"{clean(manifest.name)} {manifest.run_id[:12]}, {manifest.rounds} rounds"))
+        find(
+            Finding(
+                "run", GOOD, f"{clean(manifest.name)} {manifest.run_id[:12]}, {manifest.rounds} rounds by its manifest"
+            )
+        )
         transport, reached = await way_in.settle(transport, manifest)
         if reached is not None:
             config = dataclasses.replace(config, reachable=reached.how, reached_at=reached.whole(key.peer_id))

@@ -13,8 +13,10 @@ from peer.ui.text import blocks, clean, count, duration, rate, size
 from protocol.planning import memory
 from protocol.planning.explain import why_spare
 from protocol.planning.partition import candidate
+from protocol.rounds import schedule
 from protocol.run import corpus, layout
 from protocol.wire.announcement import Announcement
+from protocol.wire.commit import Commit
 
 if TYPE_CHECKING:
     from peer.node.peer import Peer
@@ -32,13 +34,14 @@ async def dry_run(peer: Peer, transport: Transport) -> Iterator[str]:
     own = await peer.rehearse()
     monitor = Monitor(peer.manifest, transport)
     known = await known_by(monitor)
-    return _lines(known, own, 0 if monitor.head is None else monitor.head.commit.round)
+    return _lines(known, own, None if monitor.head is None else monitor.head.commit)
 
 
-def _lines(known: Known, own: Announcement, round: int) -> Iterator[str]:
+def _lines(known: Known, own: Announcement, head: Commit | None) -> Iterator[str]:
     manifest = known.manifest
     others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
-    begun = f"round {round} of {manifest.rounds} is decided" if round else "it has not begun"
+    rounds = schedule.of(manifest, head).rounds
+    begun = f"round {head.round} of {rounds} is decided" if head is not None and head.round else "it has not begun"
     yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: {begun}, {count(others, 'other peer')} there"
     yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)} offered; {REACHED[own.reachable]}"
     yield f"its line: {rate(own.up_bps)} up, {rate(own.down_bps)} down"

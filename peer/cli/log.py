@@ -22,6 +22,7 @@ from peer.ui import log_text
 from peer.ui.contributors import contributors, own_lines, table_lines
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
+from protocol.rounds import schedule
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
@@ -149,7 +150,7 @@ async def _credits(text: str, json: bool) -> None:
         if manifest is None:
             _note(f"log {source.name}: has no rounds yet")
             return
-        credits = await log_text.credits_of(manifest, source, _note)
+        credits, _ = await log_text.credits_of(manifest, source, _note)
     found = contributors(credits)
     for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
         _say(line)
@@ -164,8 +165,9 @@ async def me(where: str, folder: Path) -> None:
     async with log_of(where) as (manifest, source):
         if manifest is None:
             raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
-        credits = await log_text.credits_of(manifest, source, _note)
-    for line in own_lines(contributors(credits), peer, credits.round, manifest.rounds):
+        credits, head = await log_text.credits_of(manifest, source, _note)
+    rounds = schedule.of(manifest, head).rounds
+    for line in own_lines(contributors(credits), peer, credits.round, rounds):
         _say(line)
 
 

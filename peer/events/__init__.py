@@ -226,6 +226,7 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
         plan=commit.plan,
         leader=commit.leader,
         voters=tuple(voters),
+        rounds=None if commit.schedule is None else commit.schedule.rounds,
     )
 
 
@@ -242,7 +243,7 @@ def invited(round: int, joined: Joined) -> Invited:
 
 
 def decreed(round: int, enacted: Enacted) -> Decreed:
-    """The event that tells what the operators have decided about who may take part."""
+    """The event that tells what the operators have decided."""
     decree = enacted.decree
     return Decreed(
         round=round,
@@ -250,6 +251,8 @@ def decreed(round: int, enacted: Enacted) -> Decreed:
         peer=decree.subject or None,
         reason=decree.reason,
         operators=tuple(sorted(enacted.signatures)),
+        rounds=None if decree.schedule is None else decree.schedule.rounds,
+        total_steps=None if decree.schedule is None else decree.schedule.total_steps,
     )
 
 

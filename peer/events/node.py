@@ -85,6 +85,8 @@ class Commit:
     """The bootstrap node that proposed it."""
     voters: tuple[str, ...] = ()
     """The bootstrap nodes whose votes are in the log; only `potluck monitor` tells them."""
+    rounds: int | None = None
+    """How many rounds the run has now, where the operators have decreed it; null: as many as the manifest says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,18 +215,23 @@ class Forked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decreed:
-    """The operators have changed who may take part in the run (docs/guides/operator.md)."""
+    """The operators have changed who may take part in the run, or how long it is (docs/guides/operator.md)."""
 
     round: int
     """Of the commit that says so; it holds from the next round on."""
     action: str
-    """`ban` or `admit` one peer, `open` the run for all who are not banned, or `close` it for all who are not admitted."""
+    """`ban` or `admit` one peer, `open` the run for all who are not banned, or `close` it for all who are not admitted;
+    or `set` how long it is."""
     peer: str | None
     """The peer that it is about, if it is about one."""
     reason: str
     """Why, for a reader."""
     operators: tuple[str, ...]
     """Who has signed it."""
+    rounds: int | None = None
+    """How many rounds the run has now, where that was set."""
+    total_steps: int | None = None
+    """The inner steps of the learning rate's schedule, where that was set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,8 @@ class StageInnerLoop:
         spec = plan.replica(order.replica)
         position = spec.peers.index(self.peer)
         stage_progress, reports = StageProgress(), list[StepReport]()
-        pace = trainer.Pace((plan.round - 1) * train.inner_steps, spec.work.steps, spec.work.micro_batches)
+        before, work = (plan.round - 1) * train.inner_steps, spec.work
+        pace = trainer.Pace(before, work.steps, work.micro_batches, order.total_steps)
         first_step = pace.before + 1
 
         def on_step(report: StepReport) -> None:

@@ -258,7 +258,7 @@ class Rounds:
         if order.plan.round == self.member.applied + 1 and order.plan is not self.member.plan:
             self._text_ahead.expect(order.plan)
             self.outer.theta = dict(theta)
-        self._training.begin(order, theta, ahead=order.plan.round > self.member.applied + 1)
+        self._training.begin(order, theta, order.plan.round > self.member.applied + 1, self.member.commits)
 
     # --- what we send
 

@@ -18,16 +18,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from peer import events
 from peer.net.clock import Clock
 from peer.node.orders import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import difference
 from peer.state.storage import Shards
-from protocol.rounds import member_events, retention
+from protocol.rounds import member_events, retention, schedule
 from protocol.rounds.member_events import TrainOrder
 from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan
 
 NOTHING = Result(0, 0, None, None)
@@ -86,8 +87,12 @@ class Training:
         self._task: asyncio.Task[None] | None = None
         self._results: dict[int, Result] = {}
 
-    def begin(self, order: TrainOrder, theta: Shards, ahead: bool) -> None:
-        """Trains from `theta`. `ahead`: it is the state before the round whose commit is waited for (see the module's docstring)."""
+    def begin(self, order: TrainOrder, theta: Shards, ahead: bool, commits: Mapping[int, Commit]) -> None:
+        """Trains from `theta`. `ahead`: it is the state before the round whose commit is waited for (see the module's docstring); `commits`: those
+        that are known, by round."""
+        order = dataclasses.replace(
+            order, total_steps=schedule.of(self.manifest, commits.get(max(commits, default=-1))).total_steps
+        )
         stage = order.plan.replica(order.replica).stage_of(self.peer)
         self._emit(events.role(order.plan, order.replica, stage))
         self.plan, self._orders, self._stop, self._end = (

@@ -57,16 +57,23 @@ class Pace:
     """How a replica goes through a round: at most `steps` inner steps of `micro_batches` each, after `before` steps of the schedule.
 
     They are spread over the `inner_steps` that every round has in the schedule of the learning rate: it follows the run, not the
-    replica's own count. A replica that does not come to all of its steps leaves out the rest of the round's part of the schedule.
+    replica's own count. A replica that does not come to all of its steps leaves out the rest of the round's part of the schedule. `total_steps`: of the schedule,
+    where it is not what the manifest says.
     """
 
     before: int
     steps: int
     micro_batches: int
+    total_steps: int | None = None
 
     def place(self, train: TrainSpec, step: int) -> float:
         """The place in the schedule of inner step `step`; the round's first one is `before` + 1."""
         return self.before + (step - self.before) * train.inner_steps / self.steps
+
+    def rate(self, train: TrainSpec, step: int) -> float:
+        """The learning rate of inner step `step`."""
+        spec = train if self.total_steps is None else replace(train, total_steps=self.total_steps)
+        return learning_rate(spec, self.place(train, step))
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +296,7 @@ class StageTrainer:
             amsgrad=False,
             beta1=self.train.beta1,
             beta2=self.train.beta2,
-            lr=learning_rate(self.train, self.pace.place(self.train, step)),
+            lr=self.pace.rate(self.train, step),
             weight_decay=self.train.weight_decay,
             eps=1e-8,
             maximize=False,

@@ -79,6 +79,8 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("error", f"{who} {clean(reason)}; it gets no vote, and another node leads")]
         case events.Decreed() as decree:
             who = "" if decree.peer is None else f" {called(decree.peer, names)}"
+            if decree.rounds is not None:
+                who = f" {decree.rounds:,} rounds, a schedule of {decree.total_steps:,} inner steps"
             why = f": {clean(decree.reason)}" if decree.reason else ""
             return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
         case events.Evaluated(round=round, evaluations=found):

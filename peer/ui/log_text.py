@@ -15,7 +15,7 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.planning import partition
-from protocol.rounds import validation
+from protocol.rounds import schedule, validation
 from protocol.rounds.credits import Credits
 from protocol.rounds.validation import BadCommit
 from protocol.run import layout
@@ -31,7 +31,7 @@ async def show(manifest: Manifest, source: Source, out: Callable[[str], None], n
     out(f"run {manifest.run_id[:12]} {clean(manifest.name)}: log {source.name}")
     plan: Plan | None = None
     async for record in believed(manifest, source, note):
-        for line in round_lines(record, plan, manifest.rounds):
+        for line in round_lines(record, plan, schedule.of(manifest, record.commit).rounds):
             out(line)
         plan = record.commit.plan
 
@@ -46,12 +46,12 @@ async def show_json(
         plan = record.commit.plan
 
 
-async def credits_of(manifest: Manifest, source: Source, note: Callable[[str], None]) -> Credits:
-    """Who has contributed what. Raises like `show`."""
-    credits = Credits(manifest.model.n_layers)
+async def credits_of(manifest: Manifest, source: Source, note: Callable[[str], None]) -> tuple[Credits, Commit | None]:
+    """Who has contributed what, and the newest commit. Raises like `show`."""
+    credits, head = Credits(manifest.model.n_layers), None
     async for record in believed(manifest, source, note):
-        credits.add(record.commit)
-    return credits
+        credits.add(head := record.commit)
+    return credits, head
 
 
 async def believed(manifest: Manifest, source: Source, note: Callable[[str], None]) -> AsyncIterator[Record]:
@@ -123,6 +123,8 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
     if shown.decree is not None:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
+        if shown.decree.schedule is not None:
+            who = f" {shown.decree.schedule.rounds:,} rounds, a schedule of {shown.decree.schedule.total_steps:,} inner steps"
         lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")
     for guest in shown.invited:
         why = f": {readable(guest.reason, {})}" if guest.reason else ""

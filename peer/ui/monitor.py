@@ -23,7 +23,7 @@ from peer.net.roster import RosterReader
 from peer.ui.snapshot import Snapshot, snapshot
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import validation
+from protocol.rounds import schedule, validation
 from protocol.rounds.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
@@ -94,7 +94,7 @@ class Monitor:
     @property
     def finished(self) -> bool:
         """Whether the last round is committed."""
-        return self.head is not None and self.head.commit.round >= self.manifest.rounds
+        return self.head is not None and schedule.is_over(self.manifest, self.head.commit)
 
     async def snapshot(self) -> Snapshot:
         """The run as of now, with the whole log, which is read anew. Raises RemoteError, LocalError."""

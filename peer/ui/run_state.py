@@ -148,6 +148,7 @@ class View:
     _commit_times: dict[int, float] = field(default_factory=dict)
     _witnesses: Witnesses = field(default_factory=Witnesses)
     _tokens: dict[int, int] = field(default_factory=dict)
+    _decreed: int | None = None
 
     # --- what is shown
 
@@ -156,9 +157,14 @@ class View:
         return called(peer, self.names)
 
     @property
+    def rounds(self) -> int:
+        """How many the run has."""
+        return self.manifest.rounds if self._decreed is None else self._decreed
+
+    @property
     def rounds_done(self) -> int:
         """Committed rounds."""
-        return self.manifest.rounds if self.finished else max(0, self.round - 1)
+        return self.rounds if self.finished else max(0, self.round - 1)
 
     @property
     def progress(self) -> float:
@@ -169,7 +175,7 @@ class View:
             p.step / p.steps for p in self.peers.values() if p.here and p.round == self.round and p.replica is not None
         ]
         part = min(1.0, sum(steps) / len(steps)) if steps else 0.0
-        return min(1.0, (self.rounds_done + part) / self.manifest.rounds)
+        return min(1.0, (self.rounds_done + part) / self.rounds)
 
     @property
     def eta(self) -> float | None:
@@ -178,7 +184,7 @@ class View:
         if self.finished or len(times) < 2 or times[-1][0] == times[0][0]:
             return None
         seconds_per_round = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
-        return max(0.0, seconds_per_round * (self.manifest.rounds - times[-1][0]) - (self.now - times[-1][1]))
+        return max(0.0, seconds_per_round * (self.rounds - times[-1][0]) - (self.now - times[-1][1]))
 
     @property
     def curve(self) -> list[tuple[float, float]]:
@@ -309,7 +315,7 @@ class View:
         p = self._peer(peer)
         p.round, p.step, p.phase = round, step, "training"
         p.loss = p.loss if loss is None else loss
-        if loss is not None and p.replica is not None and 1 <= round <= self.manifest.rounds:
+        if loss is not None and p.replica is not None and 1 <= round <= self.rounds:
             place = round, max(1, step * self.manifest.train.inner_steps // p.steps)
             total, n = self._steps.get(place, (0.0, 0))
             self._steps[place] = (total + loss, n + 1)
@@ -352,7 +358,7 @@ class View:
         number, loss = commit.round, mean_loss(commit.contributions)
         if number in self._commit_times:
             return
-        self._commit_times[number] = when
+        self._commit_times[number], self._decreed = when, commit.rounds
         self._tokens = {c.replica: c.tokens for c in commit.contributions}
         self._witnesses.count({peer: c.tokens for c in commit.contributions for peer in c.peers}, commit.plan)
         if loss is not None:

@@ -109,12 +109,12 @@ def _title(view: View, width: int) -> Text:
         (f" · run {manifest.run_id[:8]}", "bright_black"),
     )
     if view.finished:
-        text = f"finished {manifest.rounds} rounds"
+        text = f"finished {view.rounds} rounds"
     elif view.round == 0:
         here = sum(p.here for p in view.peers.values())
         text = f"gathering peers, {here} of {manifest.start_peers}"
     else:
-        text = f"round {min(view.round, manifest.rounds)} of {manifest.rounds}"
+        text = f"round {min(view.round, view.rounds)} of {view.rounds}"
     if view.eta is not None:
         text += f" · {duration(view.eta)} left"
     elif view.began is not None and view.finished:

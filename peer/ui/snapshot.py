@@ -12,6 +12,7 @@ from peer import events
 from peer.events import AnnouncedLoad, Contribution
 from peer.ui import utilization
 from peer.ui.logged import LoggedEvaluation, evaluations
+from protocol.rounds import schedule
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Diverged, LeftOut
@@ -136,13 +137,13 @@ def snapshot(manifest: Manifest, commits: Sequence[Commit], peers: Mapping[str, 
     """From the run's log and everybody's newest announcement; `now`: Unix seconds."""
     plan = next((c.plan for c in reversed(commits) if c.plan is not None), None)
     head = commits[-1] if commits else None
-    finished = head is not None and head.round >= manifest.rounds
+    finished = schedule.is_over(manifest, head)
     return Snapshot(
         run=manifest.run_id,
         name=manifest.name,
         time=now,
         round=0 if head is None else head.round + (0 if finished else 1),
-        rounds=manifest.rounds,
+        rounds=schedule.of(manifest, head).rounds,
         finished=finished,
         log_digest=head.digest if head else None,
         plan=plan,

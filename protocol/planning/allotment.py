@@ -76,7 +76,7 @@ def allot(
         shares.append(share(manifest, replica, there, before, (done or {}).get(replica.number)))
         ahead = before.following if before is not None and before.is_like(replica) else None
         planned[i] = dataclasses.replace(replica, work=ahead or fresh(*shares[i]), following=None)
-    if manifest.outer.overlap and round < manifest.rounds:
+    if manifest.outer.overlap:
         planned = [dataclasses.replace(r, following=fresh(*s)) for r, s in zip(planned, shares, strict=True)]
     seats: list[Seat] = []
     if manifest.timing.round_seconds and planned:  # who takes one is given as much as whoever is given most

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 
 from protocol import identity
 from protocol.identity import short_peer
-from protocol.rounds import invitations
+from protocol.rounds import invitations, schedule
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import DOMAIN, Commit, votes_needed
-from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, Decree, Enacted
+from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, SET, Decree, Enacted
 from protocol.wire.invitation import MAX_JOINED, Joined
 
 MAX_WAITING = 256
@@ -50,6 +50,8 @@ class Access:
         if enacted is None:
             return self
         decree = enacted.decree
+        if decree.action == SET:
+            return dataclasses.replace(self, newest=decree)
         if decree.action in (OPEN, CLOSE):
             return dataclasses.replace(self, is_open=decree.action == OPEN, newest=decree)
         return dataclasses.replace(self, decided={**self.decided, decree.subject: decree}, newest=decree)
@@ -118,6 +120,8 @@ def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str
         if invalid is not None:
             return f"lets in {short_peer(joined.peer)}, and {invalid}"
     enacted, number = commit.decree, decrees_after(head)
+    if commit.schedule != schedule.after(head, enacted):
+        return "says otherwise how long the run is than was decreed"
     if commit.decrees != number + (enacted is not None):
         return f"counts {commit.decrees} decrees after {number}"
     if enacted is None:
@@ -126,6 +130,10 @@ def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str
         return "has a decree of another time"
     if not enacted.decree.is_sound:
         return "has a decree that says nothing"
+    if enacted.decree.schedule is not None:
+        refused = schedule.why_not(manifest, head, enacted.decree.schedule)
+        if refused is not None:
+            return f"has a decree that comes too late, or is none: {refused}"
     members = set(members_after(manifest, head))
     if not set(enacted.signatures) <= members or len(enacted.signatures) < votes_needed(len(members)):
         return "has a decree that too few of its members signed"
@@ -173,7 +181,8 @@ class Petitions:
         members, number = members_after(manifest, head), decrees_after(head)
         there = {who: signed for who, signed in self._signed.items() if who in members and signed[0].number == number}
         for decree, count in Counter(decree for decree, _ in there.values()).most_common(1):
-            if count >= votes_needed(len(members)):
+            late = decree.schedule is not None and schedule.why_not(manifest, head, decree.schedule) is not None
+            if count >= votes_needed(len(members)) and not late:
                 return Enacted(decree=decree, signatures={w: s for w, (d, s) in sorted(there.items()) if d == decree})
         return None
 

@@ -23,7 +23,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import MAX_EVALUATIONS, Commit, Contribution, Diverged, LeftOut, Share
-from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted
+from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Schedule
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
@@ -41,6 +41,7 @@ SHORTEST = 24
 """Bytes that a reason may always have."""
 _PEER, _DIGEST, _INTEGER, _NUMBER = "P" * 64, "d" * 64, 2**63, 1 / 3
 """The longest that there are of each kind, as they are encoded (protocol/identity.py takes no longer peer id)."""
+_SCHEDULE = Schedule(rounds=_INTEGER, total_steps=_INTEGER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ def budget(manifest: Manifest) -> Cost:
         leader=_PEER,
         members=(_PEER,) * len(manifest.operators),
         decrees=_INTEGER,
+        schedule=_SCHEDULE,
     )
     votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
     envelope = cost(
@@ -120,7 +122,9 @@ def reserved_for_a_decree() -> Cost:
     signatures = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
     reason = "\U0010ffff" * LONGEST_REASON
     enacted = Enacted(
-        decree=Decree(run=_DIGEST, number=_INTEGER, action=max(ACTIONS, key=len), subject=_PEER, reason=reason),
+        decree=Decree(
+            run=_DIGEST, number=_INTEGER, action=max(ACTIONS, key=len), subject=_PEER, reason=reason, schedule=_SCHEDULE
+        ),
         signatures=signatures,
     )
     return cost(enacted)

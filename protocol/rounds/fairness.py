@@ -25,7 +25,7 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import access, evaluation, grace, judging, seats, validation
+from protocol.rounds import access, evaluation, grace, judging, schedule, seats, validation
 from protocol.rounds.access import Access
 from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
@@ -115,12 +115,13 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
         yield from access.intruders(sight.access, commit)
     if sight.due is not None:
         yield from evaluation.problems(sight.due, commit)
+    last = schedule.of(sight.manifest, commit).rounds
     if commit.plan is None:
         idle = not (commit.contributions or commit.decree or commit.joined)
-        if commit.round < sight.manifest.rounds and idle:
+        if commit.round < last and idle:
             yield "says nothing: no work, no plan, and nobody who may take part now or no more"
         return
-    if commit.round >= sight.manifest.rounds:
+    if commit.round >= last:
         yield "plans a round after the last one"
     yield from _names(commit.plan)
     yield from _text(sight.manifest, sight.latest, commit.plan)

@@ -77,7 +77,7 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, evaluation, presence, promises, seats, settling
+from protocol.rounds import access, admission, evaluation, presence, promises, schedule, seats, settling
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -181,8 +181,9 @@ class Leader:
 
     def _between(self) -> Phase:
         """The phase that the log alone says: nothing is proposed."""
-        going_on = self.head is not None and self.head.round < self.manifest.rounds
-        return Phase.GATHERING if self.head is None else Phase.OPEN if going_on else Phase.CLOSING
+        if self.head is None:
+            return Phase.GATHERING
+        return Phase.CLOSING if schedule.is_over(self.manifest, self.head) else Phase.OPEN
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """One step of the machine; `now` is in seconds on any steady clock."""
@@ -444,7 +445,8 @@ class Leader:
         count = access.decrees_after(self.head) + (decree is not None)
         told = self._evaluations.next(self.due)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
-        if self.round >= self.manifest.rounds:
+        commit = dataclasses.replace(commit, schedule=schedule.after(self.head, decree))
+        if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)
 

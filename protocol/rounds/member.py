@@ -62,6 +62,7 @@ TRAINING, and the work is kept. With `overlap = 1` the next round is trained whi
 
 from __future__ import annotations
 
+from protocol.rounds import schedule
 from protocol.rounds.chain_repair import SLOW, reconfigured
 from protocol.rounds.deadline import Deadline
 from protocol.rounds.member_events import (
@@ -140,8 +141,7 @@ class Member:
         self._held_round = -1
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
-        self._run_over = False
-        self._sent_at = float("-inf")
+        self._run_over, self._sent_at = False, float("-inf")
         self._order: TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
@@ -259,9 +259,10 @@ class Member:
             return self.position.step(UpdateEncoded, Phase.WAITING)
         self.deadline.encoded(now, offer)
         self._pending = offer
-        effects: list[Effect] = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
         assert self._order is not None
-        return effects + self.overlap.begin(offer, self._order.plan, self.commits.get(offer.round))
+        decided, rounds = self.commits.get(offer.round), schedule.of(self.manifest, self.commits.get(self.head)).rounds
+        sent, plan = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)]), self._order.plan
+        return [*sent, *self.overlap.begin(offer, plan, decided, rounds)]
 
     def _seated(self, seat: Seated, now: float) -> list[Effect]:
         """The plan names us nowhere, and the leader has given us one of its seats."""
@@ -365,7 +366,7 @@ class Member:
         commit = self.commits.get(self.applied)
         if commit is not None and self._held_round < self.applied:
             return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
-        return effects + (self._begin(now) if self.applied < self.manifest.rounds else self._leave())
+        return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave())
 
     def _begin(self, now: float) -> list[Effect]:
         """At the head of the log, with the right shards: trains, or waits."""

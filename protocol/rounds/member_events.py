@@ -144,7 +144,7 @@ class TrainOrder:
 
     `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the
     others have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on
-    with the members that `plan` names now.
+    with the members that `plan` names now. `total_steps`: of the schedule of the learning rate, where the operators have decreed it.
     """
 
     plan: Plan
@@ -152,6 +152,7 @@ class TrainOrder:
     generation: int = 0
     steps: int = 0
     resume: bool = False
+    total_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

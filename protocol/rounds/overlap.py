@@ -91,13 +91,13 @@ class Overlap:
         """The order that is being carried out, as far as it is still wanted."""
         return self.order if self.state is Ahead.RUNNING else None
 
-    def begin(self, offer: Offer, trained: Plan, decided: Commit | None) -> list[TrainOrder]:
+    def begin(self, offer: Offer, trained: Plan, decided: Commit | None, rounds: int) -> list[TrainOrder]:
         """After `offer` is durable: begins with the round after it, unless that is known to be planned otherwise.
 
         `trained` is the plan that was trained in the end, with what was reconfigured. `decided` is the commit of the
-        offer's round, where it is known already.
+        offer's round, where it is known already. `rounds`: how many the run has.
         """
-        if not self.manifest.outer.overlap or not offer.round < self.manifest.rounds:
+        if not self.manifest.outer.overlap or not offer.round < rounds:
             return []
         replica = trained.replica(offer.replica)
         if replica.following is None:

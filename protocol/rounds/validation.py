@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import access, chain_repair, part_lists
+from protocol.rounds import access, chain_repair, part_lists, schedule
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Record, is_decided
@@ -76,8 +76,9 @@ def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
 
 def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[str]:
     """Everything in `commit` that no honest leader writes. `plan`: the one of its round, None where that has none."""
-    if commit.round > manifest.rounds:
-        yield f"the run has {manifest.rounds} rounds only"
+    last = schedule.of(manifest, commit).rounds
+    if commit.round > last:
+        yield f"the run has {last} rounds only"
     planned = sorted(r.number for r in plan.replicas) if plan is not None else []
     decided = sorted([c.replica for c in commit.contributions] + [x.replica for x in commit.left_out])
     seats = {seat.number for seat in plan.seats} if plan is not None else set()

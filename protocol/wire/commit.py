@@ -28,7 +28,7 @@ from protocol.wire.bounds import (
     Size,
     Time,
 )
-from protocol.wire.decree import Enacted
+from protocol.wire.decree import Enacted, Schedule
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import MAX_JOINED, Joined
 from protocol.wire.plan import Plan
@@ -115,7 +115,7 @@ class Commit:
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
     proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
     `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
-    (protocol/rounds/evaluation.py)."""
+    (protocol/rounds/evaluation.py). `schedule`: how long the run is from here on; None: as the manifest says."""
 
     run: RunId
     round: Round
@@ -132,6 +132,7 @@ class Commit:
     decree: Enacted | None = None
     evaluations: Annotated[tuple[Evaluation, ...], AtMost(MAX_EVALUATIONS)] = ()
     joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
+    schedule: Schedule | None = None
 
     @functools.cached_property
     def digest(self) -> str:

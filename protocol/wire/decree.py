@@ -1,4 +1,4 @@
-"""What the operators of a run decide together while it goes on: who may take part.
+"""What the operators of a run decide together while it goes on: who may take part, and how long it is.
 
 A decree is in the commit that it came with, signed by as many members of the quorum as a commit needs votes. So everybody who reads
 the log knows it, and no single operator of several can make one.
@@ -9,15 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import Count, PeerId, RunId, Signature, Word
+from protocol.wire.bounds import Count, PeerId, Round, RunId, Signature, Word
 from protocol.wire.schema import AtMost
 
-BAN, ADMIT, OPEN, CLOSE = "ban", "admit", "open", "close"
-ACTIONS = (BAN, ADMIT, OPEN, CLOSE)
+BAN, ADMIT, OPEN, CLOSE, SET = "ban", "admit", "open", "close", "set"
+ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET)
 """`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
-who is admitted."""
+who is admitted; `set` gives the run another schedule."""
 OF_PEERS = (BAN, ADMIT)
 LONGEST_REASON = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """How long a run is (protocol/rounds/schedule.py)."""
+
+    rounds: Round
+    """It is over after so many."""
+    total_steps: Count
+    """The inner steps of the learning rate's schedule, as in the manifest's `train`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +39,22 @@ class Decree:
     number: Count
     """How many decrees the run has had before, so that none can be used twice."""
     action: Word
-    """`ban`, `admit`, `open` or `close`."""
+    """`ban`, `admit`, `open`, `close` or `set`."""
     subject: PeerId = ""
     """The peer, where it is about one; else empty."""
     reason: Annotated[str, AtMost(LONGEST_REASON)] = ""
     """Why, for a reader."""
+    schedule: Schedule | None = None
+    """From the round after on, where it sets one."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether it says something: one of ACTIONS, and whom it is about, if that is about anybody."""
-        return self.action in ACTIONS and (self.action in OF_PEERS) == bool(self.subject)
+        """Whether it says something: one of ACTIONS, and whom or what it is about, if that is about anybody or anything."""
+        whom, what = (
+            (self.action in OF_PEERS) == bool(self.subject),
+            (self.action == SET) == (self.schedule is not None),
+        )
+        return self.action in ACTIONS and whom and what
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +74,11 @@ class Motion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motions:
-    """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs (`wanted`), and who has
-    signed what was sent."""
+    """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs (`wanted`), who has
+    signed what was sent, and the run's `schedule` now."""
 
     number: Count
     wanted: Count
+    schedule: Schedule
     signed: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     newest: Decree | None = None

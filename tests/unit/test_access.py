@@ -14,13 +14,13 @@ from peer.events import Event
 from peer.ui import monitor
 from peer.ui.lines import describe
 from protocol.errors import RemoteError
-from protocol.rounds import access, capacity, fairness, validation
+from protocol.rounds import access, capacity, fairness, schedule, validation
 from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Gone, Petition, Propose
+from protocol.rounds.leader_events import Gone, Petition, Phase, Propose
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, Record
-from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, Decree, Enacted, Motion
+from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, SET, Decree, Enacted, Motion, Schedule
 from protocol.wire.schema import packed
 from protocol.wire.sealed import seal
 from tests import tiny
@@ -115,6 +115,7 @@ def test_a_signature_is_of_this_decree() -> None:
         ({"action": "crown"}, "has a decree that says nothing"),
         ({"subject": ""}, "has a decree that says nothing"),
         ({"action": OPEN}, "has a decree that says nothing"),
+        ({"action": SET, "subject": ""}, "has a decree that says nothing"),
     ],
 )
 def test_a_decree_is_of_its_place_in_the_log_and_says_something(changes: dict[str, Any], said: str) -> None:
@@ -140,7 +141,15 @@ def test_the_log_cannot_have_what_is_unlawful() -> None:
 
 
 def test_the_longest_decree_has_its_place_in_every_commit() -> None:
-    longest = Decree(run="f" * 64, number=2**53, action=CLOSE, subject="p" * 64, reason="\U0010ffff" * LONGEST_REASON)
+    schedule = Schedule(rounds=2**53, total_steps=2**53)
+    longest = Decree(
+        run="f" * 64,
+        number=2**53,
+        action=CLOSE,
+        subject="p" * 64,
+        reason="\U0010ffff" * LONGEST_REASON,
+        schedule=schedule,
+    )
     names = [f"{i:064}" for i in range(16)]
     enacted = Enacted(decree=longest, signatures=dict.fromkeys(names, bytes(64)))
     with_it, without = (len(framing.pack_message({"c": packed(first(ONE, e))})) for e in (enacted, None))
@@ -285,3 +294,103 @@ def test_voters_and_auditors_refuse_a_plan_of_somebody_banned() -> None:
     assert fairness.lie_in(sight, bare) is not None, "counts a decree that is not there"
     before = access.of(driver.manifest)
     assert access.intruders(before, dataclasses.replace(proposal.commit, plan=kept)) == ["plans b, and it is banned"]
+
+
+# --- how long the run is
+
+
+def longer(rounds: int, *, number: int = 0, steps: int = 10**6, manifest: Manifest = ONE) -> Decree:
+    return decree(SET, number=number, manifest=manifest, schedule=Schedule(rounds=rounds, total_steps=steps))
+
+
+def set_by(wish: Decree, head: Commit | None = None, **changes: Any) -> str | None:
+    """What is wrong with a commit that brings it."""
+    commit = dataclasses.replace(first(ONE, signed(wish, tiny.OPERATOR)), schedule=wish.schedule)
+    if head is not None:
+        commit = dataclasses.replace(commit, round=head.round + 1, parent=head.digest, decrees=head.decrees + 1)
+    return access.why_unlawful(ONE, head, dataclasses.replace(commit, **changes))
+
+
+def test_a_commit_says_how_long_the_run_is_as_it_was_decreed() -> None:
+    wish = longer(ONE.rounds + 5)
+    assert wish.is_sound
+    assert not dataclasses.replace(wish, action=OPEN).is_sound
+    otherwise = "says otherwise how long the run is than was decreed"
+    assert set_by(wish) is None
+    assert set_by(wish, schedule=None) == otherwise
+    assert set_by(wish, schedule=Schedule(rounds=ONE.rounds + 6, total_steps=10**6)) == otherwise
+    head = dataclasses.replace(first(ONE, signed(wish, tiny.OPERATOR)), schedule=wish.schedule)
+    quiet = dataclasses.replace(first(ONE, None), round=1, parent=head.digest, schedule=wish.schedule)
+    assert access.why_unlawful(ONE, head, quiet) is None
+    assert access.why_unlawful(ONE, head, dataclasses.replace(quiet, schedule=None)) == otherwise
+    assert schedule.of(ONE, quiet) == wish.schedule
+    assert schedule.of(ONE, None) == Schedule(rounds=ONE.rounds, total_steps=ONE.train.total_steps)
+
+
+def test_a_run_goes_on_for_a_round_at_least_and_is_not_over_already() -> None:
+    late = "has a decree that comes too late, or is none: "
+    head = dataclasses.replace(first(ONE, None, 0), round=ONE.rounds - 3)
+    now = ONE.rounds - 2
+    assert set_by(longer(now + 1, number=0), head) is None
+    assert set_by(longer(now, number=0), head) == f"{late}round {now} is open: the run needs at least {now + 1} rounds"
+    last = dataclasses.replace(head, round=ONE.rounds - 1)
+    said = f"the run ends with round {ONE.rounds}, which is the last"
+    assert set_by(longer(ONE.rounds + 9, number=0), last) == late + said
+    no_warm_up = longer(ONE.rounds, steps=ONE.train.warmup_steps)
+    warm = f"total_steps must be more than the {ONE.train.warmup_steps} of the warm-up"
+    assert set_by(no_warm_up) == late + warm
+
+
+def test_a_node_tells_an_operator_who_comes_too_late() -> None:
+    async def hand_in(event: Petition) -> None:
+        raise AssertionError("it was taken")
+
+    head = dataclasses.replace(first(ONE, None, 0), round=ONE.rounds - 1, members=ONE.first_members)
+    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None)
+    with pytest.raises(RemoteError, match=f"that decree cannot be: the run ends with round {ONE.rounds}"):
+        asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
+
+
+@pytest.mark.parametrize("change", [3, -2])
+def test_a_run_is_as_long_as_was_decreed_last(change: int) -> None:
+    driver = Driver()
+    rounds, key = driver.manifest.rounds + change, tiny.OPERATOR
+    wish = longer(rounds, manifest=driver.manifest)
+    driver.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+    commits = [driver.decide(driver.offered("a", "b"))]
+    while commits[-1].plan is not None:
+        driver.attest("a", "b")
+        commits.append(driver.decide(driver.offered("a", "b")))
+    assert commits[-1].round == rounds
+    assert {commit.schedule for commit in commits} == {wish.schedule}
+    assert driver.leader.phase is Phase.CLOSING
+
+
+def test_what_is_wished_too_late_is_in_no_commit() -> None:
+    driver = Driver()
+    commit = driver.decide(driver.offered("a", "b"))
+    while commit.round < driver.manifest.rounds - 1:
+        driver.attest("a", "b")
+        commit = driver.decide(driver.offered("a", "b"))
+    driver.attest("a", "b")
+    wish, key = longer(driver.manifest.rounds + 3, manifest=driver.manifest), tiny.OPERATOR
+    driver.do(Petition(key.peer_id, wish, signed(wish, key).signatures[key.peer_id]))
+    commit = driver.decide(driver.offered("a", "b"))
+    assert (commit.round, commit.plan, commit.decree) == (driver.manifest.rounds, None, None)
+
+
+def test_nobody_plans_beyond_what_was_decreed() -> None:
+    """A voter takes it for a lie."""
+    driver = Driver()
+    commit = driver.decide(driver.offered("a", "b"))
+    for rounds, lie in (
+        (commit.round, "plans a round after the last one"),
+        (commit.round - 1, "the run has 0 rounds only"),
+    ):
+        decreed = Schedule(rounds=rounds, total_steps=10**6)
+        head = dataclasses.replace(commit, round=commit.round - 1, schedule=decreed)
+        sight = fairness.Sight(manifest=driver.manifest, plan=None, chains=None, latest=None, wall=0.0, head=head)
+        told = dataclasses.replace(commit, schedule=decreed, contributions=(), left_out=())
+        found = fairness.lie_in(sight, told)
+        assert found is not None
+        assert found.reason == lie

@@ -16,7 +16,7 @@ from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
-from protocol.wire.decree import Decree, Enacted, Motion, Motions
+from protocol.wire.decree import Decree, Enacted, Motion, Motions, Schedule
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.encoding import (
     Message,
@@ -75,6 +75,7 @@ PLAN = Plan(
     spares=("d",),
     seats=(Seat(number=5, work=Work(slot=50, steps=5)),),
 )
+SCHEDULE = Schedule(rounds=9, total_steps=450)
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
 EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s")
 JOINED = Joined(
@@ -138,7 +139,7 @@ SAMPLES: list[Message] = [
     Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
     DECREE,
     Motion(sealed=b"s"),
-    Motions(number=1, wanted=2, signed=("p",), newest=DECREE),
+    Motions(number=1, wanted=2, schedule=SCHEDULE, signed=("p",), newest=DECREE),
     NotAdmitted(reason="it is banned"),
     EVALUATION,
     NotAdmitted(reason="it is invited", waits=True),
@@ -318,6 +319,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
         "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "joined": (),
+        "schedule": SCHEDULE,
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}

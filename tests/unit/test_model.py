@@ -62,6 +62,14 @@ def test_stages_make_the_whole() -> None:
     assert stage.shards == ("block.1", "block.2", "block.3", "head")
 
 
+def test_the_schedule_that_was_decreed_is_followed() -> None:
+    decreed = Pace(10, 5, 1, total_steps=2 * TRAIN.total_steps)
+    longer = dataclasses.replace(TRAIN, total_steps=2 * TRAIN.total_steps)
+    for step in range(11, 16):
+        place = decreed.place(TRAIN, step)
+        assert decreed.rate(TRAIN, step) == learning_rate(longer, place) > learning_rate(TRAIN, place)
+
+
 def test_learning_rate_warms_up_and_decays_to_a_tenth() -> None:
     rates = [learning_rate(TRAIN, step) for step in range(1, 30)]
     assert rates[:2] == [TRAIN.lr / 2, TRAIN.lr]

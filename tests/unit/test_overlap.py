@@ -50,7 +50,7 @@ def decided(plan: Plan) -> Commit:
 
 def running() -> Overlap:
     overlap = Overlap(M)
-    assert overlap.begin(offer(), PLAN, None) == [TrainOrder(EXPECTED, 1)]
+    assert overlap.begin(offer(), PLAN, None, M.rounds) == [TrainOrder(EXPECTED, 1)]
     assert (overlap.state, overlap.running) == (Ahead.RUNNING, TrainOrder(EXPECTED, 1))
     return overlap
 
@@ -71,17 +71,17 @@ def test_a_reconfigured_chain_is_expected_to_stay_as_it_is() -> None:
     stages = (StageSpec(peer="s", first=0, last=2), StageSpec(peer="me", first=2, last=4))
     chain = dataclasses.replace(PLAN.replica(1), rank=4, stages=stages)
     trained = PLAN.replaced(chain)
-    (order,) = Overlap(M).begin(offer(), trained, None)
+    (order,) = Overlap(M).begin(offer(), trained, None, M.rounds)
     assert order.plan.replicas == (dataclasses.replace(chain, work=MINE.work, following=None),)
 
 
 def test_nothing_is_begun_without_overlap_after_the_last_round_or_without_a_promise() -> None:
     without = Overlap(dataclasses.replace(M, outer=OuterSpec()))
-    assert without.begin(offer(), PLAN, None) == []
+    assert without.begin(offer(), PLAN, None, M.rounds) == []
     last = Overlap(M)
-    assert last.begin(offer(M.rounds), PLAN, None) == []
+    assert last.begin(offer(M.rounds), PLAN, None, M.rounds) == []
     unpromised = PLAN.replaced(dataclasses.replace(PLAN.replica(1), following=None))
-    assert Overlap(M).begin(offer(), unpromised, None) == []
+    assert Overlap(M).begin(offer(), unpromised, None, M.rounds) == []
     assert is_empty(without)
     assert is_empty(last)
 
@@ -89,9 +89,9 @@ def test_nothing_is_begun_without_overlap_after_the_last_round_or_without_a_prom
 def test_what_is_decided_already_is_not_guessed() -> None:
     other = Overlap(M)
     elsewhere = dataclasses.replace(MINE, work=dataclasses.replace(MINE.work, slot=99))
-    assert other.begin(offer(), PLAN, decided(NEXT.replaced(elsewhere))) == []
+    assert other.begin(offer(), PLAN, decided(NEXT.replaced(elsewhere)), M.rounds) == []
     assert is_empty(other)
-    assert Overlap(M).begin(offer(), PLAN, decided(NEXT)) == [TrainOrder(EXPECTED, 1)]
+    assert Overlap(M).begin(offer(), PLAN, decided(NEXT), M.rounds) == [TrainOrder(EXPECTED, 1)]
 
 
 def test_what_runs_or_is_ready_is_taken_as_the_rounds_work() -> None:

@@ -106,7 +106,7 @@ def trained(before_step: Callable[[Training, int], None]) -> list[Event]:
         watch = Watch()
         loop = Stepping(watch, lambda step: before_step(training, step))
         training = Training(tiny.manifest(), "me", loop, Emitter("me", lambda event: None), told.append, watch.clock)
-        training.begin(TrainOrder(PLAN, 7), {}, ahead=False)
+        training.begin(TrainOrder(PLAN, 7), {}, ahead=False, commits={})
         while not told:
             await asyncio.sleep(0)
 

@@ -1,0 +1,55 @@
+"""Two of three operators make a run shorter while it goes on: real nodes, real commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.faults.processes import DEADLINE, Swarm
+from tests.faults.test_quorum import KEYS, three_nodes
+from tests.hostile.test_bans import both, command
+
+MORE = 25
+"""Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further meanwhile."""
+
+
+def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
+    manifest = three_nodes(rounds=10**6, start_peers=2)
+    with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
+        for name in swarm.nodes:
+            swarm.start_node(name)
+        peers = {}
+        for name in ("one", "two"):
+            swarm.start(name)
+        for name in ("one", "two"):
+            peers[name] = swarm.wait(name, lambda e: e.kind == "started", "its start").fields["peer"]
+        swarm.wait("node-0", lambda e: e.kind == "commit" and e.fields["round"] == 3, "round 3")
+        for name, peer in peers.items():
+            swarm.kill(name)
+            swarm.wait("node-0", lambda e, peer=peer: e.kind == "gone" and e.fields["peer"] == peer, "its going")
+        last = MORE + max(e.fields["round"] for e in swarm.events("node-0") if e.kind == "commit")
+
+        too_short = command(swarm, "node-0", "set", "--rounds", "2")
+        refused = subprocess.run(too_short, capture_output=True, text=True, timeout=DEADLINE, check=False)
+        assert refused.returncode == 1
+        assert "that decree cannot be: round" in refused.stderr
+        assert refused.stderr.count("\n") == 1
+
+        for told in both(swarm, "set", "--rounds", str(last), "--total-steps", "500", "--reason", "enough"):
+            assert f"set {last:,} rounds, a schedule of 500 inner steps: decided" in told
+        said = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
+        assert (said["action"], said["rounds"], said["total_steps"], said["reason"]) == ("set", last, 500, "enough")
+        for name in peers:
+            swarm.start(name)
+        for name in peers:
+            assert swarm.ended(name) == 0
+        for name in swarm.nodes:
+            swarm.wait(name, lambda e: e.kind == "run_finished" and e.fields["round"] == last, "the end")
+        shown = [sys.executable, "-m", "peer.cli", "monitor", swarm.addresses[0], "--once", "--json"]
+        state = json.loads(subprocess.run(shown, capture_output=True, text=True, timeout=DEADLINE, check=True).stdout)
+        assert (state["finished"], state["round"], state["rounds"]) == (True, last, last)
+        for name in swarm.nodes:
+            swarm.kill(name)
+        assert swarm.check() == last
