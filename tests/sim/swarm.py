@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -50,9 +51,18 @@ LATEST = 40.0
 
 class Swarm:
     """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
-    `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest."""
+    `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
+    operators who could lie and do not."""
 
-    def __init__(self, seed: int, verbose: bool = False, liars: int = 0, lying_nodes: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        verbose: bool = False,
+        liars: int = 0,
+        lying_nodes: bool = False,
+        calm: bool = False,
+        honest: bool = False,
+    ) -> None:
         rng = random.Random(seed)
         kind = kind_of(seed)
         quorum, nodes = rng.choice(QUORUMS[kind])
@@ -73,7 +83,9 @@ class Swarm:
                 topk=1024, values="fp32", indices="fixed", beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))
             ),
         )
-        self.world = world = World(seed, weather(rng, seed), rng, verbose)
+        drawn = weather(rng, seed)
+        drawn = dataclasses.replace(drawn, calm_at=0.0) if calm else drawn
+        self.world = world = World(seed, drawn, rng, verbose)
         self.ledger = Ledger(self.manifest, world.stats)
         world.tells = self._told
         world.dies = self._check_disk
@@ -99,7 +111,9 @@ class Swarm:
         self.liars = [Process(world, Identity(rng.randbytes(32)), self._lie, "liars") for _ in range(liars)]
         self._lying = {liar.name for liar in self.liars}
         if lying_nodes:
-            self._lying |= set(rng.sample(names[:quorum], liars_borne(quorum)))
+            chosen = set(rng.sample(names[:quorum], liars_borne(quorum)))
+            self._lying |= set() if honest else chosen
+        self._decided_at: list[float] = []
         world.trace("world", f"{world.weather}")
 
     # --- the processes
@@ -166,7 +180,9 @@ class Swarm:
             if process.name in self._lying:
                 return
             if path.name == logfile.LOG:
+                known = len(self.ledger.log)
                 self._guarded(self.ledger.appended, process.name, data[len(logfile.pack(b"")) :])
+                self._decided_at += [self.world.now] * (len(self.ledger.log) - known)
             else:
                 self._guarded(self.ledger.written, process.name, path, data, self._trainers.get(process.name))
 
@@ -255,6 +271,12 @@ class Swarm:
                 self.world.broken(Violation("P7", f"{process.name[-8:]}: {folder.name} is there and not whole"))
 
     # --- from begin to end
+
+    @property
+    def longest_round(self) -> float:
+        """Seconds of the slowest round: from the moment at which the commit before was in an honest node's log."""
+        times = self._decided_at
+        return max((later - at for at, later in itertools.pairwise(times)), default=0.0)
 
     def run(self) -> None:
         """Lives through the run and checks what must hold at its end. Raises Violation."""

@@ -47,6 +47,12 @@ def test_dishonest_operators_of_a_quorum_that_bears_them_break_no_promise() -> N
     assert stats["accused"] > 2
 
 
+def test_dishonest_operators_hold_up_no_round_for_more_than_two_leases() -> None:
+    lived = list(lives(range(12), lying_nodes=True, calm=True))
+    assert [text for _, _, text in lived if text] == []
+    assert sum((found for _, found, _ in lived), Counter[str]())["lies"] > 500
+
+
 def test_a_seed_decides_everything() -> None:
     assert list(lives((3, 5))) == list(lives((3, 5)))
 
