@@ -4,7 +4,7 @@ The norms are those of all that was sent. The cosines are of whole numbers in fl
 rounded; all else is `math.fsum`, or one rounded operation at a time in a stated order. So every machine measures the same.
 
 Of a large model some tiles are compared. The work beside the codec's is then for each contribution that of the norms, and for each
-panel of P contributions that of a product of matrices [P, TILES x 4096].
+panel of P contributions that of a product of matrices [P, n], where n counts the entries of TILES tiles that several of them send.
 """
 
 from __future__ import annotations
@@ -156,16 +156,25 @@ class _Cut:
         return [(w, i, np.rint(v.astype(np.float64) / norm * UNIT) if norm else np.zeros(v.shape)) for w, i, v in parts]
 
     def cosines(self, rows: Sequence[Sampled | None]) -> Floats:
-        """[P, P]; 0 of what is not there."""
-        total = np.zeros((len(rows), len(rows)))
+        """[P, P]; 0 of what is not there. All sums are of whole numbers below 2^53: the same in any order."""
+        total, own = np.zeros((len(rows), len(rows))), np.zeros(len(rows))
+        there = [(i, row) for i, row in enumerate(rows) if row is not None]
         for number, (tiles, tiling) in enumerate(zip(self._chosen, self._tilings, strict=True)):
-            for start in range(0, tiles.size, BLOCK):
-                dense = np.zeros((len(rows), BLOCK * tiling.n))
-                for i, row in enumerate(rows):
-                    if row is not None:
-                        where, inner, values = (x[start : start + BLOCK] for x in row[number])
-                        dense[i, (where - start) * tiling.n + inner] = values
-                total += dense @ dense.T  # whole numbers below 2^53: the same in any order
+            for start in range(0, tiles.size if there else 0, BLOCK):
+                part = slice(start, start + BLOCK)
+                cut = [(i, row[number]) for i, row in there]
+                place = np.concatenate(
+                    [((w[part] - start) * tiling.n + inner[part]).ravel() for _, (w, inner, _) in cut]
+                )
+                value = np.concatenate([values[part].ravel() for _, (_, _, values) in cut])
+                who = np.concatenate([np.full(values[part].size, i) for i, (_, _, values) in cut])
+                own += np.bincount(who, value * value, len(rows))
+                several = np.bincount(place) > 1  # an entry that one alone sends adds to no product of two
+                kept, column = several[place], np.cumsum(several) - 1
+                dense = np.zeros((len(rows), int(several.sum())))
+                dense[who[kept], column[place[kept]]] = value[kept]
+                total += dense @ dense.T
+        np.fill_diagonal(total, own)
         return total / UNIT**2
 
 

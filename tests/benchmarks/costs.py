@@ -1,0 +1,174 @@
+"""What it costs when nobody attacks and everybody is only careful: judging contributions, and measuring the held-out loss.
+
+    python -m tests.benchmarks.costs [--presets tiny 178m 512m] [--replicas 8 32]
+
+*Judging.* A node judges the round's contributions between the last offer and the commit (protocol/rounds/judging.py): the seconds of
+`Case.answer`, of payloads on disk, on one thread beside nothing else. With as many of the round before, as in a run. The share is that of
+the preset's round, in which replicas train for `round_seconds`.
+*Held-out loss.* A replica measures `evaluated_sequences` every `evaluation.every` rounds: the seconds of a sequence forward alone, with the
+code that measures, beside those of one that is trained on, both in this process by turns. The share is of the time that the replica
+trains in so many rounds, at its full number of inner steps.
+
+Medians of several. Exits with 1 if a held-out loss takes more than 2 % of a replica's time, or judging more than 3 % of a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from peer.net.blobs import BlobStore
+from peer.training import inference
+from peer.training.trainer import Pace, StageTrainer
+from protocol.codec import sparse
+from protocol.rounds import comparing, judging, part_lists
+from protocol.run import init, layout, presets
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
+from protocol.wire.commit import Contribution, Part, Share
+from tests import tiny
+
+MOST_JUDGING, MOST_HELD_OUT = 0.03, 0.02
+REPEATS = 3
+TRAINED = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1376, context=512)
+SEQUENCE = 512
+
+
+def seconds_of(work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Of one call: the median of several."""
+    found = []
+    for _ in range(repeats):
+        began = time.monotonic()
+        work()
+        found.append(time.monotonic() - began)
+    return statistics.median(found)
+
+
+def manifest_of(preset: presets.Preset) -> Manifest:
+    """A run of the preset's model; nothing else of it matters here."""
+    model = ModelSpec(
+        vocab_size=preset.vocab_size,
+        d_model=preset.d_model,
+        n_layers=preset.n_layers,
+        n_heads=preset.n_heads,
+        d_ff=preset.d_ff,
+        context=preset.sequence,
+    )
+    return tiny.manifest(model=model, outer=OuterSpec(topk=32))
+
+
+def contributions(manifest: Manifest, count: int, blobs: BlobStore) -> list[Contribution]:
+    """So many updates that agree a little, as honest ones do; their payloads and lists are in `blobs`."""
+    codec, made = manifest.outer.codec, []
+    for replica in range(count):
+        parts = []
+        for shard in layout.shard_names(manifest.model):
+            shapes = layout.shapes(manifest.model, shard)
+            common = np.random.default_rng(int.from_bytes(hashlib.sha256(shard.encode()).digest()[:4], "big"))
+            own, arrays = np.random.default_rng([replica, len(parts)]), []
+            for shape in shapes:
+                both = common.standard_normal(shape, np.float32)
+                both += np.float32(1.5) * own.standard_normal(shape, np.float32)
+                arrays.append(both)
+            data = sparse.encode(codec, arrays)
+            norm = comparing.norm(sparse.decode(codec, shapes, data))
+            parts.append(Part(shard=shard, digest=blobs.put(data, 1), size=len(data), norm=norm))
+        packed = part_lists.pack(tuple(parts))
+        root, norms = blobs.put(packed, 1), part_lists.total(part.norm for part in parts)
+        share = Share(peer=f"p{replica}", root=root, size=sum(p.size for p in parts), norm=norms, listed=len(packed))
+        made.append(Contribution(replica=replica, tokens=1000, steps=10, loss=None, shares=(share,)))
+    return made
+
+
+def judged(name: str, replicas: list[int]) -> bool:
+    """Prints the rows of a preset; whether all are within what is allowed."""
+    preset = presets.PRESETS[name]
+    manifest, good = manifest_of(preset), True
+    with tempfile.TemporaryDirectory(prefix="potluck-costs-") as folder:
+        blobs = BlobStore(Path(folder))
+        every = contributions(manifest, 2 * max(replicas), blobs)
+
+        def read(digest: str) -> bytes:
+            data = blobs.get(digest)
+            assert data is not None
+            return data
+
+        for count in replicas:
+            there, before = tuple(every[:count]), tuple(every[-count:])
+            case = judging.Case(
+                manifest=manifest, round=1, parent="ab" * 32, contributions=there, last=before, medians=()
+            )
+            verdicts = case.answer(read)
+            took = seconds_of(lambda case=case: case.answer(read))  # type: ignore[misc]
+            share = took / preset.round_seconds
+            good = good and share <= MOST_JUDGING
+            millions = layout.total_parameters(manifest.model) / 1e6
+            out = sum(v.reason is not None for v in verdicts)
+            print(
+                f"| {name}, {millions:.0f} M | {count} | {took:.2f} | {preset.round_seconds:g} | {share:.2%} | {out} |",
+                flush=True,
+            )
+    return good
+
+
+def held_out() -> bool:
+    """Prints the row; whether it is within what is allowed."""
+    train = TrainSpec(
+        inner_steps=20, micro_batches=4, rows=4, sequence=SEQUENCE, lr=1e-3, warmup_steps=0, total_steps=1000
+    )
+    manifest = tiny.manifest(model=TRAINED, train=train)
+    theta = {s: init.initial_shard(TRAINED, b"costs", s) for s in layout.shard_names(TRAINED)}
+    trainer = StageTrainer(TRAINED, train, layout.shard_names(TRAINED))
+    trainer.begin_round(theta, Pace(0, train.inner_steps, train.micro_batches))
+    ids = np.random.default_rng(0).integers(0, TRAINED.vocab_size, (train.rows, SEQUENCE + 1))
+    measure = inference.measure(TRAINED, theta)
+
+    batch, done = torch.from_numpy(ids), itertools.count(1)
+
+    def step() -> None:
+        for micro in range(train.micro_batches):
+            trainer.forward(micro, batch)
+            trainer.backward(micro)
+        norm = math.sqrt(sum(squares for _, squares in trainer.grad_sumsq()))
+        trainer.step(min(next(done), train.inner_steps), norm)
+
+    trained, measured = [], []
+    for _ in range(2 * REPEATS + 1):
+        trained.append(seconds_of(step, 1) / train.step_rows)
+        measured.append(seconds_of(lambda: measure(ids), 1) / train.rows)
+    one, other = statistics.median(measured[1:]), statistics.median(trained[1:])
+    rounds, sequences = manifest.evaluation.every, manifest.evaluated_sequences
+    share = one * sequences / (other * rounds * train.inner_steps * train.step_rows)
+    print(f"| {one / other:.3f} | {sequences} | {rounds} | {share:.2%} |")
+    return share <= MOST_HELD_OUT
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", nargs="*", default=["tiny", "178m"], choices=sorted(presets.PRESETS))
+    parser.add_argument("--replicas", nargs="*", type=int, default=[8, 32])
+    arguments = parser.parse_args()
+    print("| one sequence measured / trained | sequences | every so many rounds | share of a replica's time |")
+    print("|---|---|---|---|")
+    good = held_out()
+    print(
+        "\n| model | replicas | seconds to judge a round | the round's seconds | share | left out |\n|---|---|---|---|---|---|"
+    )
+    for name in arguments.presets:
+        good = judged(name, arguments.replicas) and good
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
