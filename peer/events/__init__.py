@@ -259,7 +259,7 @@ def decreed(round: int, enacted: Enacted) -> Decreed:
 def evaluated(commit: WireCommit) -> Evaluated:
     """The event that tells the evaluations of a commit that has some: all are of one state."""
     told = [
-        Evaluation(peer=x.peer, sequences=x.sequences, loss=x.loss, bits_per_byte=x.bits_per_byte)
+        Evaluation(peer=x.peer, sequences=x.sequences, loss=x.loss, bits_per_byte=x.bits_per_byte, sample=x.sample)
         for x in commit.evaluations
     ]
     return Evaluated(round=commit.evaluations[0].round, evaluations=tuple(told))

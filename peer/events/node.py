@@ -246,6 +246,8 @@ class Evaluation:
     """Nats per token."""
     bits_per_byte: float
     """The same per UTF-8 byte of text."""
+    sample: str = ""
+    """The beginning of the held-out text, `⇒`, and how the model goes on, as this peer says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,21 +7,27 @@ first sequences of the held-out part, always, so that one figure can be compared
     bits per byte = nats per token / ln 2 / bytes per token
 
 where the bytes per token are those of all the held-out part, which the corpus's index has. (Gao et al., 2020, arXiv:2101.00027, section 3.1.)
+
+Beside the figures stands how the model goes on with the beginning of that text, by the likeliest token each time. So machines that compute
+alike write alike, and one that writes something else is seen (peer/ui/held_out.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from peer import events
 from peer.corpus.text import Text
+from peer.corpus.tokenizer import load_tokenizer
 from peer.node.attesting import be_quiet
 from peer.state.storage import Shards
 from protocol.errors import PotluckError
@@ -33,16 +39,36 @@ from protocol.run.manifest import Manifest
 from protocol.wire import bounds
 from protocol.wire.commit import Commit
 from protocol.wire.encoding import Message
-from protocol.wire.evaluation import Evaluation
+from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 
 T = TypeVar("T")
-Measure = Callable[[NDArray[np.int64]], float]
-"""The sum of the loss, in nats, over all predictions of windows [n, L + 1]. Raises UsageError where there is no memory for it."""
+PROMPT_IDS, SAMPLE_IDS = 16, 48
+"""Tokens of the held-out text that are given to the model, and so many it adds."""
+
+
+class Measure(Protocol):
+    """A copy of the model. Both raise UsageError where there is no memory for it."""
+
+    def __call__(self, windows: NDArray[np.int64], /) -> float:
+        """The sum of the loss, in nats, over all predictions of windows [n, L + 1]."""
+        ...
+
+    def goes_on(self, ids: Sequence[int], count: int, /) -> list[int]:
+        """So many ids that continue these, each the likeliest one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """`load(spec, theta)` copies a whole model (peer/training/inference.py); `tokenizer` fetches the file of the run's."""
+
+    load: Callable[[ModelSpec, Shards], Measure]
+    tokenizer: Callable[[], Awaitable[bytes]]
 
 
 class Evaluator:
-    """One per peer. `has_room`: whether it may take memory for a copy of the model; `tell` sends to the bootstrap nodes; `load(spec, theta)`
-    copies a whole model (peer/training/inference.py); `always`: whether it measures whatever is due, as an operator's auditor does, else in its turn."""
+    """One per peer. `has_room`: whether it may take memory for a copy of the model; `tell` sends to the bootstrap nodes; `always`: whether it
+    measures whatever is due, as an operator's auditor does, else in its turn."""
 
     def __init__(
         self,
@@ -52,7 +78,7 @@ class Evaluator:
         tell: Callable[[Message], None],
         emit: events.Emit,
         *,
-        load: Callable[[ModelSpec, Shards], Measure],
+        tools: Tools,
         has_room: bool,
         always: bool = False,
     ) -> None:
@@ -63,7 +89,8 @@ class Evaluator:
         self._emit = emit
         self._has_room = has_room
         self._always = always
-        self._load = load
+        self._tools = tools
+        self._tokenizer: Tokenizer | None = None
         self._quiet = ThreadPoolExecutor(1, "evaluation", initializer=be_quiet)
         self._task: asyncio.Task[None] | None = None
         self._said: Evaluation | None = None
@@ -99,7 +126,7 @@ class Evaluator:
     async def _measure(self, commit: Commit, theta: Shards) -> None:
         try:
             windows = await self._text.held_out(self._manifest.evaluated_sequences)
-            measure = await self._aside(self._load, self._manifest.model, theta)
+            measure = await self._aside(self._tools.load, self._manifest.model, theta)
             self.reads = False
             nats, rows = 0.0, self._manifest.train.rows
             for first in range(0, len(windows), rows):
@@ -111,12 +138,26 @@ class Evaluator:
             return
         finally:
             self.reads = False
-        self._found(commit, len(windows), nats / windows[:, 1:].size)
+        sample = await self._sample(measure, windows[0, :PROMPT_IDS].tolist()) if len(windows) else ""
+        self._found(commit, len(windows), nats / windows[:, 1:].size, sample)
+
+    async def _sample(self, measure: Measure, prompt: list[int]) -> str:
+        """What is told of the model's text; nothing where the tokenizer cannot be had, or the model has diverged."""
+        try:
+            if self._tokenizer is None:
+                raw = await self._tools.tokenizer()
+                self._tokenizer = await asyncio.to_thread(load_tokenizer, raw, self._manifest.tokenizer.digest)
+            written = await self._aside(measure.goes_on, prompt, SAMPLE_IDS)
+        except PotluckError:
+            return ""
+        before = self._tokenizer.decode(prompt)
+        after = self._tokenizer.decode([*prompt, *written])[len(before) :]
+        return " ".join(f"{before} ⇒ {after}".split())[:LONGEST_SAMPLE]
 
     async def _aside(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._quiet, work, *args)
 
-    def _found(self, commit: Commit, sequences: int, loss: float) -> None:
+    def _found(self, commit: Commit, sequences: int, loss: float, sample: str) -> None:
         """Signs and tells it; a model that has diverged so far that its loss is no number has none."""
         told = bounds.told(loss)
         if told is None:
@@ -128,6 +169,7 @@ class Evaluator:
             loss=told,
             bits_per_byte=min(told / math.log(2) / self._text.index.bytes_per_token, bounds.MAX_BITS_PER_BYTE),
             signature=b"",
+            sample=sample,
         )
         self._said = evaluation.signed(self._identity, commit.digest, said)
         self._tell(self._said)

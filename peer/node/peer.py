@@ -20,6 +20,7 @@ from peer.config import JoinConfig
 from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
+from peer.log.reader import Remote
 from peer.net import reach
 from peer.net.base import Transport
 from peer.net.blobs.ranges import nothing
@@ -31,7 +32,7 @@ from peer.net.latency import Latency
 from peer.net.line import Around, Given, Line
 from peer.net.reach import Finding, Reach
 from peer.node.audit import nobody
-from peer.node.evaluating import Evaluator
+from peer.node.evaluating import Evaluator, Tools
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
@@ -243,9 +244,17 @@ class Peer:
     def _make_evaluator(self, text: Text) -> Evaluator:
         audit, room = self._config.audit, memory.has_room_to_evaluate(self.manifest, self._config.memory_bytes)
         tell = self._sessions.tell
-        load = functools.partial(inference.measure, wanted=self._config.device)
+        load = functools.partial(inference.Measured, wanted=self._config.device)
+        nodes = Remote(self._transport, self.manifest.operators, self._storage.blobs)
         return Evaluator(
-            self.manifest, self.identity, text, tell, self._emit, load=load, has_room=audit or room, always=audit
+            self.manifest,
+            self.identity,
+            text,
+            tell,
+            self._emit,
+            tools=Tools(load, lambda: nodes.tokenizer(self.manifest)),
+            has_room=audit or room,
+            always=audit,
         )
 
     def _make_rounds(

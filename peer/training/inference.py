@@ -6,6 +6,7 @@ Shapes: n windows, L positions, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -96,16 +97,27 @@ def nats(stage: Stage, windows: NDArray[np.int64]) -> float:
     return mean.item() * ids[:, 1:].numel()
 
 
-def measure(spec: ModelSpec, theta: Theta, wanted: str = "auto") -> Callable[[NDArray[np.int64]], float]:
-    """`nats` of the whole model with these values, which are copied. Raises UsageError where there is no memory for it, there and later."""
+class Measured:
+    """A copy of the whole model with these values, to be measured. Raises UsageError where there is no memory for it, there and later."""
 
-    def guarded(work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except (RuntimeError, MemoryError) as error:
-            if not device.is_shortage(error):
-                raise
-            raise UsageError(f"memory: {shown(error)}; use a machine with more") from None
+    def __init__(self, spec: ModelSpec, theta: Theta, wanted: str = "auto") -> None:
+        self._context = spec.context
+        self._stage = _guarded(lambda: load(spec, theta, wanted))
 
-    stage = guarded(lambda: load(spec, theta, wanted))
-    return lambda windows: guarded(lambda: nats(stage, windows))
+    def __call__(self, windows: NDArray[np.int64]) -> float:
+        """`nats` of windows [n, L + 1]."""
+        return _guarded(lambda: nats(self._stage, windows))
+
+    def goes_on(self, ids: Sequence[int], count: int) -> list[int]:
+        """So many ids that continue these, each the likeliest one. Raises LocalError where the model has diverged."""
+        likeliest = Dice(0, temperature=0.0)
+        return _guarded(lambda: list(islice(continuation(self._stage, ids, self._context, likeliest), count)))
+
+
+def _guarded(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except (RuntimeError, MemoryError) as error:
+        if not device.is_shortage(error):
+            raise
+        raise UsageError(f"memory: {shown(error)}; use a machine with more") from None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 
 from peer import events
+from peer.ui.text import clean
+from protocol.wire.evaluation import LONGEST_SAMPLE
 
 _MOST_ROUNDS = 4_000
 """Whose figures are kept; of more, every second one is forgotten."""
@@ -21,6 +24,8 @@ class Found:
     loss: float
     bits_per_byte: float
     by: tuple[tuple[str, float], ...]
+    sample: str = ""
+    """How the model goes on with the held-out text, as most say who measured it; empty where no text is what most say."""
 
 
 class HeldOut:
@@ -50,9 +55,16 @@ class HeldOut:
             loss=statistics.median(said.loss for said in told.values()),
             bits_per_byte=statistics.median(said.bits_per_byte for said in told.values()),
             by=tuple((peer, said.loss) for peer, said in sorted(told.items())),
+            sample=_most([said.sample for said in told.values()]),
         )
         if late:
             self.found = dict(sorted(self.found.items()))
         if len(self.found) > _MOST_ROUNDS:
             for round in list(self.found)[:-1:2]:
                 del self.found[round], self._told[round]
+
+
+def _most(samples: list[str]) -> str:
+    """What more than half of them are: one alone of several can put nothing on a screen."""
+    (sample, count), *_ = Counter(samples).most_common(1)
+    return clean(sample, LONGEST_SAMPLE) if 2 * count > len(samples) else ""

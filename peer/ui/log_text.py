@@ -21,6 +21,7 @@ from protocol.rounds.validation import BadCommit
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record
+from protocol.wire.evaluation import LONGEST_SAMPLE
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
@@ -120,6 +121,8 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
     for x in shown.evaluations:
         figures = f"loss {x.loss:.3f}, {x.bits_per_byte:.3f} bits per byte, {count(range(x.sequences), 'sequence')}"
         lines.append(f"  {'held out':<13} {figures}, after round {x.round}  {_peers((x.peer,))}")
+        if x.sample:
+            lines.append(f"  {'it writes':<13} {clean(x.sample, LONGEST_SAMPLE)}")
     if shown.decree is not None:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""

@@ -156,7 +156,14 @@ def _guest(joined: Joined) -> LoggedGuest:
 def evaluations(commit: Commit) -> tuple[LoggedEvaluation, ...]:
     """What a commit says of an earlier state."""
     return tuple(
-        LoggedEvaluation(peer=x.peer, round=x.round, sequences=x.sequences, loss=x.loss, bits_per_byte=x.bits_per_byte)
+        LoggedEvaluation(
+            peer=x.peer,
+            round=x.round,
+            sequences=x.sequences,
+            loss=x.loss,
+            bits_per_byte=x.bits_per_byte,
+            sample=x.sample,
+        )
         for x in commit.evaluations
     )
 

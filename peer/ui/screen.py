@@ -25,7 +25,7 @@ from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
 from peer.ui.plot import chart
 from peer.ui.run_state import PeerView, View
-from peer.ui.text import clock, duration, rate, size, times
+from peer.ui.text import clean, clock, duration, rate, size, times
 from peer.ui.utilization import percent
 from protocol.run.manifest import Manifest
 
@@ -33,6 +33,8 @@ __all__ = ["Plain", "Screen", "View", "render"]
 
 BLUE, SKY, ORANGE, GREEN, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00"
 LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}
+MANY_FACTS, LONGEST_WRITTEN = 12, 120
+"""Lines that the facts need before there is one for what the model writes, and so many characters of it."""
 LEAST_FACT = 25
 """Characters that a line of the figures beside the curve has at least."""
 _WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
@@ -158,6 +160,8 @@ def _facts(view: View, rows: int) -> Table:
     measured = view.held_out.newest
     if measured is not None:
         table.add_row("held out", _held_out(measured))
+        if measured.sample and rows > MANY_FACTS:
+            table.add_row("it writes", Text(clean(measured.sample, LONGEST_WRITTEN)))
     table.add_row("digests", _digests(view))
     traffic = view.traffic
     if traffic is None:

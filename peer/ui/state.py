@@ -128,6 +128,8 @@ class StateHeldOut:
     """Bits per UTF-8 byte of text, likewise."""
     by: tuple[StateEvaluation, ...]
     """Who measured it, five at most."""
+    sample: str
+    """The beginning of the held-out text, `⇒`, and how the model goes on; empty where most say nothing of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,6 +259,7 @@ def _held_out(view: View) -> StateHeldOut | None:
             StateEvaluation(name=view.name(peer), loss=_number(loss) or 0.0)
             for peer, loss in newest.by[:MOST_EVALUATIONS]
         ),
+        sample=newest.sample,
     )
 
 

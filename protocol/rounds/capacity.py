@@ -24,7 +24,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import MAX_EVALUATIONS, Commit, Contribution, Diverged, LeftOut, Share
 from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Schedule
-from protocol.wire.evaluation import Evaluation
+from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
@@ -133,7 +133,13 @@ def reserved_for_a_decree() -> Cost:
 def _longest_evaluation() -> Cost:
     return cost(
         Evaluation(
-            peer=_PEER, round=_INTEGER, sequences=_INTEGER, loss=_NUMBER, bits_per_byte=_NUMBER, signature=bytes(64)
+            peer=_PEER,
+            round=_INTEGER,
+            sequences=_INTEGER,
+            loss=_NUMBER,
+            bits_per_byte=_NUMBER,
+            signature=bytes(64),
+            sample="\U0010ffff" * LONGEST_SAMPLE,
         )
     )
 

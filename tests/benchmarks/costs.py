@@ -132,7 +132,7 @@ def held_out() -> bool:
     trainer = StageTrainer(TRAINED, train, layout.shard_names(TRAINED))
     trainer.begin_round(theta, Pace(0, train.inner_steps, train.micro_batches))
     ids = np.random.default_rng(0).integers(0, TRAINED.vocab_size, (train.rows, SEQUENCE + 1))
-    measure = inference.measure(TRAINED, theta)
+    measure = inference.Measured(TRAINED, theta)
 
     batch, done = torch.from_numpy(ids), itertools.count(1)
 

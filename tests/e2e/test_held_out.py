@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from peer.corpus.tokenizer import load_tokenizer
 from peer.demo import recipe
 from peer.demo.text import demo_corpus
 from peer.events import Event
 from peer.log import replay
+from peer.node.evaluating import PROMPT_IDS, SAMPLE_IDS
 from peer.training import inference
 from protocol.run.manifest import EvaluationSpec
 from tests.e2e import swarms
@@ -71,11 +73,16 @@ def test_the_log_has_the_held_out_loss_of_its_states(tmp_path: Path) -> None:
     corpus = demo_corpus(manifest.train.sequence)
     windows, per_byte = corpus.held_out(5), math.log(2) * corpus.index.bytes_per_token
     assert len(said) >= 3
+    tokenizer = load_tokenizer(tmp_path / "run" / NODE / "tokenizer.json", manifest.tokenizer.digest)
     for x in said:
         loss = inference.nats(inference.load(manifest.model, states[x.round], "cpu"), windows) / windows[:, 1:].size
         assert x.sequences == 5
         assert x.loss == pytest.approx(loss, rel=1e-5)
         assert x.bits_per_byte == pytest.approx(loss / per_byte, rel=1e-5)
+        measured, prompt = inference.Measured(manifest.model, states[x.round], "cpu"), windows[0, :PROMPT_IDS].tolist()
+        whole = tokenizer.decode([*prompt, *measured.goes_on(prompt, SAMPLE_IDS)])
+        assert "".join(x.sample.split()).replace("⇒", "", 1).startswith("".join(whole.split())[:20])
+        assert "⇒" in x.sample
     shown = potluck("log", "show", tmp_path / "run" / NODE)
     assert shown.count("held out") == len(said)
     potluck("log", "verify", tmp_path / "run" / NODE)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from peer import events
 from peer.events import Event
 from peer.node.audit import NoText
-from peer.node.evaluating import Evaluator
+from peer.node.evaluating import SAMPLE_IDS, Evaluator, Tools
 from peer.ui.held_out import HeldOut
 from peer.ui.lines import describe
 from peer.ui.metrics import exposition
@@ -25,7 +28,7 @@ from protocol.rounds.evaluation import EVALUATORS, MOST, Due
 from protocol.rounds.leader_events import Received
 from protocol.run import layout
 from protocol.run.corpus import CorpusIndex
-from protocol.run.manifest import EvaluationSpec
+from protocol.run.manifest import EvaluationSpec, TokenizerSpec
 from protocol.wire.bounds import MAX_BITS_PER_BYTE
 from protocol.wire.commit import Commit
 from protocol.wire.encoding import Message
@@ -198,16 +201,41 @@ class Text(NoText):
         return np.ones((min(3, limit), 9), np.int64)
 
 
-def measured(key: Identity, newest: Commit, *, text: Text | None = None, loss: float = 2.0, **more: Any) -> list[Any]:
+class Model:
+    """Says what it is told to say."""
+
+    def __init__(self, loss: float) -> None:
+        self._loss = loss
+
+    def __call__(self, windows: np.ndarray) -> float:
+        return self._loss * windows[:, 1:].size
+
+    def goes_on(self, ids: Sequence[int], count: int) -> list[int]:
+        assert (ids, count) == ([1] * 9, SAMPLE_IDS)
+        return [2] * count
+
+
+TOKENIZER = Tokenizer(models.WordLevel({f"w{i}": i for i in range(16)}, unk_token="w0")).to_str().encode()
+
+
+async def tokenizer() -> bytes:
+    """The run's."""
+    return TOKENIZER
+
+
+def measured(
+    key: Identity, newest: Commit, *, text: Text | None = None, loss: float = 2.0, fetch: Any = tokenizer, **more: Any
+) -> list[Any]:
     """What a peer tells, and emits, when this commit is the newest."""
     told: list[Message | events.Body] = []
-    run = dataclasses.replace(RUN, evaluation=EvaluationSpec(every=2, sequences=4), train=TRAIN)
+    spec = TokenizerSpec(digest=hashlib.sha256(TOKENIZER).hexdigest())
+    run = dataclasses.replace(RUN, evaluation=EvaluationSpec(every=2, sequences=4), train=TRAIN, tokenizer=spec)
     theta = {shard: [np.zeros(1, np.float32)] for shard in layout.shard_names(run.model)}
 
     async def work() -> None:
         evaluator = Evaluator(
             run, key, text or Text(), told.append, told.append,
-            load=lambda spec, theta: lambda windows: loss * windows[:, 1:].size, **{"has_room": True, **more},
+            tools=Tools(lambda spec, theta: Model(loss), fetch), **{"has_room": True, **more},
         )  # fmt: skip
         evaluator.follow(newest, theta)
         task = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
@@ -230,9 +258,21 @@ def test_whose_turn_it_is_measures_signs_and_tells_again_until_it_is_in_the_log(
     first, again = measured(KEYS[0], planned(0))
     assert first == again
     assert (first.round, first.sequences, first.loss) == (0, 3, 2.0)
+    assert first.sample == " ".join(["w1"] * 9 + ["⇒"] + ["w2"] * SAMPLE_IDS)
     assert first.bits_per_byte == pytest.approx(2.0 / math.log(2) / 2.5)
     run = dataclasses.replace(RUN, train=TRAIN)
     assert evaluation.of(run, [planned(0)]).why_not(first) is None
+
+
+def test_without_a_tokenizer_there_are_figures_alone() -> None:
+    async def gone() -> bytes:
+        raise UsageError("tokenizer: gone")
+
+    async def another() -> bytes:
+        return TOKENIZER + b" "
+
+    for where in (gone, another):
+        assert [x.sample for x in measured(KEYS[0], planned(0), fetch=where)] == ["", ""]
 
 
 def test_others_do_not_and_an_auditor_always_does() -> None:
@@ -252,11 +292,30 @@ def test_what_cannot_be_measured_is_told_of_once_and_what_is_no_number_not_at_al
 # --- readers
 
 
-def told(round: int, **losses: float) -> events.Evaluated:
+def told(round: int, sample: str = "", **losses: float) -> events.Evaluated:
     found = tuple(
-        events.Evaluation(peer=peer, sequences=1, loss=loss, bits_per_byte=loss / 2) for peer, loss in losses.items()
+        events.Evaluation(peer=peer, sequences=1, loss=loss, bits_per_byte=loss / 2, sample=sample)
+        for peer, loss in losses.items()
     )
     return events.Evaluated(round=round, evaluations=found)
+
+
+def test_readers_see_the_text_that_most_tell() -> None:
+    held = HeldOut()
+    for event, seen in (
+        (told(2, "once \x1b[2Jupon", a=3.0), "once  [2Jupon"),
+        (told(2, "buy this", b=3.0), ""),
+        (told(2, "once \x1b[2Jupon", c=3.0), "once  [2Jupon"),
+        (told(4, "a time", a=3.0), "a time"),
+    ):
+        held.add(event)
+        assert held.newest is not None
+        assert held.newest.sample == seen
+    watched = Watched(RUN)
+    watched.feed(Event(1.0, "bootstrap", told(2, "once upon", a=3.0)))
+    shown = state(watched, 2.0)
+    assert shown.held_out is not None
+    assert shown.held_out.sample == "once upon"
 
 
 def test_readers_see_the_median_and_who_measured() -> None:

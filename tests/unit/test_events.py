@@ -24,7 +24,7 @@ from peer.ui.snapshot import Snapshot, snapshot
 from protocol.rounds import invitations, part_lists
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
-from protocol.wire.decree import Decree, Enacted
+from protocol.wire.decree import Decree, Enacted, Schedule
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, Seat, Work
 from tests import tiny
@@ -215,7 +215,11 @@ def everything(plan: Plan) -> Plan:
     )
 
 
-EVALUATIONS = (Evaluation(peer=BOB.peer_id, round=1, sequences=4, loss=2.0, bits_per_byte=1.0, signature=bytes(64)),)
+EVALUATIONS = (
+    Evaluation(
+        peer=BOB.peer_id, round=1, sequences=4, loss=2.0, bits_per_byte=1.0, signature=bytes(64), sample="a ⇒ b"
+    ),
+)
 
 
 def test_every_field_of_the_monitors_json_has_a_source() -> None:
@@ -242,7 +246,15 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
     wrong, digests = (Diverged(peer=BOB.peer_id, shard="embed"),), {"embed": "0" * 64}
     made = dataclasses.replace(last.contributions[0], replica=1)
     decree = Enacted(
-        decree=Decree(run="0" * 64, number=1, action="ban", subject=BOB.peer_id, reason="noise"), signatures={}
+        decree=Decree(
+            run="0" * 64,
+            number=1,
+            action="ban",
+            subject=BOB.peer_id,
+            reason="noise",
+            schedule=Schedule(rounds=2, total_steps=3),
+        ),
+        signatures={},
     )
     commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan, decree=decree)
     commit = dataclasses.replace(commit, evaluations=EVALUATIONS)

@@ -77,7 +77,7 @@ PLAN = Plan(
 )
 SCHEDULE = Schedule(rounds=9, total_steps=450)
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
-EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s")
+EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s", sample="a ⇒ b")
 JOINED = Joined(
     invitation=Invitation(run="r" * 64, key="k", expires=9, count=2, reason="friends"),
     operator="o",

@@ -75,7 +75,7 @@ def test_every_field_of_the_state_has_a_source() -> None:
     assert isinstance(commit, events.Commit)
     left = tuple(LeftOut(replica=n, reason="late") for n in range(7))
     wrong = (Diverged(peer=made.ids[2], shard="block.0"),)
-    measured = events.Evaluation(peer=made.ids[0], sequences=64, loss=4.0, bits_per_byte=1.5)
+    measured = events.Evaluation(peer=made.ids[0], sequences=64, loss=4.0, bits_per_byte=1.5, sample="once ⇒ upon")
     for source, body in (
         ("bootstrap", events.Evaluated(round=9, evaluations=(measured,))),
         ("bootstrap", dataclasses.replace(commit, left_out=left, diverged=wrong)),
