@@ -7,6 +7,7 @@ takes the place of a member that was silent for REPLACE_LEASES leases; the next 
 
 A leader whom this node caught at a lie, or that lets a round wait which this node would have decided, is *skipped*: for this node it
 does not lead for some rounds, and what it asks for is not heard. Where all members that give signs of life are skipped, nobody is.
+A node that leads and gets no answer for some leases skips nobody any more: all may have come to skip each other.
 
 Where members may lie (four and seven of them), honest ones must agree who leads, or a liar could let them disturb each other for ever. There the
 members lead in *turns*: in turn 0 of a round the leader of the round before, then the others in order. A node goes on to the next turn when it
@@ -102,6 +103,10 @@ class Leadership:
         """`peer` does not lead this round, nor the next ones: so many in all."""
         if peer != self.peer:
             self._skipped[peer] = max(self._skipped.get(peer, 0), self._round + rounds)
+
+    def forgive(self) -> None:
+        """Nobody is skipped any more."""
+        self._skipped = {}
 
     def is_skipped(self, peer: str, members: tuple[str, ...]) -> bool:
         """Whether `peer` does not lead, and another member does."""

@@ -106,6 +106,8 @@ RETRY_SECONDS = 1.0
 """Unanswered requests are sent again after this time; a rejected proposer waits this time times one plus its rank."""
 BALLOTS_PER_SECOND, AHEAD_SECONDS = 16, 60.0
 """Ballots that each member may use in a second of a round, and how much longer it may have lasted elsewhere."""
+LONELY_LEASES = 2
+"""So long a leader of one, three or five proposes without an answer before it hears everybody again."""
 
 
 class Quorum:
@@ -250,14 +252,20 @@ class Quorum:
             out += self._to(None, self._others(self.manifest.operators), beat)
 
     def _wait_for_leader(self, due: bool, out: list[Effect]) -> None:
-        """A leader that has not got a round decided a lease after this node would have proposed it is skipped."""
-        leader = self.leader
-        if not due or leader is None or leader == self.peer or self.leadership.has_stalled:
+        """A leader that has not got a round decided a lease after this node would have proposed it is skipped. Of three or five, all may come to
+        skip each other, lead, and hear nobody: whoever gets no answer to what it proposes for LONELY_LEASES skips nobody any more."""
+        leader, lease = self.leader, self.manifest.timing.gone_after
+        ours = leader == self.peer
+        waits = self.phase is not Phase.IDLE and not self._bears_liars if ours else due
+        if not waits or leader is None or self.leadership.has_stalled:
             self._due = None
         elif self._due is None or self._due[0] != leader:
             self._due = (leader, self._now)
-        elif self._now - self._due[1] >= self.manifest.timing.gone_after:
+        elif self._now - self._due[1] >= (LONELY_LEASES * lease if ours else lease):
             self._due = None
+            if ours:
+                self.leadership.forgive()
+                return
             self._skip(leader, SLOW_ROUNDS)
             out += self.position.stay(Tick, [Skipped(leader, self.round)])
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from protocol import identity
-from protocol.rounds.leadership import LIAR_ROUNDS, REPLACE_LEASES
+from protocol.rounds.leadership import LIAR_ROUNDS, REPLACE_LEASES, SLOW_ROUNDS
 from protocol.rounds.part_lists import share_of
-from protocol.rounds.paxos import Quorum
+from protocol.rounds.paxos import LONELY_LEASES, Quorum
 from protocol.rounds.paxos_events import (
     Append,
     Appended,
@@ -379,6 +379,23 @@ def test_where_all_are_skipped_nobody_is() -> None:
         leadership.skip(name, 1)
     assert leadership.leader((A, B), A) == A
     assert leadership.leader((A, B, C), A) == C, "nobody skips itself"
+
+
+def test_members_that_have_all_come_to_skip_each_other_decide_nevertheless() -> None:
+    cluster = Cluster(3)
+    for node in cluster.nodes.values():
+        for other in NAMES[:3]:
+            node.leadership.skip(other, SLOW_ROUNDS)
+    cluster.pass_time(1)
+    assert [name for name, node in cluster.nodes.items() if node.leads] == [A, B, C]
+    for name in (A, B, C):
+        cluster.propose(name, float(NAMES.index(name)))
+    cluster.pass_time(int(LONELY_LEASES * cluster.lease) - 3)
+    assert not any(cluster.logs.values()), "nobody hears another one"
+    cluster.pass_time(int(2 * cluster.lease))
+    decided = [cluster.logs[name] for name in (A, B, C)]
+    assert [len(log) for log in decided] == [1, 1, 1]
+    assert len({log[0].commit.digest for log in decided}) == 1
 
 
 def leader_that_stalls() -> Cluster:
