@@ -97,8 +97,9 @@ def set_(
     dir: Dir = FOLDER,
 ) -> None:
     """Make a run longer or shorter, or change its learning rate's schedule. While it goes on: a run that is over stays over."""
-    if rounds is None and total_steps is None:
-        raise UsageError("potluck run set: says nothing; give --rounds, --total-steps or both")
+    with running.reporting():
+        if rounds is None and total_steps is None:
+            raise UsageError("--rounds: is not given, nor --total-steps; give one of them, or both")
 
     def wanted(manifest: Manifest, now: Schedule) -> Schedule:
         found = now.rounds if rounds is None else rounds

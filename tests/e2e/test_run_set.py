@@ -15,6 +15,13 @@ MORE = 25
 """Rounds that the run goes on for; while the commands are typed nobody is there, so that it comes no further meanwhile."""
 
 
+def test_a_run_is_not_set_to_nothing() -> None:
+    typed = [sys.executable, "-m", "peer.cli", "run", "set", "my-run.toml"]
+    refused = subprocess.run(typed, capture_output=True, text=True, timeout=DEADLINE, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr == "potluck: --rounds: is not given, nor --total-steps; give one of them, or both\n"
+
+
 def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
     manifest = three_nodes(rounds=10**6, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:
