@@ -18,7 +18,7 @@ from peer.net.base import Transport
 from peer.net.blobs import BlobStore
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from peer.ui import log_text
-from peer.ui.text import clean
+from peer.ui.text import clean, schedule_of
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
@@ -175,7 +175,7 @@ async def _until_decided(transport: Transport, node: str, decree: Decree, motion
     """Sends it until a commit has it. Raises LocalError where another decree came first, RemoteError."""
     what, told = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
     if decree.schedule is not None:
-        what = f"set {decree.schedule.rounds:,} rounds, a schedule of {decree.schedule.total_steps:,} inner steps"
+        what = f"set {schedule_of(decree.schedule.rounds, decree.schedule.total_steps)}"
     while True:
         answer = await _ask(transport, node, motion)
         if answer.number > decree.number:

@@ -29,7 +29,6 @@ from protocol.planning.partition import Candidate
 from protocol.run import layout, presets
 from protocol.run import manifest as manifests
 from protocol.run.corpus import CorpusIndex
-from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
 from protocol.run.presets import PRESETS, Preset
 
@@ -213,14 +212,7 @@ def make_manifest(
 ) -> Manifest:
     """The preset for this text. `operator`: our own node. Raises UsageError."""
     operators = tuple(dict.fromkeys((operator, *options.operators)))
-    model = ModelSpec(
-        vocab_size=index.vocab_size,
-        d_model=preset.d_model,
-        n_layers=preset.n_layers,
-        n_heads=preset.n_heads,
-        d_ff=preset.d_ff,
-        context=index.sequence,
-    )
+    model = preset.model(index.vocab_size, index.sequence)
 
     def with_rounds(rounds: int) -> Manifest:
         steps = rounds * preset.inner_steps

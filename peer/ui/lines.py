@@ -13,7 +13,7 @@ from typing import NamedTuple, TextIO, assert_never
 
 from peer import events
 from peer.events import Event, Sink
-from peer.ui.text import blocks, called, clean, clock, count, duration, mean_loss, rate, readable, size
+from peer.ui.text import blocks, called, clean, clock, count, duration, mean_loss, rate, readable, schedule_of, size
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
 """How a line begins, by its level."""
@@ -80,7 +80,7 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Decreed() as decree:
             who = "" if decree.peer is None else f" {called(decree.peer, names)}"
             if decree.rounds is not None:
-                who = f" {decree.rounds:,} rounds, a schedule of {decree.total_steps:,} inner steps"
+                who = f" {schedule_of(decree.rounds, decree.total_steps)}"
             why = f": {clean(decree.reason)}" if decree.reason else ""
             return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
         case events.Evaluated(round=round, evaluations=found):

@@ -10,7 +10,7 @@ from typing import Any
 from peer.log import replay
 from peer.log.reader import Source
 from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedRound, logged
-from peer.ui.text import clean, count, mean_loss, readable, size
+from peer.ui.text import clean, count, mean_loss, readable, schedule_of, size
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
@@ -127,7 +127,7 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
         if shown.decree.schedule is not None:
-            who = f" {shown.decree.schedule.rounds:,} rounds, a schedule of {shown.decree.schedule.total_steps:,} inner steps"
+            who = f" {schedule_of(shown.decree.schedule.rounds, shown.decree.schedule.total_steps)}"
         lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")
     for guest in shown.invited:
         why = f": {readable(guest.reason, {})}" if guest.reason else ""

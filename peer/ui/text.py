@@ -58,6 +58,11 @@ def count(items: Sized, noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
+def schedule_of(rounds: int, total_steps: int | None) -> str:
+    """`400 rounds, a schedule of 8,000 inner steps`."""
+    return f"{rounds:,} rounds, a schedule of {total_steps or 0:,} inner steps"
+
+
 def blocks(first: int, end: int) -> str:
     """Those from `first` up to `end`, which is not one of them: `block 3`, `blocks 3-5`."""
     return f"block {first}" if end - first == 1 else f"blocks {first}-{end - 1}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from protocol.run.layout import ModelSpec
+
 TOKENS_PER_PARAMETER = 20
 """Of a training that spends its computing well (Hoffmann et al., 2022)."""
 HOMES, HOME_FLOPS = 8, 20e12
@@ -34,6 +36,17 @@ class Preset:
     round_seconds: float
     rounds: int = 0
     """0: as many as a swarm of HOMES needs for TOKENS_PER_PARAMETER."""
+
+    def model(self, vocab_size: int, context: int) -> ModelSpec:
+        """Its shape, for a tokenizer of so many ids and sequences of so many tokens."""
+        return ModelSpec(
+            vocab_size=vocab_size,
+            d_model=self.d_model,
+            n_layers=self.n_layers,
+            n_heads=self.n_heads,
+            d_ff=self.d_ff,
+            context=context,
+        )
 
 
 PRESETS = {

@@ -3,8 +3,8 @@
     python -m tests.benchmarks.costs [--presets tiny 178m 512m] [--replicas 8 32]
 
 *Judging.* A node judges the round's contributions between the last offer and the commit (protocol/rounds/judging.py): the seconds of
-`Case.answer`, of payloads on disk, on one thread beside nothing else. With as many of the round before, as in a run. The share is that of
-the preset's round, in which replicas train for `round_seconds`.
+`Case.answer`, of payloads on disk, on one thread beside nothing else. With as many of the round before, as in a run. The members judge once
+more before they vote, so the share of the preset's round, in which replicas train for `round_seconds`, is that of TIMES such answers.
 *Held-out loss.* A replica measures `evaluated_sequences` every `evaluation.every` rounds: the seconds of a sequence forward alone, with the
 code that measures, beside those of one that is trained on, both in this process by turns. The share is of the time that the replica
 trains in so many rounds, at its full number of inner steps.
@@ -41,6 +41,8 @@ from tests import tiny
 
 MOST_JUDGING, MOST_HELD_OUT = 0.03, 0.02
 REPEATS = 3
+TIMES = 2
+"""A round's contributions are judged one after the other: by the leading node, and by the members."""
 TRAINED = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1376, context=512)
 SEQUENCE = 512
 
@@ -57,14 +59,7 @@ def seconds_of(work: Callable[[], object], repeats: int = REPEATS) -> float:
 
 def manifest_of(preset: presets.Preset) -> Manifest:
     """A run of the preset's model; nothing else of it matters here."""
-    model = ModelSpec(
-        vocab_size=preset.vocab_size,
-        d_model=preset.d_model,
-        n_layers=preset.n_layers,
-        n_heads=preset.n_heads,
-        d_ff=preset.d_ff,
-        context=preset.sequence,
-    )
+    model = preset.model(preset.vocab_size, preset.sequence)
     return tiny.manifest(model=model, outer=OuterSpec(topk=32))
 
 
@@ -111,7 +106,7 @@ def judged(name: str, replicas: list[int]) -> bool:
             )
             verdicts = case.answer(read)
             took = seconds_of(lambda case=case: case.answer(read))  # type: ignore[misc]
-            share = took / preset.round_seconds
+            share = TIMES * took / preset.round_seconds
             good = good and share <= MOST_JUDGING
             millions = layout.total_parameters(manifest.model) / 1e6
             out = sum(v.reason is not None for v in verdicts)

@@ -46,10 +46,17 @@ def heavy() -> Manifest:
     return dataclasses.replace(made, outer=dataclasses.replace(made.outer, topk=2048))
 
 
+def replay_bytes(ground: Ground) -> int:
+    """What a newcomer would have to fetch if nobody served a state."""
+    return sum(share.size for commit in ground.archive.commits[1:] for share in commit.shares)
+
+
 def test_answers_about_states_that_make_no_sense_end_no_newcomer(tmp_path: Path) -> None:
     async def work() -> None:
         async with Ground(tmp_path, heavy()) as ground:
             asked: set[int] = set()
+            spec = ground.manifest.model
+            state_bytes = sum(layout.shard_bytes(spec, shard) for shard in layout.shard_names(spec))
 
             async def deceive(number: int) -> asyncio.Task[None]:
                 async def lie(remote: str, request: bytes) -> bytes:
@@ -62,7 +69,7 @@ def test_answers_about_states_that_make_no_sense_end_no_newcomer(tmp_path: Path)
 
             await ground.join("a", "b")
             enemies = [await deceive(number) for number in range(3)]
-            await ground.goes_on(6)
+            await ground.until(lambda: replay_bytes(ground) > state_bytes)
             await ground.join("newcomer")
             await ground.goes_on(2)
             assert asked == set(range(len(enemies))), "the newcomer asked all of them"

@@ -99,7 +99,9 @@ def main() -> int:
         first, last = map(int, arguments.seeds.split(":"))
         seeds = [s for s in range(first, last) if arguments.only in (None, kind_of(s))]
         return campaign(seeds, arguments)
-    swarm = Swarm(arguments.seed, True, liars=arguments.liars, lying_nodes=arguments.lying_nodes, calm=arguments.calm)
+    swarm = Swarm(
+        arguments.seed, verbose=True, liars=arguments.liars, lying_nodes=arguments.lying_nodes, calm=arguments.calm
+    )
     try:
         swarm.run()
     except Violation as violation:
