@@ -28,7 +28,8 @@ class JoinConfig:
     `corpus`: a folder that has the run's text; None: it is fetched, and at most `data_bytes` of it are kept; `announce`: addresses,
     without our id, at which the user says that we are reached; `reachable`: how we are, as found out before the start
     (peer/net/reach.py), None: that is nobody's question; `reached_at`: at which addresses, with our id; `downlink`: what was found of it
-    before, None: nothing; `ticket`: the invitation with which it comes in; `audit`: it follows the log for an operator, and trains nothing (peer/node/audit.py)."""
+    before, None: nothing; `ticket`: the invitation with which it comes in; `audit`: it follows the log for an operator, and trains nothing (peer/node/audit.py);
+    `name`: what screens call it."""
 
     folder: Path
     device: str = "cpu"
@@ -47,6 +48,7 @@ class JoinConfig:
     downlink: Downlink | None = None
     ticket: Ticket | None = None
     audit: bool = False
+    name: str = ""
 
 
 def cache_folder() -> Path:

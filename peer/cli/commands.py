@@ -43,6 +43,8 @@ from peer.node.open_run import (
 )
 from peer.node.way_in import WayIn
 from peer.ui.lines import Lines, printer
+from peer.ui.names import LONGEST, harmless_name
+from peer.ui.text import clean
 from protocol.errors import UsageError
 from protocol.rounds import invitations
 from protocol.rounds.invitations import Ticket
@@ -146,6 +148,7 @@ class JoinOptions:
     data_limit: str
     hours: str | None
     pause_when_busy: bool
+    name: str
     dry_run: bool
     log: Path | None
     json: bool
@@ -157,6 +160,11 @@ def config_of(options: JoinOptions) -> JoinConfig:
 
     if options.hours is not None:
         hours.parse(options.hours)
+    if harmless_name(options.name) != options.name:
+        raise UsageError(
+            f"--name {clean(options.name, 40)}: a name has at most {LONGEST} letters, digits, spaces, - _ and .; give such as"
+            f" {harmless_name(options.name) or 'Ada'}"
+        )
     chosen, memory = resources.choose_device(options.device), options.memory
     return JoinConfig(
         folder=options.folder,
@@ -170,6 +178,7 @@ def config_of(options: JoinOptions) -> JoinConfig:
         trace=options.trace,
         corpus=options.corpus,
         data_bytes=resources.parse_size(options.data_limit),
+        name=options.name,
     )
 
 

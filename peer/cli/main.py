@@ -190,6 +190,13 @@ def joining(
             help="Leave while other programs use most of the processors, or the GPU, and come back.",
         ),
     ] = False,
+    name: Annotated[
+        str,
+        typer.Option(
+            help="What screens call this machine, for everybody to see. Others may take the same; the id tells them apart.",
+            show_default=False,
+        ),
+    ] = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what this machine would do in the run, and leave before it trains.")
     ] = False,
@@ -216,6 +223,7 @@ def joining(
         data_limit=data_limit,
         hours=hours,
         pause_when_busy=pause_when_busy,
+        name=name,
         dry_run=dry_run,
         log=log_file,
         json=json,

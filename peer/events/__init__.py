@@ -291,6 +291,7 @@ def ready(announcement: Announcement) -> Ready:
         speed_flops=announcement.speed_flops,
         device=announcement.device,
         reachable=announcement.reachable,
+        name=announcement.name,
     )
 
 

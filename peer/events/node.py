@@ -37,6 +37,8 @@ class Ready:
     """`cpu`, `cuda` or `mps`."""
     reachable: str = ""
     """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not known."""
+    name: str = ""
+    """What its owner calls it, as announced; others may have the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,6 +106,7 @@ class Peer:
             up_bps=config.up_bps or 0,
             down_bps=config.down_bps or 0,
             device=config.device,
+            name=config.name,
         )
         self._directory = Directory(
             manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved

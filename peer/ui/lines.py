@@ -13,6 +13,7 @@ from typing import NamedTuple, TextIO, assert_never
 
 from peer import events
 from peer.events import Event, Sink
+from peer.ui.names import Names
 from peer.ui.text import blocks, called, clean, clock, count, duration, mean_loss, rate, readable, schedule_of, size
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
@@ -231,7 +232,7 @@ class Lines:
     that changes."""
 
     def __init__(self, names: Mapping[str, str] | None = None, *, own: bool = False) -> None:
-        self._names = names or {}
+        self._names = Names(names)
         self._own = own
         self._role: tuple[object, ...] = ()
 
@@ -242,6 +243,8 @@ class Lines:
             before, self._role = self._role, (b.role, b.first, b.last, b.position, b.stages)
             if before == self._role:
                 return []
+        if isinstance(event.body, events.Ready):
+            self._names.learn(event.body.peer, event.body.name)
         said = (describe_own if self._own else describe)(event, self._names)
         return [f"{clock(event.time)} {MARKS[level]} {text}" for level, text in said]
 

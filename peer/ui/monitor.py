@@ -172,7 +172,7 @@ class Monitor:
                 who = f"peer {short_peer(peer)}: it has refused {new.refused} times somebody who used too much of it"
                 text = f"{who}; its own events say whom"
                 sink(Event(now, "monitor", events.Warning(text=text)))
-            if old is None:
+            if old is None or old.name != new.name:
                 sink(Event(now, "bootstrap", events.ready(new)))
             news = _news(old, new)
             if news is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from peer import events
 from peer.events import Event
 from peer.ui.held_out import HeldOut
 from peer.ui.lines import Note, describe
+from peer.ui.names import Names
 from peer.ui.text import blocks, called, clean, mean_loss, readable
 from peer.ui.utilization import Activity, Bottleneck, activity, bottleneck
 from protocol.planning import memory
@@ -119,7 +119,7 @@ class View:
     """A run, as far as its events have told it. Times are in Unix seconds, losses in nats per token."""
 
     manifest: Manifest
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Names = field(default_factory=Names)
     """How peers are called, by their ids."""
     peers: dict[str, PeerView] = field(default_factory=dict)
     """Everybody who was ever there, by peer id."""
@@ -251,6 +251,7 @@ class View:
         source = event.source
         match event.body:
             case events.Ready() as ready:
+                self.names.learn(ready.peer, ready.name)
                 self._present(ready.peer, ready.device, ready.memory_bytes).up_bps = ready.up_bps
             case events.Started() as started:
                 self._present(started.peer, started.device, started.memory_bytes)
@@ -299,9 +300,8 @@ class View:
 
     def _present(self, peer: str, device: str, memory_bytes: int) -> PeerView:
         p = self._peer(peer)
-        p.device, p.memory_bytes = clean(device, 12), memory_bytes
-        if not p.here or p.phase == "joining":
-            p.phase = "ready"
+        p.name, p.device, p.memory_bytes = self.name(peer), clean(device, 12), memory_bytes
+        p.phase = "ready" if not p.here or p.phase == "joining" else p.phase
         p.here = True
         return p
 

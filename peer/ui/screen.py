@@ -23,6 +23,7 @@ from rich.text import Text
 from peer.events import Event
 from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
+from peer.ui.names import END, LONGEST, Names
 from peer.ui.plot import chart
 from peer.ui.run_state import PeerView, View
 from peer.ui.text import clean, clock, duration, rate, size, times
@@ -35,6 +36,7 @@ BLUE, SKY, ORANGE, GREEN, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D5
 LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}
 MANY_FACTS, LONGEST_WRITTEN = 12, 120
 """Lines that the facts need before there is one for what the model writes, and so many characters of it."""
+WIDEST_NAME = LONGEST + 1 + END
 LEAST_FACT = 25
 """Characters that a line of the figures beside the curve has at least."""
 _WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
@@ -213,7 +215,7 @@ def _peers(view: View, width: int, rows: int) -> Table:
     marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
     busy = any(p.activity for p in view.peers.values())
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
-    table.add_column("peer", no_wrap=True, max_width=14)
+    table.add_column("peer", no_wrap=True, max_width=WIDEST_NAME)
     table.add_column("does", no_wrap=True, ratio=1)
     if wide:
         table.add_column("device", no_wrap=True)
@@ -262,7 +264,7 @@ def _chains(view: View, width: int, rows: int) -> Table:
     for."""
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
     table.add_column("chain", no_wrap=True)
-    table.add_column("peer", no_wrap=True, max_width=14)
+    table.add_column("peer", no_wrap=True, max_width=WIDEST_NAME)
     columns = ["busy", "waits →", "waits ←", "sends →", "sends ←", *(("depth", "queue") if width >= 88 else ())]
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -316,7 +318,7 @@ class Screen:
     def __init__(
         self, manifest: Manifest, names: Mapping[str, str] | None = None, console: Console | None = None
     ) -> None:
-        self.view = View(manifest, names or {})
+        self.view = View(manifest, Names(names))
         self.console = console or Console()
         self._print = printer(Lines(names), cast(TextIO, self.console.file))
         self._lock = threading.Lock()

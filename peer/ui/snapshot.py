@@ -12,6 +12,7 @@ from peer import events
 from peer.events import AnnouncedLoad, Contribution
 from peer.ui import utilization
 from peer.ui.logged import LoggedEvaluation, evaluations
+from peer.ui.names import harmless_name
 from protocol.rounds import schedule
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
@@ -25,6 +26,8 @@ class SeenPeer:
 
     peer: str
     """Its peer id."""
+    name: str
+    """What its owner calls it; others may have the same name. Letters, digits, spaces, `-`, `_` and `.` only."""
     version: int
     """The version of Potluck's protocol that it speaks."""
     addresses: tuple[str, ...]
@@ -180,6 +183,7 @@ def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:
     trains = None if spec is None else "stage" if spec.is_chain else "full"
     return SeenPeer(
         peer=a.peer,
+        name=harmless_name(a.name),
         version=a.version,
         addresses=a.addresses,
         memory_bytes=a.memory_bytes,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Mapping, Sized
 from typing import Protocol
 
 from protocol.identity import short_peer
 from protocol.wire.bounds import MAX_TIME
+
+_ID = re.compile(r"(?<!\w)(?:peer )?(\w{1,8})(?!\w)")
+"""What may be a short form of a peer's id."""
 
 
 class _Trained(Protocol):
@@ -33,9 +37,9 @@ def called(peer: str, names: Mapping[str, str]) -> str:
 def readable(text: object, names: Mapping[str, str]) -> str:
     """`clean` text in which the peers have their given names."""
     shown = str(text)
-    for peer, name in names.items():
-        for form in (f"peer {short_peer(peer)}", short_peer(peer)):
-            shown = shown.replace(form, name)
+    if names and _ID.search(shown):
+        ends = {short_peer(peer): name for peer, name in names.items()}
+        shown = _ID.sub(lambda found: ends.get(found[1], found[0]), shown)  # in one pass: a name may look like an id
     return clean(shown)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from peer import events
 from peer.events import Event
 from peer.ui.contributors import contributors
+from peer.ui.names import Names
 from peer.ui.run_state import PeerView, View
 from peer.ui.state import (
     State,
@@ -91,7 +92,7 @@ class Watched:
     """A run, as far as its events have told it."""
 
     def __init__(self, manifest: Manifest, names: Mapping[str, str] | None = None) -> None:
-        self.view = View(manifest, names or {})
+        self.view = View(manifest, Names(names))
         self.credits = Credits(manifest.model.n_layers)
         self.rounds: list[RoundFigures] = []
         """In order, the older ones thinned out."""

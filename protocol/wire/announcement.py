@@ -12,6 +12,7 @@ from protocol.wire.bounds import (
     Magnitude,
     Memory,
     Milliseconds,
+    Name,
     Offset,
     PeerId,
     Rate,
@@ -66,7 +67,8 @@ class Announcement:
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
     member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `reachable`: one of
     REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through
-    relays. `refused`: how often it has refused somebody who used too much of it (peer/net/guests.py)."""
+    relays. `refused`: how often it has refused somebody who used too much of it (peer/net/guests.py). `name`: what its owner calls it; it
+    decides nothing, and anybody may take it."""
 
     run: RunId
     peer: PeerId
@@ -89,6 +91,7 @@ class Announcement:
     reachable: Word = ""
     apart: Annotated[tuple[PeerId, ...], AtMost(MOST_APART)] = ()
     refused: Count = 0
+    name: Name = ""
 
     def __post_init__(self) -> None:
         if not is_place(self.coordinates) and self.coordinates:

@@ -66,6 +66,8 @@ Shard = Annotated[str, AtMost(16)]
 Address = Annotated[str, AtMost(512)]
 Word = Annotated[str, AtMost(48)]
 """One word of what somebody says of itself."""
+Name = Annotated[str, AtMost(64)]
+"""What a peer wants to be called; screens show less of it (peer/ui/names.py)."""
 Reason = Annotated[str, Cut(400)]
 """Why, for a reader."""
 Signature = Annotated[bytes, AtMost(64)]

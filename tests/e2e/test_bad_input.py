@@ -117,13 +117,27 @@ def test_manifest_is_missing_or_not_text(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--up-limit", "fast"), ("--store-limit", "-1GB"), ("--up-limit", "0Mbps")]
+    ("option", "value"),
+    [
+        ("--name", "<b>Ada"),
+        ("--name", "a" * 13),
+        ("--up-limit", "fast"),
+        ("--store-limit", "-1GB"),
+        ("--up-limit", "0Mbps"),
+    ],
 )
 def test_limits(option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     address = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
     line = potluck(capsys, "join", address, "--dir", tmp_path / "peer", option, value)
     assert value in line
     assert not (tmp_path / "peer").exists()
+
+
+def test_a_name_that_would_steer_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
+    line = potluck(capsys, "join", address, "--dir", tmp_path / "peer", "--name", "\x1b[2J\u202eAda")
+    assert line.isprintable()
+    assert line.endswith("give such as 2J Ada")
 
 
 def test_relay_limit(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

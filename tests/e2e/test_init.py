@@ -73,8 +73,9 @@ def test_what_it_ends_with_starts_a_run_that_trains(at_home: Path, capsys: pytes
     assert last[:2] == ["potluck", "bootstrap"]
     with running(*last[1:], "--host", "127.0.0.1", "--port", 0, "--json") as node:
         address = until(node, "listening")["address"]
-        options = ("--dir", "peer", "--host", "127.0.0.1", "--memory", "1GB", "--threads", 1, "--json")
+        options = ("--dir", "peer", "--host", "127.0.0.1", "--memory", "1GB", "--threads", 1, "--name", "Ada", "--json")
         with running("join", address, *options) as peer:
+            until(node, "ready", name="Ada")
             until(peer, "round", round=1)
 
 

@@ -112,7 +112,7 @@ COMMIT = Commit(
 LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
 REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradients=(0.5, 2.0, 0.0))
 SAMPLES: list[Message] = [
-    Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT),
+    Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT, name="Ada"),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
     Offered(round=1, shares=(share_of("p", (PART,)),)),
     Withdraw(round=1, reason="no"),

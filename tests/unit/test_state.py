@@ -163,7 +163,7 @@ def test_texts_of_enemies_are_short_and_harmless() -> None:
         ("bootstrap", dataclasses.replace(commit, left_out=(LeftOut(replica=1, reason=HOSTILE),))),
         ("bootstrap", events.Warning(text=HOSTILE)),
         ("bootstrap", events.Forked(round=3, liars=(HOSTILE,))),
-        ("bootstrap", events.Ready(peer=HOSTILE, memory_bytes=1, up_bps=1, down_bps=1, speed_flops=1, device=HOSTILE, reachable=HOSTILE)),
+        ("bootstrap", events.Ready(peer=HOSTILE, memory_bytes=1, up_bps=1, down_bps=1, speed_flops=1, device=HOSTILE, reachable=HOSTILE, name=HOSTILE)),
     ):  # fmt: skip
         one.feed(Event(BEGAN + 200, source, body))
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from peer import events
 from peer.events import Body, Event
 from peer.ui.lines import Lines, printer
+from peer.ui.names import Names
 from peer.ui.plot import chart
 from peer.ui.screen import Screen, View, render
 from peer.ui.text import clean, duration, size
@@ -48,7 +49,7 @@ class Story:
 
     def __init__(self, names: dict[str, str] | None = NAMES) -> None:
         self.events: list[Event] = []
-        self.view = View(tiny.manifest(), names or {})
+        self.view = View(tiny.manifest(), Names(names))
         self.sent = dict.fromkeys(PEERS, 100)
 
     def tell(self, source: str, body: Body) -> None:
