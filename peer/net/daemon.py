@@ -263,6 +263,10 @@ class Daemon:
                 return task.result()
             self.check()
             raise TimeoutError
+        except (OSError, EOFError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise TransportLost("network daemon: it does not answer; start this peer again") from None
         finally:
             task.cancel()
             lost.cancel()

@@ -15,6 +15,7 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from peer import events
 from peer.cli.main import app
 from peer.ui.run_state import View
 from peer.ui.screen import render
@@ -22,6 +23,7 @@ from protocol.errors import UsageError
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 from tests import tiny
+from tests.docs import errors
 from tests.docs.pictures import DEMO, svg
 
 Command = TyperCommand | TyperGroup
@@ -252,6 +254,22 @@ def test_what_is_to_be_typed_can_be_typed(document: Path) -> None:
             assert rest[0] == "COMMAND" or rest[0].startswith("--"), words
         for option in OPTION.findall(" ".join(words)):
             assert option in options(COMMANDS[name]), words
+
+
+def test_the_document_of_the_errors_is_todays() -> None:
+    assert errors.PATH.read_text(encoding="utf-8") == errors.documentation(), "python -m tests.docs.errors"
+
+
+def test_what_programs_are_told_of_events_is_so() -> None:
+    """docs/guides/agents.md: each event it names is one, with the fields it names."""
+    rows = re.findall(r"^\| (`[^|]*`) \|(.*)$", text("docs/guides/agents.md"), re.MULTILINE)[1:]
+    known = {kind: {f.name for f in dataclasses.fields(cls)} for kind, cls in events.KINDS.items()}
+    assert len(rows) > 10
+    for kinds, rest in rows:
+        named = CODE.findall(kinds)
+        assert set(named) <= set(known), kinds
+        fields = {word for word in CODE.findall(rest) if word.islower() and word not in ("direct", "mapped", "private")}
+        assert fields <= set().union(*(known[kind] for kind in named)), (kinds, fields)
 
 
 def test_options_in_prose_are_options_of_some_command() -> None:

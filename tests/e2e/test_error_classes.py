@@ -1,0 +1,166 @@
+"""Every class of errors that can end a command ends one here, as typed: by its exit code, with one line that has a remedy.
+
+Which classes there are is not written down: a new one that is neither provoked here nor named as one that stays inside fails a test.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bootstrap.archive import Archive
+from peer.cli import main
+from peer.demo import recipe
+from peer.net import base, keyfile
+from peer.node.open_run import NobodyThere
+from protocol.errors import LocalError, PotluckError, UsageError
+from protocol.identity import IdentityError
+from protocol.run import manifest as manifests
+from protocol.wire import logfile
+from tests import systemd, tiny
+from tests.docs.errors import classes
+from tests.e2e.swarms import options
+from tests.e2e.test_bad_input import RUN, log_of
+
+DEADLINE = 60.0
+NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
+
+INSIDE = {
+    "Absent", "Busy", "Corrupt", "Lie", "NotTaken",  # another peer is asked, or it is tried again
+    "Closed", "Ended", "NotServed", "Timeout", "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault", "RemoteError",  # likewise
+    "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends, or the update is refused
+    "UnreadableRecord",  # the node warns and goes on: tests/unit/test_archive.py
+    "ClockWrong",  # tests/unit/test_hostile.py
+    "BadLog",  # takes a node that lies: tests/unit/test_monitor.py
+    "Stopped",  # is told as "stopping": tests/unit/test_data_command.py
+}  # fmt: skip
+"""Those that end no command here; other tests provoke them."""
+
+
+def typed(capsys: pytest.CaptureFixture[str], error: type[PotluckError], *words: object) -> str:
+    """The line with which a command ends by an error of just this class."""
+    with pytest.raises(SystemExit) as end:
+        main.main([*map(str, words)])
+    assert type(end.value.__context__) is error
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert end.value.code == error.exit_code
+    assert line.startswith("potluck: ")
+    assert ";" in line, f"no remedy: {line}"
+    assert len(line) < 400
+    return line
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    """A demo's manifest whose operator is the key in tmp_path/boot."""
+    key = keyfile.load_or_create(tmp_path / "boot" / "identity.key")
+    text = manifests.to_toml(recipe.make_manifest(options(tmp_path / "unused"), "0" * 64))
+    old = next(line for line in text.splitlines() if line.startswith("operators"))
+    path = tmp_path / "run.toml"
+    path.write_text(text.replace(old, f'operators = ["{key.peer_id}"]'))
+    return path
+
+
+def test_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no-such.toml" in typed(capsys, UsageError, "join", "no-such.toml")
+
+
+def test_identity_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "identity.key"
+    path.write_bytes(b"nonsense")
+    path.chmod(0o600)
+    assert str(path) in typed(capsys, IdentityError, "key", "--dir", tmp_path)
+    assert path.read_bytes() == b"nonsense", "nobody's key is overwritten"
+
+
+def test_bad_address(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = NOWHERE.partition("#")[0].replace("/tcp/", "/udp/")
+    where = ("--dir", run_file.parent / "boot", "--host", "127.0.0.1")
+    assert "only TCP" in typed(capsys, base.BadAddress, "bootstrap", run_file, *where, "--initial-peer", other)
+
+
+def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "connection refused" in typed(capsys, NobodyThere, "monitor", NOWHERE, "--once")
+
+
+def test_port_in_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        where = ("--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", port)
+        assert str(port) in typed(capsys, base.PortInUse, "bootstrap", run_file, *where)
+
+
+def test_start_failed(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """At an address that is not this machine's (TEST-NET-3, RFC 5737)."""
+    where = ("--dir", run_file.parent / "boot", "--host", "203.0.113.77")
+    assert "203.0.113.77" in typed(capsys, base.StartFailed, "bootstrap", run_file, *where)
+
+
+def test_damaged_log(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bootstrap node rather does not start than forget rounds."""
+    archive = Archive(run_file.parent / "noted", RUN)
+    for record in log_of(3):
+        archive.append(record)
+    archive.close()
+    raw = bytearray((run_file.parent / "noted" / "log").read_bytes())
+    raw[60] ^= 1
+    path = run_file.parent / "boot" / "log"
+    path.write_bytes(raw)
+    where = ("--dir", path.parent, "--host", "127.0.0.1")
+    assert "is damaged" in typed(capsys, logfile.Damaged, "bootstrap", run_file, *where)
+    assert path.read_bytes() == raw
+
+
+def test_local_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's own program refuses."""
+    systemd.programs(tmp_path / "bin", "systemctl")
+    (tmp_path / "bin" / "systemctl").write_text("#!/bin/sh\necho no session >&2\nexit 1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    words = ("service", "install", NOWHERE, "--dir", tmp_path / "peer", "--device", "cpu", "--memory", "1GB")
+    assert "no session" in typed(capsys, LocalError, *words)
+    assert not list(tmp_path.rglob("*.service")), "nothing is left"
+
+
+@contextmanager
+def running(*words: object) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "peer.cli", *map(str, words)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_transport_lost(run_file: Path) -> None:
+    """The daemon of a bootstrap node is killed."""
+    with running("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--json") as node:
+        assert node.stdout is not None
+        assert any('"listening"' in line for line in node.stdout)
+        for child in psutil.Process(node.pid).children(recursive=True):
+            if "p2pd" in child.name():
+                child.send_signal(signal.SIGKILL)
+        _, said = node.communicate(timeout=DEADLINE)
+    assert node.returncode == base.TransportLost.exit_code == 1
+    assert said.splitlines()[-1].startswith("potluck: network daemon: ")
+    assert "start" in said.splitlines()[-1]
+
+
+PROVOKED = {UsageError, IdentityError, base.BadAddress, NobodyThere, base.PortInUse, base.StartFailed, logfile.Damaged, LocalError, base.TransportLost}  # fmt: skip
+
+
+def test_every_class_is_provoked_or_stays_inside() -> None:
+    assert {c.__name__ for c in classes()} == {c.__name__ for c in PROVOKED} | INSIDE
+    assert not {c.__name__ for c in PROVOKED} & INSIDE
