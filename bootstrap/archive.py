@@ -109,8 +109,11 @@ class Archive:
         try:
             record = encoding.decode_record(raw, "the log")
             problem = validation.why_not_next(self.manifest, head, record)
-        except MessageError as error:
-            problem = str(error)
+        except MessageError:  # its checksum is right: no disk did that
+            raise UsageError(
+                f"log {self.folder / 'log'}: the record at byte {at} is not as this version of Potluck writes it; start the"
+                " version that wrote it, or choose another --dir"
+            ) from None
         if problem is not None:
             raise UsageError(
                 f"log {self.folder / 'log'}: the record at byte {at} {problem}; restore the file or choose another --dir"

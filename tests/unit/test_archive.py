@@ -60,6 +60,20 @@ def open_archive(folder: Path) -> Archive:
     return Archive(folder, MANIFEST)
 
 
+def test_a_log_of_another_version_is_said_to_be_one(tmp_path: Path) -> None:
+    """Another version's commits may have fields that this one does not know. Then the signatures are of other bytes, and nothing is damaged."""
+    open_archive(tmp_path).close()
+    record = framing.unpack_message(raws(1)[0])
+    newer = {**record, "v": dict.fromkeys(record["v"], bytes(64))}
+    for raw in (framing.pack_message(newer), framing.pack_message({**record, "c": {"later": 1}})):
+        (tmp_path / "log").write_bytes(written([raw]))
+        with pytest.raises(
+            UsageError, match="byte 0 is not as this version of Potluck writes it; start the version that"
+        ):
+            open_archive(tmp_path)
+        assert (tmp_path / "log").read_bytes() == written([raw]), "it is as it was"
+
+
 def test_what_was_appended_is_read_again_in_pages(tmp_path: Path) -> None:
     node = open_archive(tmp_path)
     for commit in commits(3):
