@@ -46,6 +46,7 @@ from peer.ui.lines import Lines, printer
 from peer.ui.names import LONGEST, harmless_name
 from peer.ui.text import clean
 from protocol.errors import UsageError
+from protocol.identity import Identity
 from protocol.rounds import invitations
 from protocol.rounds.invitations import Ticket
 from protocol.rounds.questions import Question
@@ -66,32 +67,59 @@ def _raise_limits(emit: events.Emit) -> None:
         emit(events.Warning(text=too_low))
 
 
-async def bootstrap(
-    path: Path,
-    folder: Path,
-    door: Door,
-    initial_peers: Sequence[str],
-    relay_limit: str,
-    corpus: Path | None,
-    audit: bool,
-    json: bool,
-) -> None:
-    """`potluck bootstrap`. `door`: as it was typed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeOptions:
+    """What was typed; see `potluck bootstrap --help`."""
+
+    manifest: Path
+    folder: Path
+    door: Door
+    initial_peers: Sequence[str]
+    relay_limit: str
+    corpus: Path | None
+    audit: bool
+    log: Path | None
+    json: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What the options of a bootstrap node amount to. `others`: addresses of the run's other nodes; `text`: its corpus, if it has it."""
+
+    manifest: Manifest
+    key: Identity
+    door: Door
+    others: tuple[str, ...]
+    relay_bps: int
+    text: CorpusReader | None
+
+
+def node_of(options: NodeOptions) -> Node:
+    """Reads what was named, and makes the key if there is none. Raises UsageError."""
     from peer.training.device import parse_rate
 
-    manifest = read_manifest(path)
-    relay_bps = 0 if relay_limit.strip() == "0" else parse_rate(relay_limit)
-    others = (*(address.partition("#")[0] for address in initial_peers), *manifest.hints.bootstrap)
+    manifest = read_manifest(options.manifest)
+    relay_bps = 0 if options.relay_limit.strip() == "0" else parse_rate(options.relay_limit)
+    others = (*(address.partition("#")[0] for address in options.initial_peers), *manifest.hints.bootstrap)
     for address in others:
         parse(address)
-    text = None if corpus is None else whole_corpus(corpus, manifest)
-    key = keyfile.load_or_create(folder / KEY)
+    text = None if options.corpus is None else whole_corpus(options.corpus, manifest)
+    key = keyfile.load_or_create(options.folder / KEY)
     if key.peer_id not in manifest.operators:
         raise UsageError(
-            f"manifest {path}: operators does not name {key.peer_id}, the key in {folder};"
+            f"manifest {options.manifest}: operators does not name {key.peer_id}, the key in {options.folder};"
             " add it there before the run begins, or start with the right --dir"
         )
-    door = dataclasses.replace(door, announce=read_announced(door.announce, door.port, key.peer_id))
+    typed = options.door
+    door = dataclasses.replace(typed, announce=read_announced(typed.announce, typed.port, key.peer_id))
+    return Node(manifest, key, door, others, relay_bps, text)
+
+
+async def bootstrap(options: NodeOptions) -> None:
+    """`potluck bootstrap`."""
+    found, folder = node_of(options), options.folder
+    manifest, key, text, relay_bps, audit = found.manifest, found.key, found.text, found.relay_bps, options.audit
+    path, corpus = options.manifest, options.corpus
     tokenizer = tokenizer_bytes(manifest, path.parent, corpus)
     archive = Archive(folder, manifest)
     try:
@@ -104,13 +132,13 @@ async def bootstrap(
                 f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; put the JSON file"
                 " beside the manifest and name it under [tokenizer] file"
             )
-        emit = Emitter("bootstrap", _sink(json))
+        emit = Emitter("bootstrap", _sink(options.json))
         _raise_limits(emit)
-        transport = await start_transport(folder, door, manifest.run_id)
+        transport = await start_transport(folder, found.door, manifest.run_id)
         try:
             together = relay_bps * len(manifest.operators)  # others are taken to allow as much
             answer = functools.partial(Question.answer, relay_bps=together)
-            node = BootstrapNode(manifest, key, transport, archive, emit, others, answer=answer)
+            node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
             node.leader.witnesses.auditors = frozenset({auditor(folder)} if audit else ())
             async with asyncio.TaskGroup() as group:
                 group.create_task(serve_bootstrap(node, transport, emit, relay_bps))

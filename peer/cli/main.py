@@ -9,7 +9,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -23,6 +23,7 @@ from peer.node.open_run import KEY, Door
 if TYPE_CHECKING:
     from peer.node.peer import Factories
 
+T = TypeVar("T")
 DEMO_RANK = "64"
 """Of the demo's recipe: values per token at a chain's boundaries."""
 
@@ -97,12 +98,18 @@ Announce = Annotated[
 Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")]
 
 
-@app.command(
-    help="Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
-    epilog="Example: potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
-    "With a quorum of three, the second and third node: potluck bootstrap my-run.toml --initial-peer ADDRESS",
-)
-def bootstrap(
+def _given(reads: Callable[..., T], work: Callable[[T, typer.Context], None]) -> Callable[..., None]:
+    """A command with the options of `reads`, which does `work` with what they amount to."""
+
+    @functools.wraps(reads)
+    def command(**typed: Any) -> None:
+        work(reads(**typed), typed["context"])
+
+    return command
+
+
+def hosting(
+    context: typer.Context,
     manifest: Annotated[Path, typer.Argument(help="The run's manifest, a TOML file (docs/guides/manifest.md).")],
     dir: Dir = Path("potluck-bootstrap"),
     host: Host = "0.0.0.0",
@@ -124,14 +131,30 @@ def bootstrap(
     ] = False,
     log_file: LogFile = None,
     json: Json = False,
-) -> None:
-    """`potluck bootstrap`.
+) -> commands.NodeOptions:
+    """What is typed behind `potluck bootstrap`, and behind `potluck service install-node`.
 
     Long because typer reads a command's options from its function's parameters.
     """
-    door = Door(host=host, port=port, announce=tuple(announce or ()))
-    work = commands.bootstrap(manifest, dir, door, initial_peer or (), relay_limit, corpus, audit, json)
-    running.run(work, log=log_file)
+    return commands.NodeOptions(
+        manifest=manifest,
+        folder=dir,
+        door=Door(host=host, port=port, announce=tuple(announce or ())),
+        initial_peers=tuple(initial_peer or ()),
+        relay_limit=relay_limit,
+        corpus=corpus,
+        audit=audit,
+        log=log_file,
+        json=json,
+    )
+
+
+app.command(
+    "bootstrap",
+    help="Run a bootstrap node: entry point, log, matchmaker and archive of a run.",
+    epilog="Example: potluck bootstrap my-run.toml --host 0.0.0.0 --port 31337. "
+    "With a quorum of three, the second and third node: potluck bootstrap my-run.toml --initial-peer ADDRESS",
+)(_given(hosting, lambda options, context: running.run(commands.bootstrap(options), log=options.log)))
 
 
 @app.command(epilog="Example: potluck key --dir my-node")
@@ -230,26 +253,21 @@ def joining(
     )
 
 
-def _given(work: Callable[[commands.JoinOptions, typer.Context], None]) -> Callable[..., None]:
-    """A command with the options of `joining`, which does `work` with what they amount to."""
-
-    @functools.wraps(joining)
-    def command(**typed: Any) -> None:
-        work(joining(**typed), typed["context"])
-
-    return command
-
-
 app.command(
     "join",
     help="Join a run and train with what this machine has, until the run is over (Ctrl-C leaves; nothing is lost).",
     epilog="Example: potluck join /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
-)(_given(lambda options, context: running.run(commands.join(options, context.obj), log=options.log)))
+)(_given(joining, lambda options, context: running.run(commands.join(options, context.obj), log=options.log)))
 service.app.command(
     "install",
     help="Join a run for weeks: the system starts `potluck join` with these options now, again after crashes, and when it starts itself.",
     epilog="Example: potluck service install /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0... --memory 8GB",
-)(_given(lambda options, context: service.install(options, service.retyped(context))))
+)(_given(joining, lambda options, context: service.install(options, service.retyped(context))))
+service.app.command(
+    "install-node",
+    help="Run a bootstrap node for weeks: the system starts `potluck bootstrap` with these options, as it does a peer.",
+    epilog="Example: potluck service install-node my-run/run.toml --dir my-run/node --corpus my-run/corpus",
+)(_given(hosting, lambda options, context: service.install_node(options, service.retyped(context))))
 
 
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")

@@ -1,4 +1,4 @@
-"""`potluck service`: a peer that the system keeps running, by systemd on Linux and by launchd on macOS. Only this user's own services are
+"""`potluck service`: a peer or a bootstrap node that the system keeps running, by systemd on Linux and by launchd on macOS. Only this user's own services are
 touched, so nothing needs an administrator."""
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from protocol.errors import LocalError, UsageError
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Take part for weeks: the system runs this machine's peer, and starts it again after crashes and when it starts itself.",
+    help="Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and when it starts itself.",
 )
-Dir = Annotated[Path, typer.Option("--dir", help="The peer's folder, as it was given to install.", show_default=True)]
+Dir = Annotated[
+    Path, typer.Option("--dir", help="The folder of the peer or node, as it was given to install.", show_default=True)
+]
 FOLDER = Path("potluck-peer")
 LOG = "potluck.log"
 """In the peer's folder, unless another is named."""
@@ -61,13 +63,26 @@ def install(options: commands.JoinOptions, typed: list[str]) -> None:
         system = _system(options.folder)
         parse_run(options.run)
         commands.config_of(options)
-        log = options.log or options.folder / LOG
-        kept = [] if options.log else [f"--log={log}"]
-        system.install([sys.executable, "-P", "-m", "peer.cli", "join", *kept, *typed], options.folder.resolve())
-        print(f"service {system.name}: runs, and is started again after crashes; its file: {system.file}")
-        print(f"what it says: {log.resolve()}")
-        for line in system.installed():
-            print(line)
+        _install(system, "join", options.folder, options.log, typed)
+
+
+def install_node(options: commands.NodeOptions, typed: list[str]) -> None:
+    """`potluck service install-node`; `typed` is what `bootstrap` is to be given."""
+    with running.reporting():
+        system = _system(options.folder)
+        commands.node_of(options)
+        _install(system, "bootstrap", options.folder, options.log, typed)
+
+
+def _install(system: Service, command: str, folder: Path, given: Path | None, typed: list[str]) -> None:
+    """`given`: a log file that was typed."""
+    log = given or folder / LOG
+    kept = [] if given else [f"--log={log}"]
+    system.install([sys.executable, "-P", "-m", "peer.cli", command, *kept, *typed], folder.resolve())
+    print(f"service {system.name}: runs, and is started again after crashes; its file: {system.file}")
+    print(f"what it says: {log.resolve()}")
+    for line in system.installed():
+        print(line)
 
 
 @app.command(epilog="Example: potluck service status --dir my-peer")
@@ -85,7 +100,7 @@ def status(dir: Dir = FOLDER) -> None:
 
 @app.command(epilog="Example: potluck service remove --dir my-peer")
 def remove(dir: Dir = FOLDER) -> None:
-    """Stop the service of a folder politely, and forget it. The folder with the peer's key and state stays."""
+    """Stop the service of a folder politely, and forget it. The folder with its key and state stays."""
     with running.reporting():
         system = _system(dir)
         system.require()

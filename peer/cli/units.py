@@ -1,4 +1,4 @@
-"""What the system is told of a peer that it is to run for weeks: a unit of systemd, or an agent of launchd. Texts only.
+"""What the system is told of a peer or a bootstrap node that it is to run for weeks: a unit of systemd, or an agent of launchd. Texts only.
 
 Both start the same command in the same folder: now, whenever the system starts (as far as it starts anything for this user), and again
 when the process crashes, after a pause that grows to LONGEST_PAUSE seconds. They do not where it ended well (the run is over), or with
@@ -52,7 +52,7 @@ def systemd(command: Sequence[str], at: Path, folder: Path) -> str:
     """The unit. `command`: words, the first an absolute path; `at`: where it is started; `folder`: the peer's. Raises UsageError."""
     return f"""\
 [Unit]
-Description=Potluck peer in {_literal(str(folder))}
+Description=Potluck in {_literal(str(folder))}
 StartLimitIntervalSec=0
 
 [Service]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -123,6 +124,50 @@ def test_what_keeps_it_from_being_installed_is_one_line(
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("potluck: ")
     assert told in line
+    assert user.units() == []
+
+
+def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
+    """The unit's command brings the same node back after a kill: its line stays, and the log that a service keeps has both starts."""
+    user = home(tmp_path, "systemctl")
+    assert user.potluck("init", "ours").returncode == 0
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        where = ("--host", "127.0.0.1", "--port", free.getsockname()[1])
+    words = ("ours/run.toml", "--dir", "ours/node", "--corpus", "ours/corpus", *where)
+    for wrong, told in (
+        (("none.toml", *words[1:]), "none.toml"),
+        ((*words, "--dir", "other"), "operators does not name"),
+    ):
+        refused = user.potluck("service", "install-node", *wrong)
+        assert refused.returncode == 2
+        assert told in refused.stderr
+        assert user.units() == []
+    done = user.potluck("service", "install-node", *words)
+    assert done.returncode == 0, done.stderr
+    (unit,) = user.units()
+    settings = systemd.settings(unit.read_text())
+    lines = []
+    for stop in (signal.SIGKILL, signal.SIGTERM):
+        node = subprocess.Popen(
+            systemd.command(settings["ExecStart"]),
+            cwd=systemd.value(settings["WorkingDirectory"]),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert node.stdout is not None
+            lines.append(next(line.split("potluck join ")[1] for line in node.stdout if "to join" in line))
+        finally:
+            children = psutil.Process(node.pid).children(recursive=True)
+            node.send_signal(stop)
+            code = node.wait(DEADLINE)
+            psutil.wait_procs(children, DEADLINE)
+        assert code == (-signal.SIGKILL if stop == signal.SIGKILL else 0)
+    assert lines[0] == lines[1]
+    assert (user.path / "ours" / "node" / "potluck.log").read_text().count(lines[0]) == 2
+    assert user.potluck("service", "status", "--dir", "ours/node").returncode == 0
+    assert user.potluck("service", "remove", "--dir", "ours/node").returncode == 0
     assert user.units() == []
 
 
