@@ -84,9 +84,10 @@ def test_the_log_has_the_held_out_loss_of_its_states(tmp_path: Path) -> None:
         measured, prompt = inference.Measured(manifest.model, states[x.round], "cpu"), windows[0, :PROMPT_IDS].tolist()
         beginning = tokenizer.decode(prompt)
         goes_on = tokenizer.decode([*prompt, *measured.goes_on(prompt, SAMPLE_IDS)])[len(beginning) :]
-        told = x.sample.split(" ⇒ ")
-        assert told[0] == " ".join(beginning.split())
-        assert told[1][:SURE] == " ".join(goes_on.split())[:SURE]
+        shown_beginning, arrow, shown_rest = (part.strip() for part in x.sample.partition("⇒"))
+        assert arrow, x.sample
+        assert shown_beginning == " ".join(beginning.split())
+        assert shown_rest[:SURE] == " ".join(goes_on.split())[:SURE], "which may be nothing: a young model writes lines"
     shown = potluck("log", "show", tmp_path / "run" / NODE)
     assert shown.count("held out") == len(said)
     potluck("log", "verify", tmp_path / "run" / NODE)
