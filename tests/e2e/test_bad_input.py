@@ -28,7 +28,6 @@ from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.wire.commit import Commit, LeftOut, Record
 from tests import tiny
-from tests.e2e.swarms import options
 from tests.texts import write_corpus
 
 
@@ -42,17 +41,6 @@ def potluck(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert lines[0].startswith("potluck: "), lines
     assert ";" in lines[0], f"no remedy: {lines[0]}"
     return lines[0]
-
-
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    """A demo's manifest whose operator is the key in tmp_path/boot."""
-    key = keyfile.load_or_create(tmp_path / "boot" / "identity.key")
-    text = manifests.to_toml(recipe.make_manifest(options(tmp_path / "unused"), "0" * 64))
-    old = next(line for line in text.splitlines() if line.startswith("operators"))
-    path = tmp_path / "run.toml"
-    path.write_text(text.replace(old, f'operators = ["{key.peer_id}"]'))
-    return path
 
 
 OTHER = "/p2p/12D3KooWCPPWGMfAu9KZLRja98CHbFTJJVb8H9xPiDu9WtQSAMUU"

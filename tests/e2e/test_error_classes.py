@@ -18,16 +18,13 @@ import pytest
 
 from bootstrap.archive import Archive
 from peer.cli import main
-from peer.demo import recipe
-from peer.net import base, keyfile
+from peer.net import base
 from peer.node.open_run import NobodyThere
 from protocol.errors import LocalError, PotluckError, UsageError
 from protocol.identity import IdentityError
-from protocol.run import manifest as manifests
 from protocol.wire import logfile
 from tests import systemd, tiny
 from tests.docs.errors import classes
-from tests.e2e.swarms import options
 from tests.e2e.test_bad_input import RUN, log_of
 
 DEADLINE = 60.0
@@ -56,17 +53,6 @@ def typed(capsys: pytest.CaptureFixture[str], error: type[PotluckError], *words:
     assert ";" in line, f"no remedy: {line}"
     assert len(line) < 400
     return line
-
-
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
-    """A demo's manifest whose operator is the key in tmp_path/boot."""
-    key = keyfile.load_or_create(tmp_path / "boot" / "identity.key")
-    text = manifests.to_toml(recipe.make_manifest(options(tmp_path / "unused"), "0" * 64))
-    old = next(line for line in text.splitlines() if line.startswith("operators"))
-    path = tmp_path / "run.toml"
-    path.write_text(text.replace(old, f'operators = ["{key.peer_id}"]'))
-    return path
 
 
 def test_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
