@@ -68,6 +68,7 @@ class Entrance:
 
 
 OPEN = Entrance()
+_SILENT = "network daemon: it does not answer; start this peer again"
 
 
 class Pending(dict[Any, asyncio.Future[Any]]):
@@ -208,7 +209,7 @@ class Daemon:
         except TimeoutError:
             raise Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link") from None
         except (OSError, EOFError):
-            raise TransportLost("network daemon: it does not answer; start this peer again") from None
+            raise TransportLost(_SILENT) from None
         finally:
             if writer is not None and not agreed:
                 writer.transport.abort()
@@ -263,10 +264,10 @@ class Daemon:
                 return task.result()
             self.check()
             raise TimeoutError
-        except (OSError, EOFError) as error:
-            if isinstance(error, TimeoutError):
-                raise
-            raise TransportLost("network daemon: it does not answer; start this peer again") from None
+        except TimeoutError:
+            raise
+        except (OSError, EOFError):
+            raise TransportLost(_SILENT) from None
         finally:
             task.cancel()
             lost.cancel()

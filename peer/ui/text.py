@@ -37,7 +37,7 @@ def called(peer: str, names: Mapping[str, str]) -> str:
 def readable(text: object, names: Mapping[str, str]) -> str:
     """`clean` text in which the peers have their given names."""
     shown = str(text)
-    if names and _ID.search(shown):
+    if names:
         ends = {short_peer(peer): name for peer, name in names.items()}
         shown = _ID.sub(lambda found: ends.get(found[1], found[0]), shown)  # in one pass: a name may look like an id
     return clean(shown)

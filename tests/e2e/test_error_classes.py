@@ -1,4 +1,4 @@
-"""Every class of errors that can end a command ends one here, as typed: by its exit code, with one line that has a remedy.
+"""The classes of errors that end commands end one here, as typed: by its exit code, with one line that has a remedy.
 
 Which classes there are is not written down: a new one that is neither provoked here nor named as one that stays inside fails a test.
 """
@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -26,8 +22,8 @@ from protocol.wire import logfile
 from tests import systemd, tiny
 from tests.docs.errors import classes
 from tests.e2e.test_bad_input import RUN, log_of
+from tests.e2e.typed import running, until
 
-DEADLINE = 60.0
 NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 
 INSIDE = {
@@ -39,7 +35,7 @@ INSIDE = {
     "BadLog",  # takes a node that lies: tests/unit/test_monitor.py
     "Stopped",  # is told as "stopping": tests/unit/test_data_command.py
 }  # fmt: skip
-"""Those that end no command here; other tests provoke them."""
+"""Those that end no command here; other tests provoke them. The last four can end one, in cases that are rare."""
 
 
 def typed(capsys: pytest.CaptureFixture[str], error: type[PotluckError], *words: object) -> str:
@@ -118,27 +114,15 @@ def test_local_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert not list(tmp_path.rglob("*.service")), "nothing is left"
 
 
-@contextmanager
-def running(*words: object) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "peer.cli", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.slow
 def test_transport_lost(run_file: Path) -> None:
     """The daemon of a bootstrap node is killed."""
     with running("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--json") as node:
-        assert node.stdout is not None
-        assert any('"listening"' in line for line in node.stdout)
+        until(node, "listening")
         for child in psutil.Process(node.pid).children(recursive=True):
             if "p2pd" in child.name():
                 child.send_signal(signal.SIGKILL)
-        _, said = node.communicate(timeout=DEADLINE)
+        said, _ = node.communicate()
     assert node.returncode == base.TransportLost.exit_code == 1
     assert said.splitlines()[-1].startswith("potluck: network daemon: ")
     assert "start" in said.splitlines()[-1]

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +11,7 @@ from peer.cli.init import CORPUS, MANIFEST, NODE, commented
 from peer.node.open_run import read_manifest
 from protocol.run import manifest as manifests
 from protocol.run.presets import PRESETS
-from tests.faults.processes import DEADLINE
+from tests.e2e.typed import running, until
 from tests.texts import write_corpus
 
 TEXT = "Strangers cook one meal together. Each brings what there is at home, and nobody leaves hungry.\n"
@@ -37,30 +31,6 @@ def potluck(*arguments: object) -> int:
         main.main([*map(str, arguments)])
     assert isinstance(end.value.code, int)
     return end.value.code
-
-
-@contextlib.contextmanager
-def running(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """`potluck …` as it is typed."""
-    command = [sys.executable, "-m", "peer.cli", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        watchdog = threading.Timer(DEADLINE, process.kill)
-        watchdog.start()
-        try:
-            yield process
-        finally:
-            watchdog.cancel()
-            process.terminate()
-
-
-def until(process: subprocess.Popen[str], kind: str, **fields: object) -> dict[str, object]:
-    """The next event of this kind, with these fields, that it tells."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        event = json.loads(line)
-        if event["event"] == kind and fields.items() <= event.items():
-            return dict(event)
-    raise AssertionError(f"{process.args} ended without {kind}")
 
 
 def test_what_it_ends_with_starts_a_run_that_trains(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
