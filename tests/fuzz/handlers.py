@@ -90,9 +90,10 @@ class Enemies:
         self.state = state
         self.manifest = swarm.manifest
         self._number = first
+        run_id = self.manifest.run_id
         known = {
             bounds.PeerId: lambda rng: rng.choice(self._peers()),
-            bounds.RunId: lambda rng: rng.choice((self.manifest.run_id, rng.randbytes(32).hex(), self._blob(rng))),
+            bounds.RunId: lambda rng: rng.choice((run_id, rng.randbytes(32).hex(), self._blob(rng))),
             bounds.Shard: lambda rng: rng.choice(layout.shard_names(self.manifest.model)),
             bounds.Round: lambda rng: max(0, self.swarm.head + rng.randrange(-1, 3)),
             bounds.Since: lambda rng: rng.randrange(-1, self.swarm.head + 2),

@@ -6,6 +6,7 @@ The types themselves say what a field may hold (protocol/wire/bounds.py), so tha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import string
 import types
@@ -31,6 +32,7 @@ Known = Mapping[Any, Callable[[random.Random], Any]]
 """Type of a field -> a value that means something in a run."""
 
 
+@functools.cache
 def fields(cls: Any) -> dict[str, Any]:
     """The fields of a message by name, with their types and bounds."""
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -118,7 +120,7 @@ class Maker:
         if base is bytes:
             return rng.randbytes(length)
         letters = rng.choice((string.ascii_letters, "\0\n\x1b[2Jé\u202e", "0123456789abcdef", " /.#"))
-        return "".join(rng.choice(letters) for _ in range(length))
+        return "".join(rng.choices(letters, k=length))
 
     def beyond(self, cls: type) -> Iterator[tuple[str, Any]]:
         """(field, plain data) of messages of which one field is beyond its bounds, and nothing else is wrong."""
