@@ -134,6 +134,11 @@ class Volunteer:
         """Bytes of blobs since it was started."""
         return self.transport.traffic.received[endpoints.BLOB]
 
+    @property
+    def bases(self) -> dict[str, int]:
+        """The round of the state that each shard was built from, the last time."""
+        return dict([e for e in self.events if e.kind == "recovered"][-1].fields["bases"])
+
     def texts(self, kind: str = "warning") -> list[str]:
         return [e.fields["text"] for e in self.events if e.kind == kind]
 

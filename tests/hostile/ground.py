@@ -111,7 +111,7 @@ class Ground(volunteers.Swarm):
 
     async def __aenter__(self) -> Ground:
         self._sockets.mkdir()
-        await self._listen(tiny.OPERATOR)
+        await self.listen(tiny.OPERATOR)
         await super().__aenter__()
         return self
 
@@ -120,7 +120,8 @@ class Ground(volunteers.Swarm):
         await asyncio.gather(*(transport.aclose() for transport in self.daemons.started.values()))
         shutil.rmtree(self._sockets)
 
-    async def _listen(self, who: Identity) -> P2PTransport:
+    async def listen(self, who: Identity) -> P2PTransport:
+        """Starts somebody's daemon."""
         key = self.folder / f"{who.peer_id}.key"
         key.write_bytes(who.libp2p_bytes())
         key.chmod(0o600)
@@ -136,13 +137,13 @@ class Ground(volunteers.Swarm):
 
     async def join(self, *names: str, **config: Any) -> list[Volunteer]:
         """Starts honest peers."""
-        await asyncio.gather(*(self._listen(identity(name)) for name in names))
+        await asyncio.gather(*(self.listen(identity(name)) for name in names))
         return [self.start(name, **config) for name in names]
 
     async def enemy(self, name: str = "enemy") -> Enemy:
         """Starts an enemy and connects it to the node."""
         who = identity(name)
-        transport = await self._listen(who)
+        transport = await self.listen(who)
         await transport.connect(self.boot.addresses, timeout=SOON)
         return Enemy(who, transport, self.manifest, self.boot.peer_id)
 

@@ -44,7 +44,7 @@ class Operators(Ground):
     async def __aenter__(self) -> Operators:
         self._sockets.mkdir()
         everybody = tiny.OPERATORS[: self.manifest.quorum]
-        await asyncio.gather(*(self._listen(who) for who in everybody))
+        await asyncio.gather(*(self.listen(who) for who in everybody))
         addresses = [a for transport in self.daemons.started.values() for a in transport.addresses]
         for who in everybody:
             self._begin(who, addresses)

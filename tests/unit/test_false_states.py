@@ -2,83 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import hashlib
-import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from peer.log import replay
-from peer.net import directory
-from peer.net.base import Transport
-from peer.net.blobs import BlobServer
-from peer.state.storage import Checkpoint, Storage
-from protocol.identity import Identity
 from protocol.rounds.witnesses import ROUNDS
-from protocol.run import layout
-from protocol.run.manifest import OuterSpec
-from protocol.wire.commit import Commit
-from tests.liars import Liar
-from tests.unit.test_recovery import SHARDS, Rounds, bases, is_right, planned, run, to
-from tests.volunteers import MODEL, Swarm, Volunteer, manifest
+from tests.false_states import LARGE, believes_the_log, digests_of, made_up, never_doubted
+from tests.unit.test_recovery import SHARDS, Rounds, is_right, planned, run, to
+from tests.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = pytest.mark.slow
-
-IDENTITIES = 30
-LARGE = OuterSpec(topk=512, indices="fixed")
-"""Payloads of ten rounds are more bytes than a state: so newcomers take one."""
-FALSE = {shard: [np.full(shape, 7.0, np.float32) for shape in layout.shapes(MODEL, shard)] for shard in SHARDS}
-DIGESTS = {shard: layout.shard_digest(arrays) for shard, arrays in FALSE.items()}
-
-
-@contextlib.asynccontextmanager
-async def made_up(swarm: Swarm, folder: Path) -> AsyncIterator[list[Liar]]:
-    """IDENTITIES of them, until the block ends, when they must still have their sessions."""
-    storage = Storage(folder / "false", None, swarm.disk)
-    storage.save_checkpoint(Checkpoint(max(10, swarm.head), FALSE, {}), DIGESTS)
-    liars = []
-    for number in range(IDENTITIES):
-        identity = Identity(hashlib.sha256(b"made up %d" % number).digest())
-        transport = swarm.network.transport(identity.peer_id, directory.valid_record(swarm.manifest.run_id))
-        liars.append(Liar(swarm.manifest, identity, transport, swarm.boot.addresses, DIGESTS, random.Random(number)))
-
-    async def serve(transport: Transport) -> None:
-        """What they say that they have is really there."""
-        await BlobServer(storage.blobs, others=storage.find).serve(transport)
-
-    tasks = [asyncio.create_task(liar.run(serve)) for liar in liars]
-    try:
-        yield liars
-        assert not any(task.done() for task in tasks), "a test of liars that are not there shows nothing"
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for liar in liars:
-            await liar.transport.aclose()
-        storage.close()
-
-
-def digests_of(swarm: Swarm) -> list[dict[str, str]]:
-    """Of the state after each round, as the log gives it."""
-    states = replay.replay(swarm.manifest, swarm.archive.commits, swarm.archive.blobs.get)
-    return [dict(state.digests) for state in states]
-
-
-def believes_the_log(swarm: Swarm, commits: list[Commit]) -> None:
-    """What commits say of states is what the log gives."""
-    right = digests_of(swarm)
-    for commit in commits[1:]:
-        assert commit.digests.items() <= right[commit.round - 1].items()
-
-
-def never_doubted(peer: Volunteer) -> None:
-    assert not [e for e in peer.events if e.kind == "shard_rebuilt"]
-    assert not [text for text in peer.texts() if "other bits" in text]
 
 
 def test_thirty_made_up_identities_change_no_state_and_no_newcomers(tmp_path: Path) -> None:
@@ -96,7 +30,7 @@ def test_thirty_made_up_identities_change_no_state_and_no_newcomers(tmp_path: Pa
                 newcomer = swarm.start("newcomer")
                 await planned(swarm, rounds, newcomer)
                 await is_right(swarm, newcomer)
-                assert set(bases(newcomer).values()) == {10}
+                assert set(newcomer.bases.values()) == {10}
                 await to(swarm, rounds, swarm.head + 3)
                 told = {d.peer for commit in swarm.archive.commits for d in commit.diverged}
                 assert told <= names, "liars alone are named"
@@ -134,7 +68,7 @@ def test_who_is_told_by_most_that_it_differs_follows_the_log_and_keeps_its_bits(
             kept = [t for t in honest.texts() if "block.2" in t and "other bits" in t]
             assert len(kept) == 1, honest.texts()
             assert "following the log again gave ours" in kept[0]
-            assert bases(honest) == {"block.2": 10}
+            assert honest.bases == {"block.2": 10}
             assert not [e for e in honest.events if e.kind == "shard_rebuilt"]
             await is_right(swarm, honest)
 
@@ -150,7 +84,7 @@ def test_a_node_with_an_auditor_believes_the_log_whatever_most_of_the_weight_say
             auditor = swarm.start("auditor", memory=1, audit=True)
             swarm.machine.leader.witnesses.auditors = frozenset({auditor.id})
             await swarm.until(lambda: auditor.rounds is not None and set(auditor.rounds.outer.theta) == set(SHARDS))
-            assert set(bases(auditor).values()) == {0}, "it believes nobody's state"
+            assert set(auditor.bases.values()) == {0}, "it believes nobody's state"
             assert auditor.received > 0, "and follows the log from the seed"
             await to(swarm, rounds, swarm.head + 1)
             for peer in false:
@@ -184,8 +118,8 @@ def test_a_newcomer_takes_no_state_from_which_the_log_leads_elsewhere(tmp_path: 
             right = digests_of(swarm)[newcomer.rounds.member.applied]
             assert newcomer.rounds.outer.digest("block.2") == right["block.2"]
             assert [t for t in newcomer.texts() if "block.2" in t and "leads from it to other bits" in t]
-            assert bases(newcomer)["block.2"] == 0
-            assert {bases(newcomer)[shard] for shard in SHARDS if shard != "block.2"} == {10}
+            assert newcomer.bases["block.2"] == 0
+            assert {newcomer.bases[shard] for shard in SHARDS if shard != "block.2"} == {10}
 
     run(work())
 

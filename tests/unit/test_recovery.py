@@ -154,11 +154,6 @@ async def heard(swarm: Swarm, peer: Volunteer, up_bps: int) -> None:
     await swarm.until(lambda: peer.id in ready and ready[peer.id].up_bps == up_bps)
 
 
-def bases(peer: Volunteer) -> dict[str, int]:
-    """Which state each shard was built from, the last time."""
-    return dict([e for e in peer.events if e.kind == "recovered"][-1].fields["bases"])
-
-
 def test_a_newcomer_takes_the_newest_checkpoint_and_replays_the_rest(tmp_path: Path) -> None:
     """The newest is 20 rounds old: at most 1.5 checkpoints. And who missed 5 rounds fetches at most 12 % of one."""
 
@@ -172,7 +167,7 @@ def test_a_newcomer_takes_the_newest_checkpoint_and_replays_the_rest(tmp_path: P
             newcomer = swarm.start("newcomer")
             await planned(swarm, rounds, newcomer)
             assert swarm.head == 70
-            assert bases(newcomer) == dict.fromkeys(SHARDS, 50)
+            assert newcomer.bases == dict.fromkeys(SHARDS, 50)
             await is_right(swarm, newcomer)
             assert set(newcomer.storage.blobs) <= {d for r in range(51, 71) for d in payloads(swarm, r)}
             assert CHECKPOINT < newcomer.received <= 1.5 * CHECKPOINT, newcomer.received / CHECKPOINT
@@ -243,7 +238,7 @@ def test_who_is_far_behind_takes_a_later_state(tmp_path: Path) -> None:
             late = swarm.start("late")
             await planned(swarm, rounds, late)
             await is_right(swarm, late)
-            assert set(bases(late).values()) == {30}
+            assert set(late.bases.values()) == {30}
             since = (
                 swarm.head + 2 - 30
             )  # rounds of three payloads of 1/18 each, those under way too; not 31 rounds of two
@@ -282,7 +277,7 @@ def test_a_newcomer_that_is_restarted_goes_on(tmp_path: Path) -> None:
             again = swarm.start("newcomer")
             await swarm.until(lambda: bool(machine.attestations.of(12).get(again.id)))
             await is_right(swarm, again)
-            assert set(bases(again).values()) == {10}
+            assert set(again.bases.values()) == {10}
             log = swarm.archive.commits
             size = sum(s.size + s.listed for r in (11, 12) for s in log[r].shares)
             assert taken + again.received < 1.02 * (CHECKPOINT + size) - 3 * RANGE
@@ -307,7 +302,7 @@ def test_a_stage_fetches_its_own_shards_only(tmp_path: Path) -> None:
                 peer = next(p for p in chain if p.id == stage.peer)
                 held = memory.held_shards(run, stage.first, stage.last)
                 await is_right(swarm, peer, held)
-                assert bases(peer) == dict.fromkeys(held, 10)
+                assert peer.bases == dict.fromkeys(held, 10)
                 size = sum(layout.shard_bytes(MODEL, shard) for shard in held)
                 assert peer.received < 1.35 * size, "a state, and 2 rounds of 2/18 each"
 
@@ -326,7 +321,7 @@ def test_a_corrupt_holder_of_a_state_is_named_and_the_join_ends(tmp_path: Path) 
             newcomer = swarm.start("newcomer")
             await planned(swarm, rounds, newcomer)
             await is_right(swarm, newcomer)
-            assert set(bases(newcomer).values()) == {10}
+            assert set(newcomer.bases.values()) == {10}
             named = [t for t in newcomer.texts() if bad.id[-8:] in t and "not asked again" in t]
             assert 1 <= len(named) <= 4, newcomer.texts()
 
@@ -346,7 +341,7 @@ def test_without_any_checkpoint_the_archive_still_serves(tmp_path: Path) -> None
             newcomer = swarm.start("newcomer")
             await planned(swarm, rounds, newcomer)
             await is_right(swarm, newcomer)
-            assert set(bases(newcomer).values()) == {0}
+            assert set(newcomer.bases.values()) == {0}
 
     run(work())
 
@@ -365,7 +360,7 @@ def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(tmp_path: Path)
             newcomer = swarm.start("newcomer")
             await planned(swarm, rounds, newcomer)
             await is_right(swarm, newcomer)
-            assert set(bases(newcomer).values()) == {0}
+            assert set(newcomer.bases.values()) == {0}
             assert any("does not have it" in t for t in newcomer.texts())
 
     run(work())
@@ -383,7 +378,7 @@ def test_one_wrong_shard_is_rebuilt_from_our_own_checkpoint(tmp_path: Path) -> N
             wrong.rounds.outer.theta["block.2"] = [array, *wrong.rounds.outer.theta["block.2"][1:]]
             await to(swarm, rounds, 15)
             assert [e.fields["shards"] for e in wrong.events if e.kind == "shard_rebuilt"] == [["block.2"]]
-            assert bases(wrong) == {"block.2": 10}
+            assert wrong.bases == {"block.2": 10}
             await is_right(swarm, wrong)
 
     run(work())
@@ -402,7 +397,7 @@ def test_a_checkpoint_that_keeps_a_wrong_bit_is_not_believed(tmp_path: Path) -> 
             array.view(np.uint32)[0, 7] ^= 8
             wrong.rounds.outer.theta["head"] = [wrong.rounds.outer.theta["head"][0], array]
             await to(swarm, rounds, 12)
-            assert bases(wrong) == {"head": 5}, "not 10, whose bits are wrong"
+            assert wrong.bases == {"head": 5}, "not 10, whose bits are wrong"
             await is_right(swarm, wrong)
 
     run(work())
@@ -428,7 +423,7 @@ def test_a_damaged_shard_of_a_checkpoint_is_told_and_built_again(tmp_path: Path,
             await swarm.until(lambda: any(e.kind == "recovered" for e in back.events))
             if damage != "gone":
                 assert [str(path) in t and "damaged" in t for t in back.texts()] == [True]
-            assert bases(back) == {"block.1": 10}
+            assert back.bases == {"block.1": 10}
             await to(swarm, rounds, 13)
             await is_right(swarm, back)
             assert len(list(peer.folder.glob("checkpoint-*"))) == KEPT

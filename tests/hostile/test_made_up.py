@@ -1,0 +1,66 @@
+"""Identities of one liar, each with a daemon of its own, who agree on a state that the log does not give."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from peer import events
+from protocol.identity import Identity
+from tests.false_states import LARGE, MADE_UP, believes_the_log, digests_of, made_up, never_doubted
+from tests.hostile.ground import Ground, manifest, run
+
+pytestmark = pytest.mark.slow
+AT_ONCE = 6
+"""Daemons that are started beside each other."""
+
+
+async def listen(ground: Ground, everybody: list[Identity]) -> None:
+    for first in range(0, len(everybody), AT_ONCE):
+        await asyncio.gather(*(ground.listen(who) for who in everybody[first : first + AT_ONCE]))
+
+
+def said(ground: Ground) -> list[events.Attest]:
+    """What everybody says of states, as the node tells it."""
+    return [e.body for e in ground.events if isinstance(e.body, events.Attest)]
+
+
+def is_right(ground: Ground) -> None:
+    """Every digest that an honest peer ever signed is the one that the log gives."""
+    right, honest = digests_of(ground), {peer.id for peer in ground.peers.values()}
+    theirs = [attest for attest in said(ground) if attest.peer in honest]
+    assert {attest.peer for attest in theirs} == honest
+    for attest in theirs:
+        assert attest.digests.items() <= right[attest.round].items()
+
+
+@pytest.mark.parametrize("many", [6, pytest.param(len(MADE_UP), marks=pytest.mark.campaign)])
+def test_made_up_identities_with_daemons_have_nobody_take_over_their_state(many: int, tmp_path: Path) -> None:
+    """Peers join before them, beside them and when they are gone."""
+
+    async def work() -> None:
+        async with Ground(tmp_path, manifest(checkpoint_rounds=5, outer=LARGE)) as ground:
+            await asyncio.gather(ground.join("a", "b"), listen(ground, MADE_UP[:many]))
+            await ground.goes_on(11)
+            async with made_up(ground, tmp_path, many) as liars:
+                names = {liar.identity.peer_id for liar in liars}
+                await ground.until(lambda: names <= ground.leader.ready.keys())
+                await ground.until(lambda: names <= {attest.peer for attest in said(ground)})
+                (beside,) = await ground.join("beside")
+                await ground.goes_on(3)
+                assert min(beside.bases.values()) > 0, "it took a state, and not the whole log"
+            (after,) = await ground.join("after")
+            await ground.goes_on(3)
+            assert min(after.bases.values()) > 0
+            for peer in ground.peers.values():
+                never_doubted(peer)
+            is_right(ground)
+            believes_the_log(ground, ground.archive.commits)
+            told = {d.peer for commit in ground.archive.commits for d in commit.diverged}
+            assert told
+            assert told <= names, "liars alone are named"
+            assert not {s.peer for commit in ground.archive.commits for s in commit.shares} & names
+
+    run(work())
