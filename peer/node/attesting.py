@@ -13,8 +13,8 @@ from peer.state.storage import Shards
 from protocol.rounds import member_events
 from protocol.run import layout
 
-Then = Callable[[int, Mapping[str, str]], Awaitable[None]]
-"""What follows on the digests of a round's state."""
+Then = Callable[[int, Shards, Mapping[str, str]], Awaitable[None]]
+"""What follows on the digests of a round's state: that state is told, since the peer may hold another one by then."""
 
 
 class Attester:
@@ -46,7 +46,7 @@ class Attester:
         found = await asyncio.get_running_loop().run_in_executor(self._quiet, digests, theta)
         self._put(member_events.Digested(round, found))
         if then is not None:
-            await then(round, found)
+            await then(round, theta, found)
 
 
 def digests(theta: Shards) -> dict[str, str]:

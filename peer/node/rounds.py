@@ -35,7 +35,7 @@ from peer.state.giving import Giving
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
-from peer.state.storage import Checkpoint, Storage
+from peer.state.storage import Checkpoint, Shards, Storage
 from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.rounds import handover, member_events, part_lists, retention
 from protocol.rounds.member import Member
@@ -384,11 +384,11 @@ class Rounds:
             if await self._recovery.is_shorter(held, before, head):
                 self.outer.theta.clear()
 
-    async def _write_checkpoint(self, round: int, digests: Mapping[str, str]) -> None:
-        await self._work(self._checkpoint, round, digests)
+    async def _write_checkpoint(self, round: int, theta: Shards, digests: Mapping[str, str]) -> None:
+        await self._work(self._checkpoint, round, theta, digests)
 
-    def _checkpoint(self, round: int, digests: Mapping[str, str]) -> None:
-        checkpoint = Checkpoint(round, self.outer.theta, self._around.inner_loop.optimizer())
+    def _checkpoint(self, round: int, theta: Shards, digests: Mapping[str, str]) -> None:
+        checkpoint = Checkpoint(round, theta, self._around.inner_loop.optimizer())
         self._storage.save_checkpoint(checkpoint, digests)
         self._checkpointed = round
         if not self._warm_up.shards:
@@ -397,4 +397,4 @@ class Rounds:
     def _last_checkpoint(self) -> None:
         round, applying = self.member.applied, self.member.phase is member_events.Phase.APPLYING
         if retention.last_checkpoint_is_due(round, self._checkpointed, bool(self.outer.theta), applying):
-            self._checkpoint(round, digests(self.outer.theta))
+            self._checkpoint(round, self.outer.theta, digests(self.outer.theta))
