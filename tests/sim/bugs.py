@@ -97,7 +97,7 @@ BUGS: dict[str, Bug] = {
     ),
     # the pumps
     "a commit is applied twice after a restart": Bug(
-        ((ROUNDS, "Checkpoint(round, self.outer.theta,", "Checkpoint(round - 1, self.outer.theta,"),), ("P1",)
+        ((ROUNDS, "Checkpoint(round, theta,", "Checkpoint(round - 1, theta,"),), ("P1",)
     ),
     "an offer is told before it is durable": Bug(
         (
