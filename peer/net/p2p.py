@@ -33,7 +33,7 @@ from peer.net.daemon import (
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
 from peer.net.guests import Limits
 from peer.net.own_addresses import OwnAddresses, interface_hosts
-from peer.net.stream import Endpoint, FrameStream
+from peer.net.stream import Endpoint, FrameStream, ending
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 
@@ -76,9 +76,7 @@ class P2PTransport(Endpoint):
             remote = info.peer_id.to_base58()
             self._met(remote, str(info.addr))
             with contextlib.suppress(asyncio.CancelledError):  # nothing comes after, and asyncio would call it an error
-                await self.run(
-                    handler, self.stream(remote, name, reader, writer, writer.transport.abort), str(info.addr)
-                )
+                await self.run(handler, self.stream(remote, name, reader, writer, ending(writer)), str(info.addr))
 
         await self.daemon.within(self.daemon.p2p.add_binary_stream_handler(name, serve), CLOSE_SECONDS)
 
@@ -92,7 +90,7 @@ class P2PTransport(Endpoint):
             writer.transport.abort()
             raise Unreachable(peer, f"peer {short_peer(peer)}: {SIGNALS_ONLY}; try again")
         self._met(peer, where)
-        return self.stream(peer, name, reader, writer, writer.transport.abort)
+        return self.stream(peer, name, reader, writer, ending(writer))
 
     def seen_at(self, peer: str) -> str:
         return self._seen.get(peer, "")

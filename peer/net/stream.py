@@ -200,6 +200,17 @@ class FrameStream:
         self._abort()
 
 
+def ending(writer: asyncio.StreamWriter) -> Callable[[], None]:
+    """What ends a connection at once, also one that has ended: asyncio forgets that it has closed one by itself, once all that still had to be
+    written was, and its `abort` raises AttributeError then."""
+
+    def end() -> None:
+        with contextlib.suppress(AttributeError):
+            writer.transport.abort()
+
+    return end
+
+
 class Endpoint:
     """A transport's streams and the handlers that serve them; all of them end with it."""
 

@@ -48,6 +48,15 @@ def identity(name: str) -> Identity:
     return Identity(hashlib.sha256(name.encode()).digest())
 
 
+async def daemon(who: Identity, run: str, folder: Path, sockets: Path) -> P2PTransport:
+    """Starts somebody's daemon. `folder`: for the key."""
+    key = folder / f"{who.peer_id}.key"
+    key.write_bytes(who.libp2p_bytes())
+    key.chmod(0o600)
+    valid, latest = directory.valid_record(run), directory.latest_expiry(run)
+    return await p2p.start(key, host="127.0.0.1", validate=valid, latest=latest, sockets=sockets)
+
+
 class Daemons:
     """Transports that were started beforehand, in the place of a network in memory."""
 
@@ -122,17 +131,8 @@ class Ground(volunteers.Swarm):
 
     async def listen(self, who: Identity) -> P2PTransport:
         """Starts somebody's daemon."""
-        key = self.folder / f"{who.peer_id}.key"
-        key.write_bytes(who.libp2p_bytes())
-        key.chmod(0o600)
-        run = self.manifest.run_id
-        self.daemons.started[who.peer_id] = made = await p2p.start(
-            key,
-            host="127.0.0.1",
-            validate=directory.valid_record(run),
-            latest=directory.latest_expiry(run),
-            sockets=self._sockets,
-        )
+        made = await daemon(who, self.manifest.run_id, self.folder, self._sockets)
+        self.daemons.started[who.peer_id] = made
         return made
 
     async def join(self, *names: str, **config: Any) -> list[Volunteer]:

@@ -12,7 +12,7 @@ from peer.state.storage import Storage
 from protocol.run import layout
 from tests.volunteers import QuickDisk, Swarm, manifest
 
-CHECKPOINT = "meta.json"
+LAST_FILE = "meta.json"
 
 
 class Interrupted(QuickDisk):
@@ -25,7 +25,7 @@ class Interrupted(QuickDisk):
         if path.suffix == ".safetensors" and "checkpoint-" in path.parent.name:
             self.meanwhile()
         super().write(path, *pieces, sync=sync, **options)
-        self.written += path.name == CHECKPOINT
+        self.written += path.name == LAST_FILE
 
 
 def test_shards_that_go_and_come_while_a_checkpoint_is_written_end_nobody(tmp_path: Path) -> None:

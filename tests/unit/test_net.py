@@ -20,6 +20,7 @@ import pytest
 from peer.net import address, base, blobs, daemon, descriptors, dht, directory, keyfile, p2p
 from peer.net.base import Closed, Ended, Stream, Timeout, Transport, TransportLost, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork
+from peer.net.stream import ending
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.wire import endpoints, sealed
@@ -818,3 +819,28 @@ def test_wrong_addresses(text: str) -> None:
     assert error.value.exit_code == 2
     if "quic" in text:
         assert "QUIC" in str(error.value)
+
+
+def test_a_connection_that_was_closed_with_something_left_to_write_can_be_ended() -> None:
+    """Whoever reads slowly does not decide what that raises here."""
+
+    async def work() -> None:
+        read, over = asyncio.Event(), asyncio.Event()
+
+        async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read.wait()
+            await reader.read()
+            writer.close()
+            over.set()
+
+        async with await asyncio.start_server(slow, "127.0.0.1", 0) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(bytes(64 << 20))
+            writer.close()
+            assert writer.transport.get_write_buffer_size() > 0, "else asyncio would know that it is closed"
+            read.set()
+            await writer.wait_closed()
+            ending(writer)()
+            await over.wait()
+
+    run(work())
