@@ -7,6 +7,7 @@ change during a run and is the one table that the digest leaves out.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import tomllib
@@ -250,7 +251,7 @@ class HintSpec:
     bootstrap: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A whole run. `operators`: the peer ids of the bootstrap nodes; the first `quorum` of them decide the first commits, the
     others are spares; `start_peers`: the first plan is made when so many peers are ready; `rounds`: the run is over after so
@@ -309,9 +310,9 @@ class Manifest:
         """Who decides round 0."""
         return self.operators[: self.quorum]
 
-    @property
+    @functools.cached_property
     def run_id(self) -> str:
-        """sha256 (hex) of the canonical form without `[hints]`."""
+        """sha256 (hex) of the canonical form without `[hints]`. Strangers ask for it with whatever they send."""
         return hashlib.sha256(self._canonical()).hexdigest()
 
     @property

@@ -16,7 +16,7 @@ import random
 import resource
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,6 +48,8 @@ ANSWER_SECONDS = 0.005
 """That an enemy waits for an answer, of which it needs none."""
 OF_AN_ENEMY = 200
 """Messages, before another one comes in its place: who is refused could say nothing more."""
+LAST, ALIKE = 64, 0.8
+"""Messages of each type that are remembered, and how many of all are made from one of them."""
 MEMORY_MIB = 300
 """By which all may grow."""
 QUORUM = Identity(b"quorum enemy".ljust(32))
@@ -103,6 +105,7 @@ class Enemies:
             bounds.Address: lambda rng: f"/memory/p2p/{rng.choice(self._peers())}",
             Digest: lambda rng: bytes.fromhex(self._blob(rng)),
         }
+        self._last: dict[type, deque[dict[str, Any]]] = {}
         self.maker = Maker(self.rng, known)
         self.honest = Maker(self.rng, known, odd=0.02)
 
@@ -114,11 +117,15 @@ class Enemies:
         return rng.choice(held) if held and rng.random() < 0.5 else blob_hash.name_of(rng.randbytes(4))
 
     def map(self, cls: type) -> dict[str, Any]:
-        """A message's fields, as plain data; mostly such that all of it is taken."""
+        """A message's fields, as plain data; mostly such that all of it is taken. Most are like one of the last, but for a few fields."""
+        last = self._last.setdefault(cls, deque(maxlen=LAST))
         for _ in range(8):
-            made = (self.honest if self.rng.random() < 0.7 else self.maker).make(cls)
+            maker = self.honest if self.rng.random() < 0.7 else self.maker
+            like = self.rng.choice(last) if len(last) == LAST and self.rng.random() < ALIKE else None
+            made: dict[str, Any] = maker.make(cls) if like is None else maker.another(cls, like)
             with contextlib.suppress(SchemaError):
                 build(cls, made, ignore_unknown=True)
+                last.append(made)
                 break
         return dict(made)
 

@@ -72,6 +72,13 @@ def unbounded(cls: type) -> Iterator[str]:
     yield from look(cls, cls.__name__)
 
 
+TEXTS = tuple(
+    "".join(random.Random(letters).choices(letters, k=2**17))
+    for letters in (string.ascii_letters, "\0\n\x1b[2Jé\u202e", "0123456789abcdef", " /.#")
+)
+"""Of which texts are cut."""
+
+
 @dataclass
 class Maker:
     """Draws from `rng`; `known` are values of the run that it is for; with probability `odd` a field is at its bound, or strange."""
@@ -79,48 +86,85 @@ class Maker:
     rng: random.Random
     known: Known = field(default_factory=dict)
     odd: float = 0.2
+    _ways: dict[Any, Callable[[], Any]] = field(default_factory=dict, init=False, repr=False)
 
     def make(self, hint: Any) -> Any:
         """A value of a type, as plain data, within all bounds."""
-        if hint in self.known and self.rng.random() > self.odd:
-            return self.known[hint](self.rng)
+        return self._way(hint)()
+
+    def _way(self, hint: Any) -> Callable[[], Any]:
+        """What makes values of a type. A type is looked at once: there are ten million messages to be made."""
+        if hint not in self._ways:
+            self._ways[hint] = self._find_way(hint)
+        return self._ways[hint]
+
+    def _find_way(self, hint: Any) -> Callable[[], Any]:
+        rng, odd = self.rng, self.odd
+        strange = self._strange_way(hint)
+        if hint not in self.known:
+            return strange
+        known = self.known[hint]
+        return lambda: known(rng) if rng.random() > odd else strange()
+
+    def _strange_way(self, hint: Any) -> Callable[[], Any]:
+        """The same without what is known of the run."""
+        rng, odd = self.rng, self.odd
         base, marks = parts(hint)
         origin = typing.get_origin(base)
         if base == Digest:
-            return self.rng.randbytes(32)
+            return lambda: rng.randbytes(32)
         if origin in (types.UnionType, typing.Union):
-            inner = next(a for a in typing.get_args(base) if a is not type(None))
-            return None if self.rng.random() < self.odd else self.make(inner)
+            there = self._way(next(a for a in typing.get_args(base) if a is not type(None)))
+            return lambda: None if rng.random() < odd else there()
         most = next((mark.count for mark in marks if isinstance(mark, AtMost | Cut)), MANY)
         if origin is tuple:
-            return [self.make(typing.get_args(base)[0]) for _ in range(self._count(most))]
+            entry = self._way(typing.get_args(base)[0])
+            return lambda: [entry() for _ in range(self._count(most))]
         if origin is dict:
-            key, value = typing.get_args(base)
-            return {self.make(key): self.make(value) for _ in range(self._count(most))}
+            key, value = (self._way(arg) for arg in typing.get_args(base))
+            return lambda: {key(): value() for _ in range(self._count(most))}
         if dataclasses.is_dataclass(base):
-            return {name: self.make(inner) for name, inner in fields(base).items()}
-        return self._plain(base, marks, most)
+            ways = [(name, self._way(inner)) for name, inner in fields(base).items()]
+            return lambda: {name: way() for name, way in ways}
+        return self._plain_way(base, marks, most)
 
     def _count(self, most: int) -> int:
         if most <= FEW and self.rng.random() < 0.7:
             return self.rng.choice((0, most, most))
         return self.rng.choice((0, 1, 1, 2, min(most, MANY), min(most, 40) if self.rng.random() < self.odd else 1))
 
-    def _plain(self, base: type, marks: list[Any], most: int) -> Any:
+    def _plain_way(self, base: type, marks: list[Any], most: int) -> Callable[[], Any]:
         rng = self.rng
         if base is bool:
-            return rng.random() < 0.5
+            return lambda: rng.random() < 0.5
         if base in (int, float):
             (bound,) = (mark for mark in marks if isinstance(mark, Within))
-            drawn = rng.choice(
-                (bound.least, bound.most, bound.least + 1, rng.randrange(40), rng.uniform(bound.least, bound.most))
-            )
-            return base(min(max(drawn, bound.least), bound.most))
-        length = rng.choice((0, 1, rng.randrange(most + 1), most))
+
+            def number() -> Any:
+                drawn = rng.choice(
+                    (bound.least, bound.most, bound.least + 1, rng.randrange(40), rng.uniform(bound.least, bound.most))
+                )
+                return base(min(max(drawn, bound.least), bound.most))
+
+            return number
+
+        def long() -> int:
+            return rng.choice((0, 1, rng.randrange(most + 1), most))
+
         if base is bytes:
-            return rng.randbytes(length)
-        letters = rng.choice((string.ascii_letters, "\0\n\x1b[2Jé\u202e", "0123456789abcdef", " /.#"))
-        return "".join(rng.choices(letters, k=length))
+            return lambda: rng.randbytes(long())
+
+        def text() -> str:
+            length, letters = long(), rng.choice(TEXTS)
+            first = rng.randrange(len(letters) - length)
+            return letters[first : first + length]
+
+        return text
+
+    def another(self, cls: type, made: Mapping[str, Any]) -> dict[str, Any]:
+        """A message like one that was made, with other values in a few of its fields."""
+        every = fields(cls)
+        return {**made, **{name: self.make(every[name]) for name in self.rng.choices(list(every), k=3)}}
 
     def beyond(self, cls: type) -> Iterator[tuple[str, Any]]:
         """(field, plain data) of messages of which one field is beyond its bounds, and nothing else is wrong."""
