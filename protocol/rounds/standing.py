@@ -150,6 +150,15 @@ class Standing:
         spec = self.spec_of(number, peers)
         return spec is not None and self.is_new(spec)
 
+    def compares(self, counted: int) -> bool:
+        """Whether a round of probation is served in the open round, where the work of so many replicas counts."""
+        return counted >= judging.LEAST - 1 or self.established < judging.LEAST - 1
+
+    def tried(self, commit: Commit) -> frozenset[int]:
+        """Of the replicas whose work `commit` leaves out as judged, those whose makers are on probation."""
+        there = (x for x in commit.left_out if x.judged is not None and x.peers)
+        return frozenset(x.replica for x in there if self.is_on_probation(x.replica, x.peers))
+
     def weigh(self, contributions: Sequence[Contribution]) -> tuple[float, ...]:
         """What reputation and shares leave of the weight of each of the open round's contributions that count."""
         total = sum(c.tokens for c in contributions)
@@ -209,8 +218,7 @@ class Standing:
     def _served(self, commit: Commit) -> Iterator[str]:
         """Who has served this round."""
         yield from (share.peer for share in commit.shares)
-        least = judging.LEAST - 1
-        if len(commit.contributions) >= least or self.established < least:
+        if self.compares(len(commit.contributions)):
             yield from (peer for x in commit.left_out if x.probation for peer in x.peers)
 
     def _findings(self, commit: Commit) -> Iterator[Finding]:
