@@ -77,7 +77,8 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, evaluation, presence, promises, schedule, seats, settling
+from protocol.rounds import access, admission, evaluation, presence, promises, schedule, seats, settling, standing
+from protocol.rounds.access import Access
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -139,7 +140,7 @@ class Leader:
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
         self.quarrels = Quarrels()
-        self.access = access.of(manifest, commits)
+        self.standing = standing.of(manifest, commits)
         self.petitions = access.Petitions()
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
@@ -173,6 +174,11 @@ class Leader:
     def has_begun(self) -> bool:
         """Whether there was a plan. Before, `start_peers` are waited for."""
         return self._last_plan is not None
+
+    @property
+    def access(self) -> Access:
+        """Who may take part."""
+        return self.standing.access
 
     @property
     def medians(self) -> tuple[float, ...]:
@@ -318,7 +324,7 @@ class Leader:
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
         may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
-        may = may and self.access.why_not(peer) is None
+        may = may and not self.standing.rests(peer) and self.access.why_not(peer) is None
         known = self.ready.get(peer) if may else None
         seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
@@ -362,7 +368,7 @@ class Leader:
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
-        self.access = self.access.after(commit.decree, commit.joined)
+        self.standing = self.standing.after(commit)
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
         self.witnesses.add(commit)
@@ -407,7 +413,8 @@ class Leader:
             if seats.waits(self.manifest, self.roster, verdicts, waited):
                 return []
         assert self.head is not None
-        case = self._docket.close(self.head, verdicts, waited, diverged)
+        said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)
+        case = self._docket.close(self.standing, self.head, verdicts, said)
         return self.position.step(None, Phase.JUDGING, [Judge(case)]) if case else self._settle(now, None)
 
     def _settle(self, now: float, event: type | None) -> list[Effect]:
@@ -455,9 +462,11 @@ class Leader:
         candidates = self.candidates(commit.decree)
         if not self.has_begun and len(candidates) < self.manifest.start_peers:
             candidates = []  # the first plan waits, whatever else there is to say
-        there, resting = self.promises.apart(candidates, self.round + 1, self._broken(commit))
+        fallen = tuple(c for c in candidates if self.standing.rests(c.peer))
+        able = [c for c in candidates if c not in fallen]
+        there, resting = self.promises.apart(able, self.round + 1, self._broken(commit))
         before = self.roster.plan or self._last_plan
-        question = settling.question(self.manifest, commit, there, resting, before, self.attestations)
+        question = settling.question(self.manifest, commit, there, resting, fallen, before, self.attestations)
         said = self._asked and (self._asked[0], self._asked[1].decree, self._asked[1].joined)
         if said == (question, commit.decree, commit.joined):
             return []  # these candidates make no replica
