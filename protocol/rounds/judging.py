@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from protocol.rounds import comparing, part_lists
-from protocol.rounds.comparing import Floats, Measured, Update
+from protocol.rounds.comparing import Examined, Floats, Measured, Update
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_SCALE
@@ -50,6 +50,15 @@ SURE, CHANCE = 3.0, 8.0
 """How much most have to agree, and somebody to differ from that, in standard deviations of the agreement of unrelated updates."""
 PANEL = 32
 """Contributions that are compared with each other, about."""
+
+
+Known = Callable[[str, Part, Callable[[], Examined]], Examined]
+"""(who sent a part, the part, what finds out) -> what is in it, if need be since that found it out; raises what that raises."""
+
+
+def find_out(sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
+    """The `Known` of somebody who knows nothing."""
+    return find()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +89,26 @@ class Case:
     last: tuple[Contribution, ...]
     medians: tuple[float, ...]
 
-    def answer(self, read: Callable[[str], bytes]) -> tuple[Judged, ...]:
-        """The verdicts. `read`: lists of parts and payloads by their names. Raises BadList, and what `read` raises."""
-        updates = [held(self.manifest, c, read) for c in self.contributions]
+    def answer(self, read: Callable[[str], bytes], known: Known = find_out) -> tuple[Judged, ...]:
+        """The verdicts. `read`: lists of parts and payloads by their names; `known`: what was found in payloads. Raises BadList, and what
+        these raise."""
+        updates = [held(self.manifest, c, read, known) for c in self.contributions]
         enough = len(updates) >= LEAST
-        before = Before(self.medians, tuple(held(self.manifest, c, read) for c in self.last if enough))
+        before = Before(self.medians, tuple(held(self.manifest, c, read, known) for c in self.last if enough))
         names = [name_of(c) for c in self.contributions]
         return tuple(judge(self.manifest, self.parent, names, updates, before))
 
 
-def held(manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes]) -> Update:
-    """The update of a contribution whose lists and payloads can be read by their names."""
-    lists = [part_lists.unpack(read(share.root)) for share in contribution.shares]
-    parts: list[Part] = [part for of_share in lists for part in of_share]
-    return comparing.update_of(manifest, parts, lambda part: read(part.digest))
+def held(
+    manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes], known: Known = find_out
+) -> Update:
+    """The update of a contribution whose lists can be read by their names, and its payloads, where what is in them is not known."""
+    lists = [(share.peer, part_lists.unpack(read(share.root))) for share in contribution.shares]
+    parts: list[Part] = [part for _, of_share in lists for part in of_share]
+    sender = {part.shard: peer for peer, of_share in lists for part in of_share}
+    return comparing.update_of(
+        manifest, parts, lambda part: read(part.digest), lambda part, find: known(sender[part.shard], part, find)
+    )
 
 
 def medians(commits: Sequence[Commit]) -> tuple[float, ...]:
