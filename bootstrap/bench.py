@@ -1,5 +1,5 @@
 """Where contributions are judged, beside the loop: the questions of the leader's machine are answered on a thread of their own, one after
-the other. To decode the payloads takes most of the time, in steps of numpy between which the interpreter gives way.
+the other, in steps of numpy between which the interpreter gives way. What is in the payloads was found when they came.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from protocol.rounds.judging import Case
+from protocol.rounds.judging import Case, Known, find_out
 from protocol.rounds.leader_events import Verdict
 
 log = logging.getLogger("potluck.judging")
@@ -34,14 +34,19 @@ def wanted(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
 
 
 class Bench:
-    """`read`: payloads and lists of parts by their names, None for what is not here; `put` takes the answers; `pause`: seconds before what
-    could not be judged is tried again."""
+    """`read`: payloads and lists of parts by their names, None for what is not here; `put` takes the answers; `known`: what was found in
+    payloads (bootstrap/notes.py); `pause`: seconds before what could not be judged is tried again."""
 
     def __init__(
-        self, put: Callable[[Verdict], None], read: Callable[[str], bytes | None], pause: float = PAUSE_SECONDS
+        self,
+        put: Callable[[Verdict], None],
+        read: Callable[[str], bytes | None],
+        known: Known = find_out,
+        pause: float = PAUSE_SECONDS,
     ) -> None:
         self._put = put
         self._read = wanted(read)
+        self._known = known
         self._pause = pause
         self._cases: asyncio.Queue[Case] = asyncio.Queue()
 
@@ -58,7 +63,7 @@ class Bench:
             while True:
                 case = await self._cases.get()
                 try:
-                    judged = await loop.run_in_executor(worker, case.answer, self._read)
+                    judged = await loop.run_in_executor(worker, case.answer, self._read, self._known)
                 except Exception as error:  # whatever was offered ends no node
                     if isinstance(error, Lacking):
                         log.info("round %d cannot be judged yet: %s is not here", case.round, error)

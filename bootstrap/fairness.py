@@ -13,6 +13,7 @@ from bootstrap.bench import Lacking, wanted
 from peer.net.clock import Clock
 from protocol.rounds import fairness
 from protocol.rounds.fairness import Doubts, Sight
+from protocol.rounds.judging import Known
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos_events import Judged
 from protocol.rounds.unfair import Unfair
@@ -23,7 +24,7 @@ log = logging.getLogger("potluck.fairness")
 
 class Fairness:
     """`put` takes the answers; `leader` is the node's own machine; `read`: payloads and lists of parts by their names, None for what is
-    not here; `living` says which members of the quorum give signs of life."""
+    not here; `known`: what was found in payloads (bootstrap/notes.py); `living` says which members of the quorum give signs of life."""
 
     def __init__(
         self,
@@ -31,12 +32,14 @@ class Fairness:
         clock: Clock,
         put: Callable[[Judged], None],
         read: Callable[[str], bytes | None],
+        known: Known,
         living: Callable[[], frozenset[str]],
     ) -> None:
         self._leader = leader
         self._clock = clock
         self._put = put
         self._read = wanted(read)
+        self._known = known
         self._living = living
         self._since = clock.steady()
         self._doubts = Doubts()
@@ -67,7 +70,7 @@ class Fairness:
         if found is not None:
             return found
         try:
-            found = fairness.unjust_in(sight, commit, self._read)
+            found = fairness.unjust_in(sight, commit, self._read, self._known)
             if found is not None:
                 return found
         except Lacking as error:

@@ -28,6 +28,7 @@ from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
 from bootstrap.links import Links
 from bootstrap.news import News
+from bootstrap.notes import Notes
 from bootstrap.payloads import Payloads
 from bootstrap.planning import Planning
 from bootstrap.roster import Heard
@@ -120,10 +121,18 @@ class BootstrapNode:
         self._stays = presence.Stays()
         self._latency = Latency(transport, self._clock, self._directory.placed, random.Random(identity.peer_id))
         self._payloads = Payloads(
-            manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
+            manifest,
+            transport,
+            archive,
+            self._directory,
+            emit,
+            self._held,
+            self._listed,
+            self._refused,
+            notes := Notes(),
         )
         self._planning = Planning(self._events.put, answer)
-        self._bench = Bench(self._events.put, archive.blobs.get)
+        self._bench = Bench(self._events.put, archive.blobs.get, notes.known)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -132,7 +141,7 @@ class BootstrapNode:
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, doorman)
         self._decrees = Decrees(self.leader, self._events.hand_in, self._spread)
         self._fairness = Fairness(
-            self.leader, self._clock, self._events.put, archive.blobs.get, lambda: self._quorum.living
+            self.leader, self._clock, self._events.put, archive.blobs.get, notes.known, lambda: self._quorum.living
         )
         self._quorum = Quorum(
             manifest, identity.peer_id, archive.last, archive.vote, held, identity.sign, identities.verify, now

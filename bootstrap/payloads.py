@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from bootstrap.archive import Archive
+from bootstrap.notes import Notes
 from peer import events
 from peer.net.allowance import Allowance
 from peer.net.base import Transport
@@ -18,7 +19,6 @@ from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.rounds import comparing, part_lists
 from protocol.rounds.part_lists import Parts
-from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.session import Withdraw
@@ -34,7 +34,7 @@ _FOR_GOOD = 2**31
 
 class Payloads:
     """`held(digest)` is called when a payload is here, `listed(root, parts)` when a list of parts is, `refused(peer, withdraw)` when
-    something is no payload: that takes its sender out of the round."""
+    something is no payload: that takes its sender out of the round. `notes` has what is in payloads that are judged soon."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Payloads:
         held: Callable[[str], None],
         listed: Callable[[str, Parts], None],
         refused: Callable[[str, Withdraw], None],
+        notes: Notes,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
@@ -54,6 +55,7 @@ class Payloads:
         self._held = held
         self._listed = listed
         self._refused = refused
+        self._notes = notes
         self._fetching: set[str] = set()
         self._wanted: dict[str, int] = {}  # the newest round that what is under way, or was lately, is for
         self._decided = -1
@@ -86,6 +88,7 @@ class Payloads:
         committed = await asyncio.to_thread(self._names, commit)
         if committed is None:
             return set()
+        self._notes.settle(committed)
         self._decided = max(self._decided, commit.round)
         late = {name for name, round in self._wanted.items() if round <= commit.round and name not in committed}
         for name in late:
@@ -185,12 +188,13 @@ class Payloads:
         if part.digest in self._fetching:
             return
         self._fetching.add(part.digest)
-        shapes = layout.shapes(self._manifest.model, part.shard)
 
         def check(data: bytes) -> None:
-            norm = comparing.norm(sparse.decode(self._manifest.outer.codec, shapes, data))
-            if not comparing.is_true(part.norm, norm):
-                raise sparse.PayloadError(f"its norm is {norm:.6g}, not {part.norm:.6g}")
+            found = comparing.examine(self._manifest, part.shard, data)
+            if not comparing.is_true(part.norm, found.norm):
+                raise sparse.PayloadError(f"its norm is {found.norm:.6g}, not {part.norm:.6g}")
+            if round >= self._decided:
+                self._notes.keep(sender, part, found)
 
         try:
             asked = self._asked(holders)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 TILE_SIDE = 64
 TILE = TILE_SIDE * TILE_SIDE
 BLOCK = 1 << 18  # elements in the cache at a time
+MARK = 12  # bits of an index within a tile
 JOB = 1 << 20  # elements that one thread works through, with the same buffers
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
@@ -102,6 +103,21 @@ class Tiling:
             replace(self, rows=min(step, self.rows - row), band=self.band + row // self.tr)
             for row in range(0, self.rows, step)
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """What is kept of a tensor, tile by tile: `marked` [entries] has an entry's index within its tile in its MARK lowest bits. Where they are
+    `coded`, the two above are its code, and `values` [4] is what the codes stand for; else `values` [entries]."""
+
+    marked: npt.NDArray[np.uint16]
+    values: Array
+    coded: bool
+
+    @property
+    def sent(self) -> Array:
+        """The value of each entry."""
+        return self.values.take(self.marked >> np.uint16(MARK)) if self.coded else self.values
 
 
 @dataclass(frozen=True, slots=True)

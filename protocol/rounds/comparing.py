@@ -18,14 +18,19 @@ import numpy.typing as npt
 
 from protocol.codec import philox, sparse, topk
 from protocol.codec.sparse import PayloadError, Sparse
+from protocol.codec.topk import Tiled, Tiling
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Part
 
 TILES = 4096
 """Tiles of a model that are compared, about."""
-BLOCK = 8
-"""Tiles that are compared at a time."""
+BLOCK = 1 << 16
+"""Places of an entry that are compared at a time."""
+FEW = 4
+"""Rows with an entry at one place, up to which these are multiplied pair by pair."""
+OVERHEAD = 512
+"""Bytes that objects take beside their arrays, about."""
 UNIT = 2.0**25
 """The norm of what is compared of a shard, in whole numbers."""
 NORM_TOLERANCE = 1e-6
@@ -39,37 +44,99 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a contribution sends. `decode`: shard -> its tensors; `norms`: the L2 norms that are said of the shards."""
+    """What a contribution sends. `decode`: shard -> its tensors, or what was found in them; `norms`: the L2 norms that are said of the
+    shards."""
 
-    decode: Callable[[str], Sequence[Sparse]]
+    decode: Callable[[str], Sequence[Sparse] | Examined]
     norms: Mapping[str, float] = field(default_factory=dict)
 
 
-def update_of(manifest: Manifest, parts: Sequence[Part], read: Callable[[Part], bytes]) -> Update:
-    """The update in the payloads of these parts, which are of all shards. `decode` raises PayloadError, and what `read` raises."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Examined:
+    """All that judging needs of a shard's payload of `size` bytes. `square`: of its norm; `counts` [T]: entries of each tensor; `marked`
+    [E], `values` and `coded` as in Tiled, of all tensors, one after the other."""
+
+    size: int
+    square: float
+    counts: tuple[int, ...]
+    marked: npt.NDArray[np.uint16]
+    values: npt.NDArray[np.float32]
+    coded: bool
+
+    @property
+    def norm(self) -> float:
+        """The L2 norm of what is sent of the shard."""
+        return math.sqrt(self.square)
+
+    @property
+    def bytes(self) -> int:
+        """That it takes in memory."""
+        return self.marked.nbytes + self.values.nbytes + OVERHEAD
+
+
+def _examined(size: int, tensors: Sequence[Tiled]) -> Examined:
+    return Examined(
+        size=size,
+        square=math.fsum(squares(x.sent) for x in tensors),
+        counts=tuple(x.marked.size for x in tensors),
+        marked=np.concatenate([x.marked for x in tensors]),
+        values=np.concatenate([x.values for x in tensors]),
+        coded=tensors[0].coded,
+    )
+
+
+def examine(manifest: Manifest, shard: str, payload: bytes) -> Examined:
+    """Decodes a payload of `shard`. Raises PayloadError."""
+    shapes = layout.shapes(manifest.model, shard)
+    return _examined(len(payload), sparse.decode_tiles(manifest.outer.codec, shapes, payload))
+
+
+def update_of(
+    manifest: Manifest,
+    parts: Sequence[Part],
+    read: Callable[[Part], bytes],
+    known: Callable[[Part, Callable[[], Examined]], Examined] = lambda part, find: find(),
+) -> Update:
+    """The update in the payloads of these parts, which are of all shards. `known`: what is in a part; it may call what finds that out.
+    `decode` raises PayloadError, and what these raise."""
     of = {part.shard: part for part in parts}
 
-    def decode(shard: str) -> Sequence[Sparse]:
-        payload = read(of[shard])
-        if len(payload) != of[shard].size:
-            raise PayloadError(f"payload: has {len(payload)} bytes, not {of[shard].size} as is said; refused")
-        return sparse.decode(manifest.outer.codec, layout.shapes(manifest.model, shard), payload)
+    def decode(shard: str) -> Examined:
+        part = of[shard]
+
+        def find() -> Examined:
+            payload = read(part)
+            check(len(payload))
+            return examine(manifest, shard, payload)
+
+        def check(size: int) -> None:
+            if size != part.size:
+                raise PayloadError(f"payload: has {size} bytes, not {part.size} as is said; refused")
+
+        found = known(part, find)
+        check(found.size)
+        return found
 
     return Update(decode, {part.shard: part.norm for part in parts})
 
 
 def squares(values: npt.NDArray[np.float32]) -> float:
     """The sum of the squares of finite `values`, the same number on every machine: halves are added until one number is left."""
-    sums = []
-    for start in range(0, values.size, SUMMED):
-        part = values[start : start + SUMMED].astype(np.float64)
+    return _squares(values[None])[0]
+
+
+def _squares(values_PN: npt.NDArray[np.float32]) -> list[float]:
+    """The same of each row."""
+    sums = [[0.0] * len(values_PN)]
+    for start in range(0, values_PN.shape[1], SUMMED):
+        part = values_PN[:, start : start + SUMMED].astype(np.float64)
         np.multiply(part, part, out=part)
-        while part.size > 1:
-            half = (part.size + 1) // 2
-            part[: part.size - half] += part[half:]
-            part = part[:half]
-        sums.append(float(part[0]))
-    return math.fsum(sums)
+        while (size := part.shape[1]) > 1:
+            half = (size + 1) // 2
+            part[:, : size - half] += part[:, half:]
+            part = part[:, :half]
+        sums.append(part[:, 0].tolist())
+    return [math.fsum(row) for row in zip(*sums, strict=True)]
 
 
 def norm(tensors: Sequence[Sparse]) -> float:
@@ -110,24 +177,19 @@ def measure(
     cosines: list[list[Floats]] = [[] for _ in panels]
     for panel, into in zip(panels, cosines, strict=True):
         for shard in cut:
-            rows: list[Sampled | None] = []
+            rows: list[Examined | None] = []
             for i in panel:
                 try:
-                    tensors = updates[i].decode(shard.name)
+                    rows.append(shard.examined(updates[i].decode(shard.name)))
                 except PayloadError as error:
                     broken.setdefault(i, f"{shard.name}: {error}")
-                    tensors = None
-                squared[i].append(0.0 if tensors is None else math.fsum(squares(x.values) for x in tensors))
-                rows.append(None if tensors is None else shard.sampled(tensors))
+                    rows.append(None)
+                squared[i].append(0.0 if rows[-1] is None else rows[-1].square)
             into.append(shard.cosines(rows))
     norms = [math.sqrt(math.fsum(row)) for row in squared]
     shards = [[math.sqrt(square) for square in row] for row in squared]
     found = [(tuple(panel), c) for panel, c in zip(panels, cosines, strict=True)]
     return Measured(norms, shards, broken, found, [shard.elements for shard in cut])
-
-
-Sampled = list[tuple[Places, Places, Floats]]
-"""Of each tensor the entries of the chosen tiles, [tiles, k'] each: which of these tiles, where within it, and the value."""
 
 
 class _Cut:
@@ -142,40 +204,107 @@ class _Cut:
     def elements(self) -> int:
         return sum(tiles.size * t.n for tiles, t in zip(self._chosen, self._tilings, strict=True))
 
-    def sampled(self, tensors: Sequence[Sparse]) -> Sampled:
-        """The values are whole numbers, and the norm of all is UNIT."""
-        parts = []
-        for tensor, tiling, tiles in zip(tensors, self._tilings, self._chosen, strict=True):
-            keep = tensor.index.size // tiling.tiles
-            at, values = tensor.index.reshape(-1, keep)[tiles], tensor.values.reshape(-1, keep)[tiles]
-            row, col = np.divmod(at, tiling.cols)
+    def examined(self, found: Sequence[Sparse] | Examined) -> Examined:
+        """What is needed of an update of the shard."""
+        if isinstance(found, Examined):
+            return found
+        tensors = []
+        for tensor, tiling in zip(found, self._tilings, strict=True):
+            row, col = np.divmod(tensor.index, tiling.cols)
             inner = row % tiling.tr * tiling.tc + col % tiling.tc
-            parts.append((np.arange(tiles.size)[:, None].repeat(keep, axis=1), inner, values))
-        norm = math.sqrt(math.fsum(squares(values.reshape(-1)) for _, _, values in parts))
-        # in two steps: the one number may be too large where the other is small
-        return [(w, i, np.rint(v.astype(np.float64) / norm * UNIT) if norm else np.zeros(v.shape)) for w, i, v in parts]
+            tensors.append(Tiled(inner.astype(np.uint16), tensor.values, False))
+        return _examined(0, tensors)
 
-    def cosines(self, rows: Sequence[Sampled | None]) -> Floats:
+    def cosines(self, rows: Sequence[Examined | None]) -> Floats:
         """[P, P]; 0 of what is not there. All sums are of whole numbers below 2^53: the same in any order."""
-        total, own = np.zeros((len(rows), len(rows))), np.zeros(len(rows))
-        there = [(i, row) for i, row in enumerate(rows) if row is not None]
-        for number, (tiles, tiling) in enumerate(zip(self._chosen, self._tilings, strict=True)):
-            for start in range(0, tiles.size if there else 0, BLOCK):
-                part = slice(start, start + BLOCK)
-                cut = [(i, row[number]) for i, row in there]
-                place = np.concatenate(
-                    [((w[part] - start) * tiling.n + inner[part]).ravel() for _, (w, inner, _) in cut]
-                )
-                value = np.concatenate([values[part].ravel() for _, (_, _, values) in cut])
-                who = np.concatenate([np.full(values[part].size, i) for i, (_, _, values) in cut])
-                own += np.bincount(who, value * value, len(rows))
-                several = np.bincount(place) > 1  # an entry that one alone sends adds to no product of two
-                kept, column = several[place], np.cumsum(several) - 1
-                dense = np.zeros((len(rows), int(several.sum())))
-                dense[who[kept], column[place[kept]]] = value[kept]
-                total += dense @ dense.T
-        np.fill_diagonal(total, own)
+        there = [row for row in rows if row is not None]
+        total = np.zeros((len(rows), len(rows)))
+        if there:
+            places = [i for i, row in enumerate(rows) if row is not None]
+            total[np.ix_(places, places)] = _Chosen(self._tilings, self._chosen, there[0].counts).products(there)
         return total / UNIT**2
+
+
+class _Chosen:
+    """The entries of a shard's chosen tiles, one after the other: the same for every update, but for where within its tile each is."""
+
+    def __init__(self, tilings: Sequence[Tiling], chosen: Sequence[Places], counts: Sequence[int]) -> None:
+        self.tensors: list[slice] = []
+        """Which of the entries are those of each tensor."""
+        self.blocks: list[tuple[slice, int, int]] = []
+        """Which of them are those of some tiles, the first place of these, and how many places they have."""
+        at, codes, corners = [], [], []
+        entries = first = place = 0
+        for number, (tiling, tiles, count) in enumerate(zip(tilings, chosen, counts, strict=True)):
+            keep = count // tiling.tiles
+            at.append((first + tiles[:, None] * keep + np.arange(keep)).ravel())
+            codes.append(np.full(at[-1].size, 4 * number))
+            corners.append((place + np.arange(tiles.size) * tiling.n).repeat(keep))
+            self.tensors.append(slice(entries, entries + at[-1].size))
+            for tile in range(0, tiles.size, max(1, BLOCK // tiling.n)):
+                some = min(max(1, BLOCK // tiling.n), tiles.size - tile)
+                self._add_block(entries + tile * keep, some * keep, place + tile * tiling.n, some * tiling.n)
+            entries, first, place = entries + at[-1].size, first + count, place + tiles.size * tiling.n
+        self._at, self._codes, self._corners = map(np.concatenate, (at, codes, corners))
+
+    def _add_block(self, start: int, entries: int, place: int, places: int) -> None:
+        """Joins the last block, if that is small."""
+        if self.blocks and self.blocks[-1][2] + places <= BLOCK:
+            before, first, size = self.blocks[-1]
+            self.blocks[-1] = slice(before.start, start + entries), first, size + places
+        else:
+            self.blocks.append((slice(start, start + entries), place, places))
+
+    def products(self, rows: Sequence[Examined]) -> Floats:
+        """[P, P], of values that are whole numbers, such that the norm of each row is UNIT."""
+        marked = np.stack([row.marked.take(self._at) for row in rows])
+        sent = np.stack([self._sent(row, mark) for row, mark in zip(rows, marked, strict=True)])
+        by_tensor = [_squares(sent[:, part]) for part in self.tensors]
+        norms = np.array([math.sqrt(math.fsum(row)) for row in zip(*by_tensor, strict=True)])
+        values = sent.astype(np.float64)
+        values /= np.where(norms > 0, norms, 1.0)[
+            :, None
+        ]  # in two steps: the one number may be too large where the other is small
+        values *= UNIT
+        np.rint(values, out=values)
+        marked &= np.uint16((1 << topk.MARK) - 1)
+        total = np.zeros((len(rows), len(rows)))
+        for part, first, places in self.blocks:
+            total += products(self._corners[part] - first + marked[:, part], values[:, part], places)
+        np.fill_diagonal(total, np.einsum("pe,pe->p", values, values))
+        return total
+
+    def _sent(self, row: Examined, marked: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
+        return row.values.take(self._codes + (marked >> np.uint16(topk.MARK)) if row.coded else self._at)
+
+
+def products(place_PE: Places, value_PE: Floats, places: int, few: int = FEW) -> Floats:
+    """[P, P]: for each two rows the sum of the products of their values at the same places, of which a row has each once at most; what is on
+    the diagonal says nothing. An entry that one row alone has adds to none. Where up to `few` rows have one, they are multiplied pair by
+    pair, else whole columns are."""
+    total = np.zeros((len(value_PE), len(value_PE)))
+    width, place, value = value_PE.shape[1], place_PE.ravel(), value_PE.ravel()
+    rows_at = np.bincount(place, minlength=places)
+    rows_here = rows_at[place]
+    at = np.flatnonzero(rows_here > few)
+    if at.size:
+        column = np.cumsum(rows_at > few) - 1
+        dense = np.zeros((len(total), int(column[-1]) + 1))
+        dense[at // width, column[place[at]]] = value[at]
+        total += dense @ dense.T
+    at = np.flatnonzero((rows_here > 1) & (rows_here <= few))
+    ordered = place[at] << 32 | at
+    ordered.sort()
+    place, at = ordered >> 32, ordered & 0xFFFFFFFF
+    who, value = at // width, value[at]
+    for lag in range(1, few):
+        pair = np.flatnonzero(place[lag:] == place[:-lag])
+        if not pair.size:
+            break
+        of_pair = who[pair] * len(total) + who[pair + lag]
+        half = np.bincount(of_pair, value[pair] * value[pair + lag], total.size).reshape(total.shape)
+        total += half + half.T
+    return total
 
 
 def _chosen(seed: bytes, name: str, tiles: int, one_of: int) -> Places:

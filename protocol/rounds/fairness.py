@@ -84,16 +84,18 @@ def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
     return next((Unfair(reason, True) for reason in _lies(sight, commit)), None)
 
 
-def unjust_in(sight: Sight, commit: Commit, read: Callable[[str], bytes]) -> Unfair | None:
+def unjust_in(
+    sight: Sight, commit: Commit, read: Callable[[str], bytes], known: judging.Known = judging.find_out
+) -> Unfair | None:
     """A verdict on a contribution that is not the rule's, which is a lie; None where there is none. `read`: payloads and lists of parts by
-    their names. Raises what `read` raises. Takes as long as decoding all that was offered."""
+    their names; `known`: what was found in payloads. Raises what these raise. Takes as long as decoding what is not known."""
     here = [sight.complete[x.replica] for x in commit.left_out if x.judged is not None and x.replica in sight.complete]
     out = [c for c in here if any(x.judged == judging.name_of(c) for x in commit.left_out)]
-    updates = {c.replica: judging.held(sight.manifest, c, read) for c in (*commit.contributions, *out)}
+    updates = {c.replica: judging.held(sight.manifest, c, read, known) for c in (*commit.contributions, *out)}
     trial = sight.standing.tried(commit) if sight.standing is not None else frozenset[int]()
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
     last = sight.last if judged >= judging.LEAST or trial else ()
-    before = judging.Before(sight.medians, tuple(judging.held(sight.manifest, c, read) for c in last))
+    before = judging.Before(sight.medians, tuple(judging.held(sight.manifest, c, read, known) for c in last))
     why = judging.why_unjust(sight.manifest, commit, updates, before, trial)
     return None if why is None else Unfair(f"is unjust: {why}", True)
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from protocol.rounds import comparing, part_lists
-from protocol.rounds.comparing import Floats, Measured, Update
+from protocol.rounds.comparing import Examined, Floats, Measured, Update
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_SCALE
@@ -53,6 +53,15 @@ SURE, CHANCE = 3.0, 8.0
 """How much most have to agree, and somebody to differ from that, in standard deviations of the agreement of unrelated updates."""
 PANEL = 32
 """Contributions that are compared with each other, about."""
+
+
+Known = Callable[[str, Part, Callable[[], Examined]], Examined]
+"""(who sent a part, the part, what finds out) -> what is in it, if need be since that found it out; raises what that raises."""
+
+
+def find_out(sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
+    """The `Known` of somebody who knows nothing."""
+    return find()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +93,31 @@ class Case:
     medians: tuple[float, ...]
     trial: frozenset[int] = frozenset()
 
-    def answer(self, read: Callable[[str], bytes]) -> tuple[Judged, ...]:
-        """The verdicts. `read`: lists of parts and payloads by their names. Raises BadList, and what `read` raises."""
+    def answer(self, read: Callable[[str], bytes], known: Known = find_out) -> tuple[Judged, ...]:
+        """The verdicts. `read`: lists of parts and payloads by their names; `known`: what was found in payloads. Raises BadList, and what
+        these raise."""
         enough = len(self.contributions) >= LEAST or self.trial
-        before = Before(self.medians, tuple(held(self.manifest, c, read) for c in self.last if enough))
-        all_of_them = [(name_of(c), held(self.manifest, c, read)) for c in self.contributions]
+        last = tuple(held(self.manifest, c, read, known) for c in self.last if enough)
+        before = Before(self.medians, last)
+        all_of_them = [(name_of(c), held(self.manifest, c, read, known)) for c in self.contributions]
         there = [x for x, c in zip(all_of_them, self.contributions, strict=True) if c.replica not in self.trial]
         newcomers = [x for x, c in zip(all_of_them, self.contributions, strict=True) if c.replica in self.trial]
         found = judge(self.manifest, self.parent, [name for name, _ in there], [update for _, update in there], before)
         counted = [x for x, verdict in zip(there, found, strict=True) if verdict.reason is None]
-        known, new = iter(found), iter(judge_newcomers(self.manifest, self.parent, counted, newcomers, before))
-        return tuple(next(new if c.replica in self.trial else known) for c in self.contributions)
+        old, new = iter(found), iter(judge_newcomers(self.manifest, self.parent, counted, newcomers, before))
+        return tuple(next(new if c.replica in self.trial else old) for c in self.contributions)
 
 
-def held(manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes]) -> Update:
-    """The update of a contribution whose lists and payloads can be read by their names."""
-    lists = [part_lists.unpack(read(share.root)) for share in contribution.shares]
-    parts: list[Part] = [part for of_share in lists for part in of_share]
-    return comparing.update_of(manifest, parts, lambda part: read(part.digest))
+def held(
+    manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes], known: Known = find_out
+) -> Update:
+    """The update of a contribution whose lists can be read by their names, and its payloads, where what is in them is not known."""
+    lists = [(share.peer, part_lists.unpack(read(share.root))) for share in contribution.shares]
+    parts: list[Part] = [part for _, of_share in lists for part in of_share]
+    sender = {part.shard: peer for peer, of_share in lists for part in of_share}
+    return comparing.update_of(
+        manifest, parts, lambda part: read(part.digest), lambda part, find: known(sender[part.shard], part, find)
+    )
 
 
 def medians(commits: Sequence[Commit]) -> tuple[float, ...]:

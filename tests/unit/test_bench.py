@@ -22,7 +22,7 @@ class Needs:
     def __init__(self, name: str, fails: int = 0) -> None:
         self.name, self.fails = name, fails
 
-    def answer(self, read: Any) -> tuple[Judged, ...]:
+    def answer(self, read: Any, known: Any) -> tuple[Judged, ...]:
         if self.fails:
             self.fails -= 1
             raise ValueError("a bug")

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import re
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import rice, sparse
+from protocol.codec import rice, sparse, topk
 from protocol.codec.sparse import Codec, PayloadError, apply, decode, encode, entropy_size, max_payload_size
 
 VALUES = ("sym2", "ref2", "fp32")
@@ -88,6 +89,25 @@ def check_round_trip(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> 
 @settings(max_examples=100, deadline=None)
 def test_round_trip_keeps_the_largest_of_every_tile(codec: Codec, shapes: list[tuple[int, ...]], seed: int) -> None:
     check_round_trip(codec, shapes, seed)
+
+
+@given(codec=codecs, shapes=shape_lists, seed=st.integers(0, 2**32), torn=st.integers(0, 2**32))
+@settings(max_examples=100, deadline=None)
+def test_tiles_are_what_is_decoded(codec: Codec, shapes: list[tuple[int, ...]], seed: int, torn: int) -> None:
+    payload = bytearray(encode(codec, arrays_of(shapes, seed)))
+    for change in (0, 1 << torn % 8):
+        payload[torn % len(payload)] ^= change
+        try:
+            expected = decode(codec, shapes, payload)
+        except PayloadError as error:
+            with pytest.raises(PayloadError, match=f"^{re.escape(str(error))}$"):
+                sparse.decode_tiles(codec, shapes, payload)
+            continue
+        for shape, found, sent in zip(shapes, sparse.decode_tiles(codec, shapes, payload), expected, strict=True):
+            tiling = topk.tiling(tuple(shape), codec.topk)
+            inner = (found.marked & 4095).reshape(tiling.tiles, tiling.keep)
+            assert np.array_equal((tiling.offsets[inner] + tiling.corners[:, None]).ravel(), sent.index)
+            assert found.sent.tobytes() == sent.values.tobytes()
 
 
 @pytest.mark.parametrize(("values", "indices"), FORMATS)
