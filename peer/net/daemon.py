@@ -6,13 +6,15 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 - its pending calls are kept by `Pending`, because an answer to a call that was just given up ends its reader of all answers;
 - whether a port is free is tried first, because libp2p itself shares it (SO_REUSEPORT) with another daemon of the same user;
 - it offers no relay but libp2p's usual one, for signals: 128 KiB and two minutes a circuit, with small buffers (docs/adr/0023-dial-back.md);
-- the socket that the daemon brings streams to has a longer queue: it resets a stream that finds asyncio's usual 100 places taken.
+- the socket that the daemon brings streams to is ours (peer/net/entry.py): hivemind makes a task and buffers for each before it looks who came;
+- it has a lower priority than the process that it serves: what strangers make it do is not to take the time of rounds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import math
@@ -27,7 +29,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import multiaddr
+from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
@@ -35,6 +39,8 @@ from multiaddr.exceptions import Error as MultiaddrError
 
 from peer.net.address import Address, is_circuit, tcp
 from peer.net.base import BadAddress, NotServed, PortInUse, StartFailed, Timeout, TransportLost, Unreachable, log
+from peer.net.entry import Arrive, Came, Entry
+from peer.net.expelling import Expelling
 from peer.net.own_addresses import interface_hosts
 from protocol.errors import RemoteError, UsageError, shown
 from protocol.identity import short_peer
@@ -43,8 +49,8 @@ T = TypeVar("T")
 
 START_SECONDS = 60.0
 CLOSE_SECONDS = 5.0
-BACKLOG = 4096
-"""Streams that wait until our loop takes them; the system may allow fewer (Linux: net.core.somaxconn, 4096 unless set)."""
+NICE = 5
+"""By how much lower its priority is: beside a busy process of ours it gets a quarter of a core, and all that nobody else wants."""
 PING = "/ipfs/ping/1.0.0"
 """libp2p's ping: 32 bytes that come back. The other daemon answers, however busy its process is."""
 PING_BYTES = 32
@@ -80,27 +86,21 @@ class Pending(dict[Any, asyncio.Future[Any]]):
 
 
 class Net(P2P):  # type: ignore[misc]
-    """P2P with the daemon's flags that `create` hides, with its sockets in `folder`, and with a longer queue of streams."""
+    """P2P with the daemon's flags that `create` hides, with its sockets in `folder`, and at a lower priority. Streams go elsewhere."""
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> Any:
         if "trustedRelays" in kwargs:
             kwargs["relayDiscovery"] = False
-        return P2P._make_process_args(*args, **kwargs, connHi=4096, connLo=2048, relayService=False)
+        nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
+        return P2P._make_process_args(*nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False)
 
     @classmethod
     def within(cls, folder: str) -> type[Net]:
         return type("Net", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
 
     def _start_listening(self) -> None:
-        control = self._client.control
-        path = control.listen_maddr.value_for_protocol("unix")
-
-        async def listen() -> None:
-            async with await asyncio.start_unix_server(control._handler, path, backlog=BACKLOG):
-                await asyncio.Future()  # until hivemind cancels it
-
-        self._listen_task = asyncio.create_task(listen())
+        """`Daemon.enter` does."""
 
 
 class Daemon:
@@ -118,6 +118,18 @@ class Daemon:
         p2p._client.control._pending_calls = self.pending
         self._closing = False
         self._watcher: asyncio.Task[None] | None = None
+        control = p2p._client.control
+        self._entry_path = str(control.listen_maddr.value_for_protocol("unix"))
+        self._entry: Entry | None = None
+        self.expelling = Expelling(str(control.daemon_connector.control_maddr.value_for_protocol("unix")), _ending)
+
+    def enter(self, arrive: Arrive) -> None:
+        """Streams that others open come to `arrive` from now on, of names that are `served`."""
+        self._entry = Entry(self._entry_path, _came, arrive)
+
+    async def serve(self, name: str) -> None:
+        """Lets others open streams under `name`. Raises TimeoutError, TransportLost."""
+        await self.within(self.p2p.add_binary_stream_handler(name, None), CLOSE_SECONDS)
 
     @classmethod
     async def start(
@@ -242,9 +254,7 @@ class Daemon:
 
     async def disconnect(self, peer: str) -> None:
         """Ends all connections to `peer`, and so all streams. Raises Timeout, TransportLost."""
-        request = p2pd_pb2.Request(
-            type=p2pd_pb2.Request.DISCONNECT, disconnect=p2pd_pb2.DisconnectRequest(peer=raw_id(peer))
-        )
+        request = _disconnect(peer)
         with contextlib.suppress(Unreachable):
             _, writer, _ = await self.ask(request, peer, f"peer {short_peer(peer)}", CLOSE_SECONDS)
             writer.close()
@@ -280,6 +290,9 @@ class Daemon:
     async def aclose(self) -> None:
         """Ends the daemon; never raises."""
         self.closing()
+        self.expelling.close()
+        if self._entry is not None:
+            self._entry.close()
         await stop(self.p2p)
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._watcher is not None:
@@ -317,6 +330,28 @@ def raw_id(peer: str) -> bytes:
         return bytes(PeerID.from_base58(peer).to_bytes())
     except ValueError:
         raise Unreachable(peer, f"peer {short_peer(peer)}: not a peer id; check it") from None
+
+
+def _disconnect(peer: str) -> Any:
+    return p2pd_pb2.Request(
+        type=p2pd_pb2.Request.DISCONNECT, disconnect=p2pd_pb2.DisconnectRequest(peer=raw_id(peer))
+    )
+
+
+def _ending(peer: str) -> bytes:
+    """The request to end all connections to `peer`, with its length before it."""
+    raw: bytes = _disconnect(peer).SerializeToString()
+    return bytes([len(raw)]) + raw
+
+
+@functools.lru_cache(4096)
+def _came(raw: bytes) -> Came:
+    """What the daemon says of a stream; the same for all of one peer's of one name. Raises ValueError."""
+    try:
+        info = StreamInfo.from_protobuf(p2pd_pb2.StreamInfo.FromString(raw))
+    except (DecodeError, MultiaddrError) as error:
+        raise ValueError(shown(error)) from None
+    return Came(info.peer_id.to_base58(), str(info.addr), info.proto)
 
 
 NOT_SERVED = "does not serve this; it may be another version"

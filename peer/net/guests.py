@@ -7,6 +7,7 @@ there is is taken, whoever has the most gives one up for whoever has the least, 
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -66,7 +67,8 @@ COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
 class Limits:
     """`of_a_peer`, `of_an_address`, `together`: streams that are open at once. `rates_of_an_address`: times those of a peer. An offence is a stream
     beyond its limit, or what a handler calls one; after `offences` of them, at most so many a second on average, a peer is refused for
-    `seconds`. `remembered`: peers and addresses whose rates are known."""
+    `seconds`, and each further time for twice as long, up to `longest_seconds`; after each `forgiven_seconds` without an offence one time less
+    counts. `remembered`: peers and addresses whose rates are known."""
 
     of_a_peer: int = 256
     of_an_address: int = 4096
@@ -74,6 +76,8 @@ class Limits:
     rates_of_an_address: float = 16.0
     offences: Rate = Rate(1.0, 64.0)
     seconds: float = 60.0
+    longest_seconds: float = 3600.0
+    forgiven_seconds: float = 3600.0
     remembered: int = 8192
 
 
@@ -95,6 +99,23 @@ class _Peer:
     streams: dict[Ends, None] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Sentence:
+    """Until when a peer is refused, and how many times counted when it was."""
+
+    until: float = float("-inf")
+    times: int = 0
+
+    def begin(self, now: float, limits: Limits) -> float:
+        """Refuses from now on; for how many seconds."""
+        if self.times:
+            self.times = max(0, self.times - int((now - self.until) / limits.forgiven_seconds))
+        seconds = min(limits.longest_seconds, limits.seconds * 2.0 ** min(self.times, 32))
+        self.times += 1
+        self.until = now + seconds
+        return seconds
+
+
 class Guests:
     """One per transport. `tell` hears of whoever is refused; `expel(peer)` ends its connections."""
 
@@ -110,7 +131,7 @@ class Guests:
         self._calls: OrderedDict[str, Allowance] = OrderedDict()
         self._nodes: OrderedDict[str, bytes] = OrderedDict()
         self._renamed: OrderedDict[str, Allowance] = OrderedDict()
-        self._refused: OrderedDict[str, float] = OrderedDict()
+        self._refused: OrderedDict[str, _Sentence] = OrderedDict()
 
     @property
     def streams(self) -> int:
@@ -128,7 +149,8 @@ class Guests:
 
     def is_refused(self, peer: str, now: float) -> bool:
         """Whether nothing is taken from `peer` for now."""
-        return self._refused.get(peer, float("-inf")) > now
+        known = self._refused.get(peer)
+        return known is not None and known.until > now
 
     def enter(self, peer: str, where: str, name: str, stream: Ends, now: float) -> bool:
         """Whether a stream of `peer`, at the multiaddress `where`, may be served under this name; `leave` follows if it may."""
@@ -212,16 +234,23 @@ class Guests:
         """Takes nothing more from `peer` for a while, and ends what it has open."""
         if self.is_refused(peer, now):
             return
-        self._refused[peer] = now + self.limits.seconds
+        sentence = self._refused.setdefault(peer, _Sentence())
+        seconds = sentence.begin(now, self.limits)
         self._refused.move_to_end(peer)
         if len(self._refused) > self.limits.remembered:
             self._refused.popitem(last=False)
+        self.expel(peer)  # at once: what is under way ends in the daemon
         known = self._open.get(peer)
         address = known.address if known else ""
-        self.tell(events.Refused(peer=peer, address=address, reason=reason, seconds=self.limits.seconds))
+        self.tell(events.Refused(peer=peer, address=address, reason=reason, seconds=seconds))
         for stream in list(known.streams if known else ()):
             stream.abort()
-        self.expel(peer)
+
+    def abort_all(self) -> None:
+        """Ends all that is open."""
+        for known in list(self._open.values()):
+            for stream in list(known.streams):
+                stream.abort()
 
     def _make_room(self, peer: str) -> bool:
         """Ends the newest stream of whoever has the most, if that is more than `peer` will have."""
@@ -243,6 +272,7 @@ _BITS = {4: 32, 6: 64}
 """Of an IP address that a home or a machine has for itself, by version."""
 
 
+@functools.lru_cache(4096)
 def network_of(where: str) -> str:
     """The network of a multiaddress that a home or a machine has for itself; empty where there is none."""
     try:

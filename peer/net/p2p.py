@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
+import socket
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.proto import p2pd_pb2
 
 from peer.net import daemon as daemons
@@ -31,9 +32,11 @@ from peer.net.daemon import (
     raw_id,
 )
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
-from peer.net.guests import Limits
+from peer.net.entry import Came, Guest
+from peer.net.guests import Limits, network_of
 from peer.net.own_addresses import OwnAddresses, interface_hosts
 from peer.net.stream import Endpoint, FrameStream, ending
+from peer.net.turns import OPENING, UNCOUNTED, Turns
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 
@@ -64,21 +67,68 @@ class P2PTransport(Endpoint):
         self._signals: set[str] = set()  # peers that last answered through a circuit
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._later: dict[str, asyncio.TimerHandle] = {}  # peers that are asked as soon as they may be
-        self._expelled: dict[str, float] = {}  # when their connections were ended
-        self.guests.expel = self._expel
+        self._handlers: dict[str, Handler] = {}
+        self.turns = Turns()
+        self.guests.expel = daemon.expelling.end
         dht.count(self.guests)
+        daemon.enter(self._arrived)
         daemon.watch(self.abort_all)
 
     # --- streams
 
     async def serve(self, name: str, handler: Handler) -> None:
-        async def serve(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            remote = info.peer_id.to_base58()
-            self._met(remote, str(info.addr))
-            with contextlib.suppress(asyncio.CancelledError):  # nothing comes after, and asyncio would call it an error
-                await self.run(handler, self.stream(remote, name, reader, writer, ending(writer)), str(info.addr))
+        self._handlers[name] = handler
+        await self.daemon.serve(name)
 
-        await self.daemon.within(self.daemon.p2p.add_binary_stream_handler(name, serve), CLOSE_SECONDS)
+    def _arrived(self, came: Came, conn: socket.socket, head: int) -> None:
+        """A stream that somebody has opened: whether it is served, and when, is decided before anything is made of it."""
+        handler, guest, now = self._handlers.get(came.name), Guest(conn), asyncio.get_running_loop().time()
+        if self._closed or handler is None or not self.guests.enter(came.peer, came.where, came.name, guest, now):
+            conn.close()
+            return
+        guest.over = lambda: self.guests.leave(came.peer, guest)
+        self._met(came.peer, came.where)
+        conn.recv(head)
+        begin = functools.partial(self._begin, handler, came, guest)
+        if wait := self.guests.wait(came.peer, came.name, now):
+            guest.later = asyncio.get_running_loop().call_later(wait, begin)
+        else:
+            begin()
+
+    def _begin(self, handler: Handler, came: Came, guest: Guest) -> None:
+        """Serves it in its turn."""
+        address = network_of(came.where)
+        serve = functools.partial(self._serve_now, handler, came, guest)
+        if came.name in UNCOUNTED or self.turns.at_once(
+            came.peer, address, asyncio.get_running_loop().time(), OPENING
+        ):
+            serve()
+        else:
+            self.turns.in_line(came.peer, address, serve, OPENING)
+
+    def _serve_now(self, handler: Handler, came: Came, guest: Guest) -> None:
+        guest.later = None
+        if guest.is_over():  # whoever opened it has closed it: nothing is made of it
+            guest.abort()
+            return
+        guest.served = True
+        self.own(asyncio.get_running_loop().create_task(self._attend_to(handler, came, guest)))
+
+    async def _attend_to(self, handler: Handler, came: Came, guest: Guest) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        try:
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, guest.conn)
+        except OSError:
+            return guest.over()
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        stream = guest.stream = self.stream(came.peer, came.name, reader, writer, ending(writer))
+        if came.name not in UNCOUNTED:
+            stream.turn = functools.partial(self.turns.take, came.peer, network_of(came.where))
+        if guest.ended:  # it was refused meanwhile
+            stream.abort()
+        await self.attend(handler, stream, guest)
 
     async def open(self, peer: str, name: str, *, timeout: float) -> FrameStream:
         request = p2pd_pb2.Request(
@@ -181,20 +231,6 @@ class P2PTransport(Endpoint):
             self._later[peer] = loop.call_later(wait, self._doubt_again, peer)
         else:
             self._check(peer, several=False)
-
-    def _expel(self, peer: str) -> None:
-        """Ends the connections to a peer that is refused, once a second at most; it may make new ones, which costs it more than us."""
-        now = asyncio.get_running_loop().time()
-        self._expelled = {p: at for p, at in self._expelled.items() if now - at < 1.0}
-        if self._closed or peer in self._expelled or len(self._expelled) >= CHECKS:
-            return
-        self._expelled[peer] = now
-
-        async def end() -> None:
-            with contextlib.suppress(RemoteError, TransportLost):
-                await self.daemon.disconnect(peer)
-
-        self.own(asyncio.create_task(end()))
 
     def _doubt_again(self, peer: str) -> None:
         del self._later[peer]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from peer.net.allowance import Allowance
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came
 from peer.net.flow import Flow
-from peer.net.guests import COUNTED_ELSEWHERE, LIMITS, Guests, Limits
+from peer.net.guests import COUNTED_ELSEWHERE, LIMITS, Ends, Guests, Limits
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import short_peer
 from protocol.wire import framing
@@ -64,6 +64,9 @@ class FrameStream:
         self._finished = False
         self._ended = False
         self._closed = False
+        self.turn: Callable[[], Awaitable[None]] | None = None
+        """Is awaited before another frame is read, where frames are read in turns (peer/net/turns.py)."""
+        self._owes = False
 
     def __repr__(self) -> str:
         return f"FrameStream({self.name}, {short_peer(self.remote)})"
@@ -128,7 +131,12 @@ class FrameStream:
         self._receiving = True
         try:
             async with asyncio.timeout(timeout):
-                return await self._next(limit)
+                if self._owes and self.turn is not None:
+                    await self.turn()
+                self._owes = False
+                frame = await self._next(limit)
+                self._owes = True
+                return frame
         except TimeoutError:
             raise nothing_came(self, timeout) from None
         except FrameError as error:
@@ -257,11 +265,16 @@ class Endpoint:
         if not self.guests.enter(stream.remote, where, stream.name, stream, clock()):
             stream.abort()
             return
+        await self.attend(handler, stream, stream, self.guests.wait(stream.remote, stream.name, clock()))
+
+    async def attend(self, handler: Handler, stream: FrameStream, guest: Ends, wait: float = 0.0) -> None:
+        """Serves in the current task a stream that entered as `guest`, after so many seconds."""
+        clock = asyncio.get_running_loop().time
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         try:
-            until = clock() + self.guests.wait(stream.remote, stream.name, clock())
+            until = clock() + wait
             while clock() < until and not stream.is_closed:  # it may be refused meanwhile
                 await asyncio.sleep(min(1.0, until - clock()))
             await handler(stream)
@@ -274,7 +287,7 @@ class Endpoint:
             try:
                 await stream.close()
             finally:
-                self.guests.leave(stream.remote, stream)
+                self.guests.leave(stream.remote, guest)
                 self._tasks.discard(task)
 
     def _failed(self, stream: FrameStream, error: Exception) -> None:
@@ -293,9 +306,10 @@ class Endpoint:
         task.add_done_callback(self._tasks.discard)
 
     def abort_all(self) -> None:
-        """Ends every stream at once."""
+        """Ends every stream at once, those that wait to be served too."""
         for stream in list(self._streams):
             stream.abort()
+        self.guests.abort_all()
 
     async def shut(self) -> None:
         """Ends every stream and task."""

@@ -1,0 +1,159 @@
+"""Where the network daemon brings the streams that others open: each is looked at before anything is made of it.
+
+The daemon connects to a socket of ours for every stream, and writes first who opened it and under what name. Whoever is refused costs an
+`accept`, a look at these bytes, and a `close`; the bytes stay unread, so that the daemon resets the stream. A few streams
+are taken at a time: between them everything else in this process has its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+BACKLOG = 4096
+"""Streams that wait until our loop takes them; the system may allow fewer (Linux: net.core.somaxconn, 4096 unless set)."""
+AT_ONCE = 8
+"""Streams that are taken between two turns of the loop."""
+HEAD_BYTES = 1024
+"""Of what the daemon writes first, at most: a peer id, an address and a name."""
+LOOKS = (0.0005, 0.005, 0.05, 0.5, 5.0)
+"""Seconds after which we look again for what the daemon has not written yet; then the stream is given up."""
+FULL_SECONDS = 1.0
+"""That we take no stream when this process has no descriptor left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Came:
+    """Who opened a stream, at which multiaddress, and under what name."""
+
+    peer: str
+    where: str
+    name: str
+
+
+class Arrive(Protocol):
+    """What is done with a stream; `head`: how many bytes are to be read away if it is taken. Who does not take it closes `conn`."""
+
+    def __call__(self, came: Came, conn: socket.socket, head: int, /) -> None: ...
+
+
+class Entry:
+    """Listens at the Unix socket `path`. `read(bytes)` says what the daemon wrote; it raises ValueError if that is nothing."""
+
+    def __init__(self, path: str, read: Callable[[bytes], Came], arrive: Arrive) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._read = read
+        self._arrive = arrive
+        self._later: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._pause: asyncio.TimerHandle | None = None
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(path)
+        self._listener.listen(BACKLOG)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._take)
+
+    def _take(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                conn, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:  # no descriptor is left: whoever waits goes on waiting
+                self._loop.remove_reader(self._listener.fileno())
+                self._pause = self._loop.call_later(FULL_SECONDS, self._begin)
+                return
+            conn.setblocking(False)
+            self._look(conn, 0)
+
+    def _look(self, conn: socket.socket, looks: int) -> None:
+        self._later.pop(conn, None)
+        try:
+            head = conn.recv(HEAD_BYTES, socket.MSG_PEEK)
+            found = whole(head) if head else None
+            came = None if found is None else self._read(head[found[0] : found[1]])
+        except BlockingIOError:
+            found = came = None
+        except (OSError, ValueError):
+            return conn.close()
+        if found is not None and came is not None:
+            self._arrive(came, conn, found[1])
+        elif looks < len(LOOKS):
+            self._later[conn] = self._loop.call_later(LOOKS[looks], self._look, conn, looks + 1)
+        else:
+            conn.close()
+
+    def close(self) -> None:
+        """Takes no more streams."""
+        if self._pause is not None:
+            self._pause.cancel()
+        with contextlib.suppress(ValueError):
+            self._loop.remove_reader(self._listener.fileno())
+        self._listener.close()
+        for conn, later in self._later.items():
+            later.cancel()
+            conn.close()
+        self._later.clear()
+
+
+def whole(data: bytes) -> tuple[int, int] | None:
+    """From where to where the message lies that begins with its length as a varint; None if not all of it is here. Raises ValueError."""
+    size = 0
+    for at, byte in enumerate(data[:3]):
+        size |= (byte & 0x7F) << (7 * at)
+        if byte < 0x80:
+            end = at + 1 + size
+            if end > HEAD_BYTES:
+                raise ValueError("a stream's head is too long")
+            return (at + 1, end) if len(data) >= end else None
+    if len(data) >= 3:
+        raise ValueError("a stream's head has no length")
+    return None
+
+
+class Guest:
+    """A stream that somebody opened, from when it was taken until it is over. It is a bare socket until it is served: whoever waits costs
+    nothing else. `over()` is called when it ends before that."""
+
+    __slots__ = ("conn", "ended", "later", "over", "served", "stream")
+
+    def __init__(self, conn: socket.socket) -> None:
+        self.conn = conn
+        self.later: asyncio.TimerHandle | None = None
+        self.stream: Ends | None = None
+        self.over: Callable[[], None] = lambda: None
+        self.served = self.ended = False
+
+    def is_over(self) -> bool:
+        """Whether it has ended, or whoever opened it has closed it and sent nothing."""
+        try:
+            return self.ended or not self.conn.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def abort(self) -> None:
+        """Ends it at once."""
+        if self.stream is not None:
+            self.stream.abort()
+        elif not self.ended:
+            self.ended = True
+            if self.later is not None:
+                self.later.cancel()
+            if not self.served:
+                self.conn.close()
+                self.over()
+
+
+class Ends(Protocol):
+    """What can be ended."""
+
+    def abort(self) -> None:
+        """At once."""
