@@ -10,6 +10,10 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 
 from __future__ import annotations
 
+from peer.net import torchless  # noqa: F401 (before hivemind)
+
+# isort: split
+
 import asyncio
 import contextlib
 import functools

@@ -6,6 +6,10 @@ afterwards, because its start fails when they are all down; and TCP only, becaus
 
 from __future__ import annotations
 
+from peer.net import torchless  # noqa: F401 (before hivemind)
+
+# isort: split
+
 import asyncio
 import contextlib
 import functools

@@ -33,6 +33,10 @@ from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
 POLL_SECONDS = 1.0
+PEERS_A_POLL = 50
+"""Announcements cost most of what a monitor takes, since each has to be verified. In a swarm of more peers they are read less often."""
+MOST_POLLS = 60
+"""Between two looks at the announcements, however many peers there are."""
 COMPARE_POLLS = 10
 """So often another operator's newest commit is compared with ours."""
 
@@ -53,6 +57,7 @@ class Monitor:
     peers: dict[str, Announcement] = field(default_factory=dict)
     _roster: RosterReader = field(init=False)
     _polls: int = 0
+    _look_at: int = 0  # the poll that reads the announcements
     _members: tuple[str, ...] = ()
     _forked: bool = False
 
@@ -82,7 +87,9 @@ class Monitor:
                 sink(event)
 
         await self._read(tell)
-        await self._announcements(sink)
+        if self._polls >= self._look_at or self.finished:
+            await self._announcements(sink)
+            self._look_at = self._polls + min(max(1, len(self.peers) // PEERS_A_POLL), MOST_POLLS)
         self._polls += 1
         if self._polls % COMPARE_POLLS == 0 and self.head is not None and not self._forked:
             others = self.manifest.operators

@@ -69,13 +69,13 @@ class PeerView:
     loss: float | None = None
     """Nats per token of that step."""
     sent_bytes: int | None = None
-    """All that it sent in its last whole round; before there is one, its payload."""
+    """All that it sent in its last whole round; before there is one, its payload. Of several rounds between two looks at it, their mean."""
     dense_bytes: int | None = None
     """What its pseudo-gradient and its boundary vectors of that round take in fp32."""
     total_sent: int = 0
     """Bytes that it has sent since it was started, as of its last round."""
-    counted: bool = False
-    """Whether a whole round of its is known."""
+    counted: int | None = None
+    """The round at whose end that was, None where it is not known yet."""
     measured: tuple[tuple[int, ...], Activity] | None = None
     """Its newest inner step in a chain, and the place that it had there."""
 
@@ -269,18 +269,12 @@ class View:
             case events.Offered(bytes=payload):
                 p = self._peer(source)
                 p.phase = "offered"
-                if not p.counted:
+                if p.counted is None:
                     p.sent_bytes, p.dense_bytes = payload, self._dense(p, 0)
-            case events.Withdrew():
-                self._peer(source).phase = "withdrew"
-            case events.Leaving():
-                self._peer(source).phase = "leaving"
+            case events.Withdrew() | events.Leaving() | events.Restored() | events.Finished():
+                self._peer(source).phase = event.kind
             case events.Round() as done:
                 self._applied(source, done.round, done.bytes_sent, done.boundary_tokens)
-            case events.Restored():
-                self._peer(source).phase = "restored"
-            case events.Finished():
-                self._peer(source).phase = "finished"
             case events.Commit() as commit:
                 self._committed(event.time, commit)
             case events.Evaluated() as told:
@@ -339,12 +333,16 @@ class View:
             self._measured(peer, news.load)
 
     def _applied(self, peer: str, round: int, total_sent: int, boundary_tokens: int) -> None:
-        """`total_sent`: bytes since it was started; `boundary_tokens`: of its chain's round, if it is in one."""
+        """`total_sent`: bytes since it was started; `boundary_tokens`: of its chain's round, if it is in one. Announcements come every few
+        seconds, so several rounds may have ended since the last one."""
         p = self._peer(peer)
-        if p.counted or round == 1:
-            p.sent_bytes = total_sent - (p.total_sent if total_sent >= p.total_sent else 0)
-            p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
-        p.total_sent, p.counted, p.phase = total_sent, True, "waiting"
+        ended = round - (p.counted or 0)
+        if ended > 0:
+            if p.counted is not None or round == 1:
+                p.sent_bytes = (total_sent - (p.total_sent if total_sent >= p.total_sent else 0)) // ended
+                p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
+            p.total_sent, p.counted = total_sent, round
+        p.phase = "waiting"
 
     def _dense(self, p: PeerView, vectors: int) -> int | None:
         """fp32 bytes of the peer's whole pseudo-gradient, and of so many boundary vectors."""

@@ -155,6 +155,30 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
     assert (bob.phase, bob.sent_bytes) == ("waiting", 900)
 
 
+@pytest.mark.parametrize(("peers", "looks"), [(3, 12), (160, 4), (4000, 1)])
+def test_of_many_peers_the_announcements_are_read_less_often(peers: int, looks: int) -> None:
+    """Each has to be verified. The log is read every time."""
+    asked: list[str] = []
+    many = {f"peer-{i}": dataclasses.replace(announcement(ALICE), peer=f"peer-{i}") for i in range(peers)}
+
+    class Counted(Monitor):
+        async def _everybody(self) -> dict[str, Announcement]:
+            asked.append("announcements")
+            return many
+
+    async def run() -> int:
+        network = MemoryNetwork()
+        node = Node(network)
+        await node.start()
+        monitor = Counted(MANIFEST, network.transport(WATCHER))
+        for _ in range(12):
+            await monitor.poll(lambda event: None)
+        return len(node.asked)
+
+    assert asyncio.run(run()) == 12
+    assert len(asked) == looks
+
+
 def test_in_a_pipe_it_prints_a_line_a_round() -> None:
     out = io.StringIO()
 

@@ -186,6 +186,29 @@ def test_who_joins_late_is_not_counted_from_the_start() -> None:
     assert story.view.peers[PEERS[0]].sent_bytes == 700
 
 
+def announced(sent: int, round: int, phase: str = "waiting") -> events.Announced:
+    return events.Announced(
+        phase=phase, round=round, step=4, loss=None, bytes_sent=sent, bytes_received=0, load=None
+    )  # fmt: skip
+
+
+def test_rounds_that_are_shorter_than_announcements_are_frequent_are_not_added_up() -> None:
+    story = Story().begin()
+    story.tell(PEERS[0], announced(1_000, 1))
+    assert story.view.peers[PEERS[0]].sent_bytes == 1_000
+    story.tell(PEERS[0], announced(3_700, 4))
+    full = story.view.peers[PEERS[0]]
+    assert full.sent_bytes == 900
+    assert story.view.traffic == (900, full.dense_bytes)
+    story.tell(PEERS[0], announced(3_900, 4, "training"))
+    story.tell(PEERS[0], announced(3_900, 4))  # what it still sends for round 4 belongs to what comes after
+    assert full.sent_bytes == 900
+    story.tell(PEERS[0], announced(5_500, 6))
+    assert full.sent_bytes == 900
+    story.tell(PEERS[0], announced(600, 7))  # it was started again
+    assert full.sent_bytes == 600
+
+
 def test_who_was_left_out_and_why() -> None:
     story = Story().begin()
     story.round(1, 2.5, left_out=(LeftOut(replica=2, reason=f"peer {short_peer(PEERS[3])}: gone"),))

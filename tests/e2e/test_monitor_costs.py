@@ -1,0 +1,101 @@
+"""What a monitor of 500 peers keeps in memory, with its screen, its page and its network daemon: live, and from a recording.
+
+What happens is the same each time, and is counted in rounds and announcements that the page has shown, not in seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.run import manifest as manifests
+from tests import crowd
+from tests.watched import MadeUp
+from tests.watching import DEADLINE, Taken, Watching, watching
+
+PEERS, ROUNDS, MORE_ROUNDS = 500, 20, 6
+MOST = 150_000_000
+"""Bytes that the monitor's own process may have in memory, and that it and its network daemon may have for themselves alone."""
+
+
+def until(watched: Watching, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The first state of the page that is `wanted`."""
+    end = time.monotonic() + DEADLINE
+    while time.monotonic() < end:
+        found = dict(json.loads(watched.get("state.json")))
+        if wanted(found):
+            return found
+        time.sleep(0.2)  # a page has no other sign of news
+    raise AssertionError(f"not shown: round {found['round']}, {found['peers_here']} peers")
+
+
+def within_bounds(taken: Taken) -> None:
+    assert 20_000_000 < taken.own_bytes < MOST, taken
+    assert taken.alone_bytes < MOST, taken
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_live_run(tmp_path: Path) -> None:
+    asyncio.run(live(tmp_path))
+
+
+async def live(tmp_path: Path) -> None:
+    made = crowd.Signing(PEERS)
+    async with crowd.node(made, tmp_path / "node") as node:
+        node.decide(ROUNDS)
+        node.hear(1)
+
+        def watch() -> None:
+            with watching(node.line) as watched:
+                until(watched, lambda s: s["round"] == ROUNDS and s["peers_here"] == PEERS)
+                within_bounds(watched.taken())
+                for round in range(ROUNDS + 1, ROUNDS + MORE_ROUNDS + 1):
+                    loop.call_soon_threadsafe(more)
+                    found = until(watched, lambda s, round=round: s["round"] == round)
+                    within_bounds(watched.taken())
+                until(watched, lambda s: all(p["step"] == 4 for p in s["peers"] if p["role"] in ("full", "stage")))
+                within_bounds(watched.taken())
+                assert found["peers_total"] == PEERS
+                assert watched.taken().daemon_bytes > 0
+                assert watched.process.poll() is None
+
+        def more() -> None:
+            node.decide()
+            node.hear(4)
+
+        loop = asyncio.get_running_loop()
+        await asyncio.to_thread(watch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_recording(tmp_path: Path) -> None:
+    made = MadeUp(PEERS)
+    run, recording = tmp_path / "run.toml", tmp_path / "events.jsonl"
+    run.write_text(manifests.to_toml(made.manifest))
+    with open(recording, "w", encoding="utf-8") as out:
+        for event in made.all(ROUNDS):
+            out.write(event.to_json() + "\n")
+    with watching(run, "--replay", recording) as watched:
+        found = until(watched, lambda s: s["round"] == ROUNDS + 1 and any(p["step"] == 3 for p in s["peers"]))
+        assert found["peers_here"] == PEERS
+        assert found["contributors_total"] > PEERS * 0.9
+        within_bounds(watched.taken())
+
+
+def test_what_watches_a_run_does_without_torch() -> None:
+    """Of hivemind's libraries alone a process would have about 240 MB."""
+    code = "import sys, peer.cli.main, peer.net.p2p; print(sorted({m.partition('.')[0] for m in sys.modules}))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "'hivemind'" in loaded
+    for heavy in ("torch", "scipy", "pandas", "pyarrow", "datasets", "transformers", "grpc"):
+        assert f"'{heavy}'" not in loaded

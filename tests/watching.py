@@ -1,0 +1,106 @@
+"""A monitor as somebody starts it, on a terminal of its own and with a page, and what its processes take of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import psutil
+
+DEADLINE = 120.0
+"""Seconds for anything to happen."""
+_PAGE = re.compile(rb"http://127\.0\.0\.1:\d+/")
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """By the monitor's own process, and by its network daemon: resident bytes, processor seconds since their start. `alone_bytes`: of both,
+    without what other processes read from the same files."""
+
+    own_bytes: int
+    daemon_bytes: int
+    alone_bytes: int
+    own_seconds: float
+    daemon_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.own_seconds + self.daemon_seconds
+
+
+@dataclass
+class Watching:
+    """A monitor that runs. `drawn`: what it wrote to its terminal, the newest part."""
+
+    process: subprocess.Popen[bytes]
+    drawn: bytearray = field(default_factory=bytearray)
+    url: str = ""
+
+    def taken(self) -> Taken:
+        """As of now."""
+        own, daemons = psutil.Process(self.process.pid), psutil.Process(self.process.pid).children(recursive=True)
+        return Taken(
+            own.memory_info().rss,
+            sum(d.memory_info().rss for d in daemons),
+            sum(process.memory_full_info().uss for process in (own, *daemons)),
+            sum(own.cpu_times()[:2]),
+            sum(sum(d.cpu_times()[:2]) for d in daemons),
+        )
+
+    def get(self, path: str) -> bytes:
+        """A part of the page."""
+        request = urllib.request.Request(self.url + path, headers={"Accept-Encoding": "identity"})
+        with urllib.request.urlopen(request, timeout=DEADLINE) as reply:
+            return bytes(reply.read())
+
+
+@contextlib.contextmanager
+def watching(*arguments: object, width: int = 120, height: int = 40) -> Iterator[Watching]:
+    """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the block."""
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    command = [sys.executable, "-m", "peer.cli", "monitor", *map(str, arguments), "--web", "0"]
+    process = subprocess.Popen(
+        command,
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        start_new_session=True,
+        env=os.environ | {"TERM": "xterm-256color"},
+    )
+    os.close(inner)
+    found, there = Watching(process), threading.Event()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # how the end of a terminal reads on Linux
+            while part := os.read(outer, 65536):
+                found.drawn += part
+                if not there.is_set() and (said := _PAGE.search(found.drawn)) is not None:
+                    found.url = said[0].decode()
+                    there.set()
+                del found.drawn[:-200_000]
+        there.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert there.wait(DEADLINE), found.drawn[-2000:]
+        assert found.url, found.drawn[-2000:]
+        yield found
+    finally:
+        process.terminate()
+        process.wait(DEADLINE)
+        reader.join()
+        os.close(outer)
