@@ -137,12 +137,14 @@ def make_chain(
     kind: type[Any] = Recording,
     device: str = "cpu",
     basis: np.ndarray = BASIS,
+    spec: ModelSpec = SPEC,
 ) -> list[Any]:
     trainers = [
-        kind(SPEC, train, shards, rank=k, basis=basis if k else None, device=device) for shards in split_shards(cuts)
+        kind(spec, train, shards, rank=k, basis=basis if k else None, device=device)
+        for shards in split_shards(cuts, spec)
     ]
     for trainer in trainers:
-        trainer.begin_round(theta if theta is not None else random_theta())
+        trainer.begin_round(theta if theta is not None else random_theta(spec))
     return trainers
 
 
