@@ -70,15 +70,18 @@ def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 def document_mask(spec: ModelSpec, ids_BL: Tensor, device: torch.device) -> Tensor | None:
-    """Which keys each query sees [B, 1, L, L]; None where the model sees whole sequences, or no row has a token behind an end."""
+    """Which keys each query sees [B, 1, L, L]: 0, or -inf for those that it does not; None where the model sees whole sequences, or no row has
+    a token behind an end. In the number format of attention: of booleans every block would make, and keep, such a mask of its own."""
     if spec.document_end_id < 0:
         return None
     ends_BL = ids_BL[:, :-1] == spec.document_end_id
     if ids_BL.device.type == "cpu" and not bool(ends_BL.any()):
         return None
     document_BL = functional.pad(ends_BL.cumsum(1), (1, 0)).to(device, non_blocking=True)
-    same_BLL = document_BL[:, :, None] == document_BL[:, None, :]
-    return same_BLL.tril()[:, None]
+    sees_BLL = (document_BL[:, :, None] == document_BL[:, None, :]).tril_()
+    kind = device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+    return torch.zeros(sees_BLL.shape, dtype=dtype, device=device).masked_fill_(~sees_BLL, -math.inf)[:, None]
 
 
 class Attention(nn.Module):
@@ -98,7 +101,7 @@ class Attention(nn.Module):
     def forward(
         self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: Tensor | None = None, join: Join | None = None
     ) -> Tensor:
-        """What is added to x [B, L, D]. `mask` [B, 1, L, L]: which keys a query sees, where that is not all before it."""
+        """What is added to x [B, L, D]. `mask` [B, 1, L, L]: what is added to scores, where a query does not see all before it."""
         q_BLNH, k_BLKH, v_BLKH = (
             projection(x_BLD).unflatten(-1, (-1, self.width)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
