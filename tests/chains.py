@@ -137,12 +137,14 @@ def make_chain(
     kind: type[Any] = Recording,
     device: str = "cpu",
     basis: np.ndarray = BASIS,
+    spec: ModelSpec = SPEC,
 ) -> list[Any]:
     trainers = [
-        kind(SPEC, train, shards, rank=k, basis=basis if k else None, device=device) for shards in split_shards(cuts)
+        kind(spec, train, shards, rank=k, basis=basis if k else None, device=device)
+        for shards in split_shards(cuts, spec)
     ]
     for trainer in trainers:
-        trainer.begin_round(theta if theta is not None else random_theta())
+        trainer.begin_round(theta if theta is not None else random_theta(spec))
     return trainers
 
 
@@ -244,14 +246,14 @@ def project_at(
 
     def forward(ids_BL: torch.Tensor, x_BLD: torch.Tensor | None = None) -> torch.Tensor:
         x_BLD = stage.embed(ids_BL) if x_BLD is None else x_BLD
-        projector = boundary or stage.boundary
+        projector, mask = boundary or stage.boundary, stage.mask(ids_BL)
         for position, shard in enumerate(names[1:], start=1):
             if position in cuts and projector is not None:
                 x_BLD = projector.expand(Quantized.apply(projector.compress(x_BLD), wires), ids_BL)
             elif position in cuts:
                 x_BLD = Quantized.apply(x_BLD, wires)
             if shard != "head":
-                x_BLD = stage.block(layout.block_index(shard), x_BLD)
+                x_BLD = stage.block(layout.block_index(shard), x_BLD, mask)
         return x_BLD
 
     stage.forward = forward

@@ -75,7 +75,10 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
 def seconds(manifest: Manifest, c: Candidate, a: int, b: int) -> float:
     """Of a stage per micro-batch: 6 operations a matrix parameter and token, and attention's."""
     spec, train = manifest.model, manifest.train
-    blocks = (b - a) * (6 * (4 * spec.d_model**2 + 3 * spec.d_model * spec.d_ff) + 12 * train.sequence * spec.d_model)
+    blocks = (b - a) * (
+        6 * (2 * spec.d_model**2 + 2 * spec.d_model * spec.key_value_width + 3 * spec.d_model * spec.d_ff)
+        + 12 * train.sequence * spec.d_model
+    )
     head = 6 * spec.vocab_size * spec.d_model if b == spec.n_layers else 0
     lookup = spec.d_model if a == 0 else 0
     return train.rows * train.sequence * (blocks + head + lookup) / c.speed_flops

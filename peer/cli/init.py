@@ -281,9 +281,10 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids;"
         f" held out: {index.held_out_sequences:,} sequences"
     )
-    yield (
-        f"memory: {size(whole)} for the whole model; a member of a chain {size(memory.smallest_stage(manifest))} or more"
-    )
+    part = f"a member of a chain {size(memory.smallest_stage(manifest))} or more"
+    if model.tie_word_embeddings:
+        part = "no chains, since its embeddings are tied"
+    yield f"memory: {size(whole)} for the whole model; {part}"
     update = sum(
         sparse.max_payload_size(manifest.outer.codec, layout.shapes(model, shard))
         for shard in layout.shard_names(model)

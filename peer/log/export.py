@@ -1,4 +1,9 @@
-"""A run's model as a folder that the library transformers loads: LlamaForCausalLM, fp32, and the run's tokenizer."""
+"""A run's model as a folder that the library transformers loads: LlamaForCausalLM, or Qwen3ForCausalLM where queries and keys are normalized, in
+fp32, and the run's tokenizer.
+
+Documents that do not see each other are nothing that a configuration of transformers says: text of one document gives equal logits, and of
+several where `position_ids` begin anew in each. `document_end_id` is in the file for Potluck.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from peer.corpus.tokenizer import end_of_text, parse_tokenizer
 from peer.log.replay import State
@@ -15,7 +21,7 @@ from peer.state.storage import Shards
 from protocol.codec.topk import Empty
 from protocol.errors import UsageError
 from protocol.run import layout
-from protocol.run.layout import ModelSpec
+from protocol.run.layout import ModelSpec, RopeScaling
 from protocol.run.manifest import Manifest
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
@@ -30,6 +36,12 @@ _SIZES = {
     "norm_eps": "rms_norm_eps",
 }
 """A ModelSpec's field -> what transformers calls it."""
+_ROPE = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings"),
+}
+"""Which fields of a RopeScaling its type has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +58,49 @@ class Exported:
 
 def config(spec: ModelSpec, end: int | None) -> dict[str, object]:
     """What transformers calls the configuration of such a model. `end`: the id that ends a text."""
+    scaling: dict[str, object] = {}
+    if spec.rope_scaling is not None:
+        kind = spec.rope_scaling.rope_type
+        scaling = {"rope_type": kind, **{name: getattr(spec.rope_scaling, name) for name in _ROPE[kind]}}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["Qwen3ForCausalLM" if spec.use_qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if spec.use_qk_norm else "llama",
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.d_model,
         "intermediate_size": spec.d_ff,
         "num_hidden_layers": spec.n_layers,
         "num_attention_heads": spec.n_heads,
-        "num_key_value_heads": spec.n_heads,
-        "head_dim": spec.d_model // spec.n_heads,
+        "num_key_value_heads": spec.key_value_heads,
+        "head_dim": spec.head_dim,
         "max_position_embeddings": spec.context,
         "rope_theta": spec.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta} | scaling,
+        **({"rope_scaling": scaling} if scaling else {}),  # what it is called before transformers 5
         "rms_norm_eps": spec.norm_eps,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        **({"document_end_id": spec.document_end_id} if spec.document_end_id >= 0 else {}),
         "bos_token_id": None,
         "eos_token_id": end,
         "pad_token_id": None,
         "dtype": "float32",
     }
+
+
+def _spec(found: dict[str, Any]) -> ModelSpec:
+    """The model of a configuration that `config` made. Raises ValueError, KeyError or TypeError."""
+    heads, shared = found["num_attention_heads"], found["num_key_value_heads"]
+    rope = found.get("rope_scaling")
+    return ModelSpec(
+        **{ours: found[theirs] for ours, theirs in _SIZES.items()},
+        num_key_value_heads=0 if shared == heads else shared,
+        tie_word_embeddings=found["tie_word_embeddings"],
+        use_qk_norm=found["model_type"] == "qwen3",
+        rope_scaling=None if rope is None else RopeScaling(**rope),
+        document_end_id=found.get("document_end_id", -1),
+    )
 
 
 def write(manifest: Manifest, state: State, tokenizer: bytes, folder: Path, disk: Disk) -> None:
@@ -115,7 +147,7 @@ def read(folder: Path, disk: Disk, room_for: Callable[[ModelSpec], Empty]) -> Ex
     """What `write` wrote into `folder`, in arrays for which there is room. Raises UsageError."""
     try:
         found = json.loads(disk.read(folder / CONFIG))
-        spec = ModelSpec(**{ours: found[theirs] for ours, theirs in _SIZES.items()})
+        spec = _spec(found)
         if found != config(spec, found["eos_token_id"]):
             raise ValueError
         tensors, about = tensor_file.read(disk, folder / WEIGHTS, room_for(spec))

@@ -131,8 +131,11 @@ class Peer:
         """Checks the memory, opens the text, measures the line. Raises PotluckError."""
         smallest, offered = memory.smallest_stage(self.manifest), self._config.memory_bytes
         if offered < smallest and not self._config.audit:
+            part = "one block of this model"
+            if self.manifest.model.tie_word_embeddings:
+                part = "the whole model, which has tied embeddings and no chains,"
             raise UsageError(
-                f"memory: {offered / 1e6:.0f} MB offered, one block of this model needs {smallest / 1e6:.0f} MB;"
+                f"memory: {offered / 1e6:.0f} MB offered, {part} needs {smallest / 1e6:.0f} MB;"
                 " offer more with --memory, or join a run with a smaller model"
             )
         if memory.in_files(self.manifest, offered):

@@ -1,7 +1,7 @@
 """A contiguous range of a LLaMA-style decoder. The whole model is the stage that has everything.
 
-Parameter names are those of Hugging Face's LlamaForCausalLM, with global block numbers, so a stage's state is a subset
-of the whole model's. The one exception: the first stage of a compressed chain trains `model.embed_tokens.coordinates`
+Parameter names are those of Hugging Face (protocol/run/layout.py), with global block numbers, so a stage's state is a subset of the
+whole model's. The one exception: the first stage of a compressed chain trains `model.embed_tokens.coordinates`
 (A [V, K], see subspace.py) in place of `model.embed_tokens.weight`.
 
 Shapes: B rows, L positions, V vocabulary, D model width, N heads, H head width, K subspace width.
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peer.training import compiled, cross_entropy
+from peer.training import attention, compiled, cross_entropy
+from peer.training.attention import Attention, Join
+from peer.training.layers import Embedding, Linear, Norm
 from peer.training.subspace import Boundary, coordinates, near
 from peer.training.update import Moved, WithinSubspace
 from protocol.run import layout
@@ -27,50 +29,9 @@ Theta = Mapping[str, Sequence[np.ndarray]]
 """Host values by shard: fp32 arrays in canonical order."""
 
 
-def _rope(spec: ModelSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos, sin [context, H] of the "rotate half" convention: both halves carry the same angles."""
-    width = spec.d_model // spec.n_heads
-    rate = 1.0 / spec.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angle = torch.outer(torch.arange(spec.context, dtype=torch.float32), rate)
-    angle = torch.cat((angle, angle), dim=-1)
-    return angle.cos().to(device), angle.sin().to(device)
-
-
-def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
-    first, second = x_BNLH.chunk(2, dim=-1)
-    return x_BNLH * cos_LH + torch.cat((-second, first), dim=-1) * sin_LH
-
-
 def _shared(array: np.ndarray) -> Tensor:
     """The array as a tensor: without a copy where torch allows it."""
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-class _Table(nn.Module):
-    """A `weight` without initial values (`load` gives them): nn.Linear would spend minutes on random ones."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape))
-
-
-class _Linear(_Table):
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
-
-
-class _Norm(_Table):
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__(spec.d_model)
-        self.eps = spec.norm_eps
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        return functional.rms_norm(x_BLD, self.weight.shape, self.weight, self.eps)
-
-
-class _Embedding(_Table):
-    def forward(self, ids_BL: Tensor) -> Tensor:
-        return functional.embedding(ids_BL, self.weight)
 
 
 class _Coordinates(nn.Module):
@@ -89,6 +50,10 @@ class Past:
         self.length = 0
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
+    def keep(self, count: int) -> None:
+        """Forgets all but the last `count` tokens: those before are of another document. Positions go on."""
+        self._held = {i: (k[:, :, -count:], v[:, :, -count:]) for i, (k, v) in self._held.items()} if count else {}
+
     def joined(self, block: int, k_BNLH: Tensor, v_BNLH: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of a block, with these at the end."""
         if block in self._held:
@@ -98,36 +63,12 @@ class Past:
         return k_BNLH, v_BNLH
 
 
-Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`Past.joined` of one block."""
-
-
-class _Attention(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.heads = spec.n_heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (_Linear(spec.d_model, spec.d_model) for _ in range(4))
-
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, join: Join | None = None) -> Tensor:
-        q_BNLH, k_BNLH, v_BNLH = (
-            projection(x_BLD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        q_BNLH, k_BNLH, is_causal = _rotate(q_BNLH, cos_LH, sin_LH), _rotate(k_BNLH, cos_LH, sin_LH), True
-        if join is not None:
-            is_causal = x_BLD.shape[1] > 1  # a single token sees all
-            k_BNLH, v_BNLH = join(k_BNLH, v_BNLH)
-        out_BNLH = functional.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=is_causal)
-        out_BLD: Tensor = self.o_proj(out_BNLH.transpose(1, 2).flatten(-2))
-        return out_BLD
-
-
 class _FeedForward(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.gate_proj = _Linear(spec.d_ff, spec.d_model)
-        self.up_proj = _Linear(spec.d_ff, spec.d_model)
-        self.down_proj = _Linear(spec.d_model, spec.d_ff)
+        self.gate_proj = Linear(spec.d_ff, spec.d_model)
+        self.up_proj = Linear(spec.d_ff, spec.d_model)
+        self.down_proj = Linear(spec.d_model, spec.d_ff)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         out_BLD: Tensor = self.down_proj(functional.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD))
@@ -137,13 +78,15 @@ class _FeedForward(nn.Module):
 class _Block(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.input_layernorm = _Norm(spec)
-        self.self_attn = _Attention(spec)
-        self.post_attention_layernorm = _Norm(spec)
+        self.input_layernorm = Norm(spec.d_model, spec.norm_eps)
+        self.self_attn = Attention(spec)
+        self.post_attention_layernorm = Norm(spec.d_model, spec.norm_eps)
         self.mlp = _FeedForward(spec)
 
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, join: Join | None = None) -> Tensor:
-        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH, join)
+    def forward(
+        self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: Tensor | None = None, join: Join | None = None
+    ) -> Tensor:
+        x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH, mask, join)
         out_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
         return out_BLD
 
@@ -180,13 +123,14 @@ class Stage(nn.Module):
         self.model = nn.Module()
         if has_embed:
             V = spec.vocab_size
-            self.model.embed_tokens = _Embedding(V, spec.d_model) if u_DK is None else _Coordinates(V, u_DK.shape[1])
+            self.model.embed_tokens = Embedding(V, spec.d_model) if u_DK is None else _Coordinates(V, u_DK.shape[1])
         self.model.layers = nn.ModuleDict({str(i): _Block(spec) for i in range(first_block, last_block)})
         if has_head:
-            self.model.norm = _Norm(spec)
-            self.lm_head = _Linear(spec.vocab_size, spec.d_model)
+            self.model.norm = Norm(spec.d_model, spec.norm_eps)
+            if not spec.tie_word_embeddings:
+                self.lm_head = Linear(spec.vocab_size, spec.d_model)
         self.to(device)
-        self._cos, self._sin = _rope(spec, torch.device(device))
+        self._cos, self._sin = attention.rope(spec, torch.device(device))
 
     @torch.no_grad()
     def load(self, theta: Theta, copy: Callable[[list[tuple[Tensor, np.ndarray]]], None] | None = None) -> None:
@@ -240,44 +184,56 @@ class Stage(nn.Module):
         x_BLD: Tensor = table(there_BL)  # type: ignore[operator]
         return x_BLD
 
-    def block(self, index: int, x_BLD: Tensor) -> Tensor:
+    def mask(self, ids_BL: Tensor) -> Tensor | None:
+        """What `block` has to know of these ids: which tokens see each other (peer/training/attention.py). The same on every stage."""
+        return attention.document_mask(self.spec, ids_BL, self._cos.device)
+
+    def block(self, index: int, x_BLD: Tensor, mask: Tensor | None = None) -> Tensor:
         """Block `index` (global number) applied to x."""
         length = x_BLD.shape[1]
         layer, angles = self.model.layers[str(index)], (self._cos[:length], self._sin[:length])  # type: ignore[index]
         if not torch.is_grad_enabled():  # evaluation has other shapes: to compile for them does not pay
-            return _Block.forward(layer, x_BLD, *angles)  # type: ignore[arg-type]
-        return compiled.where_it_pays(_Block.forward, x_BLD.device)(layer, x_BLD, *angles)  # type: ignore[arg-type]
+            return _Block.forward(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
+        return compiled.where_it_pays(_Block.forward, x_BLD.device)(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
 
     def forward(self, ids_BL: Tensor, x_BLD: Tensor | None = None) -> Tensor:
         """x [B, L, D] after this stage's blocks. `x_BLD` is what the previous stage made; None for the first stage."""
         if x_BLD is None:
             x_BLD = self.embed(ids_BL)
+        mask = self.mask(ids_BL)
         for shard in self.shards:
             if shard.startswith("block."):
-                x_BLD = self.block(layout.block_index(shard), x_BLD)
+                x_BLD = self.block(layout.block_index(shard), x_BLD, mask)
         return x_BLD
 
     @torch.no_grad()
     def further(self, ids_BL: Tensor, past: Past) -> Tensor:
         """x [B, L, D] of the tokens that come after `past`, which has them then: as `forward` of all of them. L is 1 unless `past` is
-        empty. Needs the whole model, uncompressed."""
+        empty, B is 1. Needs the whole model, uncompressed."""
         assert ids_BL.shape[1] == 1 or not past.length
         end = past.length + ids_BL.shape[1]
         cos_LH, sin_LH = self._cos[past.length : end], self._sin[past.length : end]
-        x_BLD = self.embed(ids_BL)
+        x_BLD, mask = self.embed(ids_BL), self.mask(ids_BL)
         for index in range(self.spec.n_layers):
             layer: _Block = self.model.layers[str(index)]  # type: ignore[index, assignment]
-            x_BLD = layer(x_BLD, cos_LH, sin_LH, functools.partial(past.joined, index))
+            x_BLD = layer(x_BLD, cos_LH, sin_LH, mask, functools.partial(past.joined, index))
         past.length = end
+        if (end_id := self.spec.document_end_id) >= 0 and end_id in (ids := ids_BL[0].tolist()):
+            past.keep(ids[::-1].index(end_id))
         return x_BLD
+
+    @property
+    def head_VD(self) -> Tensor:
+        """What makes logits: a matrix of its own, or the embedding's."""
+        weight: Tensor = self.model.embed_tokens.weight if self.spec.tie_word_embeddings else self.lm_head.weight  # type: ignore[assignment, union-attr]
+        return weight
 
     def logits(self, x_BLD: Tensor) -> Tensor:
         """[B, L, V] from what the last block made."""
-        logits_BLV: Tensor = self.lm_head(self.model.norm(x_BLD))  # type: ignore[operator]
-        return logits_BLV
+        return functional.linear(self.model.norm(x_BLD), self.head_VD)  # type: ignore[operator]
 
     def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> Tensor:
         """Mean cross-entropy, nats per token."""
         x_TD = self.model.norm(x_BLD).flatten(0, 1)  # type: ignore[operator]
         targets_T = targets_BL.to(x_BLD.device, non_blocking=True).flatten()
-        return cross_entropy.mean(x_TD, self.lm_head.weight, targets_T)
+        return cross_entropy.mean(x_TD, self.head_VD, targets_T)

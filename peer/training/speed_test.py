@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,8 @@ def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> Non
 
     torch.set_num_threads(threads)
     first, last = part_of(manifest, memory_bytes)
-    spec, train = manifest.model, manifest.train
+    # a block of a model with tied embeddings, which there is in no chain, is a block like any other
+    spec, train = replace(manifest.model, tie_word_embeddings=False), manifest.train
     trainer = StageTrainer(spec, train, memory.stage_shards(manifest, first, last), device=device)
     draw = np.random.default_rng(0)
     trainer.begin_round(

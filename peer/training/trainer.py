@@ -136,6 +136,8 @@ class StageTrainer:
             raise LocalError(f"stage {list(shards)}: not a contiguous range of shards; this is a bug")
         if rank and (basis is None or basis.shape[0] != spec.d_model or not rank <= basis.shape[1]):
             raise LocalError(f"stage of a chain with rank {rank}: no basis of that width; this is a bug")
+        if spec.tie_word_embeddings and (rank or tuple(shards) != names):
+            raise LocalError("stage of a model with tied embeddings: must be the whole model; this is a bug")
         self.spec, self.train, self.rank = spec, train, rank
         self.shards = tuple(shards)
         self.device = torch.device(device)

@@ -117,6 +117,8 @@ def _why(swarm: Swarm, peer: int, members: int, blocks: int) -> str:
 def why_spare(manifest: Manifest, spare: Candidate) -> str:
     """Why a peer has no part in a plan."""
     least = smallest_stage(manifest)
+    if spare.memory_bytes < least and manifest.model.tie_word_embeddings:
+        return f"a model with tied embeddings has no chains, and the whole needs {least / 1e9:.2f} GB"
     if spare.memory_bytes < least:
         return f"its memory holds no stage: the smallest needs {least / 1e9:.2f} GB"
     layers = manifest.model.n_layers

@@ -7,24 +7,29 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     overlap      4 P       where the next round's inner steps begin
     state        8 P + 4 E  theta and error feedback, and the embedding where it is only read; in files: nothing (below)
     scratch      4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into; in files: nothing
-    in flight    4 r L B (17 d + 4 F) x micro-batches between their forward and their backward
+    in flight    4 r L (B n + [documents] L) x micro-batches between their forward and their backward; n = 14 d + 3 c + 4 F values a token of a block,
+                           and with normalized queries and keys 3 (d + c) more; documents that do not see each other have a mask
     frames       r L (4 k + f) x micro-batches under way in the chain  what came in from either side: a frame with f bytes a token, and its tensor
     reader      16 r L d   of a compressed chain: a micro-batch's rows of the embedding, their part in the subspace, and the other part
-    backward     8 r L (17 d + 4 F) + [first, whole] 4 E  the gradients within the block that goes backward, and of an embedding that is
+    backward     8 r L n + [first, whole] 4 E  the gradients within the block that goes backward, and of an embedding that is
                            trained as a whole, before they are added
     loss         8 min(r L V, LOGITS) + 4 E  in the last stage: logits and their logarithms of a slice of the tokens, and the gradient of the
                            head; in a full replica that, or the embedding's gradient, if it is more
-    or, if more  4 E       than in flight, frames, reader, backward and loss: what the embedding of a compressed chain moved, in its first stage
+    or, if more  4 E       (8 E of tied embeddings) than in flight, frames, reader, backward and loss: what the embedding of a compressed chain moved, in its first stage
     later role   4 Q       θ of what it lacks for another role (Q parameters), while it trains in the one that it has; in files: nothing
     spare        4 M + scratch  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
-with r rows, L tokens, B blocks, d width, F feed-forward width, V vocabulary. tests/benchmarks/memory.py compares it with measured
-peaks. Of the 17 d, tensors are 10 d: the rest, and half of "backward", is what glibc's heap cannot use again.
+with r rows, L tokens, B blocks, d width, c width of the keys (d, or less where heads share them), F feed-forward width, V vocabulary.
+tests/benchmarks/memory.py compares it with measured peaks. Of the 14 d + 3 c, tensors are 8 d + 2 c: the rest, and half of "backward", is what glibc's heap cannot use again.
 
 *In files.* State and scratch are used at the round boundary only, and of the embedding a micro-batch reads r L rows. A peer whose
 memory is not enough for whatever it may be asked to do with all of it in memory (`in_files`) keeps them in files that are mapped: the
 system holds in memory what is used of them, as far as there is room. The formula promises what that takes, so that more peers
 can take part. Disk: 12 P + 8 E.
+
+*Tied embeddings.* The model is trained by full replicas only (NEVER): the first and the last stage of a chain would both move the one matrix, and
+each step one would have to send the other a gradient as large as the matrix. A replica has, after the last block, both gradients of it at
+once, 8 E; the matrix counts once.
 
 Twice as many micro-batches may be under way as a stage has room to keep the activations of: the others wait, which costs little, and so
 a stage in the middle always finds work. A stage of one block may compute activations anew, rather than keep those of several: less is not
@@ -42,6 +47,8 @@ from protocol.run.manifest import Manifest
 
 LOGITS = 1 << 23
 """At a time, in the last stage (peer/training/cross_entropy.py); of one token at least."""
+NEVER = 1 << 62
+"""Bytes that nobody has: of a stage that there cannot be."""
 WAITING = 2
 """How many times as many micro-batches may be under way as a stage keeps the activations of."""
 
@@ -83,12 +90,16 @@ def under_way(manifest: Manifest) -> int:
 
 def activation_bytes(manifest: Manifest, first: int, last: int) -> int:
     """Bytes that one micro-batch keeps between its forward and its backward."""
-    return (last - first) * _block_bytes(manifest)
+    train = manifest.train
+    mask = 4 * train.rows * train.sequence**2 if manifest.model.document_end_id >= 0 else 0
+    return (last - first) * _block_bytes(manifest) + mask
 
 
 def _block_bytes(manifest: Manifest) -> int:
     spec, train = manifest.model, manifest.train
-    return 4 * train.rows * train.sequence * (17 * spec.d_model + 4 * spec.d_ff)
+    d, c = spec.d_model, spec.key_value_width
+    normalized = 3 * (d + c) if spec.use_qk_norm else 0
+    return 4 * train.rows * train.sequence * (14 * d + 3 * c + normalized + 4 * spec.d_ff)
 
 
 def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
@@ -102,7 +113,9 @@ def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
 
 
 def stage_memory(manifest: Manifest, first: int, last: int) -> int:
-    """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above)."""
+    """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above); NEVER where it cannot be."""
+    if manifest.model.tie_word_embeddings and last - first < manifest.model.n_layers:
+        return NEVER
     return memory_at(manifest, first, last, in_flight(manifest, first, last), under_way(manifest), in_files=True)
 
 
@@ -122,10 +135,10 @@ def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool) 
 def _all_in_memory(manifest: Manifest) -> int:
     """Bytes for the most demanding stage there may be, and all other shards for a later role, without files."""
     layers, most = manifest.model.n_layers, under_way(manifest)
-    stages = [(0, layers)] + [(a, b) for a, b in ((0, layers - 1), (1, layers)) if a < b]
+    parts = [(a, b) for a, b in ((0, layers - 1), (1, layers)) if a < b and not manifest.model.tie_word_embeddings]
     return max(
         memory_at(manifest, a, b, in_flight(manifest, a, b), most, in_files=False) + later_bytes(manifest, a, b)
-        for a, b in stages
+        for a, b in [(0, layers), *parts]
     )
 
 
@@ -167,10 +180,12 @@ def _loss(manifest: Manifest) -> int:
 
 
 def _moved(manifest: Manifest, first: int, last: int) -> int:
-    """Bytes of what the embedding of a compressed chain moved, where it is trained."""
+    """Bytes of what the embedding of a compressed chain moved, where it is trained; or of both gradients of a tied one."""
     spec = manifest.model
-    trained = first == 0 and last < spec.n_layers and max(manifest.chains.rank) > 0
-    return 4 * spec.vocab_size * spec.d_model if trained else 0
+    embed = 4 * spec.vocab_size * spec.d_model
+    if spec.tie_word_embeddings:
+        return 2 * embed
+    return embed if first == 0 and last < spec.n_layers and max(manifest.chains.rank) > 0 else 0
 
 
 def _table(manifest: Manifest, first: int, last: int) -> int:
@@ -224,5 +239,7 @@ def needs_by_range(manifest: Manifest) -> dict[tuple[int, int], int]:
 
 
 def smallest_stage(manifest: Manifest) -> int:
-    """Bytes that the least demanding stage of one block needs: a peer with less cannot take part."""
-    return min(stage_memory(manifest, i, i + 1) for i in range(manifest.model.n_layers))
+    """Bytes that the least demanding stage of one block needs, or the whole model where it is for full replicas only: a peer with less cannot
+    take part."""
+    layers = manifest.model.n_layers
+    return min(stage_memory(manifest, 0, layers), *(stage_memory(manifest, i, i + 1) for i in range(layers)))

@@ -1,9 +1,9 @@
 """How fast a peer trains: operations of its stage's forward and backward, and what its inner steps say about the machine. Pure.
 
-Floating-point operations a token, a multiplication and an addition counted as two; d width, F feed-forward width, V
-vocabulary, L tokens of a sequence:
+Floating-point operations a token, a multiplication and an addition counted as two; d width, c width of the keys (d, or less where
+heads share them), F feed-forward width, V vocabulary, L tokens of a sequence:
 
-    block   6 (4 d^2 + 3 d F) + 12 L d     72 d^2 + 12 L d where F = 8 d / 3
+    block   6 (2 d^2 + 2 d c + 3 d F) + 12 L d     72 d^2 + 12 L d where c = d and F = 8 d / 3
     head    6 V d
     embed   d                              a lookup is none, its gradient is added
 
@@ -43,7 +43,7 @@ def parts(manifest: Manifest) -> tuple[int, int, int]:
     """Operations of one micro-batch, forward and backward, in the embedding, in one block and in the head."""
     spec, tokens = manifest.model, manifest.train.rows * manifest.train.sequence
     d = spec.d_model
-    block = 6 * (4 * d * d + 3 * d * spec.d_ff) + 12 * manifest.train.sequence * d
+    block = 6 * (2 * d * d + 2 * d * spec.key_value_width + 3 * d * spec.d_ff) + 12 * manifest.train.sequence * d
     return tokens * d, tokens * block, tokens * 6 * spec.vocab_size * d
 
 

@@ -1,6 +1,7 @@
 """What a model is made of: its shards, the tensors of each shard, and the digest of a whole state.
 
-Tensor names are those of Hugging Face's LlamaForCausalLM, one to one. A shard's host value is a list of C-contiguous
+Tensor names are those of Hugging Face's LlamaForCausalLM, or Qwen3ForCausalLM where `use_qk_norm`, one to one. With tied embeddings the
+matrix belongs to `embed`, and `head` is the last norm only. A shard's host value is a list of C-contiguous
 fp32 arrays in the order that `tensors` gives. Shape letters: V vocabulary, d model width, F feed-forward width.
 """
 
@@ -9,21 +10,54 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from protocol.codec import blob_hash
+from protocol.wire.schema import LATER
 
 MAX_SIZE = 1 << 24
 """Of every size of a model, so that a stranger's manifest cannot make anybody count without end."""
 MAX_LAYERS = 4096
+MAX_FACTOR = 1e6
+ROPE_TYPES = ("linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How the angles of RoPE are changed, for longer contexts than those of `original_max_position_embeddings` tokens. Names and meaning are
+    those of Hugging Face's `rope_parameters`: "linear" divides all by `factor`; "llama3" the slow ones, with a passage between wavelengths of
+    original / `low_freq_factor` and original / `high_freq_factor`; "yarn" (Peng et al., 2023, arXiv:2309.00071) the slow ones, with a passage between
+    `beta_slow` and `beta_fast` turns in the original context, and scales attention by (0.1 ln factor + 1)^2."""
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES:
+            raise ValueError(f'rope_type must be one of {", ".join(ROPE_TYPES)}, not "{self.rope_type}"')
+        if not 1 <= self.factor <= MAX_FACTOR:
+            raise ValueError(f"factor must be in 1..{MAX_FACTOR:g}")
+        if self.rope_type != "linear" and not 1 <= self.original_max_position_embeddings <= MAX_SIZE:
+            raise ValueError(f"original_max_position_embeddings must be in 1..{MAX_SIZE}")
+        for slow, fast in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+            if not 0 < getattr(self, slow) < getattr(self, fast) <= MAX_FACTOR:
+                raise ValueError(f"0 < {slow} < {fast} <= {MAX_FACTOR:g} must hold")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A LLaMA-style decoder: RoPE, SwiGLU, RMSNorm, untied head, one key/value head per query head."""
+    """A decoder like LLaMA: RoPE, SwiGLU, RMSNorm. What was added later has the names of Hugging Face's configurations, and means what it means
+    there: `num_key_value_heads` heads of keys and values, each shared by as many query heads (0: one for each); one matrix for embedding
+    and head where `tie_word_embeddings`; queries and keys normalized in each head, as Qwen3 does, where `use_qk_norm`; `rope_scaling`.
+    `document_end_id`: the id that ends a document: attention does not look beyond it; -1: it sees the whole sequence."""
 
     vocab_size: int
     d_model: int
@@ -33,6 +67,11 @@ class ModelSpec:
     context: int
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    num_key_value_heads: int = field(default=0, metadata=LATER)
+    tie_word_embeddings: bool = field(default=False, metadata=LATER)
+    use_qk_norm: bool = field(default=False, metadata=LATER)
+    rope_scaling: RopeScaling | None = field(default=None, metadata=LATER)
+    document_end_id: int = field(default=-1, metadata=LATER)
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "context"):
@@ -42,12 +81,37 @@ class ModelSpec:
             raise ValueError(f"n_layers must be at most {MAX_LAYERS}")
         if self.d_model % self.n_heads or (self.d_model // self.n_heads) % 2:
             raise ValueError("d_model / n_heads must be an even whole number (RoPE rotates pairs)")
-        for shard, sizes in (("block.0", "d_model or d_ff"), ("head", "vocab_size or d_model")):
+        if self.num_key_value_heads < 0 or self.n_heads % (self.num_key_value_heads or self.n_heads):
+            raise ValueError("num_key_value_heads must divide n_heads, or be 0 for as many")
+        if not self.rope_theta > 1:
+            raise ValueError("rope_theta must be more than 1")
+        if not -1 <= self.document_end_id < self.vocab_size:
+            raise ValueError("document_end_id must be an id of the vocabulary, or -1 for none")
+        for shard, sizes in (
+            ("block.0", "d_model or d_ff"),
+            ("head", "vocab_size or d_model"),
+            ("embed", "vocab_size or d_model"),
+        ):
             if shard_bytes(self, shard) > blob_hash.MAX_BLOB:
                 raise ValueError(
                     f"{shard} has {shard_bytes(self, shard) / 1e9:.1f} GB, a shard may have {blob_hash.MAX_BLOB / 1e9:.1f} GB;"
                     f" choose a smaller {sizes}"
                 )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_key_value_heads or self.n_heads
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of all keys, and of all values, of a token."""
+        return self.key_value_heads * self.head_dim
 
 
 def shard_names(spec: ModelSpec) -> tuple[str, ...]:
@@ -57,23 +121,26 @@ def shard_names(spec: ModelSpec) -> tuple[str, ...]:
 
 def tensors(spec: ModelSpec, shard: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Names and shapes of one shard's tensors in canonical order. Raises KeyError for an unknown shard."""
-    V, d, F = spec.vocab_size, spec.d_model, spec.d_ff
+    V, d, F, kv = spec.vocab_size, spec.d_model, spec.d_ff, spec.key_value_width
     if shard == "embed":
         return (("model.embed_tokens.weight", (V, d)),)
     if shard == "head":
-        return (("model.norm.weight", (d,)), ("lm_head.weight", (V, d)))
+        matrix = () if spec.tie_word_embeddings else (("lm_head.weight", (V, d)),)
+        return (("model.norm.weight", (d,)), *matrix)
     index = block_index(shard)
     if not 0 <= index < spec.n_layers:
         raise KeyError(shard)
-    prefix = f"model.layers.{index}."
+    prefix, h = f"model.layers.{index}.", spec.head_dim
+    norms = (("self_attn.q_norm.weight", (h,)), ("self_attn.k_norm.weight", (h,))) if spec.use_qk_norm else ()
     return tuple(
         (prefix + name, shape)
         for name, shape in (
             ("input_layernorm.weight", (d,)),
             ("self_attn.q_proj.weight", (d, d)),
-            ("self_attn.k_proj.weight", (d, d)),
-            ("self_attn.v_proj.weight", (d, d)),
+            ("self_attn.k_proj.weight", (kv, d)),
+            ("self_attn.v_proj.weight", (kv, d)),
             ("self_attn.o_proj.weight", (d, d)),
+            *norms,
             ("post_attention_layernorm.weight", (d,)),
             ("mlp.gate_proj.weight", (F, d)),
             ("mlp.up_proj.weight", (F, d)),

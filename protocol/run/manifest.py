@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ from protocol.errors import UsageError, shown
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.wire import framing
-from protocol.wire.schema import SchemaError, build, plain
+from protocol.wire.schema import LATER, SchemaError, brief, build
 
 LONGEST = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
@@ -217,10 +218,10 @@ class AdmissionSpec:
 
     mode: str = "open"
     keys: tuple[str, ...] = ()
-    probation: int = 0
-    share: float = 1.0
-    range_sessions: int = 0
-    range_share: float = 1.0
+    probation: int = field(default=0, metadata=LATER)
+    share: float = field(default=1.0, metadata=LATER)
+    range_sessions: int = field(default=0, metadata=LATER)
+    range_share: float = field(default=1.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         if self.mode not in ADMISSIONS:
@@ -321,7 +322,8 @@ class Manifest:
 
     @functools.cached_property
     def run_id(self) -> str:
-        """sha256 (hex) of the canonical form without `[hints]`. Strangers ask for it with whatever they send."""
+        """sha256 (hex) of the canonical form without `[hints]`. Fields that were added later (protocol/wire/schema.py) are in it where they do not
+        have their defaults, so that a run of before keeps its name. Strangers ask for it with whatever they send."""
         return hashlib.sha256(self._canonical()).hexdigest()
 
     @property
@@ -337,7 +339,7 @@ class Manifest:
         return b"potluck/" + str(self.seed).encode()
 
     def _canonical(self) -> bytes:
-        data = plain(self)
+        data = brief(self)
         del data["hints"]
         return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
@@ -386,13 +388,19 @@ def from_bytes(raw: bytes, source: str) -> Manifest:
 
 def to_toml(manifest: Manifest) -> str:
     """A manifest file with this content."""
-    data = plain(manifest)
-    tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in data.items()]
-    for name, table in tables.items():
-        lines += ["", f"[{name}]"]
-        lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.items()]
-    return "\n".join(lines) + "\n"
+    return "\n".join(_toml_lines("", brief(manifest))) + "\n"
+
+
+def _toml_lines(path: str, data: dict[str, Any]) -> Iterator[str]:
+    """A table's own fields, then the tables within it; `path`: its name, empty for the whole file."""
+    if path:
+        yield from ("", f"[{path}]")
+    for key, value in data.items():
+        if not isinstance(value, dict):
+            yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _toml_lines(f"{path}.{key}" if path else key, value)
 
 
 def parameters(manifest: Manifest) -> int:

@@ -29,6 +29,9 @@ _HEX = object()
 Digest = Annotated[str, _HEX]
 """64 hexadecimal digits; 32 bytes where it travels. No other text is read in its place."""
 _rows: set[type] = set()
+LATER = {"later": True}
+"""The metadata of a field that was added to a dataclass later, and that `brief` leaves out where it has its default: what was written before
+there was the field keeps its form, and its digest."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -228,6 +231,18 @@ def plain(value: Any) -> Any:
         return {k: plain(v) for k, v in value.items()}
     names = _names(value.__class__)
     return value if names is None else {name: plain(getattr(value, name)) for name in names}
+
+
+def brief(value: Any) -> Any:
+    """`plain`, without the fields that were added later (LATER) and have their defaults."""
+    if isinstance(value, tuple | list):
+        return [brief(v) for v in value]
+    if isinstance(value, dict):
+        return {k: brief(v) for k, v in value.items()}
+    if not dataclasses.is_dataclass(value):
+        return value
+    found = {f.name: (getattr(value, f.name), f) for f in dataclasses.fields(value)}
+    return {name: brief(v) for name, (v, f) in found.items() if not (f.metadata == LATER and v == f.default)}
 
 
 def packed(value: Any) -> Any:

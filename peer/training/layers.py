@@ -1,0 +1,43 @@
+"""The layers that a decoder is made of, without initial values: nn.Linear would spend minutes on random ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Table(nn.Module):
+    """A `weight` that has no values before it is loaded."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+
+class Linear(Table):
+    """x W^T."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., columns] -> [..., rows] of the weight."""
+        return functional.linear(x, self.weight)
+
+
+class Norm(Table):
+    """RMSNorm over the last dimension."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> the same."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Embedding(Table):
+    """A row of the table for each id."""
+
+    def forward(self, ids_BL: Tensor) -> Tensor:
+        """[B, L] -> [B, L, D]."""
+        return functional.embedding(ids_BL, self.weight)
