@@ -81,8 +81,7 @@ class Homes:
 
     def plug_in(self, home: str) -> None:
         """Its line lives again."""
-        router, door = f"{self._name}-router", self._door(home)
-        _ip("-n", router, "link", "set", door, "up")
+        _ip("-n", f"{self._name}-router", "link", "set", self._door(home), "up")
 
     def down(self) -> None:
         """Removes them; their processes have ended."""
