@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,7 @@ from peer.net.disk import LocalDisk
 from peer.node.peer import Factories
 from protocol.wire.announcement import VERSION, Announcement
 from tests import tiny
+from tests.faults.homes import homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
@@ -31,15 +32,18 @@ from tests.faults.test_roles import make_manifest
 Found = dict[str, Finding]
 
 
-def examined(*arguments: object, env: dict[str, str] | None = None, limit: int | None = None) -> tuple[Found, bool]:
-    """What a machine is told in a process of its own, and whether joining would work. `limit`: of open files."""
+def examined(
+    *arguments: object, env: dict[str, str] | None = None, limit: int | None = None, place: Sequence[str] = ()
+) -> tuple[Found, bool]:
+    """What a machine is told in a process of its own, and whether joining would work. `limit`: of open files; `place`: what the command
+    begins with, where it is to run elsewhere."""
 
     def limited() -> None:
         assert limit is not None
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
     done = subprocess.run(
-        [sys.executable, "-m", "peer.cli", "doctor", *map(str, arguments), "--json"],
+        [*place, sys.executable, "-m", "peer.cli", "doctor", *map(str, arguments), "--json"],
         capture_output=True,
         text=True,
         timeout=DEADLINE,
@@ -196,6 +200,26 @@ def test_nobody_at_the_address(swarm: Swarm, tmp_path: Path) -> None:
     assert not works
     assert found["run"].state == BAD
     assert time.monotonic() - began < DEADLINE
+
+
+def test_a_router_that_lets_nobody_in(tmp_path: Path) -> None:
+    """Beside a machine to which others can connect, in the same run."""
+    manifest = make_manifest(start_peers=1)
+    memory = ("--memory", tiny.full_memory(manifest), "--threads", 1, "--device", "cpu")
+    with (
+        homes(NODE, "open", "shut") as there,
+        Swarm(tmp_path / "run", manifest, tiny.OPERATORS[:1], places=there.places) as swarm,
+    ):
+        there.shut("shut")
+        swarm.start_node(NODE)
+        for home, how, state in (("open", "directly", GOOD), ("shut", "relays", WARNING)):
+            options = ("--dir", tmp_path / home, "--host", "0.0.0.0", *memory)
+            found, works = examined(swarm.addresses[0], *options, place=there.places[home][1])
+            assert works, found
+            assert found["reach"].state == state, found
+            assert how in found["reach"].text
+            assert ("forward a TCP port" in found["reach"].remedy) == (home == "shut")
+            assert "role" in found
 
 
 @pytest.mark.parametrize(("off", "way"), [(3600.0, "ahead of"), (-3600.0, "behind")])

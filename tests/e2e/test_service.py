@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -14,10 +15,13 @@ import psutil
 import pytest
 
 from peer.events import Event, from_json
+from protocol.run.manifest import TimingSpec
 from tests import systemd, tiny
+from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
+from tests.lab import Place
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 PEER = "a peer, 100% its own"
@@ -172,13 +176,15 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
 
 
 class Service:
-    """The unit that was installed for PEER of a swarm, run as systemd would run it."""
+    """The unit that was installed for PEER of a swarm, run as systemd would run it. `place`: where it listens, and what a command begins with
+    that is to run there."""
 
-    def __init__(self, swarm: Swarm, user: Home) -> None:
+    def __init__(self, swarm: Swarm, user: Home, place: Place = ("127.0.0.1", [])) -> None:
         self.swarm = swarm
+        host, self._prefix = place
         whole = tiny.full_memory(swarm.manifest)
         line = ("--up", "20Mbps", "--down", "100Mbps", "--corpus", swarm.corpus)
-        offer = ("--host", "127.0.0.1", "--device", "cpu", "--memory", whole, "--threads", 1, "--json")
+        offer = ("--host", host, "--device", "cpu", "--memory", whole, "--threads", 1, "--json")
         done = user.potluck("service", "install", swarm.addresses[0], "--dir", PEER, *offer, *line, at=swarm.folder)
         assert done.returncode == 0, done.stderr
         (unit,) = user.units()
@@ -186,7 +192,7 @@ class Service:
         (swarm.folder / PEER).mkdir(exist_ok=True)
 
     def start(self, **files: object) -> subprocess.Popen[bytes]:
-        command = systemd.command(self.settings["ExecStart"])
+        command = [*self._prefix, *systemd.command(self.settings["ExecStart"])]
         return subprocess.Popen(command, cwd=systemd.value(self.settings["WorkingDirectory"]), **files)  # type: ignore[call-overload, no-any-return]
 
     def boot(self) -> None:
@@ -196,9 +202,10 @@ class Service:
 
     def trains_again(self) -> None:
         """From now on."""
+        self.swarm.wait(PEER, lambda e: e.kind == "started", "its start")
         seen = self.swarm.events(NODE)
         head = max((e.fields["round"] for e in seen if e.kind == "commit"), default=0)
-        (peer,) = {e.fields["peer"] for e in self.swarm.events(PEER) if e.kind == "started"} or {None}
+        (peer,) = {e.fields["peer"] for e in self.swarm.events(PEER) if e.kind == "started"}
 
         def has_its_work(event: Event) -> bool:
             return event.kind == "commit" and event.fields["round"] > head and self.works_in(event, peer)
@@ -206,8 +213,8 @@ class Service:
         self.swarm.wait(NODE, has_its_work, "a round with its work", after=len(seen))
 
     @staticmethod
-    def works_in(event: Event, peer: str | None) -> bool:
-        return any(peer in (None, *c["peers"]) and c["tokens"] for c in event.fields["contributions"])
+    def works_in(event: Event, peer: str) -> bool:
+        return any(peer in c["peers"] and c["tokens"] for c in event.fields["contributions"])
 
     def signal(self, number: int) -> None:
         """To all its processes."""
@@ -257,3 +264,63 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
         assert swarm.ended(PEER) == 0, "so it is not started again"
         swarm.kill(NODE)
         assert swarm.check() >= 4
+
+
+NIGHT = 30
+"""Rounds that the others decide meanwhile: ten times as long as it takes until a silent peer is gone."""
+
+
+@pytest.mark.slow
+def test_it_survives_nights_without_any_network_and_changes_of_address_without_a_hand(tmp_path: Path) -> None:
+    """Its line is dead, and lives again with another address; once it was left running, once the machine was started without a network."""
+    made = make_manifest(start_peers=1)
+    timing = TimingSpec(round_deadline=120.0, round_seconds=1.0, heartbeat=0.5, gone_after=3.0)
+    manifest = dataclasses.replace(made, timing=timing)
+    user = home(tmp_path, "systemctl")
+    with (
+        homes(NODE, "other", "laptop") as there,
+        Swarm(tmp_path / "a run", manifest, tiny.OPERATORS[:1], places=there.places) as swarm,
+    ):
+        swarm.start_node(NODE)
+        swarm.start("other")
+        service = Service(swarm, user, there.places["laptop"])
+        service.boot()
+        service.trains_again()
+        first = swarm.running[PEER]
+
+        there.move("laptop")
+        service.trains_again()
+
+        night(swarm, there)
+        there.move("laptop")
+        there.plug_in("laptop")
+        service.trains_again()
+        assert swarm.running[PEER] is first
+        assert first.poll() is None, "nobody started it again"
+
+        night(swarm, there)
+        swarm.kill(PEER)
+        told = len(swarm.events(PEER))
+        service.boot()
+        swarm.wait(
+            PEER, lambda e: e.kind == "warning" and "tries again" in e.fields["text"], "what it waits for", after=told
+        )
+        there.move("laptop")
+        there.plug_in("laptop")
+        service.trains_again()
+
+        swarm.running[PEER].terminate()
+        assert swarm.ended(PEER) == 0
+        for name in (NODE, "other"):
+            swarm.kill(name)
+        swarm.check()
+        assert "Traceback" not in (swarm.folder / PEER / "stderr.txt").read_text()
+
+
+def night(swarm: Swarm, there: Homes) -> None:
+    """The laptop's line is dead, until the others have done NIGHT rounds without it."""
+    before = swarm.events(NODE)
+    head = max(e.fields["round"] for e in before if e.kind == "commit")
+    there.unplug("laptop")
+    swarm.wait(NODE, lambda e: e.kind == "gone", "its silence", after=len(before))
+    swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] >= head + NIGHT, "a night", after=len(before))

@@ -52,6 +52,37 @@ class Homes:
         self._plug(home, door)
         return self.address(home)
 
+    def shut(self, home: str) -> None:
+        """From now on its router lets nobody in, and has what the home sends come from an address of its own, as most routers of homes do.
+        Skips the test where this machine has no nftables."""
+        door = self._door(home)
+        rules = f"""
+            table ip home {{
+                chain forward {{
+                    type filter hook forward priority 0;
+                    oifname "{door}" ct state established,related accept
+                    oifname "{door}" drop
+                }}
+                chain postrouting {{
+                    type nat hook postrouting priority 100;
+                    ip saddr {self.address(home)} masquerade
+                }}
+            }}
+        """
+        try:
+            command = ["ip", "netns", "exec", f"{self._name}-router", "nft", "-f", "-"]
+            subprocess.run(command, input=rules, capture_output=True, text=True, check=True)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"nftables: {' '.join(error.stderr.split())[:120]}; a router that lets nobody in needs them")
+
+    def unplug(self, home: str) -> None:
+        """Its line is dead until it is plugged in again."""
+        _ip("-n", f"{self._name}-router", "link", "set", self._door(home), "down")
+
+    def plug_in(self, home: str) -> None:
+        """Its line lives again."""
+        _ip("-n", f"{self._name}-router", "link", "set", self._door(home), "up")
+
     def down(self) -> None:
         """Removes them; their processes have ended."""
         for space in (f"{self._name}-router", *(self._space(home) for home in self._subnets)):
