@@ -21,7 +21,7 @@ from protocol.errors import UsageError, shown
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.wire import framing
-from protocol.wire.schema import SchemaError, brief, build
+from protocol.wire.schema import LATER, SchemaError, brief, build
 
 LONGEST = 0.8
 """Share of a round's deadline that replicas may train for: the rest is for their offers."""
@@ -86,7 +86,8 @@ class TrainSpec:
 
     A replica does at most `inner_steps` inner steps a round. One inner step has `micro_batches` x `rows` sequences of
     `sequence` tokens; slow replicas may have fewer micro-batches. The learning rate follows the run's rounds: each counts as
-    `inner_steps`, however many a replica does.
+    `inner_steps`, however many a replica does. `scale_embedding_lr`: the embedding of a compressed chain, of which k coordinates a token are trained in
+    place of d values, learns at sqrt(d / k) times the rate, with the same weight decay (docs/adr/0042-the-architecture.md).
     """
 
     inner_steps: int
@@ -100,6 +101,7 @@ class TrainSpec:
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
+    scale_embedding_lr: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         for name in ("inner_steps", "micro_batches", "rows", "sequence", "total_steps"):
