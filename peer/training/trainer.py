@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from peer.state.outer_optimizer import Accumulate, difference
@@ -286,10 +287,19 @@ class StageTrainer:
                 self._moments[name] = _Moments(
                     torch.tensor(0.0, device=self.device), zeros(parameter), zeros(parameter)
                 )
+        rate = self.pace.rate(self.train, step)
+        if self.train.scale_embedding_lr and COORDINATES in parameters:
+            self._adamw({COORDINATES: parameters.pop(COORDINATES)}, rate, math.sqrt(self.spec.d_model / self.rank))
+        self._adamw(parameters, rate)
+        self.reset()
+        self.steps += 1
+
+    def _adamw(self, parameters: Mapping[str, Parameter], rate: float, scale: float = 1.0) -> None:
+        """One call for all of these parameters; they move by `scale` times as much as the rate says, and decay as it says."""
         moments = [self._moments[name] for name in parameters]
         adamw(  # the function, not the class: that imports the compiler (seconds, and 100 MB)
             list(parameters.values()),
-            gradients,
+            [p.grad for p in parameters.values() if p.grad is not None],
             [m.exp_avg for m in moments],
             [m.exp_avg_sq for m in moments],
             [],
@@ -298,13 +308,11 @@ class StageTrainer:
             amsgrad=False,
             beta1=self.train.beta1,
             beta2=self.train.beta2,
-            lr=self.pace.rate(self.train, step),
-            weight_decay=self.train.weight_decay,
+            lr=rate * scale,
+            weight_decay=self.train.weight_decay / scale,
             eps=1e-8,
             maximize=False,
         )
-        self.reset()
-        self.steps += 1
 
     def displacement(self, shard: str) -> list[tuple[np.ndarray, np.ndarray | None]]:
         """theta - local for one held shard as pairs (peer/training/model.py), canonical order (positive sign convention)."""

@@ -86,7 +86,8 @@ class TrainSpec:
 
     A replica does at most `inner_steps` inner steps a round. One inner step has `micro_batches` x `rows` sequences of
     `sequence` tokens; slow replicas may have fewer micro-batches. The learning rate follows the run's rounds: each counts as
-    `inner_steps`, however many a replica does.
+    `inner_steps`, however many a replica does. `scale_embedding_lr`: the embedding of a compressed chain, of which k coordinates a token are trained in
+    place of d values, learns at sqrt(d / k) times the rate, with the same weight decay (docs/adr/0042-the-architecture.md).
     """
 
     inner_steps: int
@@ -100,6 +101,7 @@ class TrainSpec:
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
+    scale_embedding_lr: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         for name in ("inner_steps", "micro_batches", "rows", "sequence", "total_steps"):

@@ -1,7 +1,9 @@
 """Recipes for runs of usual sizes: a model, how it is trained, and rounds that fit homes. `potluck init` writes them into manifests.
 
 The shapes of 178M and 512M are those of *Heterogeneous low-bandwidth pre-training of LLMs*; 1B and 7B are LLaMA's. Each
-has as many parameters as its name says with 32,000 tokens (1B: 1.2 billion, 7B: 6.7).
+has as many parameters as its name says with 32,000 tokens (1B: 1.2 billion, 7B: 6.7). llama-1b and llama-8b have the widths, heads and
+angles of Llama 3, qwen-1.7b those of Qwen3; with 32,000 tokens they have 1.1, 7.2 and 1.5 billion parameters. Their embeddings are not
+tied, as those of the models with these names of less than 2 billion parameters are: then they would have no chains.
 """
 
 from __future__ import annotations
@@ -38,6 +40,10 @@ class Preset:
     lr: float
     ranks: tuple[int, ...]
     round_seconds: float
+    num_key_value_heads: int = 0
+    use_qk_norm: bool = False
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
     rounds: int = 0
     """0: as many as a swarm of HOMES needs for TOKENS_PER_PARAMETER."""
 
@@ -50,6 +56,10 @@ class Preset:
             n_heads=self.n_heads,
             d_ff=self.d_ff,
             context=context,
+            rope_theta=self.rope_theta,
+            norm_eps=self.norm_eps,
+            num_key_value_heads=self.num_key_value_heads,
+            use_qk_norm=self.use_qk_norm,
         )
 
 
@@ -73,6 +83,19 @@ PRESETS = {
     "7b": Preset(
         d_model=4096, n_layers=32, n_heads=32, d_ff=11_008, sequence=2048, vocab_size=32_000, rows=1, micro_batches=128,
         inner_steps=200, lr=3e-4, ranks=(2048, 512), round_seconds=600.0,
+    ),
+    "llama-1b": Preset(
+        d_model=2048, n_layers=16, n_heads=32, d_ff=8192, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
+        inner_steps=200, lr=6e-4, ranks=(1024, 256), round_seconds=300.0, num_key_value_heads=8, rope_theta=500_000.0,
+    ),
+    "qwen-1.7b": Preset(
+        d_model=2048, n_layers=28, n_heads=16, d_ff=6144, sequence=2048, vocab_size=32_000, rows=1, micro_batches=64,
+        inner_steps=200, lr=5e-4, ranks=(1024, 256), round_seconds=300.0, num_key_value_heads=8, rope_theta=1_000_000.0,
+        use_qk_norm=True, norm_eps=1e-6,
+    ),
+    "llama-8b": Preset(
+        d_model=4096, n_layers=32, n_heads=32, d_ff=14_336, sequence=2048, vocab_size=32_000, rows=1, micro_batches=128,
+        inner_steps=200, lr=3e-4, ranks=(2048, 512), round_seconds=600.0, num_key_value_heads=8, rope_theta=500_000.0,
     ),
 }  # fmt: skip
 """By name."""

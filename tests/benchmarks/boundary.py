@@ -5,7 +5,7 @@
 
 One replica of the demo's recipe, cut into four stages: one process computes all, with projector and number formats inserted at the three
 boundaries, which tests/unit/test_exact_chains.py proves to be what a chain computes. After every round the outer step with
-its sparse update. An arm is k:FORWARD:BACKWARD. All arms of a seed have the same θ(0), text and U.
+its sparse update. An arm is k:FORWARD:BACKWARD, and with :scaled behind it `train.scale_embedding_lr` is on. All arms of a seed have the same θ(0), text and U.
 
 Loss: nats per token on held-out text after the last round, of the model as the chain computes it, with projector and forward
 format; `plain`: of the same parameters without them. Bytes: per token and boundary, scales included, without framing. Gap: to
@@ -16,6 +16,7 @@ of that mean over pairs.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -49,11 +50,12 @@ def _basis(seed: bytes) -> np.ndarray:
 
 def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
     """(loss, plain loss) of one run."""
-    k, forward, backward = arm.split(":")
+    k, forward, backward, *scaled = arm.split(":")
     corpus = demo_corpus()
     chosen = options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed)
     manifest = recipe.make_manifest(chosen, corpus.digest)
-    spec, train, key = manifest.model, manifest.train, manifest.seed_bytes
+    spec, key = manifest.model, manifest.seed_bytes
+    train = dataclasses.replace(manifest.train, scale_embedding_lr=bool(scaled))
     shards = layout.shard_names(spec)
     trainer = StageTrainer(spec, train, shards, rank=int(k), basis=_basis(key) if int(k) else None)
     project_at(trainer, CUTS, wires=(forward, backward))
@@ -109,9 +111,9 @@ def main() -> int:
         gaps, plain_gaps = ([x[i] - b[i] for x, b in zip(found, base, strict=True)] for i in (0, 1))
         error = f" ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.3f}" if len(gaps) > 1 else ""
         k, *formats = arm.split(":")
-        sizes = [boundary_formats.bytes_per_token(name, int(k) or D) for name in formats]
+        sizes = [boundary_formats.bytes_per_token(name, int(k) or D) for name in formats[:2]]
         print(
-            f"| {k} | {formats[0]} | {formats[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x"
+            f"| {k}{' scaled' if formats[2:] else ''} | {formats[0]} | {formats[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x"
             f" | {statistics.mean(x[0] for x in found):.3f} | {statistics.mean(gaps):+.3f}{error}"
             f" | {statistics.mean(plain_gaps):+.3f} |",
             flush=True,

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from peer.chain.link import Liveness
 from peer.chain.pipeline import StageSetup, run_steps
 from peer.net.base import Stream, Traffic
 from peer.net.disk import LocalDisk
@@ -203,6 +204,7 @@ async def run(
     setup = StageSetup(
         trainer=trainer, worker=make_worker(), wires=(wire, wire), timeout=TIMEOUT, read=read,
         depth=depth, depths=Depths(plain=plain, held=plain, most=depth),
+        liveness=Liveness(silent_s=TIMEOUT, longest_s=TIMEOUT),  # beside other work nobody is gone
     )  # fmt: skip
     for step in range(1, ROUNDS + 1):
         before()

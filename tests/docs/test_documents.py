@@ -21,6 +21,7 @@ from peer.ui.run_state import View
 from peer.ui.screen import render
 from protocol.errors import UsageError
 from protocol.run import manifest as manifests
+from protocol.run.layout import RopeScaling
 from protocol.run.manifest import Manifest
 from tests import tiny
 from tests.docs import errors
@@ -341,6 +342,10 @@ def test_the_guide_has_every_field_of_the_manifest_with_its_default() -> None:
         assert sorted(row[0] for row in rows) == sorted(f.name for f in fields), name
         for field, default, _ in rows:
             assert shown_default(kind, field) == default, (name, field)
+    within = re.findall(r"^\| `rope_scaling\.(\w+)` \| (?:`([^`]*)`)? ?\| (.+) \|$", guide, re.MULTILINE)
+    assert [row[0] for row in within] == [f.name for f in dataclasses.fields(RopeScaling)]
+    for field, default, _ in within:
+        assert shown_default(RopeScaling, field) == default, field
 
 
 def shown_default(kind: type, field: str) -> str:
@@ -348,6 +353,10 @@ def shown_default(kind: type, field: str) -> str:
     default = next(f.default for f in dataclasses.fields(kind) if f.name == field)
     if default is dataclasses.MISSING:
         return ""
+    if default is None:
+        return "none"
+    if isinstance(default, bool):
+        return str(default).lower()
     if isinstance(default, tuple):
         default = list(default)
     return f'"{default}"' if isinstance(default, str) else str(default)

@@ -205,7 +205,8 @@ class AdamW:
             m.mul_(b1).add_(g, alpha=1 - b1)
             v.mul_(b2).addcmul_(g, g, value=1 - b2)
             w.mul_(1 - lr * c["weight_decay"])
-            w.addcdiv_(m / (1 - b1**step), (v / (1 - b2**step)).sqrt_().add_(1e-8), value=-lr)
+            by = math.sqrt(c["model"]["d_model"] / w.shape[1]) if name == "A" and c.get("scale_embedding_lr") else 1.0
+            w.addcdiv_(m / (1 - b1**step), (v / (1 - b2**step)).sqrt_().add_(1e-8), value=-lr * by)
             w.grad = None
 
 

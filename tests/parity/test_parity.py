@@ -59,14 +59,14 @@ def windows(r: int, replica: int, step: int) -> np.ndarray:
     return rng.integers(0, SPEC.vocab_size, (TRAIN.step_rows, TRAIN.sequence + 1))
 
 
-def config(values: str, wire: str, spec: ModelSpec, replicas: Replicas) -> dict[str, object]:
+def config(values: str, wire: str, spec: ModelSpec, replicas: Replicas, train: TrainSpec) -> dict[str, object]:
     return {
         "model": dataclasses.asdict(spec),
         "replicas": [{"stages": stages, "k": k} for stages, k in replicas],
         "outer": {"topk": 256, "values": values, "beta": BETA, "eta": ETA, "clip": True},
         "rounds": ROUNDS,
         "wire": wire,
-        **{name: getattr(TRAIN, name) for name in TrainSpec.__slots__},
+        **dataclasses.asdict(train),
     }
 
 
@@ -123,7 +123,14 @@ def test_every_option_of_the_architecture_agrees_with_the_reference(name: str) -
         assert np.abs(np.array(found) / plain - 1).max() > 1e-3, "the option is felt"
 
 
-def agree(values: str, wire: str, spec: ModelSpec, grown: float = 1.0) -> list[list[float]]:
+def test_an_embedding_whose_rate_is_scaled_agrees_with_the_reference() -> None:
+    scaled = agree("sym2", "fp32", SPEC, train=dataclasses.replace(TRAIN, scale_embedding_lr=True))
+    plain = agree("sym2", "fp32", SPEC)
+    assert scaled[0] == plain[0], "nothing has moved yet"
+    assert scaled[1][0] != plain[1][0], "what the chain moved is felt by all"
+
+
+def agree(values: str, wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRAIN) -> list[list[float]]:
     """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied embeddings have no chains. `grown`: how
     many times as large the first weights are as usual, so that attention is no mean of all."""
     members: Replicas = REPLICAS if not spec.tie_word_embeddings else [([(0, spec.n_layers)], 0)] * len(REPLICAS)
@@ -138,13 +145,13 @@ def agree(values: str, wire: str, spec: ModelSpec, grown: float = 1.0) -> list[l
         for (name, _), array in zip(layout.tensors(spec, shard), arrays, strict=True)
     }
     basis = subspace.basis(SEED, spec.d_model, K)
-    expected_losses, expected = reference.run(config(values, wire, spec, members), flat, basis, windows)
+    expected_losses, expected = reference.run(config(values, wire, spec, members, train), flat, basis, windows)
 
     outers = [Outer(spec, Codec(256, values), BETA, ETA) for _ in members]
     for outer in outers:
         outer.theta = {shard: [a.copy() for a in arrays] for shard, arrays in theta0.items()}
     replicas = [
-        [StageTrainer(spec, TRAIN, shards_of(*stage), rank=k, basis=basis if k else None) for stage in stages]
+        [StageTrainer(spec, train, shards_of(*stage), rank=k, basis=basis if k else None) for stage in stages]
         for stages, k in members
     ]
     losses: list[list[float]] = []

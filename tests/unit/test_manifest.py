@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.run import layout
-from protocol.run.layout import ModelSpec
+from protocol.run.layout import ModelSpec, RopeScaling
 from protocol.run.manifest import ChainSpec, DataSpec, HintSpec, Manifest, from_bytes, from_toml, parameters, to_toml
 from protocol.wire.schema import plain
 from tests import tiny
@@ -122,6 +123,7 @@ def test_every_field_but_the_hints_is_in_the_run_id() -> None:
         ("train.lr", "9" * 400, "train.lr: must fit in 64 bits"),
         ("model.n_layers", "4097", "model: n_layers must be at most 4096"),
         ("model.d_ff", "16777217", "model: d_ff must be in 1..16777216"),
+        ("model.rope_theta", "1.0", "model: rope_theta must be more than 1"),
         ("data.mirrors", "[" * 5000, "manifest"),
         ("chains.forward", '"fp16"', 'chains: forward must be one of bf16, fp32, int8, int4, tah4, sym2, not "fp16"'),
         ("chains.backward", '""', "chains: backward must be one of bf16, fp32, int8, int4, tah4, sym2"),
@@ -138,6 +140,55 @@ def test_a_bad_field_is_refused_by_name(field: str, value: str | None, text: str
 def test_a_manifest_of_an_earlier_version_is_refused_by_the_field_that_is_gone(line: str, text: str) -> None:
     old = to_toml(tiny.manifest()).replace("[data]", f"[data]\n{line}").encode()
     assert text + "unknown field" in _refusal(old)
+
+
+LLAMA3 = RopeScaling(rope_type="llama3", factor=32.0, original_max_position_embeddings=8192)
+OPTIONS: dict[str, Any] = {
+    "num_key_value_heads": 1, "tie_word_embeddings": True, "use_qk_norm": True, "rope_scaling": LLAMA3, "document_end_id": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", OPTIONS)
+def test_an_option_of_the_model_is_another_run_and_survives_both_forms(field: str) -> None:
+    base = tiny.manifest()
+    manifest = tiny.manifest(model=dataclasses.replace(base.model, **{field: OPTIONS[field]}))
+    assert manifest.run_id != base.run_id
+    assert from_toml(to_toml(manifest).encode(), "t") == manifest == from_bytes(manifest.to_bytes(), "b")
+    assert {f.name for f in dataclasses.fields(ModelSpec) if f.metadata} == set(OPTIONS)
+
+
+def test_a_run_of_before_the_options_keeps_its_name() -> None:
+    """What an earlier version wrote has none of them, and what is written of such a run has none either."""
+    raw = tiny.manifest().to_bytes()
+    assert not set(OPTIONS) & set(json.loads(raw)["model"])
+    spelled = json.loads(raw)
+    spelled["model"] |= {field: getattr(tiny.manifest().model, field) for field in OPTIONS}
+    assert from_bytes(json.dumps(spelled).encode(), "b").run_id == FROZEN
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        ("num_key_value_heads = 3", "model: num_key_value_heads must divide n_heads, or be 0 for as many"),
+        ("num_key_value_heads = -1", "model: num_key_value_heads must divide n_heads"),
+        ("document_end_id = 16", "model: document_end_id must be an id of the vocabulary, or -1 for none"),
+        ("document_end_id = -2", "model: document_end_id must be an id"),
+        ("use_qk_norm = 1", "model.use_qk_norm: must be bool, not int"),
+        ('rope_scaling = "yarn"', "model.rope_scaling: must be a table, not str"),
+        ("rope_scaling = {}", "model.rope_scaling.rope_type: missing field"),
+        ('rope_scaling = {rope_type = "dynamic", factor = 2.0}', "rope_type must be one of linear, llama3, yarn"),
+        ('rope_scaling = {rope_type = "linear", factor = 0.5}', "model.rope_scaling: factor must be in 1..1e+06"),
+        ('rope_scaling = {rope_type = "yarn", factor = 2.0}', "original_max_position_embeddings must be in 1..16777216"),
+        (
+            'rope_scaling = {rope_type = "linear", factor = 2.0, low_freq_factor = 4.0}',
+            "0 < low_freq_factor < high_freq_factor <= 1e+06 must hold",
+        ),
+        ('rope_scaling = {rope_type = "linear", factor = 2.0, beta_slow = 0.0}', "0 < beta_slow < beta_fast"),
+        ('rope_scaling = {rope_type = "linear", factor = 2.0, theta = 1.0}', "model.rope_scaling.theta: unknown field"),
+    ],
+)  # fmt: skip
+def test_a_bad_option_of_the_model_is_refused_by_name(lines: str, text: str) -> None:
+    assert text in _refusal(_toml().replace(b"[model]", f"[model]\n{lines}".encode()))
 
 
 def test_mirrors_are_kept_in_their_order() -> None:

@@ -170,6 +170,25 @@ def test_step_is_adamw_with_clip() -> None:
     assert parameter.grad is None
 
 
+@pytest.mark.parametrize("k", [8, 2])
+def test_a_scaled_embedding_moves_as_far_as_a_whole_one_and_decays_as_before(k: int) -> None:
+    """A token's coordinates move by sqrt(d / k) times as much; the decay is that of the rate itself, and nothing else changes."""
+    trainers = []
+    for scaled in (False, True):
+        train = dataclasses.replace(TRAIN, scale_embedding_lr=scaled)
+        trainer = make_chain((3,), k, train=train)[0]
+        before = trainer.stage.model.embed_tokens.coordinates.detach().clone()
+        asyncio.run(run_chain(made := [trainer, make_chain((3,), k, train=train)[1]]))
+        trainers.append((made[0], before))
+    rate = learning_rate(TRAIN, 1)
+    moved = [t.stage.model.embed_tokens.coordinates.detach() - b * (1 - rate * TRAIN.weight_decay) for t, b in trainers]
+    felt = moved[0].abs() > 1e-7
+    assert felt.any()
+    assert relative(moved[1][felt], moved[0][felt] * math.sqrt(SPEC.d_model / k)) < 1e-4
+    plain, scaled = (dict(t.stage.named_parameters()) for t, _ in trainers)
+    assert all(torch.equal(plain[name], scaled[name]) for name in plain if name != COORDINATES)
+
+
 def test_optimizer_state_survives_a_restart_bit_by_bit() -> None:
     steady, theta = _whole(), random_theta()
     asyncio.run(run_chain([steady], steps=2))
