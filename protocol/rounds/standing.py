@@ -119,7 +119,7 @@ class Standing:
     def fallen(self) -> dict[str, int]:
         """Who has lost its reputation in the newest round, and up to which round each rests."""
         until = self.round + REST
-        return {peer: until for peer, known in reversed(self.known.items()) if known.until == until}
+        return {peer: until for peer, known in self.known.items() if known.until == until}
 
     def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """The same; those for whom somebody vouches are limited by no range of addresses."""
