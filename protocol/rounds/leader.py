@@ -387,6 +387,7 @@ class Leader:
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
         self.standing = self.standing.after(commit)
+        rest |= self.standing.fallen()
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
         self.witnesses.add(commit)
