@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,7 +60,8 @@ CALLS = Rate(20, 400)
 RENAMED = Rate(1 / 30, 4)
 """Times that a peer is another node of the DHT than before."""
 COUNTED_ELSEWHERE = frozenset({endpoints.RELAYED})
-"""What comes through a relay is not the relay's doing: whoever sends it is known, and counted, once it has said who it is."""
+"""What comes through a relay is not the relay's doing: whoever sends it is known, and counted, once it has said who it is. From anybody else
+it counts as any other stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,8 @@ class Guests:
         self.limits = limits
         self.tell: Callable[[events.Refused], None] = lambda refused: None
         self.expel: Callable[[str], None] = lambda peer: None
+        self.relays: Callable[[], Collection[str]] = lambda: ()
+        """Whom we expect streams of others from."""
         self._open: dict[str, _Peer] = {}
         self._count = 0
         self._of_address: Counter[str] = Counter()
@@ -152,13 +155,17 @@ class Guests:
         known = self._refused.get(peer)
         return known is not None and known.until > now
 
+    def carries(self, peer: str, name: str) -> bool:
+        """Whether a stream of this name is somebody else's, which `peer` relays."""
+        return name in COUNTED_ELSEWHERE and peer in self.relays()
+
     def enter(self, peer: str, where: str, name: str, stream: Ends, now: float) -> bool:
         """Whether a stream of `peer`, at the multiaddress `where`, may be served under this name; `leave` follows if it may."""
         if self.is_refused(peer, now):
             self.expel(peer)
             return False
         address = network_of(where)
-        if self.of(peer) >= self.limits.of_a_peer and name not in COUNTED_ELSEWHERE:
+        if self.of(peer) >= self.limits.of_a_peer and not self.carries(peer, name):
             self.offend(peer, f"has {self.limits.of_a_peer} streams open and opens more", now)
             return False
         if address and self._of_address[address] >= self.limits.of_an_address:
@@ -184,7 +191,8 @@ class Guests:
 
     def wait(self, peer: str, name: str, now: float) -> float:
         """For how many seconds a stream of this name that has entered is to wait before it is served."""
-        rate, address = OPENED.get(name, OPENED_ELSE), self._open[peer].address
+        pretends = name in COUNTED_ELSEWHERE and not self.carries(peer, name)
+        rate, address = OPENED_ELSE if pretends else OPENED.get(name, OPENED_ELSE), self._open[peer].address
         seconds = self._bucket((peer, name), rate).take(now)
         if address:
             times = self.limits.rates_of_an_address

@@ -103,12 +103,16 @@ class P2PTransport(Endpoint):
         """Serves it in its turn."""
         address = network_of(came.where)
         serve = functools.partial(self._serve_now, handler, came, guest)
-        if came.name in UNCOUNTED or self.turns.at_once(
+        if self._is_uncounted(came) or self.turns.at_once(
             came.peer, address, asyncio.get_running_loop().time(), OPENING
         ):
             serve()
         else:
             self.turns.in_line(came.peer, address, serve, OPENING)
+
+    def _is_uncounted(self, came: Came) -> bool:
+        """Whether this stream takes no turns."""
+        return came.name in UNCOUNTED or self.guests.carries(came.peer, came.name)
 
     def _serve_now(self, handler: Handler, came: Came, guest: Guest) -> None:
         guest.later = None
@@ -128,7 +132,7 @@ class P2PTransport(Endpoint):
             return guest.over()
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         stream = guest.stream = self.stream(came.peer, came.name, reader, writer, ending(writer))
-        if came.name not in UNCOUNTED:
+        if not self._is_uncounted(came):
             stream.turn = functools.partial(self.turns.take, came.peer, network_of(came.where))
         if guest.ended:  # it was refused meanwhile
             stream.abort()

@@ -14,7 +14,7 @@ from typing import Protocol
 from peer.net.allowance import Allowance
 from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came
 from peer.net.flow import Flow
-from peer.net.guests import COUNTED_ELSEWHERE, LIMITS, Ends, Guests, Limits
+from peer.net.guests import LIMITS, Ends, Guests, Limits
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import short_peer
 from protocol.wire import framing
@@ -297,7 +297,7 @@ class Endpoint:
         now = asyncio.get_running_loop().time()
         if self._told.take(now):
             log.exception("serving %s to %s failed", stream.name, short_peer(stream.remote))
-        if stream.name not in COUNTED_ELSEWHERE and not isinstance(error, LocalError | OSError):
+        if not self.guests.carries(stream.remote, stream.name) and not isinstance(error, LocalError | OSError):
             self.guests.offend(stream.remote, f"sends what {stream.name} cannot bear", now)
 
     def own(self, task: asyncio.Task[object]) -> None:

@@ -19,7 +19,7 @@ TOGETHER = Rate(2000.0, 1000.0)
 """Turns, of about a third of a millisecond on a slow core each. A newcomer that fetches thousands of payloads takes one for each."""
 OPENING = 2.0
 """Turns that a new stream takes."""
-UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.RELAYED, endpoints.BANDWIDTH})
+UNCOUNTED = frozenset({endpoints.PIPE, endpoints.RELAY, endpoints.BANDWIDTH})
 """Names of streams whose frames take no turns: a chain's, what passes a relay, and what measures a line. Each has bounds of its own."""
 REMEMBERED = 4096
 """Addresses of which it is known how much they have left."""

@@ -48,13 +48,13 @@ def identity(name: str) -> Identity:
     return Identity(hashlib.sha256(name.encode()).digest())
 
 
-async def daemon(who: Identity, run: str, folder: Path, sockets: Path) -> P2PTransport:
-    """Starts somebody's daemon. `folder`: for the key."""
+async def daemon(who: Identity, run: str, folder: Path, sockets: Path, host: str = "127.0.0.1") -> P2PTransport:
+    """Starts somebody's daemon. `folder`: for the key; `host`: where it listens, and comes from."""
     key = folder / f"{who.peer_id}.key"
     key.write_bytes(who.libp2p_bytes())
     key.chmod(0o600)
     valid, latest = directory.valid_record(run), directory.latest_expiry(run)
-    return await p2p.start(key, host="127.0.0.1", validate=valid, latest=latest, sockets=sockets)
+    return await p2p.start(key, host=host, validate=valid, latest=latest, sockets=sockets)
 
 
 class Daemons:

@@ -92,9 +92,30 @@ def test_when_all_have_one_nobody_gives_it_up() -> None:
 
 
 def test_streams_that_a_relay_brings_are_not_the_relays() -> None:
-    house = House()
-    assert all(house.enter("relay", name=endpoints.RELAYED) for _ in range(9))
+    house = House(offences=Rate(1.0, 2.0))
+    house.guests.relays = lambda: {"relay"}
+    assert all(house.enter("relay", name=endpoints.RELAYED) for _ in range(8))
     assert house.told == []
+    for _ in range(8):
+        house.enter("stranger", name=endpoints.RELAYED)
+    assert [refused.peer for refused in house.told] == ["stranger"], "from whom is no relay they are as any others"
+
+
+def test_who_comes_back_is_refused_for_longer_each_time_and_forgiven_slowly() -> None:
+    house = House(seconds=60.0, longest_seconds=200.0, forgiven_seconds=1000.0)
+    now = 0.0
+    for seconds in (60.0, 120.0, 200.0, 200.0):
+        house.guests.refuse("a", "x", now)
+        assert house.told[-1].seconds == seconds
+        assert house.enter("a", now=now + seconds - 1) is None
+        now += seconds
+        line = house.enter("a", now=now)
+        assert line is not None
+        house.guests.leave("a", line)
+    house.guests.refuse("a", "x", now + 2500.0)
+    assert house.told[-1].seconds == 200.0, "two of four are forgiven, and two are 240 s"
+    house.guests.refuse("a", "x", now + 10_000.0)
+    assert house.told[-1].seconds == 60.0
 
 
 def test_whoever_opens_quickly_waits_each_stream_longer() -> None:

@@ -62,6 +62,7 @@ class RelayedTransport:
             str, tuple[tuple[str, ...], float, int]
         ] = {}  # behind relays: addresses, when dialled, how often
         self.guests = direct.guests
+        self.guests.relays = relays
         self._inside = Endpoint(Limits(of_a_peer=MOST_OF_A_PEER))
         self._inside.guests.tell = lambda refused: self.guests.tell(refused)
         self._inside.traffic = Inside(direct.traffic)
