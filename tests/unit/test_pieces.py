@@ -138,3 +138,23 @@ def test_other_errors_are_not_tried_again(error: Exception) -> None:
     with pytest.raises(type(error)):
         trainer.forward(0, torch.tensor(ids_of(1, SPEC, WIDE))[:ROWS])
     assert (trainer.calls, trainer.pieces) == (1, 0)
+
+
+@pytest.mark.parametrize("spec", [SPEC, QWEN, TIED], ids=["llama", "qwen", "tied"])
+@pytest.mark.parametrize("split", [(12, 1), (4, 3), (2, 6)])
+def test_a_step_is_the_same_however_its_rows_are_split(split: tuple[int, int], spec: Any) -> None:
+    """Into so many micro-batches of so many rows; only sums of fp32 are in another order."""
+
+    def gradients(micro_batches: int, rows: int) -> dict[str, torch.Tensor]:
+        train = dataclasses.replace(TRAIN, micro_batches=micro_batches, rows=rows)
+        trainer = make_chain((), 0, train, spec=spec)[0]
+        asyncio.run(run_chain([trainer], read=lambda step: read_twelve()))
+        found: dict[str, torch.Tensor] = trainer.gradients[0]
+        return found
+
+    async def read_twelve() -> np.ndarray:
+        return np.random.default_rng(0).integers(0, spec.vocab_size, (12, TRAIN.sequence + 1))
+
+    whole, parts = gradients(1, 12), gradients(*split)
+    for name, gradient in whole.items():
+        assert relative(parts[name], gradient) < 2e-6, name
