@@ -31,6 +31,7 @@ from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
 from peer.training import device, subspace, trainer
 from peer.training import moments as small_moments
+from peer.training.schedule import Pace
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import memory, pipeline_model
 from protocol.planning.speed import Speedometer
@@ -157,8 +158,8 @@ class StageInnerLoop:
         position = spec.peers.index(self.peer)
         stage_progress, reports = StageProgress(), list[StepReport]()
         before, work = (plan.round - 1) * train.inner_steps, spec.work
-        pace = trainer.Pace(before, work.steps, work.micro_batches, order.total_steps)
-        first_step = pace.before + 1
+        pace = Pace(before, work.steps, work.micro_batches, order.total_steps)
+        first_step, told = pace.before + 1, list[int]()
 
         def on_step(report: StepReport) -> None:
             reports.append(report)
@@ -171,6 +172,7 @@ class StageInnerLoop:
                 lambda peer: chain_orders.failed(order.generation, peer, SLOW),
             )
             stage = stages[position]
+            self._tell_of_pieces(told)
             self._announce(speed_flops=self._speed.add(stage.first, stage.last, report.seconds_per_microbatch))
             if self._trace is not None:
                 self._trace.flush()
@@ -202,6 +204,11 @@ class StageInnerLoop:
             if not (short or isinstance(failure, PotluckError)):
                 raise
             error = self._short_of_memory(spec.stages[position]) if short else str(failure)
+            if short and not spec.is_chain and self._trainer is not None and self._trainer.steps:
+                # the steps before were whole: their work counts
+                await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.reset)
+                stage_progress.total = dataclasses.replace(stage_progress.total, steps=self._trainer.steps)
+                error = None
             self._depth = ((), 0)  # a member may hold less than it did
         finally:
             self._pipes.forget(plan.round + 1)
@@ -220,6 +227,17 @@ class StageInnerLoop:
             boundary_tokens=tokens if spec.is_chain else 0,
             text_seconds=sum(r.wait_text_s for r in reports),
         )
+
+    def _tell_of_pieces(self, told: list[int]) -> None:
+        """Says once in a round that memory ran out within an inner step, which was done all the same (peer/training/pieces.py)."""
+        pieces = self._trainer.pieces if self._trainer is not None else 0
+        if pieces and not told:
+            told.append(pieces)
+            text = (
+                f"memory: it ran out in an inner step, which was done in pieces: until the round is over, {pieces} of {self.manifest.train.rows}"
+                " sequences at a time and block by block, which is slower; close other programs, or offer less with --memory"
+            )
+            self._emit(events.Warning(text=text))
 
     def _short_of_memory(self, stage: StageSpec) -> str:
         """The system gave less memory than this stage was promised: announces less than it needs, so that the next plan has a smaller
@@ -337,7 +355,7 @@ class StageInnerLoop:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _prepare(self, stage: StageSpec, rank: int, pace: trainer.Pace, theta: Shards) -> None:
+    async def _prepare(self, stage: StageSpec, rank: int, pace: Pace, theta: Shards) -> None:
         """A trainer for this stage with the optimizer state that is still of use, at θ(r-1), for a round at this pace."""
         shards = memory.stage_shards(self.manifest, stage.first, stage.last)
         if (shards, rank) != self._shape:

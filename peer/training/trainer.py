@@ -28,6 +28,8 @@ from torch.optim.adamw import adamw
 from peer.state.outer_optimizer import Accumulate, difference
 from peer.training import moments as small_moments
 from peer.training.model import Stage, Theta
+from peer.training.pieces import Deferred, Kept, Pieces, Work
+from peer.training.schedule import Pace
 from peer.training.update import DeviceUpdate
 from protocol.errors import LocalError
 from protocol.run import layout
@@ -45,38 +47,6 @@ def make_worker(threads: int = 1) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "tensor", initializer=torch.set_num_threads, initargs=(threads,))
 
 
-def learning_rate(train: TrainSpec, step: float) -> float:
-    """Rate at the place `step` of the schedule: inner steps from 1 over the whole run, `inner_steps` of them a round."""
-    if step <= train.warmup_steps:
-        return train.lr * step / train.warmup_steps
-    progress = min(1.0, (step - train.warmup_steps) / (train.total_steps - train.warmup_steps))
-    return train.lr * (0.1 + 0.45 * (1.0 + math.cos(math.pi * progress)))
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """How a replica goes through a round: at most `steps` inner steps of `micro_batches` each, after `before` steps of the schedule.
-
-    They are spread over the `inner_steps` that every round has in the schedule of the learning rate: it follows the run, not the
-    replica's own count. A replica that does not come to all of its steps leaves out the rest of the round's part of the schedule. `total_steps`: of the schedule,
-    where it is not what the manifest says.
-    """
-
-    before: int
-    steps: int
-    micro_batches: int
-    total_steps: int | None = None
-
-    def place(self, train: TrainSpec, step: int) -> float:
-        """The place in the schedule of inner step `step`; the round's first one is `before` + 1."""
-        return self.before + (step - self.before) * train.inner_steps / self.steps
-
-    def rate(self, train: TrainSpec, step: int) -> float:
-        """The learning rate of inner step `step`."""
-        spec = train if self.total_steps is None else replace(train, total_steps=self.total_steps)
-        return learning_rate(spec, self.place(train, step))
-
-
 @dataclass(frozen=True, slots=True)
 class _Moments:
     """AdamW's state of one parameter: how often it was updated, running means of the gradient and of its square."""
@@ -84,22 +54,6 @@ class _Moments:
     step: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """One micro-batch between its forward and its backward."""
-
-    inward: Tensor | None
-    outward: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Deferred:
-    """One micro-batch whose forward is computed anew before its backward."""
-
-    ids: Tensor
-    wire: Tensor | None
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:
@@ -161,7 +115,8 @@ class StageTrainer:
         self.steps = 0
         self.pace = Pace(0, train.inner_steps, train.micro_batches)
         self._theta: Theta | None = None
-        self._kept: dict[int, _Kept | _Deferred] = {}
+        self._kept: dict[int, Kept | Deferred] = {}
+        self._pieces = Pieces(self.stage, self._autocast)
 
     @property
     def width(self) -> int:
@@ -178,6 +133,7 @@ class StageTrainer:
         self.pace = pace or self.pace
         self.train = replace(self.train, micro_batches=self.pace.micro_batches)
         self._theta = theta
+        self._pieces.rows = 0
         self.steps = 0
         self.reset()
 
@@ -197,56 +153,48 @@ class StageTrainer:
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
+    @property
+    def pieces(self) -> int:
+        """Rows of a micro-batch that are computed at once since memory ran out in this round; 0: all (peer/training/pieces.py)."""
+        return self._pieces.rows
+
     def forward(self, micro: int, ids: Tensor, wire: Tensor | None = None, *, recompute: bool = False) -> Tensor:
         """One micro-batch through this stage; ids [B, L+1], best in (pinned) host memory. `wire` [B, L, W] came from the previous stage.
 
         Returns what goes to the next stage [B, L, W] fp32, or the mean loss [] (nats per token) if this is the last.
-        `recompute`: keep only what came in; `backward` computes the rest anew, to the same bits.
+        `recompute`: keep only what came in; `backward` computes the rest anew, to the same bits. Where memory runs out, it is computed in
+        pieces; raises what torch raises where not even those fit.
         """
-        boundary = self.stage.boundary
-        # on CUDA what is compiled without gradients is other code than with them: it may give other bits
-        with torch.set_grad_enabled(not recompute or self.device.type == "cuda"):
-            kept = self._through(ids, wire)
-        self._kept[micro] = _Deferred(ids, wire) if recompute else kept
+        work = Work(ids, wire)
+
+        def once() -> tuple[Kept | Deferred, Tensor]:
+            # on CUDA what is compiled without gradients is other code than with them: it may give other bits
+            with torch.set_grad_enabled(not recompute or self.device.type == "cuda"):
+                kept = self._pieces.through(work)
+            return Deferred(work) if recompute else kept, kept.outward.detach()
+
+        self._kept[micro], outward = self._pieces.forward(work, once)
         if self.stage.has_head:
-            return kept.outward.detach()
-        x_BLD = kept.outward.detach().float()
-        return boundary.compress(x_BLD) if boundary is not None else x_BLD
+            return outward
+        boundary = self.stage.boundary
+        return boundary.compress(outward.float()) if boundary is not None else outward.float()
 
     def expect(self, ids: Tensor) -> None:
         """Says which micro-batch comes next, so that what it needs of the host is on its way before; ids [B, L+1]."""
         if self.stage.boundary is not None:
             self.stage.boundary.expect(ids[:, :-1])
 
-    def _through(self, ids: Tensor, wire: Tensor | None) -> _Kept:
-        ids_BL, boundary = ids[:, :-1], self.stage.boundary
-        inward: Tensor | None = None
-        if wire is not None:
-            inward = (boundary.expand(wire, ids_BL) if boundary is not None else wire).detach().requires_grad_()
-        x_BLD = self.stage.embed(ids_BL) if inward is None else inward
-        with self._autocast():
-            outward = self.stage(ids_BL, x_BLD)
-            if self.stage.has_head:
-                outward = self.stage.loss(outward, ids[:, 1:])
-        return _Kept(inward, outward)
-
     def backward(self, micro: int, wire: Tensor | None = None) -> Tensor | None:
         """Adds the micro-batch's gradients. `wire` [B, L, W] came from the next stage; None for the last.
 
-        Returns what goes to the previous stage [B, L, W] fp32, or None if this is the first.
+        Returns what goes to the previous stage [B, L, W] fp32, or None if this is the first. Memory that runs out: as in `forward`.
         """
-        found, boundary = self._kept.pop(micro), self.stage.boundary
-        kept = self._through(found.ids, found.wire) if isinstance(found, _Deferred) else found
-        if wire is None:
-            (kept.outward / self.train.micro_batches).backward()  # type: ignore[no-untyped-call]
-        else:
-            gradient = boundary.expand_grad(wire) if boundary is not None else wire
-            # outward.backward(gradient), bit by bit; given a gradient, torch would import its symbolic shapes (seconds)
-            (kept.outward.float() * gradient).sum().backward()  # type: ignore[no-untyped-call]
-        if kept.inward is None:
+        boundary = self.stage.boundary
+        gradient = boundary.expand_grad(wire) if boundary is not None and wire is not None else wire
+        inward = self._pieces.backward(self._kept.pop(micro), gradient, self.train.micro_batches)
+        if inward is None:
             return None
-        gradient = kept.inward.grad if kept.inward.grad is not None else torch.zeros_like(kept.inward)
-        return boundary.compress_grad(gradient) if boundary is not None else gradient
+        return boundary.compress_grad(inward) if boundary is not None else inward
 
     def grad_sumsq(self) -> list[tuple[str, float]]:
         """Sum of the squared gradients of each held shard, canonical order. Raises LocalError if not finite."""

@@ -34,7 +34,8 @@ from peer.chain import quantize
 from peer.chain.frames import BACKWARD, FORWARD
 from peer.chain.screening import NEW_ROUNDS, Screen, Screens, hops
 from peer.demo.text import SEQUENCE, demo_corpus
-from peer.training.trainer import StageTrainer, learning_rate
+from peer.training.schedule import learning_rate
+from peer.training.trainer import StageTrainer
 from protocol.codec import subspace
 from protocol.run import data_order, init, layout
 from protocol.run.layout import ModelSpec

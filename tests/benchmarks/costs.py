@@ -30,7 +30,8 @@ import torch
 
 from peer.net.blobs import BlobStore
 from peer.training import inference
-from peer.training.trainer import Pace, StageTrainer
+from peer.training.schedule import Pace
+from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.rounds import comparing, judging, part_lists
 from protocol.run import init, layout, presets

@@ -18,7 +18,8 @@ from peer.net.uplink import Uplink
 from peer.node.audit import NoText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.training import Training
-from peer.training.trainer import StageTrainer, learning_rate
+from peer.training.schedule import learning_rate
+from peer.training.trainer import StageTrainer
 from protocol.rounds.member_events import Event, Trained, TrainOrder
 from protocol.run import init, layout
 from protocol.run.manifest import TrainSpec
