@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from peer.ui.text import clean, count, readable
 from protocol.identity import short_peer
 from protocol.rounds.credits import Credits
+from protocol.rounds.marks import Book, Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +37,19 @@ class Contributor:
     """Rounds in which it was planned and its replica's work was not taken."""
     reason: str
     """Why, in the newest of these, for a reader; empty if there is none."""
+    scored: int | None = None
+    """The newest of its rounds in which two peers or more have scored its work; null if there is none."""
+    gain: float = 0.0
+    """By so much its update made the loss less there, on text that it was given to train on, in nats per token: as most of the scorers say."""
+    edge: float = 0.0
+    """By how much that is more than on other text."""
+    out: int | None = None
+    """Up to this round no plan has it, since its work was scored so badly; null where that is not so."""
 
 
-def contributors(credits: Credits) -> list[Contributor]:
-    """Everybody who was ever planned, those with the most tokens first."""
+def contributors(credits: Credits, book: Book | None = None) -> list[Contributor]:
+    """Everybody who was ever planned, those with the most tokens first. `book`: what became of the scores in the log."""
+    book = book or Book()
     found: list[Contributor] = []
     for place, credit in enumerate(credits.table(), 1):
         tied = found and found[-1].tokens == credit.tokens
@@ -53,9 +64,15 @@ def contributors(credits: Credits) -> list[Contributor]:
                 last_round=credit.last,
                 left_out=credit.left_out,
                 reason=credit.reason,
+                **_scores(book.entry(credit.peer), credits.round),
             )
         )
     return found
+
+
+def _scores(entry: Entry, round: int) -> dict[str, Any]:
+    found: dict[str, Any] = {} if entry.newest < 0 else {"scored": entry.newest, "gain": entry.gain, "edge": entry.edge}
+    return found | ({"out": entry.out} if entry.out > round else {})
 
 
 def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
@@ -85,3 +102,8 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int) -> I
         yield "nothing of yours is in the model yet"
     if own.left_out:
         yield f"left out {own.left_out:,} times, the last time because: {readable(own.reason, {})}"
+    if own.scored is not None:
+        gain = f"it made the loss {own.gain:.5f} less on its own text, {own.gain - own.edge:.5f} on other text"
+        yield f"others scored your work of round {own.scored:,}: {gain}"
+    if own.out is not None:
+        yield f"in no plan up to round {own.out:,}: your work did not make the model better, as those found who scored it"

@@ -25,12 +25,13 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import access, evaluation, grace, judging, schedule, seats, validation
+from protocol.rounds import access, evaluation, grace, judging, schedule, scoring, seats, validation
 from protocol.rounds.access import Access
 from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
 from protocol.rounds.questions import Question
+from protocol.rounds.scoring import Scoring
 from protocol.rounds.unfair import Unfair
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution
@@ -56,8 +57,8 @@ class Sight:
     `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
     time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
     (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life. `settled`: whether this node has been
-    there for a lease or longer. `head`: the last commit of the log; `access`: who may take part after it, and `due`: what is
-    to be measured; None where that is not looked at."""
+    there for a lease or longer. `head`: the last commit of the log; `access`: who may take part after it, `due`: what is to be measured, and
+    `scoring`: what is to be scored, and what the scores come to; None where that is not looked at."""
 
     manifest: Manifest
     plan: Plan | None
@@ -77,6 +78,7 @@ class Sight:
     head: Commit | None = None
     access: Access | None = None
     due: Due | None = None
+    scoring: Scoring | None = None
 
 
 def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
@@ -115,6 +117,8 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
         yield from access.intruders(sight.access, commit)
     if sight.due is not None:
         yield from evaluation.problems(sight.due, commit)
+    if sight.scoring is not None:
+        yield from scoring.problems(sight.scoring, commit)
     last = schedule.of(sight.manifest, commit).rounds
     if commit.plan is None:
         idle = not (commit.contributions or commit.decree or commit.joined)
@@ -291,6 +295,7 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
         head=leader.head,
         access=leader.access,
         due=leader.due,
+        scoring=leader.scoring,
     )
 
 

@@ -77,7 +77,7 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, evaluation, presence, promises, schedule, seats, settling
+from protocol.rounds import access, admission, evaluation, presence, promises, schedule, scoring, seats, settling
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -88,6 +88,7 @@ from protocol.rounds.leader_events import (
     Effect,
     Event,
     Fetch,
+    FoundBad,
     Gone,
     Held,
     Judge,
@@ -123,6 +124,7 @@ from protocol.wire.decree import Enacted
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.score import Score
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
 
@@ -143,6 +145,8 @@ class Leader:
         self.petitions = access.Petitions()
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
+        self.scoring = scoring.of(manifest, commits)
+        self._scores = scoring.Scores()
         self.guests = access.Guests()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
@@ -244,6 +248,9 @@ class Leader:
             case Evaluation() as said:
                 if said.peer == peer:
                     self._evaluations.hear(self.due, said)
+            case Score() as score:
+                if score.peer == peer:
+                    self._scores.hear(self.scoring, score)
         return []
 
     # --- chains
@@ -318,7 +325,7 @@ class Leader:
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
         may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
-        may = may and self.access.why_not(peer) is None
+        may = may and self.access.why_not(peer) is None and not self.scoring.book.is_out(peer, self.round)
         known = self.ready.get(peer) if may else None
         seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
@@ -365,11 +372,15 @@ class Leader:
         self.access = self.access.after(commit.decree, commit.joined)
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
+        known, self.scoring = self.scoring.book, self.scoring.after(commit)
+        self._scores.forget(self.scoring)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
         effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
-        return effects + (self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else [])
+        effects += self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else []
+        bad = [FoundBad(*who) for who in self.scoring.book.found_since(known)]
+        return effects + (self.position.stay(Decided, bad) if bad else [])
 
     def _broken(self, commit: Commit) -> dict[str, float]:
         return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
@@ -378,7 +389,9 @@ class Leader:
         """Who may be planned, as this node sees it; `decree`: after it."""
         then = self.access.after(decree)
         there = promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
-        return [c for c in self.quarrels.marked(there) if then.why_not(c.peer) is None]
+        book, round = self.scoring.book, self.round + 1
+        there = [c for c in there if then.why_not(c.peer) is None and not book.is_out(c.peer, round)]
+        return self.quarrels.marked(there)
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
@@ -443,9 +456,9 @@ class Leader:
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
         decree, joined = self._changes(now)
         count = access.decrees_after(self.head) + (decree is not None)
-        told = self._evaluations.next(self.due)
+        told, scores = self._evaluations.next(self.due), self._scores.next(self.scoring)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
-        commit = dataclasses.replace(commit, schedule=schedule.after(self.head, decree))
+        commit = dataclasses.replace(commit, scores=scores, schedule=schedule.after(self.head, decree))
         if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)
