@@ -24,7 +24,7 @@ from peer.corpus.text import Text
 from protocol.codec.sparse import Sparse
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.rounds import judging, scoring
+from protocol.rounds import judging, scoring, standing
 from protocol.rounds.scoring import Turn
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -69,7 +69,7 @@ class Scorer:
         self._text = text
         self._tell = tell
         self._read = read
-        self._scoring = scoring.Scoring(manifest)
+        self._standing = standing.of(manifest)
         self._followed = -1
         self._said: dict[int, Score] = {}
 
@@ -79,13 +79,13 @@ class Scorer:
             return None
         for round in range(self._followed + 1, commit.round + 1):
             if round in log:
-                self._scoring = self._scoring.after(log[round])
+                self._standing = self._standing.after(log[round])
         self._followed = commit.round
-        own = self._identity.peer_id
-        self._said = {n: x for n, x in self._said.items() if self._scoring.why_not(x) is None}
+        own, now = self._identity.peer_id, self._standing.scoring
+        self._said = {n: x for n, x in self._said.items() if now.why_not(x) is None}
         for said in self._said.values():
             self._tell(said)
-        turn = self._scoring.turn(commit.round)
+        turn = now.turn(commit.round)
         return turn if turn is not None and own in turn.by else None
 
     async def score(self, turn: Turn, log: Mapping[int, Commit], measure: Movable, aside: Aside) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from peer.ui.text import clean, count, readable
 from protocol.identity import short_peer
 from protocol.rounds.credits import Credits
-from protocol.rounds.marks import Book, Entry
+from protocol.rounds.standing import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,12 @@ class Contributor:
     """By so much its update made the loss less there, on text that it was given to train on, in nats per token: as most of the scorers say."""
     edge: float = 0.0
     """By how much that is more than on other text."""
-    out: int | None = None
-    """Up to this round no plan has it, since its work was scored so badly; null where that is not so."""
+    rests: int | None = None
+    """Up to this round no plan has it, for what the log says of its work; null where that is not so."""
 
 
-def contributors(credits: Credits, book: Book | None = None) -> list[Contributor]:
-    """Everybody who was ever planned, those with the most tokens first. `book`: what became of the scores in the log."""
-    book = book or Book()
+def contributors(credits: Credits, standing: Standing | None = None) -> list[Contributor]:
+    """Everybody who was ever planned, those with the most tokens first. `standing`: what else the log says of them."""
     found: list[Contributor] = []
     for place, credit in enumerate(credits.table(), 1):
         tied = found and found[-1].tokens == credit.tokens
@@ -64,15 +63,16 @@ def contributors(credits: Credits, book: Book | None = None) -> list[Contributor
                 last_round=credit.last,
                 left_out=credit.left_out,
                 reason=credit.reason,
-                **_scores(book.entry(credit.peer), credits.round),
+                **(_scores(standing, credit.peer) if standing is not None else {}),
             )
         )
     return found
 
 
-def _scores(entry: Entry, round: int) -> dict[str, Any]:
+def _scores(standing: Standing, peer: str) -> dict[str, Any]:
+    entry = standing.scoring.book.entry(peer)
     found: dict[str, Any] = {} if entry.newest < 0 else {"scored": entry.newest, "gain": entry.gain, "edge": entry.edge}
-    return found | ({"out": entry.out} if entry.out > round else {})
+    return found | ({"rests": standing.of(peer).until} if standing.rests(peer) else {})
 
 
 def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
@@ -105,5 +105,5 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int) -> I
     if own.scored is not None:
         gain = f"it made the loss {own.gain:.5f} less on its own text, {own.gain - own.edge:.5f} on other text"
         yield f"others scored your work of round {own.scored:,}: {gain}"
-    if own.out is not None:
-        yield f"in no plan up to round {own.out:,}: your work did not make the model better, as those found who scored it"
+    if own.rests is not None:
+        yield f"in no plan up to round {own.rests:,}: your work was found to be of no use, by the rule or by those who scored it"

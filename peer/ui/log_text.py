@@ -15,9 +15,9 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.planning import partition
-from protocol.rounds import schedule, scoring, validation
+from protocol.rounds import schedule, standing, validation
 from protocol.rounds.credits import Credits
-from protocol.rounds.marks import Book
+from protocol.rounds.standing import Standing
 from protocol.rounds.validation import BadCommit
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -50,13 +50,13 @@ async def show_json(
 
 async def credits_of(
     manifest: Manifest, source: Source, note: Callable[[str], None]
-) -> tuple[Credits, Book, Commit | None]:
-    """Who has contributed what, what became of the scores, and the newest commit. Raises like `show`."""
-    credits, scored, head = Credits(manifest.model.n_layers), scoring.of(manifest), None
+) -> tuple[Credits, Standing, Commit | None]:
+    """Who has contributed what, what else the log says of them, and the newest commit. Raises like `show`."""
+    credits, now, head = Credits(manifest.model.n_layers), standing.of(manifest), None
     async for record in believed(manifest, source, note):
         credits.add(head := record.commit)
-        scored = scored.after(head)
-    return credits, scored.book, head
+        now = now.after(head)
+    return credits, now, head
 
 
 async def believed(manifest: Manifest, source: Source, note: Callable[[str], None]) -> AsyncIterator[Record]:

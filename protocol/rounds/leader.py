@@ -56,6 +56,8 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
     any        Decided       the same   Resting              a peer was planned again and again and brings nothing
+    any        Decided       the same   FoundBad             a peer's work was scored so badly that no plan has it
+                                                             for a while
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
 every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an
@@ -77,7 +79,19 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, evaluation, presence, promises, schedule, scoring, seats, settling
+from protocol.rounds import (
+    access,
+    admission,
+    evaluation,
+    presence,
+    promises,
+    schedule,
+    scoring,
+    seats,
+    settling,
+    standing,
+)
+from protocol.rounds.access import Access
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -141,11 +155,10 @@ class Leader:
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
         self.quarrels = Quarrels()
-        self.access = access.of(manifest, commits)
+        self.standing = standing.of(manifest, commits)
         self.petitions = access.Petitions()
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
-        self.scoring = scoring.of(manifest, commits)
         self._scores = scoring.Scores()
         self.guests = access.Guests()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
@@ -177,6 +190,11 @@ class Leader:
     def has_begun(self) -> bool:
         """Whether there was a plan. Before, `start_peers` are waited for."""
         return self._last_plan is not None
+
+    @property
+    def access(self) -> Access:
+        """Who may take part."""
+        return self.standing.access
 
     @property
     def medians(self) -> tuple[float, ...]:
@@ -250,7 +268,7 @@ class Leader:
                     self._evaluations.hear(self.due, said)
             case Score() as score:
                 if score.peer == peer:
-                    self._scores.hear(self.scoring, score)
+                    self._scores.hear(self.standing.scoring, score)
         return []
 
     # --- chains
@@ -325,7 +343,7 @@ class Leader:
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
         may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
-        may = may and self.access.why_not(peer) is None and not self.scoring.book.is_out(peer, self.round)
+        may = may and not self.standing.rests(peer) and self.access.why_not(peer) is None
         known = self.ready.get(peer) if may else None
         seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
@@ -369,17 +387,16 @@ class Leader:
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
-        self.access = self.access.after(commit.decree, commit.joined)
+        self.standing = self.standing.after(commit)
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
-        known, self.scoring = self.scoring.book, self.scoring.after(commit)
-        self._scores.forget(self.scoring)
+        self._scores.forget(self.standing.scoring)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
         effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
         effects += self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else []
-        bad = [FoundBad(*who) for who in self.scoring.book.found_since(known)]
+        bad = [FoundBad(peer, self.standing.of(peer).until) for peer in self.standing.found_bad]
         return effects + (self.position.stay(Decided, bad) if bad else [])
 
     def _broken(self, commit: Commit) -> dict[str, float]:
@@ -389,9 +406,7 @@ class Leader:
         """Who may be planned, as this node sees it; `decree`: after it."""
         then = self.access.after(decree)
         there = promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
-        book, round = self.scoring.book, self.round + 1
-        there = [c for c in there if then.why_not(c.peer) is None and not book.is_out(c.peer, round)]
-        return self.quarrels.marked(there)
+        return [c for c in self.quarrels.marked(there) if then.why_not(c.peer) is None]
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:
@@ -420,7 +435,8 @@ class Leader:
             if seats.waits(self.manifest, self.roster, verdicts, waited):
                 return []
         assert self.head is not None
-        case = self._docket.close(self.head, verdicts, waited, diverged)
+        said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)
+        case = self._docket.close(self.standing, self.head, verdicts, said)
         return self.position.step(None, Phase.JUDGING, [Judge(case)]) if case else self._settle(now, None)
 
     def _settle(self, now: float, event: type | None) -> list[Effect]:
@@ -456,7 +472,7 @@ class Leader:
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
         decree, joined = self._changes(now)
         count = access.decrees_after(self.head) + (decree is not None)
-        told, scores = self._evaluations.next(self.due), self._scores.next(self.scoring)
+        told, scores = self._evaluations.next(self.due), self._scores.next(self.standing.scoring)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
         commit = dataclasses.replace(commit, scores=scores, schedule=schedule.after(self.head, decree))
         if self.round >= schedule.of(self.manifest, self.head).rounds:
@@ -468,9 +484,11 @@ class Leader:
         candidates = self.candidates(commit.decree)
         if not self.has_begun and len(candidates) < self.manifest.start_peers:
             candidates = []  # the first plan waits, whatever else there is to say
-        there, resting = self.promises.apart(candidates, self.round + 1, self._broken(commit))
+        fallen = tuple(c for c in candidates if self.standing.rests(c.peer))
+        able = [c for c in candidates if c not in fallen]
+        there, resting = self.promises.apart(able, self.round + 1, self._broken(commit))
         before = self.roster.plan or self._last_plan
-        question = settling.question(self.manifest, commit, there, resting, before, self.attestations)
+        question = settling.question(self.manifest, commit, there, resting, fallen, before, self.attestations)
         said = self._asked and (self._asked[0], self._asked[1].decree, self._asked[1].joined)
         if said == (question, commit.decree, commit.joined):
             return []  # these candidates make no replica

@@ -12,8 +12,8 @@ logarithm of the ratio of their likelihoods): that the value is around m, and th
     f = tokens / the median tokens of the round's contributions, 1 at most: who was slower is not expected to bring as much
 
 Where honest values differ among each other by as much as they differ from 0, a round counts for little, and more rounds are needed. Who has more evidence
-than ENOUGH against its gain or its edge is *out*: in no plan for PAUSE rounds, four times as many the next time. In a chain each member has its part
-of the evidence only. The value is the median of three marks. Of two it is the better one: one liar cannot accuse. One mark alone says nothing.
+than ENOUGH against its gain or its edge is found bad, which costs it its standing (protocol/rounds/standing.py), and its evidence begins anew. In a chain
+each member has its part of the evidence only. The value is the median of three marks. Of two it is the better one: one liar cannot accuse. One mark alone says nothing.
 
 A mark is *far* where it differs from the median of three by more than FAR m, m that of the gains; honest ones differ by rounding.
 Whoever is far, or silent, MISSES times more often than half as often as it is not, is not asked for MUTE rounds, and nothing else: two liars may be
@@ -36,8 +36,6 @@ KNOWN = 8
 LEAST_SPREAD = 0.25
 STEP = 2.0
 ENOUGH = 8.0
-PAUSE, LONGER, LONGEST = 16, 4, 1024
-"""Rounds, how many times as many the next time, and the most."""
 FAR = 0.5
 MISSES = 4.0
 MUTE = 64
@@ -61,16 +59,13 @@ class Scored:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """What the book has of a peer. `newest`: the last round in which its work was scored, with its `gain` and `edge`; `idle`, `edgeless`: the
-    evidence against the one and the other; `out`: up to which round it is in no plan, and `times` that this came;
-    `misses`: against its own marks, and `mute` up to which round it is not asked for any."""
+    evidence against the one and the other; `misses`: against its own marks, and `mute` up to which round it is not asked for any."""
 
     newest: int = -1
     gain: float = 0.0
     edge: float = 0.0
     idle: float = 0.0
     edgeless: float = 0.0
-    out: int = -1
-    times: int = 0
     misses: float = 0.0
     mute: int = -1
 
@@ -94,21 +89,12 @@ class Book:
         """The last round in which all of them had been scored, -1 where one never was."""
         return min((self.entry(peer).newest for peer in peers), default=-1)
 
-    def is_out(self, peer: str, round: int) -> bool:
-        """Whether no plan of `round` has this peer."""
-        return round <= self.entry(peer).out
-
     def is_heard(self, peer: str, round: int) -> bool:
         """Whether it is asked to score the work of `round`."""
         return round > self.entry(peer).mute
 
-    def found_since(self, before: Book) -> list[tuple[str, int]]:
-        """Who is out now and was not `before`, and up to which round."""
-        new = self.of if self.of is not before.of else {}
-        return sorted((peer, x.out) for peer, x in new.items() if x.out > before.entry(peer).out)
-
-    def after(self, round: int, scored: Sequence[Scored], now: int) -> Book:
-        """With what came of the scoring of `round`, which the commit of round `now` ends."""
+    def after(self, round: int, scored: Sequence[Scored], now: int) -> tuple[Book, list[str]]:
+        """With what came of the scoring of `round`, which the commit of round `now` ends; and whose work was found bad."""
         values = {x.peers: value for x in scored if (value := valued(x)) is not None}
         fresh = [
             (gain / x.part, edge / x.part)
@@ -121,14 +107,16 @@ class Book:
         for x in scored:
             if x.peers in values:
                 for peer in x.peers:
-                    of[peer] = _weighed(of.get(peer, NOTHING), x, values[x.peers], pool, round, now)
+                    of[peer] = _weighed(of.get(peer, NOTHING), x, values[x.peers], pool, round)
+        bad = sorted(peer for peer, entry in of.items() if max(entry.idle, entry.edgeless) > ENOUGH)
+        of |= {peer: dataclasses.replace(of[peer], idle=0.0, edgeless=0.0) for peer in bad}
         typical = statistics.median(gain for gain, _ in pool) if len(pool) >= KNOWN else 0.0
         for x in scored:
             for peer in x.due:
                 of[peer] = _believed(of.get(peer, NOTHING), x, peer, typical, now)
         if len(of) > REMEMBERED:
             of = dict(sorted(of.items(), key=lambda item: item[1].newest)[-REMEMBERED:])
-        return Book(round, pool, of)
+        return Book(round, pool, of), bad
 
 
 def valued(scored: Scored) -> tuple[float, float] | None:
@@ -156,18 +144,13 @@ def _weighed(
     value: tuple[float, float],
     pool: Sequence[tuple[float, float]],
     round: int,
-    now: int,
 ) -> Entry:
     gain, edge = value
     idle, edgeless = (
         max(0.0, before + against(found, scored.part, [x[at] for x in pool]) / len(scored.peers))
         for at, before, found in ((0, entry.idle, gain), (1, entry.edgeless, edge))
     )
-    found = dataclasses.replace(entry, newest=round, gain=gain, edge=edge, idle=idle, edgeless=edgeless)
-    if max(idle, edgeless) <= ENOUGH or now <= entry.out:
-        return found
-    pause = min(LONGEST, PAUSE * LONGER**entry.times)
-    return dataclasses.replace(found, idle=0.0, edgeless=0.0, out=now + pause, times=min(entry.times + 1, 8))
+    return dataclasses.replace(entry, newest=round, gain=gain, edge=edge, idle=idle, edgeless=edgeless)
 
 
 def _believed(entry: Entry, scored: Scored, peer: str, typical: float, now: int) -> Entry:

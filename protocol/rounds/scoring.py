@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -77,15 +77,19 @@ def _drawn(commit: Commit, *what: object) -> int:
 
 
 def assigned(
-    manifest: Manifest, commit: Commit, book: Book, lately: Mapping[str, int] = MappingProxyType({})
+    manifest: Manifest,
+    commit: Commit,
+    book: Book,
+    lately: Mapping[str, int] = MappingProxyType({}),
+    may: Callable[[str], bool] = lambda peer: True,
 ) -> dict[str, tuple[int, ...]]:
     """scorer -> the numbers of the replicas whose contributions to `commit` it marks. `book`: of the log before; `lately`: the last round in
-    which a peer's work was to be scored, of those that are not in the book yet."""
+    which a peer's work was to be scored, of those that are not in the book yet; `may`: whether a peer may score."""
 
     def since(contribution: Contribution) -> int:
         return max(book.newest(contribution.peers), min(lately.get(peer, -1) for peer in contribution.peers))
 
-    trained = able(manifest, commit, book)
+    trained = {peer: count for peer, count in able(manifest, commit, book).items() if may(peer)}
     each = quota(manifest, commit, trained)
     if not each or commit.plan is None:  # no commit follows in which marks could have a place
         return {}
@@ -164,11 +168,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What may be told now, and what the log says so far. `turns`: of the last LATE rounds that were to be scored; `book`: of those before."""
+    """What may be told now, and what the log says so far. `turns`: of the last LATE rounds that were to be scored; `book`: of those before;
+    `found`: whose work the newest commit shows to be bad."""
 
     manifest: Manifest
     turns: tuple[Turn, ...] = ()
     book: Book = field(default_factory=Book)
+    found: tuple[str, ...] = ()
 
     def turn(self, round: int) -> Turn | None:
         """The scoring of the contributions to `round`, if there is one now."""
@@ -179,21 +185,22 @@ class Scoring:
         turn = self.turn(said.round)
         return f"scores round {said.round}, which is not due" if turn is None else turn.why_not(said)
 
-    def after(self, commit: Commit) -> Scoring:
-        """The same when `commit` is the newest."""
+    def after(self, commit: Commit, may: Callable[[str], bool] = lambda peer: True) -> Scoring:
+        """The same when `commit` is the newest. `may`: whether a peer is no newcomer any more, whose marks would count for nothing."""
         if not self.manifest.judging.score_share:
             return self
         turns = tuple(_with(turn, commit) for turn in self.turns)
-        book = self.book
+        book, bad = self.book, list[str]()
         for turn in turns:
             if turn.is_over(commit.round):
-                book = book.after(turn.round, turn.scored(), commit.round)
+                book, found = book.after(turn.round, turn.scored(), commit.round)
+                bad += found
         turns = tuple(turn for turn in turns if not turn.is_over(commit.round))
         lately = {peer: turn.round for turn in turns for peers in turn.members.values() for peer in peers}
-        by = assigned(self.manifest, commit, book, lately)
+        by = assigned(self.manifest, commit, book, lately, may)
         if by:
             turns = (*turns, _begun(commit, by))
-        return dataclasses.replace(self, turns=turns, book=book)
+        return dataclasses.replace(self, turns=turns, book=book, found=tuple(bad))
 
 
 def _begun(commit: Commit, by: Mapping[str, tuple[int, ...]]) -> Turn:
@@ -228,10 +235,7 @@ def signed(who: Identity, of: str, said: Score) -> Score:
 
 
 def problems(scoring: Scoring, commit: Commit) -> Iterator[str]:
-    """Everything in what `commit` says of scores, and makes of earlier ones, that no honest leader writes. `scoring`: before it."""
-    for peer in sorted(commit.plan.peers) if commit.plan is not None else ():
-        if scoring.book.is_out(peer, commit.round + 1):
-            yield f"plans {short_peer(peer)}, whose work was found to be bad"
+    """Everything in what `commit` says of scores that no honest leader writes. `scoring`: before it."""
     told: set[tuple[str, int]] = set()
     for said in commit.scores:
         twice = (said.peer, said.round) in told
