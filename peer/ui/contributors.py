@@ -45,6 +45,8 @@ class Contributor:
     """By how much that is more than on other text."""
     rests: int | None = None
     """Up to this round no plan has it, for what the log says of its work; null where that is not so."""
+    probation: int = 0
+    """Rounds whose work was good and had no weight, since it was on probation."""
 
 
 def contributors(credits: Credits, standing: Standing | None = None) -> list[Contributor]:
@@ -63,6 +65,7 @@ def contributors(credits: Credits, standing: Standing | None = None) -> list[Con
                 last_round=credit.last,
                 left_out=credit.left_out,
                 reason=credit.reason,
+                probation=credit.probation,
                 **(_scores(standing, credit.peer) if standing is not None else {}),
             )
         )
@@ -100,6 +103,9 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int) -> I
         yield f"your work is in {own.rounds:,} rounds, {since}"
     else:
         yield "nothing of yours is in the model yet"
+    if own.probation:
+        served = "1 round" if own.probation == 1 else f"{own.probation:,} rounds"
+        yield f"on probation for {served}: your work was good and had no weight; it goes into the work after it"
     if own.left_out:
         yield f"left out {own.left_out:,} times, the last time because: {readable(own.reason, {})}"
     if own.scored is not None:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protocol.identity import short_peer
+from protocol.planning.partition import Candidate
 from protocol.rounds import access, chain_repair, judging, scoring
 from protocol.rounds.access import Access
 from protocol.rounds.scoring import Scoring
@@ -118,6 +119,10 @@ class Standing:
     def rests(self, peer: str) -> bool:
         """Whether `peer` has no place in the next plan, for what was found against it."""
         return self.round + 1 <= self.of(peer).until
+
+    def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """The same; those for whom somebody vouches are limited by no range of addresses."""
+        return [dataclasses.replace(c, range="") if c.range and self.is_exempt(c.peer) else c for c in candidates]
 
     # --- what is known of the open round
 

@@ -156,6 +156,10 @@ class Commit:
         """Tokens of the contributions in which `peer` has a share."""
         return sum(c.tokens for c in self.contributions if any(share.peer == peer for share in c.shares))
 
+    def tried(self, peer: str) -> str:
+        """Why the work in which `peer` has a share has no weight, where that is its probation, for a reader; else nothing."""
+        return next((x.reason for x in self.left_out if x.probation and peer in x.peers), "")
+
     def includes(self, peer: str, root: str) -> bool:
         """Whether exactly the parts in the list with this name, of `peer`, were committed."""
         return any(s.peer == peer and s.root == root for s in self.shares)

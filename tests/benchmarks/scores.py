@@ -101,7 +101,7 @@ def train(name: str, bad: int, seed: int, alone: bool) -> dict[str, Any]:
     return {
         "attack": name, "bad": bad, "seed": seed, "alone": alone, "loss": run.loss(), "found": run.found, "gains": rows,
         "bad_in": run.bad_in, "honest_scored": sum(x[0] for x in run.gains), "bad_scored": sum(not x[0] for x in run.gains),
-        "most": max(max(x.idle, x.edgeless) for p, x in run.book.of.items() if int(p) < REPLICAS - bad),
+        "most": max(max(x.idle, x.edgeless) for p, x in run.book.of.items() if p.isdigit() and int(p) < REPLICAS - bad),
         "seconds": time.perf_counter() - began, "scored_seconds": run.scored_seconds,
     }  # fmt: skip
 
