@@ -99,7 +99,7 @@ class Scorer:
                 continue
             try:
                 assigned = await asyncio.wait_for(self._assigned(commit, contribution, log), SECONDS)
-                found = await aside(self._gains, measure, contribution, assigned, other, plain)
+                found = await aside(self.gains, measure, contribution, assigned, other, plain)
             except (PotluckError, TimeoutError, KeyError):
                 continue
             gain, elsewhere = map(bounds.told_gain, found)
@@ -118,10 +118,10 @@ class Scorer:
             raise KeyError(of.replica)
         return await self._text.sequences(scoring.slots(self._manifest, commit, of, spec.work))
 
-    def _gains(
+    def gains(
         self, measure: Movable, of: Contribution, assigned: Windows, other: Windows, plain: float
     ) -> tuple[float, float]:
-        """On both texts. Raises PotluckError, KeyError."""
+        """Of a contribution, on assigned and on other text, whose loss without it is `plain`. Raises PotluckError, KeyError."""
         decode = judging.held(self._manifest, of, self._bytes).decode
         update = {shard: decode(shard) for shard in layout.shard_names(self._manifest.model)}
         before = self._loss(measure, assigned)
