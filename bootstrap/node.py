@@ -59,6 +59,7 @@ from protocol.wire.decree import Motion
 from protocol.wire.encoding import Message
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan
+from protocol.wire.score import Score
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -249,7 +250,7 @@ class BootstrapNode:
                 await self._events.hand_in(leader_events.Received(peer, message))
             case Evaluation() if peer in self.leader.witnesses.auditors:
                 await self._events.hand_in(leader_events.Received(self._identity.peer_id, self._signed(message)))
-            case Evaluation():
+            case Evaluation() | Score():
                 await self._events.hand_in(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
@@ -409,6 +410,8 @@ class BootstrapNode:
             self._emit(events.decreed(record.commit.round, record.commit.decree))
         if record.commit.evaluations:
             self._emit(events.evaluated(record.commit))
+        if record.commit.scores:
+            self._emit(events.scored(record.commit))
         for joined in record.commit.joined:
             self._emit(events.invited(record.commit.round, joined))
         self._fairness.decided(record.commit)

@@ -18,6 +18,7 @@ from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer.chain.stop_sign import StopSign
 from peer.config import JoinConfig
+from peer.corpus.text import Text
 from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.base import Transport, Validate
@@ -57,6 +58,11 @@ def noise(spec: ModelSpec, peer: str, round: int, shard: str) -> list[np.ndarray
     seed = hashlib.sha256(f"{peer} {round} {shard}".encode()).digest()
     rng = np.random.default_rng(int.from_bytes(seed[:8], "little"))
     return [STEP * rng.standard_normal(shape, dtype=np.float32) for shape in layout.shapes(spec, shard)]
+
+
+def identity_of(name: str) -> Identity:
+    """Of a peer of a swarm."""
+    return Identity(hashlib.sha256(name.encode()).digest())
 
 
 Hold = Callable[[str, int], Awaitable[None]]
@@ -157,6 +163,10 @@ class Swarm:
         """Is awaited with a peer and a round before the round's work of that peer is done."""
         self.inner_loop: Callable[..., InnerLoop] = self._noise
         """What a peer is given to train with."""
+        self.text: Callable[..., Awaitable[Text]] = held_out_text
+        """What a peer reads."""
+        self.tokenizer = TOKENIZER
+        """The file of the run's."""
         self.disk = QuickDisk()
         self.relay_bps = 0
         """Bits a second that the bootstrap node relays, if it is set before the swarm begins."""
@@ -165,7 +175,7 @@ class Swarm:
 
     async def __aenter__(self) -> Swarm:
         self.archive = Archive(self.folder / "bootstrap", self.manifest, self.disk)
-        self.archive.save_tokenizer(TOKENIZER)
+        self.archive.save_tokenizer(self.tokenizer)
         self.boot = self.network.transport(tiny.OPERATOR.peer_id, directory.valid_record(self.manifest.run_id))
         emit = Emitter("bootstrap", self._hear(self.events))
         self.machine = BootstrapNode(self.manifest, tiny.OPERATOR, self.boot, self.archive, emit)
@@ -189,7 +199,7 @@ class Swarm:
 
     def start(self, name: str, memory: int | None = None, limit: int | None = None, **config: Any) -> Volunteer:
         """Starts a peer in its folder, which may have been used before."""
-        identity = Identity(hashlib.sha256(name.encode()).digest())
+        identity = identity_of(name)
         transport = self.network.transport(identity.peer_id, directory.valid_record(self.manifest.run_id))
         folder = self.folder / name
         storage, events = Storage(folder, limit, self.disk), list[Event]()
@@ -202,7 +212,7 @@ class Swarm:
             **config,
         )
         emit = Emitter(identity.peer_id, self._hear(events))
-        made = Factories(text=held_out_text, inner_loop=self.inner_loop)
+        made = Factories(text=self.text, inner_loop=self.inner_loop)
         peer = Peer(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())

@@ -150,8 +150,8 @@ async def _credits(text: str, json: bool) -> None:
         if manifest is None:
             _note(f"log {source.name}: has no rounds yet")
             return
-        credits, _ = await log_text.credits_of(manifest, source, _note)
-    found = contributors(credits)
+        credits, standing, _ = await log_text.credits_of(manifest, source, _note)
+    found = contributors(credits, standing)
     for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
         _say(line)
 
@@ -165,9 +165,9 @@ async def me(where: str, folder: Path) -> None:
     async with log_of(where) as (manifest, source):
         if manifest is None:
             raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
-        credits, head = await log_text.credits_of(manifest, source, _note)
+        credits, standing, head = await log_text.credits_of(manifest, source, _note)
     rounds = schedule.of(manifest, head).rounds
-    for line in own_lines(contributors(credits), peer, credits.round, rounds):
+    for line in own_lines(contributors(credits, standing), peer, credits.round, rounds):
         _say(line)
 
 

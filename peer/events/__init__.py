@@ -36,12 +36,15 @@ from peer.events.node import (
     Invited,
     Leads,
     Listening,
+    Mark,
     Moved,
     Quarrel,
     Ready,
     Refused,
     Relayed,
     RunFinished,
+    Score,
+    Scored,
     Unfair,
 )
 from peer.events.volunteer import (
@@ -81,6 +84,7 @@ from protocol.wire.decree import Enacted
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, StageSpec
 from protocol.wire.schema import SchemaError, build, plain
+from protocol.wire.score import Score as WireScore
 from protocol.wire.session import ChainReconfig
 
 __all__ = [
@@ -111,6 +115,7 @@ __all__ = [
     "Leads",
     "Leaving",
     "Listening",
+    "Mark",
     "Means",
     "Measured",
     "Moved",
@@ -127,6 +132,8 @@ __all__ = [
     "Role",
     "Round",
     "RunFinished",
+    "Score",
+    "Scored",
     "ShardRebuilt",
     "Sink",
     "StageLoad",
@@ -150,11 +157,13 @@ __all__ = [
     "kind_of",
     "ready",
     "role",
+    "score",
+    "scored",
 ]
 
 Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
-    | Quarrel | Decreed | Evaluated | Invited | RunFinished
+    | Quarrel | Decreed | Evaluated | Scored | Invited | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
     | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed | Finished
     | Warning
@@ -264,6 +273,17 @@ def evaluated(commit: WireCommit) -> Evaluated:
         for x in commit.evaluations
     ]
     return Evaluated(round=commit.evaluations[0].round, evaluations=tuple(told))
+
+
+def scored(commit: WireCommit) -> Scored:
+    """The event that tells the scores in a commit."""
+    return Scored(round=commit.round, scores=tuple(score(x) for x in commit.scores))
+
+
+def score(said: WireScore) -> Score:
+    """One of them."""
+    marks = [Mark(replica=x.replica, assigned=x.assigned, other=x.other) for x in said.marks]
+    return Score(peer=said.peer, round=said.round, marks=tuple(marks))
 
 
 def listening(run: str, addresses: Sequence[str]) -> Listening:

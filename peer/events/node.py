@@ -265,6 +265,40 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """What a peer says that a contribution is worth."""
+
+    replica: int
+    """Whose contribution: the number of the replica in the round's plan."""
+    assigned: float
+    """By so much its update makes the loss less on text that the replica was given to train on, in nats per token."""
+    other: float
+    """The same on held-out text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """The marks that a peer gives to contributions of a round."""
+
+    peer: str
+    """Who says so."""
+    round: int
+    """The round whose contributions they are."""
+    marks: tuple[Mark, ...]
+    """One for each that it was to score and could."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A decided commit says what contributions of earlier rounds were worth."""
+
+    round: int
+    """The round of the commit."""
+    scores: tuple[Score, ...]
+    """What each of those says who scored them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Invited:
     """A peer has come into the run by an invitation of an operator (docs/guides/operator.md)."""
 

@@ -16,23 +16,24 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from peer import events
 from peer.corpus.text import Text
 from peer.corpus.tokenizer import load_tokenizer
 from peer.node.attesting import be_quiet
+from peer.node.scoring import Movable, Scorer
 from peer.state.storage import Shards
 from protocol.errors import PotluckError
 from protocol.identity import Identity
 from protocol.rounds import evaluation
+from protocol.rounds.scoring import Turn
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
@@ -46,12 +47,8 @@ PROMPT_IDS, SAMPLE_IDS = 16, 48
 """Tokens of the held-out text that are given to the model, and so many it adds."""
 
 
-class Measure(Protocol):
-    """A copy of the model. Both raise UsageError where there is no memory for it."""
-
-    def __call__(self, windows: NDArray[np.int64], /) -> float:
-        """The sum of the loss, in nats, over all predictions of windows [n, L + 1]."""
-        ...
+class Measure(Movable, Protocol):
+    """A copy of the model, for the scorer too. Raises UsageError where there is no memory for it."""
 
     def goes_on(self, ids: Sequence[int], count: int, /) -> list[int]:
         """So many ids that continue these, each the likeliest one."""
@@ -68,7 +65,8 @@ class Tools:
 
 class Evaluator:
     """One per peer. `has_room`: whether it may take memory for a copy of the model; `tell` sends to the bootstrap nodes; `always`: whether it
-    measures whatever is due, as an operator's auditor does, else in its turn."""
+    measures whatever is due, as an operator's auditor does, else in its turn. The `scorer`, if there is one, has the same copy when it is
+    its turn: two at once would be too much, and so the held-out loss goes first."""
 
     def __init__(
         self,
@@ -81,7 +79,10 @@ class Evaluator:
         tools: Tools,
         has_room: bool,
         always: bool = False,
+        scorer: Scorer | None = None,
     ) -> None:
+        self._scorer = scorer
+        self._only_scores = False
         self._manifest = manifest
         self._identity = identity
         self._text = text
@@ -98,15 +99,18 @@ class Evaluator:
         self.reads = False
         """Whether θ, as it was given, is still being read: its arrays must not be written to."""
 
-    def follow(self, commit: Commit, theta: Shards) -> None:
-        """`commit` is the newest, and the state after it, as far as it is held here, is `theta`, which nobody changes as long as `reads`."""
+    def follow(self, commit: Commit, theta: Shards, log: Mapping[int, Commit] = MappingProxyType({})) -> None:
+        """`commit`, of the `log`, is the newest, and the state after it, as far as it is held here, is `theta`, which nobody changes as long
+        as `reads`."""
         if any(x.peer == self._identity.peer_id for x in commit.evaluations):
             self._said = None
+        turn, measures = self._scorer.follow(commit, log) if self._scorer is not None else None, False
         if evaluation.is_due(self._manifest, commit):
             self._said = None
-            turn = self._always or self._identity.peer_id in evaluation.evaluators(self._manifest, commit)
-            if turn and self._has_room and theta.keys() == set(layout.shard_names(self._manifest.model)):
-                self._begin(commit, theta)
+            measures = self._always or self._identity.peer_id in evaluation.evaluators(self._manifest, commit)
+        whole = self._has_room and theta.keys() == set(layout.shard_names(self._manifest.model))
+        if whole and (measures or turn is not None):
+            self._begin(commit, theta, measures, turn, log)
         if self._said is not None:
             self._tell(self._said)
 
@@ -117,27 +121,43 @@ class Evaluator:
             await asyncio.gather(self._task, return_exceptions=True)
         self._quiet.shutdown(wait=False)
 
-    def _begin(self, commit: Commit, theta: Shards) -> None:
+    def _begin(
+        self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
+    ) -> None:
         if self._task is not None and not self._task.done():
-            return  # this machine is too slow for every turn: what it has begun is told if it is still wanted
-        self.reads = True
-        self._task = asyncio.create_task(self._measure(commit, theta))
+            if not (measures and self._only_scores):
+                return  # this machine is too slow for every turn: what it has begun is told if it is still wanted
+            self._task.cancel()
+        self.reads, self._only_scores = True, not measures
+        self._task = asyncio.create_task(self._work(commit, theta, measures, turn, log))
 
-    async def _measure(self, commit: Commit, theta: Shards) -> None:
+    async def _work(
+        self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
+    ) -> None:
+        """Makes the copy, and measures what is due with it."""
+        task = asyncio.current_task()
         try:
-            windows = await self._text.held_out(self._manifest.evaluated_sequences)
             measure = await self._aside(self._tools.load, self._manifest.model, theta)
             self.reads = False
-            nats, rows = 0.0, self._manifest.train.rows
-            for first in range(0, len(windows), rows):
-                nats += await self._aside(measure, windows[first : first + rows])
+            if measures:
+                await self._measure(commit, measure)
+            if turn is not None and self._scorer is not None:
+                self._only_scores = True
+                await self._scorer.score(turn, log, measure, self._aside)
         except PotluckError as error:
             if not self._warned:
-                self._emit(events.Warning(text=f"held-out loss: not measured here: {error}"))
+                what = "held-out loss" if measures and not self._only_scores else "scores"
+                self._emit(events.Warning(text=f"{what}: not measured here: {error}"))
                 self._warned = True
-            return
         finally:
-            self.reads = False
+            if self._task is task:
+                self.reads = False
+
+    async def _measure(self, commit: Commit, measure: Measure) -> None:
+        windows = await self._text.held_out(self._manifest.evaluated_sequences)
+        nats, rows = 0.0, self._manifest.train.rows
+        for first in range(0, len(windows), rows):
+            nats += await self._aside(measure, windows[first : first + rows])
         sample = await self._sample(measure, windows[0, :PROMPT_IDS].tolist()) if len(windows) else ""
         self._found(commit, len(windows), nats / windows[:, 1:].size, sample)
 

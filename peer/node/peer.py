@@ -36,6 +36,7 @@ from peer.node.evaluating import Evaluator, Tools
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
+from peer.node.scoring import Scorer
 from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
@@ -259,6 +260,7 @@ class Peer:
             tools=Tools(load, lambda: nodes.tokenizer(self.manifest)),
             has_room=audit or room,
             always=audit,
+            scorer=None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get),
         )
 
     def _make_rounds(

@@ -342,6 +342,8 @@ class Rounds:
         )
         if commit.evaluations:
             self._emit(events.evaluated(commit))
+        if commit.scores:
+            self._emit(events.scored(commit))
         self._seconds = {}
 
     async def _hold_shards(self, commit: Commit, *, whole: bool = False) -> None:
@@ -359,7 +361,7 @@ class Rounds:
         due = retention.checkpoint_is_due(self.manifest, commit.round, self._checkpointed, bool(self.outer.theta))
         self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         self._writes = due
-        self._around.evaluator.follow(commit, dict(self.outer.theta))
+        self._around.evaluator.follow(commit, dict(self.outer.theta), self.member.commits)
 
     def _take_warm(self) -> None:
         """Takes over the shards of a later role, if they are there, and attests them with the others."""

@@ -5,6 +5,7 @@ Shapes: n windows, L positions, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from peer.training import device
 from peer.training.model import Past, Stage, Theta
+from protocol.codec.sparse import Sparse
 from protocol.errors import LocalError, UsageError, shown
 from protocol.planning import memory
 from protocol.run import layout
@@ -107,6 +109,25 @@ class Measured:
     def __call__(self, windows: NDArray[np.int64]) -> float:
         """`nats` of windows [n, L + 1]."""
         return _guarded(lambda: nats(self._stage, windows))
+
+    @contextlib.contextmanager
+    def moved(self, update: Mapping[str, Sequence[Sparse]], step: float) -> Iterator[None]:
+        """Within it the parameters are those with `step` times the update added, and afterwards exactly what they were. `update`: of each
+        shard, its tensors in canonical order."""
+        held, kept = dict(self._stage.named_parameters()), list[tuple[Tensor, Tensor, Tensor]]()
+        try:
+            with torch.no_grad():
+                for shard, tensors in update.items():
+                    for (name, _), sent in zip(layout.tensors(self._stage.spec, shard), tensors, strict=True):
+                        flat = held[name].view(-1)
+                        index = torch.from_numpy(sent.index).to(flat.device)
+                        kept.append((flat, index, flat[index]))
+                        flat[index] += step * torch.from_numpy(sent.values).to(flat.device)
+            yield
+        finally:
+            with torch.no_grad():
+                for flat, index, values in kept:
+                    flat[index] = values
 
     def goes_on(self, ids: Sequence[int], count: int) -> list[int]:
         """So many ids that continue these, each the likeliest one. Raises LocalError where the model has diverged."""

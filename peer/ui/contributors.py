@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from peer.ui.text import clean, count, readable
 from protocol.identity import short_peer
 from protocol.rounds.credits import Credits
+from protocol.rounds.standing import Standing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +37,20 @@ class Contributor:
     """Rounds in which it was planned and its replica's work was not taken."""
     reason: str
     """Why, in the newest of these, for a reader; empty if there is none."""
+    scored: int | None = None
+    """The newest of its rounds in which two peers or more have scored its work; null if there is none."""
+    gain: float = 0.0
+    """By so much its update made the loss less there, on text that it was given to train on, in nats per token: as most of the scorers say."""
+    edge: float = 0.0
+    """By how much that is more than on other text."""
+    rests: int | None = None
+    """Up to this round no plan has it, for what the log says of its work; null where that is not so."""
     probation: int = 0
     """Rounds whose work was good and had no weight, since it was on probation."""
 
 
-def contributors(credits: Credits) -> list[Contributor]:
-    """Everybody who was ever planned, those with the most tokens first."""
+def contributors(credits: Credits, standing: Standing | None = None) -> list[Contributor]:
+    """Everybody who was ever planned, those with the most tokens first. `standing`: what else the log says of them."""
     found: list[Contributor] = []
     for place, credit in enumerate(credits.table(), 1):
         tied = found and found[-1].tokens == credit.tokens
@@ -56,9 +66,16 @@ def contributors(credits: Credits) -> list[Contributor]:
                 left_out=credit.left_out,
                 reason=credit.reason,
                 probation=credit.probation,
+                **(_scores(standing, credit.peer) if standing is not None else {}),
             )
         )
     return found
+
+
+def _scores(standing: Standing, peer: str) -> dict[str, Any]:
+    entry = standing.scoring.book.entry(peer)
+    found: dict[str, Any] = {} if entry.newest < 0 else {"scored": entry.newest, "gain": entry.gain, "edge": entry.edge}
+    return found | ({"rests": standing.of(peer).until} if standing.rests(peer) else {})
 
 
 def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
@@ -91,3 +108,8 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int) -> I
         yield f"on probation for {served}: your work was good and had no weight; it goes into the work after it"
     if own.left_out:
         yield f"left out {own.left_out:,} times, the last time because: {readable(own.reason, {})}"
+    if own.scored is not None:
+        gain = f"it made the loss {own.gain:.5f} less on its own text, {own.gain - own.edge:.5f} on other text"
+        yield f"others scored your work of round {own.scored:,}: {gain}"
+    if own.rests is not None:
+        yield f"in no plan up to round {own.rests:,}: your work was found to be of no use, by the rule or by those who scored it"

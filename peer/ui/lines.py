@@ -7,6 +7,7 @@ lines only.
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TextIO, assert_never
@@ -87,6 +88,8 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
         case events.Evaluated(round=round, evaluations=found):
             return [Said("good", f"held out: {_evaluated(round, x, names)}") for x in found]
+        case events.Scored(scores=scores):
+            return [Said("info", _scored(scores))]
         case events.Invited(peer=peer, operator=operator, reason=reason):
             why = f": {clean(reason)}" if reason else ""
             return [Said("info", f"{called(peer, names)} comes in, invited by operator {called(operator, names)}{why}")]
@@ -213,6 +216,14 @@ def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
 def _evaluated(round: int, x: events.Evaluation, names: Mapping[str, str]) -> str:
     text = f"loss {x.loss:.3f} after round {round}, {x.bits_per_byte:.3f} bits per byte"
     return f"{text}, as {called(x.peer, names)} measured it"
+
+
+def _scored(scores: Sequence[events.Score]) -> str:
+    marks = [(mark.assigned, mark.other) for said in scores for mark in said.marks]
+    rounds = ", ".join(map(str, sorted({said.round for said in scores})))
+    own, other = (statistics.median(found) for found in zip(*marks, strict=True)) if marks else (0.0, 0.0)
+    figures = f"an update makes the loss {own:.5f} less on its own text, {other:.5f} on other text"
+    return f"scores of round {rounds}: {figures}, by the median of {count(marks, 'mark')}"
 
 
 def _commit(commit: events.Commit, names: Mapping[str, str]) -> list[Said]:

@@ -15,8 +15,9 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.planning import partition
-from protocol.rounds import schedule, validation
+from protocol.rounds import schedule, standing, validation
 from protocol.rounds.credits import Credits
+from protocol.rounds.standing import Standing
 from protocol.rounds.validation import BadCommit
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -47,12 +48,15 @@ async def show_json(
         plan = record.commit.plan
 
 
-async def credits_of(manifest: Manifest, source: Source, note: Callable[[str], None]) -> tuple[Credits, Commit | None]:
-    """Who has contributed what, and the newest commit. Raises like `show`."""
-    credits, head = Credits(manifest.model.n_layers), None
+async def credits_of(
+    manifest: Manifest, source: Source, note: Callable[[str], None]
+) -> tuple[Credits, Standing, Commit | None]:
+    """Who has contributed what, what else the log says of them, and the newest commit. Raises like `show`."""
+    credits, now, head = Credits(manifest.model.n_layers), standing.of(manifest), None
     async for record in believed(manifest, source, note):
         credits.add(head := record.commit)
-    return credits, head
+        now = now.after(head)
+    return credits, now, head
 
 
 async def believed(manifest: Manifest, source: Source, note: Callable[[str], None]) -> AsyncIterator[Record]:
@@ -124,6 +128,12 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         lines.append(f"  {'held out':<13} {figures}, after round {x.round}  {_peers((x.peer,))}")
         if x.sample:
             lines.append(f"  {'it writes':<13} {clean(x.sample, LONGEST_SAMPLE)}")
+    for said in shown.scores:
+        for mark in said.marks:
+            figures = f"{mark.assigned:+.5f} on its own text, {mark.other:+.5f} on other"
+            lines.append(
+                f"  {'scored':<13} replica {mark.replica} of round {said.round}: {figures}  {_peers((said.peer,))}"
+            )
     if shown.decree is not None:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""

@@ -108,6 +108,8 @@ class LoggedRound:
     """The bootstrap nodes that vote on the next round."""
     evaluations: tuple[LoggedEvaluation, ...]
     """What was measured of an earlier state, on text that nobody trains on."""
+    scores: tuple[events.Score, ...]
+    """What contributions of earlier rounds were worth, as others say who measured it."""
     decree: Decree | None
     """What the operators have decided about who may take part, if they have."""
     invited: tuple[LoggedGuest, ...]
@@ -138,6 +140,7 @@ def logged(record: Record, plan: Plan | None) -> LoggedRound:
         digests=commit.digests,
         members=commit.members,
         evaluations=evaluations(commit),
+        scores=tuple(events.score(x) for x in commit.scores),
         decree=None if commit.decree is None else commit.decree.decree,
         invited=tuple(_guest(joined) for joined in commit.joined),
     )

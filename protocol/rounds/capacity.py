@@ -22,12 +22,13 @@ from typing import Any
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
-from protocol.wire.commit import MAX_EVALUATIONS, Commit, Contribution, Diverged, LeftOut, Share
+from protocol.wire.commit import MAX_EVALUATIONS, MAX_SCORES, Commit, Contribution, Diverged, LeftOut, Share
 from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Schedule
 from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
+from protocol.wire.score import MAX_MARKS, Mark, Score
 
 MAX_DIVERGED = 4096
 """Entries of one commit."""
@@ -109,6 +110,7 @@ def budget(manifest: Manifest) -> Cost:
         cost(empty),
         reserved_for_a_decree(),
         _longest_evaluation().times(MAX_EVALUATIONS),
+        _longest_score().times(MAX_SCORES),
         longest_joined().times(MAX_JOINED),
         cost(Diverged(peer=_PEER, shard=longest)).times(MAX_DIVERGED),
         cost(_PEER).times(MAX_SPARES),
@@ -142,6 +144,11 @@ def _longest_evaluation() -> Cost:
             sample="\U0010ffff" * LONGEST_SAMPLE,
         )
     )
+
+
+def _longest_score() -> Cost:
+    mark = Mark(replica=_INTEGER, assigned=_NUMBER, other=_NUMBER)
+    return cost(Score(peer=_PEER, round=_INTEGER, marks=(mark,) * MAX_MARKS, signature=bytes(64)))
 
 
 def longest_joined() -> Cost:

@@ -374,6 +374,7 @@ class _Round:
                     apart.append((ratio, n, f"in {name} it disagrees with the others {shown}"))
         shares = _shares(whole, sum(self._measured.elements))
         low = [(r, n, f"it disagrees with the others {shown}") for r, n, shown in shares if r < self._spec.agreement]
+        low = low if self._spec.agreement else []
         high = [(-r, n, f"it is made of the others' updates {shown}") for r, n, shown in shares if r > TOO_MUCH]
         odd = low or apart or (high if self._spec.agreement else [])
         return {members[n][1]: why for _, n, why in [min(odd)]} if odd else {}

@@ -56,6 +56,8 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
     any        Decided       the same   Resting              a peer was planned again and again and brings nothing
+    any        Decided       the same   FoundBad             a peer's work was scored so badly that no plan has it
+                                                             for a while
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
 every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an
@@ -85,6 +87,7 @@ from protocol.rounds import (
     promises,
     ranges,
     schedule,
+    scoring,
     seats,
     settling,
     standing,
@@ -100,6 +103,7 @@ from protocol.rounds.leader_events import (
     Effect,
     Event,
     Fetch,
+    FoundBad,
     Gone,
     Held,
     Judge,
@@ -135,6 +139,7 @@ from protocol.wire.decree import Enacted
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+from protocol.wire.score import Score
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
 
@@ -155,6 +160,7 @@ class Leader:
         self.petitions = access.Petitions()
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
+        self._scores = scoring.Scores()
         self.guests = access.Guests()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
@@ -261,6 +267,9 @@ class Leader:
             case Evaluation() as said:
                 if said.peer == peer:
                     self._evaluations.hear(self.due, said)
+            case Score() as score:
+                if score.peer == peer:
+                    self._scores.hear(self.standing.scoring, score)
         return []
 
     # --- chains
@@ -390,11 +399,14 @@ class Leader:
         rest |= self.standing.fallen()
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
+        self._scores.forget(self.standing.scoring)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
         effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
-        return effects + (self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else [])
+        effects += self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else []
+        bad = [FoundBad(peer, self.standing.of(peer).until) for peer in self.standing.found_bad]
+        return effects + (self.position.stay(Decided, bad) if bad else [])
 
     def _broken(self, commit: Commit) -> dict[str, float]:
         return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
@@ -469,9 +481,9 @@ class Leader:
         commit = said.commit(self.manifest, self.head, self.roster.plan, self.attestations, now)
         decree, joined = self._changes(now)
         count = access.decrees_after(self.head) + (decree is not None)
-        told = self._evaluations.next(self.due)
+        told, scores = self._evaluations.next(self.due), self._scores.next(self.standing.scoring)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
-        commit = dataclasses.replace(commit, schedule=schedule.after(self.head, decree))
+        commit = dataclasses.replace(commit, scores=scores, schedule=schedule.after(self.head, decree))
         if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)

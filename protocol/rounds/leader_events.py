@@ -18,6 +18,7 @@ from protocol.wire.decree import Decree
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec
+from protocol.wire.score import Score
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TakeSeat, TimeUp, Withdraw
 
 
@@ -66,7 +67,7 @@ class Received:
     """
 
     peer: str
-    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation
+    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,14 @@ class Resting:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundBad:
+    """Effect: show that the scores of `peer`'s work are so bad that it is in no plan up to `round` (protocol/rounds/marks.py)."""
+
+    peer: str
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """Effect: the run is over; its final state, after `round`, was compared."""
 
@@ -230,7 +239,7 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
 
 
 Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Knock | Planned | Verdict | Tick
-Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Done
+Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | FoundBad | Quarrel | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -292,5 +301,6 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Attest, None, (Report,), "a peer has other bits than the majority"),
     Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),
     Transition(None, Decided, None, (Resting,), "a peer was planned again and again and brings nothing"),
+    Transition(None, Decided, None, (FoundBad,), "a peer's work was scored so badly that no plan has it for a while"),
 )
 TABLE = Table("leader", Phase, _ROWS)

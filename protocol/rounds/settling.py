@@ -17,6 +17,7 @@ from protocol.rounds import access, capacity, judging
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.judging import Case, Judged
 from protocol.rounds.questions import Question
+from protocol.rounds.scoring import Scoring
 from protocol.rounds.standing import Standing
 from protocol.rounds.verdicts import Verdicts
 from protocol.run.manifest import Manifest
@@ -57,7 +58,7 @@ class Docket:
         self._manifest = manifest
         self.medians = judging.medians(commits)
         self._said = Said()
-        self._standing = Standing(manifest, access.of(manifest))
+        self._standing = Standing(manifest, access.of(manifest), Scoring(manifest))
         self._case: Case | None = None
         self._answered: tuple[Case, Sequence[Judged]] | None = None
 

@@ -8,6 +8,7 @@ Three things follow from it, which leader, voters, peers and `log verify` all ta
     reputation    A number from 0 to 1 that a peer's weight is multiplied by. What is found against a peer takes half of it at once, and
                   each round of work that counts gives a 16th back. Below FLOOR the peer *rests*: it is in no plan for REST rounds.
                   Then it begins anew, on probation and with the reputation RETURNING.
+                  Whose work was scored, and found bad in round after round (protocol/rounds/marks.py), rests at once.
     share         No peer has more than the manifest's `admission.share` of a round's weight, and everybody may have an equal share.
 
 A round of probation is *served* by work with which nothing is wrong, in a round in which that could be seen: as many established replicas
@@ -31,8 +32,9 @@ from typing import NamedTuple
 
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, chain_repair, judging
+from protocol.rounds import access, chain_repair, judging, scoring
 from protocol.rounds.access import Access
+from protocol.rounds.scoring import Scoring
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, LeftOut
 from protocol.wire.decree import ADMIT
@@ -52,11 +54,12 @@ RETURNING = 1 / 2
 
 class Finding(NamedTuple):
     """`good`: whether what was found speaks for `peer`. `part`: how much of it is this peer's doing, from 0 to 1: of what is found of a
-    chain, each member has the part of its blocks."""
+    chain, each member has the part of its blocks. `grave`: it was found in many rounds, and takes the whole reputation."""
 
     peer: str
     good: bool
     part: float = 1.0
+    grave: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Known:
         if finding.good:
             return dataclasses.replace(self, reputation=min(1.0, self.reputation + GAIN * finding.part))
         left = self.reputation * (1 - LOSS * finding.part)
-        if left >= FLOOR:
+        if left >= FLOOR and not finding.grave:
             return dataclasses.replace(self, reputation=left)
         return Known(reputation=RETURNING, until=round + REST, fell=True)
 
@@ -85,10 +88,11 @@ NEW = Known()
 @dataclass(frozen=True)
 class Standing:
     """Of all peers, after the commits so far. `plan`: of the open round; `founders`: who had work in the first plan; `known`: those of whom
-    the log says something, the one with the oldest news first."""
+    the log says something, the one with the oldest news first; `scoring`: what is to be scored, and what scores have come to."""
 
     manifest: Manifest
     access: Access
+    scoring: Scoring
     round: int = -1
     plan: Plan | None = None
     founders: frozenset[str] = frozenset()
@@ -161,6 +165,11 @@ class Standing:
         stages = tuple(dataclasses.replace(s, peer=p) for s, p in zip(spec.stages, peers, strict=True))
         return dataclasses.replace(spec, stages=stages)
 
+    @property
+    def found_bad(self) -> tuple[str, ...]:
+        """Whose work the newest commit ended the scoring of, and found bad in so many rounds that they rest."""
+        return self.scoring.found
+
     def is_seat(self, number: int) -> bool:
         """Whether this is a replica of the open round that nobody was planned for."""
         return self.plan is not None and any(seat.number == number for seat in self.plan.seats)
@@ -217,7 +226,9 @@ class Standing:
         for peer in self._served(commit):
             before = known.get(peer, NEW)
             put(peer, dataclasses.replace(before, served=before.served + 1))
-        for finding in self._findings(commit):
+        scored = self.scoring.after(commit, lambda peer: not self.left(peer))
+        bad = (Finding(peer, False, grave=True) for peer in scored.found)
+        for finding in (*self._findings(commit), *bad):
             before = known.get(finding.peer, NEW)
             if not finding.good and self.left(finding.peer):
                 before = dataclasses.replace(before, served=0)
@@ -231,6 +242,7 @@ class Standing:
         return Standing(
             manifest=self.manifest,
             access=self.access.after(commit.decree, commit.joined),
+            scoring=scored,
             round=commit.round,
             plan=commit.plan,
             founders=founders,
@@ -255,7 +267,7 @@ class Standing:
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
     """After these commits, which are the log's first."""
-    found, known = Standing(manifest, access.of(manifest)), dict[str, Known]()
+    found, known = Standing(manifest, access.of(manifest), Scoring(manifest)), dict[str, Known]()
     for commit in commits:
         found = found._after(commit, known)
     return found
@@ -279,6 +291,7 @@ def problems(standing: Standing, commit: Commit) -> Iterator[str]:
     if any(left.peers for left in commit.left_out) and len(set(named)) < len(named):
         yield "names a peer twice"
     yield from _resting(standing, commit.plan)
+    yield from scoring.problems(standing.scoring, commit)
 
 
 def _left_out(standing: Standing, left: LeftOut) -> Iterator[str]:

@@ -159,13 +159,17 @@ class OuterSpec:
 class JudgingSpec:
     """How contributions are judged (protocol/rounds/judging.py). `clip`: an update counts as no longer than so many medians; 0: no limit.
     `agreement`: whoever agrees with the others less than this part of what most do is left out; 0: nobody is. `copies`: updates whose
-    cosine is at least this are one."""
+    cosine is at least this are one. `score_share`: of a full replica's time, for measuring what others' updates are worth (protocol/rounds/scoring.py);
+    0: nobody does."""
 
     clip: float = 1.0
     agreement: float = 0.2
     copies: float = 0.5
+    score_share: float = 0.02
 
     def __post_init__(self) -> None:
+        if not 0 <= self.score_share <= 1:
+            raise ValueError("score_share must be in 0..1")
         if not ((self.clip == 0 or 0.01 <= self.clip <= 100) and 0 <= self.agreement < 1 and 0 < self.copies <= 1):
             raise ValueError(
                 "clip must be 0 or in 0.01..100, agreement at least 0 and less than 1, copies more than 0 and at most 1"

@@ -16,6 +16,8 @@ MAX_LOSS = 1e6
 """Nats per token. A model that guesses has the logarithm of its vocabulary's size, 17 at most; who diverges says this."""
 MAX_BITS_PER_BYTE = 2e6
 """Of held-out text: a token has a byte, more or less."""
+MAX_GAIN = 1e3
+"""Nats per token: by how much an update can be said to make the loss less or more. Whatever is beyond is told as this."""
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
 MAX_BALLOT = 2**53
@@ -49,6 +51,7 @@ Milliseconds = Annotated[int, Within(0, 2**40)]
 Seconds = Annotated[float, Within(0.0, 2.0**31)]
 Port = Annotated[int, Within(1, 65535)]
 Loss = Annotated[float, Within(0.0, MAX_LOSS)]
+Gain = Annotated[float, Within(-MAX_GAIN, MAX_GAIN)]
 BitsPerByte = Annotated[float, Within(0.0, MAX_BITS_PER_BYTE)]
 Norm = Annotated[float, Within(0.0, MAX_NORM)]
 NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
@@ -78,3 +81,8 @@ Sealed = Annotated[bytes, AtMost(4096)]
 def told(loss: float | None) -> float | None:
     """A loss as it may be told; whoever has diverged is not to be refused for that."""
     return None if loss is None or math.isnan(loss) else min(max(loss, 0.0), MAX_LOSS)
+
+
+def told_gain(gain: float) -> float | None:
+    """A gain as it may be told; None where it is no number."""
+    return None if math.isnan(gain) else min(max(gain, -MAX_GAIN), MAX_GAIN)

@@ -33,9 +33,11 @@ from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import MAX_JOINED, Joined
 from protocol.wire.plan import Plan
 from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
+from protocol.wire.score import Score
 
 DOMAIN = b"potluck/1/"
 MAX_EVALUATIONS = 4
+MAX_SCORES = 64
 
 
 @row
@@ -121,7 +123,7 @@ class Commit:
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
     proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
     `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
-    (protocol/rounds/evaluation.py). `schedule`: how long the run is from here on; None: as the manifest says."""
+    (protocol/rounds/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/rounds/scoring.py). `schedule`: how long the run is from here on; None: as the manifest says."""
 
     run: RunId
     round: Round
@@ -139,6 +141,7 @@ class Commit:
     evaluations: Annotated[tuple[Evaluation, ...], AtMost(MAX_EVALUATIONS)] = ()
     joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
     schedule: Schedule | None = None
+    scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
 
     @functools.cached_property
     def digest(self) -> str:

@@ -19,6 +19,7 @@ from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, packed
+from protocol.wire.score import Score
 from protocol.wire.session import (
     Announced,
     Attest,
@@ -79,6 +80,7 @@ Message = (
     | Motions
     | NotAdmitted
     | Evaluation
+    | Score
 )
 
 

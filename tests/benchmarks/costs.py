@@ -1,4 +1,4 @@
-"""What it costs when nobody attacks and everybody is only careful: judging contributions, and measuring the held-out loss.
+"""What it costs when nobody attacks and everybody is only careful: judging contributions, scoring them, and measuring the held-out loss.
 
     python -m tests.benchmarks.costs [--presets tiny 178m 512m] [--replicas 8 32]
 
@@ -9,7 +9,10 @@ more before they vote, so the share of the preset's round, in which replicas tra
 code that measures, beside those of one that is trained on, both in this process by turns. The share is of the time that the replica
 trains in so many rounds, at its full number of inner steps.
 
-Medians of several. Exits with 1 if a held-out loss takes more than 2 % of a replica's time, or judging more than 3 % of a round.
+*Scores.* A replica marks others' updates (peer/node/scoring.py): the seconds of a mark by itself, in which the model is copied, the update is
+decoded and all four losses are measured, beside those of an inner step, by turns. Several marks of a round share a copy and one of the losses.
+
+Medians of several. Exits with 1 if a held-out loss, or the scores, take more than 2 % of a replica's time, or judging more than 3 % of a round.
 """
 
 from __future__ import annotations
@@ -29,18 +32,21 @@ import numpy as np
 import torch
 
 from peer.net.blobs import BlobStore
+from peer.node.audit import NoText
+from peer.node.scoring import Scorer
+from peer.state.storage import Shards
 from peer.training import inference
 from peer.training.schedule import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
-from protocol.rounds import comparing, judging, part_lists
+from protocol.rounds import comparing, judging, part_lists, scoring
 from protocol.run import init, layout, presets
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
 from protocol.wire.commit import Contribution, Part, Share
 from tests import tiny
 
-MOST_JUDGING, MOST_HELD_OUT = 0.03, 0.02
+MOST_JUDGING, MOST_HELD_OUT, MOST_SCORED = 0.03, 0.02, 0.02
 REPEATS = 3
 TIMES = 2
 """A round's contributions are judged one after the other: by the leading node, and by the members."""
@@ -118,18 +124,16 @@ def judged(name: str, replicas: list[int]) -> bool:
     return good
 
 
-def held_out() -> bool:
-    """Prints the row; whether it is within what is allowed."""
+def trained() -> tuple[Manifest, Shards, np.ndarray, Callable[[], None]]:
+    """A run, a state, sequences of a micro-batch, and an inner step."""
     train = TrainSpec(
         inner_steps=20, micro_batches=4, rows=4, sequence=SEQUENCE, lr=1e-3, warmup_steps=0, total_steps=1000
     )
-    manifest = tiny.manifest(model=TRAINED, train=train)
+    manifest = tiny.manifest(model=TRAINED, train=train, outer=OuterSpec(topk=32))
     theta = {s: init.initial_shard(TRAINED, b"costs", s) for s in layout.shard_names(TRAINED)}
     trainer = StageTrainer(TRAINED, train, layout.shard_names(TRAINED))
     trainer.begin_round(theta, Pace(0, train.inner_steps, train.micro_batches))
     ids = np.random.default_rng(0).integers(0, TRAINED.vocab_size, (train.rows, SEQUENCE + 1))
-    measure = inference.Measured(TRAINED, theta)
-
     batch, done = torch.from_numpy(ids), itertools.count(1)
 
     def step() -> None:
@@ -139,15 +143,48 @@ def held_out() -> bool:
         norm = math.sqrt(sum(squares for _, squares in trainer.grad_sumsq()))
         trainer.step(min(next(done), train.inner_steps), norm)
 
-    trained, measured = [], []
-    for _ in range(2 * REPEATS + 1):
-        trained.append(seconds_of(step, 1) / train.step_rows)
-        measured.append(seconds_of(lambda: measure(ids), 1) / train.rows)
-    one, other = statistics.median(measured[1:]), statistics.median(trained[1:])
+    return manifest, theta, ids, step
+
+
+def by_turns(step: Callable[[], None], work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of both, medians; the first of each does not count."""
+    pairs = [(seconds_of(step, 1), seconds_of(work, 1)) for _ in range(2 * REPEATS + 1)]
+    one, other = zip(*pairs[1:], strict=True)
+    return statistics.median(one), statistics.median(other)
+
+
+def held_out() -> bool:
+    """Prints the row; whether it is within what is allowed."""
+    manifest, theta, ids, step = trained()
+    train, measure = manifest.train, inference.Measured(TRAINED, theta)
+    other, one = by_turns(step, lambda: measure(ids))
+    one, other = one / train.rows, other / train.step_rows
     rounds, sequences = manifest.evaluation.every, manifest.evaluated_sequences
     share = one * sequences / (other * rounds * train.inner_steps * train.step_rows)
     print(f"| {one / other:.3f} | {sequences} | {rounds} | {share:.2%} |")
     return share <= MOST_HELD_OUT
+
+
+def scored() -> bool:
+    """Prints the row; whether it is within what is allowed."""
+    manifest, theta, _, step = trained()
+    train, each = manifest.train, scoring.sequences(manifest)
+    windows = np.random.default_rng(1).integers(0, TRAINED.vocab_size, (each, SEQUENCE + 1))
+    with tempfile.TemporaryDirectory(prefix="potluck-costs-") as folder:
+        blobs = BlobStore(Path(folder))
+        made = contributions(manifest, 1, blobs)[0]
+        scorer = Scorer(manifest, tiny.OPERATOR, NoText(), lambda message: None, blobs.get)
+
+        def job() -> None:
+            measure = inference.Measured(TRAINED, theta)
+            scorer.gains(measure, made, windows, windows, measure(windows) / windows[:, 1:].size)
+
+        inner, took = by_turns(step, job)
+    marks = manifest.judging.score_share * scoring.TRAINED * train.inner_steps * train.step_rows
+    marks /= scoring.PASSES * each
+    share = marks * took / (inner * train.inner_steps)
+    print(f"| {took / inner:.2f} | {each} | {marks:.2f} | {share:.2%} |")
+    return share <= MOST_SCORED
 
 
 def main() -> int:
@@ -158,6 +195,11 @@ def main() -> int:
     print("| one sequence measured / trained | sequences | every so many rounds | share of a replica's time |")
     print("|---|---|---|---|")
     good = held_out()
+    print(
+        "\n| seconds of a mark / of an inner step of 16 sequences | sequences of each text | marks in a round | share of a replica's time |"
+    )
+    print("|---|---|---|---|")
+    good = scored() and good
     print(
         "\n| model | replicas | seconds to judge a round | the round's seconds | share | left out |\n|---|---|---|---|---|---|"
     )

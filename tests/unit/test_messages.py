@@ -34,6 +34,7 @@ from protocol.wire.invitation import Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import plain
+from protocol.wire.score import Mark, Score
 from protocol.wire.sealed import seal, unseal, unseal_announcement
 from protocol.wire.session import (
     Announced,
@@ -77,6 +78,7 @@ PLAN = Plan(
 )
 SCHEDULE = Schedule(rounds=9, total_steps=450)
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
+SCORE = Score(peer="p", round=1, marks=(Mark(replica=0, assigned=-0.5, other=0.25),), signature=b"s")
 EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s", sample="a ⇒ b")
 JOINED = Joined(
     invitation=Invitation(run="r" * 64, key="k", expires=9, count=2, reason="friends"),
@@ -142,6 +144,7 @@ SAMPLES: list[Message] = [
     Motions(number=1, wanted=2, schedule=SCHEDULE, signed=("p",), newest=DECREE),
     NotAdmitted(reason="it is banned"),
     EVALUATION,
+    SCORE,
     NotAdmitted(reason="it is invited", waits=True),
     TimeUp(round=2),
     TakeSeat(round=2, replica=4, seconds=12.5),
@@ -318,7 +321,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
     changes: dict[str, Any] = {
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
-        "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "joined": (),
+        "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "scores": (SCORE,), "joined": (),
         "schedule": SCHEDULE,
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
