@@ -52,6 +52,7 @@ from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
+from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.decree import Motion
@@ -240,7 +241,7 @@ class BootstrapNode:
                 await self._events.hand_in(leader_events.Received(peer, message))
             case Evaluation() if peer in self.leader.witnesses.auditors:
                 await self._events.hand_in(leader_events.Received(self._identity.peer_id, self._signed(message)))
-            case Evaluation():
+            case Evaluation() | Audit():
                 await self._events.hand_in(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)

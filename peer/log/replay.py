@@ -22,8 +22,9 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import access, comparing, evaluation, judging, part_lists, validation
+from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, validation
 from protocol.rounds.access import Access
+from protocol.rounds.audits import Audits
 from protocol.rounds.evaluation import Due
 from protocol.rounds.part_lists import BadList, Lists, Parts
 from protocol.rounds.validation import BadCommit
@@ -131,7 +132,8 @@ async def verify(
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     plan: Plan | None = None
-    kept, medians, admitted, due = _Kept(payload), tuple[float, ...](), access.of(manifest), evaluation.of(manifest)
+    kept, medians = _Kept(payload), tuple[float, ...]()
+    rules = _Rules(access.of(manifest), evaluation.of(manifest), audits.of(manifest))
 
     def problem(round: int, shard: str | None, reason: str) -> None:
         done.problems.append(Problem(round, shard, reason))
@@ -146,9 +148,9 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for reason in _wrong_in(commit, manifest, plan, admitted, due):
+        for reason in (*validation.problems(manifest, plan, commit), *rules.problems(commit)):
             problem(commit.round, None, reason)
-        admitted, due = admitted.after(commit.decree, commit.joined), due.after(commit)
+        rules = rules.after(commit)
         done.contributions += len(commit.contributions)
         before, last, done.head, plan = plan, done.head, commit, commit.plan
         known, medians = medians, (*medians, *judging.medians([commit]))[-judging.REMEMBERED :]
@@ -192,10 +194,22 @@ async def verify(
     return done
 
 
-def _wrong_in(commit: Commit, manifest: Manifest, plan: Plan | None, admitted: Access, due: Due) -> Iterator[str]:
-    yield from validation.problems(manifest, plan, commit)
-    yield from access.intruders(admitted, commit)
-    yield from evaluation.problems(due, commit)
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What the log so far says of the next commit: who may take part, what is to be measured, and what is to be trained again."""
+
+    admitted: Access
+    due: Due
+    audits: Audits
+
+    def problems(self, commit: Commit) -> Iterator[str]:
+        yield from access.intruders(self.admitted, commit)
+        yield from evaluation.problems(self.due, commit)
+        yield from audits.problems(self.audits, commit)
+
+    def after(self, commit: Commit) -> _Rules:
+        admitted = self.admitted.after(commit.decree, commit.joined)
+        return _Rules(admitted, self.due.after(commit), self.audits.after(commit))
 
 
 class _Kept:

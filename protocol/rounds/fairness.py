@@ -25,8 +25,9 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import access, evaluation, grace, judging, schedule, seats, validation
+from protocol.rounds import access, audits, evaluation, grace, judging, schedule, seats, validation
 from protocol.rounds.access import Access
+from protocol.rounds.audits import Audits
 from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
@@ -57,7 +58,7 @@ class Sight:
     time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
     (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life. `settled`: whether this node has been
     there for a lease or longer. `head`: the last commit of the log; `access`: who may take part after it, and `due`: what is
-    to be measured; None where that is not looked at."""
+    to be measured, `audits` what is to be trained again; None where that is not looked at."""
 
     manifest: Manifest
     plan: Plan | None
@@ -77,6 +78,7 @@ class Sight:
     head: Commit | None = None
     access: Access | None = None
     due: Due | None = None
+    audits: Audits | None = None
 
 
 def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
@@ -115,6 +117,8 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
         yield from access.intruders(sight.access, commit)
     if sight.due is not None:
         yield from evaluation.problems(sight.due, commit)
+    if sight.audits is not None:
+        yield from audits.problems(sight.audits, commit)
     last = schedule.of(sight.manifest, commit).rounds
     if commit.plan is None:
         idle = not (commit.contributions or commit.decree or commit.joined)
@@ -291,6 +295,7 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
         head=leader.head,
         access=leader.access,
         due=leader.due,
+        audits=leader.audits,
     )
 
 

@@ -77,7 +77,7 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, evaluation, presence, promises, schedule, seats, settling
+from protocol.rounds import access, admission, audits, evaluation, presence, promises, schedule, seats, settling
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -118,6 +118,7 @@ from protocol.rounds.table import Position
 from protocol.rounds.verdicts import Seen, Verdicts
 from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
+from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged
 from protocol.wire.decree import Enacted
 from protocol.wire.evaluation import Evaluation
@@ -143,6 +144,8 @@ class Leader:
         self.petitions = access.Petitions()
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
+        self.audits = audits.of(manifest, commits)
+        self._audited = audits.Heard()
         self.guests = access.Guests()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
@@ -244,6 +247,9 @@ class Leader:
             case Evaluation() as said:
                 if said.peer == peer:
                     self._evaluations.hear(self.due, said)
+            case Audit() as found:
+                if found.peer == peer:
+                    self._audited.hear(self.audits, found)
         return []
 
     # --- chains
@@ -365,6 +371,8 @@ class Leader:
         self.access = self.access.after(commit.decree, commit.joined)
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
+        self.audits = self.audits.after(commit)
+        self._audited.forget(self.audits)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
@@ -445,6 +453,7 @@ class Leader:
         count = access.decrees_after(self.head) + (decree is not None)
         told = self._evaluations.next(self.due)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
+        commit = dataclasses.replace(commit, audits=self._audited.next(self.audits))
         commit = dataclasses.replace(commit, schedule=schedule.after(self.head, decree))
         if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])

@@ -55,6 +55,8 @@ NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 """Of all parts of a share: the root of the sum of so many squares."""
 Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
 """What an update is multiplied by before it enters the mean."""
+Cosine = Annotated[float, Within(-1.0, 1.0)]
+"""Of the angle between two updates."""
 Time = Annotated[float, Within(0.0, MAX_TIME)]
 Magnitude = Annotated[float, Within(0.0, 1e39)]
 """Of values in fp32."""
