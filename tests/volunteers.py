@@ -18,6 +18,7 @@ from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer.chain.stop_sign import StopSign
 from peer.config import JoinConfig
+from peer.corpus.text import Text
 from peer.events import Emitter, Event
 from peer.net import directory
 from peer.net.base import Transport, Validate
@@ -99,6 +100,11 @@ class Noise(NoTraining):
         return [(array, None) for array in noise(self.manifest.model, self.peer, self.round, shard)]
 
 
+def identity(name: str) -> Identity:
+    """Of the peer with this name."""
+    return Identity(hashlib.sha256(name.encode()).digest())
+
+
 class QuickDisk(LocalDisk):
     """Nothing here loses power."""
 
@@ -157,6 +163,8 @@ class Swarm:
         """Is awaited with a peer and a round before the round's work of that peer is done."""
         self.inner_loop: Callable[..., InnerLoop] = self._noise
         """What a peer is given to train with."""
+        self.text: Callable[..., Awaitable[Text]] = held_out_text
+        """What a peer is given to train on."""
         self.disk = QuickDisk()
         self.relay_bps = 0
         """Bits a second that the bootstrap node relays, if it is set before the swarm begins."""
@@ -189,8 +197,8 @@ class Swarm:
 
     def start(self, name: str, memory: int | None = None, limit: int | None = None, **config: Any) -> Volunteer:
         """Starts a peer in its folder, which may have been used before."""
-        identity = Identity(hashlib.sha256(name.encode()).digest())
-        transport = self.network.transport(identity.peer_id, directory.valid_record(self.manifest.run_id))
+        who = identity(name)
+        transport = self.network.transport(who.peer_id, directory.valid_record(self.manifest.run_id))
         folder = self.folder / name
         storage, events = Storage(folder, limit, self.disk), list[Event]()
         chosen = JoinConfig(
@@ -201,12 +209,12 @@ class Swarm:
             down_bps=10**8,
             **config,
         )
-        emit = Emitter(identity.peer_id, self._hear(events))
-        made = Factories(text=held_out_text, inner_loop=self.inner_loop)
-        peer = Peer(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit, made)
+        emit = Emitter(who.peer_id, self._hear(events))
+        made = Factories(text=self.text, inner_loop=self.inner_loop)
+        peer = Peer(self.manifest, who, transport, storage, chosen, self.boot.addresses, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())
-        self.peers[name] = Volunteer(name, identity, folder, transport, storage, peer, task, events)
+        self.peers[name] = Volunteer(name, who, folder, transport, storage, peer, task, events)
         return self.peers[name]
 
     def _noise(self, manifest: Manifest, peer: str, *_: object) -> Noise:

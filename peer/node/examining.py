@@ -30,9 +30,8 @@ from peer.node import round_text
 from peer.node.attesting import be_quiet
 from peer.state.storage import Shards
 from peer.training import again, device
-from peer.training.again import Values
 from peer.training.trainer import Pace, StageTrainer
-from protocol.codec.sparse import PayloadError, Sparse
+from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError, PotluckError
 from protocol.identity import Identity
 from protocol.planning import memory
@@ -47,6 +46,8 @@ from protocol.wire.plan import Work
 
 T = TypeVar("T")
 STEP_SECONDS = 3600.0
+OTHERS = 16
+"""Contributions that the audited one is compared with, at most."""
 Payloads = Mapping[str, list[tuple[float, bytes]]]
 """Of a commit, by shard: (weight, payload) in commit order."""
 
@@ -60,7 +61,8 @@ class Case:
     steps: int
     total_steps: int
     theta: Shards
-    payloads: Mapping[str, bytes]
+    payloads: Mapping[str, list[bytes]]
+    """By shard: that of the contribution, and those of others to the round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class Examiner:
                 steps=contribution.steps,
                 total_steps=schedule.of(self._manifest, before).total_steps,
                 theta=dict(theta),
-                payloads={shard: items[place][1] for shard, items in payloads.items()},
+                payloads=again.chosen(payloads, place, OTHERS),
             )
         )
 
@@ -178,25 +180,27 @@ class Examiner:
         self._tell(said)
 
     async def _agreement(self, case: Case) -> float:
-        model = self._manifest.model
-        update = await self._aside(again.sent, self._manifest.outer.codec, model, case.payloads)
         moments = await asyncio.to_thread(self._means.moments)
-        learned = await self._learn(case, update, moments, case.work)
-        other = dataclasses.replace(case.work, slot=case.work.slot + self._text.index.sequences // 2)
-        plain = await self._learn(case, update, moments, other)
-        return again.agreement(update, learned, plain)
+        far = case.work.slot + self._text.index.sequences // 2
+        learned = await self._learn(case, moments, case.work)
+        plain = await self._learn(case, moments, dataclasses.replace(case.work, slot=far))
+        return await self._aside(self._compare, case, learned, plain)
 
-    async def _learn(
-        self, case: Case, update: list[Sparse], moments: Mapping[str, NDArray[np.generic]], work: Work
-    ) -> Values:
-        """What is learned from the text of `work`, where the update sends something. Raises PotluckError."""
+    def _compare(self, case: Case, learned: StageTrainer, plain: StageTrainer) -> float:
+        count = len(next(iter(case.payloads.values())))
+        compared = again.Comparison(self._manifest.outer.codec, self._manifest.model, count)
+        for shard in layout.shard_names(self._manifest.model):
+            compared.add(shard, case.payloads[shard], learned.delta(shard), plain.delta(shard))
+        return compared.agreement
+
+    async def _learn(self, case: Case, moments: Mapping[str, NDArray[np.generic]], work: Work) -> StageTrainer:
+        """A trainer that has learned from the text of `work`. Raises PotluckError."""
         manifest, train = self._manifest, self._manifest.train
-        before = (case.turn.round - 1) * train.inner_steps
-        pace = Pace(before, case.work.steps, case.work.micro_batches, case.total_steps)
+        layers, before = manifest.model.n_layers, (case.turn.round - 1) * train.inner_steps
+        pace = Pace(before, work.steps, work.micro_batches, case.total_steps)
 
         def build() -> StageTrainer:
-            shards = layout.shard_names(manifest.model)
-            made = StageTrainer(manifest.model, train, shards, device=self._means.device)
+            made = StageTrainer(manifest.model, train, layout.shard_names(manifest.model), device=self._means.device)
             made.load_optimizer(moments)
             made.begin_round(case.theta, pace)
             return made
@@ -209,20 +213,14 @@ class Examiner:
             timeout=STEP_SECONDS,
             read=round_text.reader(manifest, self._text, work, before + 1, lambda warning: None),
             depth=1,
-            depths=memory.depths(
-                manifest, 0, manifest.model.n_layers, memory.stage_memory(manifest, 0, manifest.model.n_layers)
-            ),
+            depths=memory.depths(manifest, 0, layers, memory.stage_memory(manifest, 0, layers)),
             stop=self._stop,
         )
         await pipeline.run_steps(setup, first_step=before + 1, steps=case.steps, progress=progress)
         if progress.total.steps != case.steps:
             raise LocalError("its text could not be read to the end")
-
-        def compare() -> Values:
-            learned = [array for shard in again.blocks(manifest.model) for array in trainer.delta(shard)]
-            return again.there(update, learned)
-
-        return await self._aside(compare)
+        await self._aside(trainer.load_optimizer, {})
+        return trainer
 
     async def _aside(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._quiet, work, *args)

@@ -1,61 +1,79 @@
 """A contribution compared with what another replica learned from the same text (protocol/rounds/audits.py).
 
 The examiner learns d from the text that the contribution's maker was assigned, and d' from other text, both from the same state and the same
-moments of AdamW, its own. For a maker who trained on neither, one text is like the other, and
+moments of AdamW, its own. For each contribution s of the round, at the places that it sends,
 
-    agreement = cos(s, d) - cos(s, d')
+    x(s) = cos(s, d - d')
 
-is as often positive as negative; s are the values that were sent. All is taken at the places that were sent, and in the model's blocks alone:
-which tokens a text has, and so which rows of the embedding and the head change, can be counted without training.
+says how much more it fits the one text than the other. What all contributions have in common, they have here too, and so the
+others show what x is without the text: for whoever trained on neither,
 
-Nothing of the maker's is needed but what the log names: neither its moments nor its error feedback, which only add what the two cosines
-have in common.
+    agreement = (x(audited) - mean of x(others)) / (their standard deviation sqrt(1 + 1 / N))
+
+of N others follows Student's distribution with N - 1 degrees of freedom, about, whatever the model and the round are like. It needs
+nothing of the maker's but what the log names: neither its moments nor its error feedback.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import sparse
-from protocol.codec.sparse import Codec, Sparse
+from protocol.codec.sparse import Codec
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
+from protocol.wire.bounds import MAX_AGREEMENT
 
-Values = list[NDArray[np.float32]]
-"""Of each tensor of some shards, in order, those at the places that were sent."""
-
-
-def blocks(spec: ModelSpec) -> tuple[str, ...]:
-    """The shards that are compared."""
-    return tuple(shard for shard in layout.shard_names(spec) if shard.startswith("block."))
+Array = NDArray[np.float32]
 
 
-def sent(codec: Codec, spec: ModelSpec, payloads: Mapping[str, bytes]) -> list[Sparse]:
-    """What a contribution sends of each tensor of the blocks, by its payloads. Raises PayloadError."""
-    return [x for shard in blocks(spec) for x in sparse.decode(codec, layout.shapes(spec, shard), payloads[shard])]
+class Comparison:
+    """Takes the shards one after the other: a whole update is never held. `count`: contributions, of which the first is audited."""
+
+    def __init__(self, codec: Codec, spec: ModelSpec, count: int) -> None:
+        self._codec = codec
+        self._spec = spec
+        self._sums = np.zeros((count, 3))  # of s², m² and s m, for each; m = d - d'
+
+    def add(self, shard: str, payloads: Sequence[bytes], learned: Sequence[Array], plain: Sequence[Array]) -> None:
+        """One shard's payload of each contribution, and d and d' of its tensors. Raises PayloadError."""
+        more = [(a - b).reshape(-1) for a, b in zip(learned, plain, strict=True)]
+        shapes = layout.shapes(self._spec, shard)
+        for sums, payload in zip(self._sums, payloads, strict=True):
+            for x, m in zip(sparse.decode(self._codec, shapes, payload), more, strict=True):
+                s, there = x.values.astype(np.float64), m[x.index].astype(np.float64)
+                sums += np.dot(s, s), np.dot(there, there), np.dot(s, there)
+
+    @property
+    def agreement(self) -> float:
+        """See the module's docstring; within MAX_AGREEMENT of 0."""
+        own, *others = (cosine(*sums) for sums in self._sums.tolist())
+        return excess(own, others)
 
 
-def there(update: Sequence[Sparse], learned: Sequence[NDArray[np.float32]]) -> Values:
-    """What was learned of the same tensors, where the update sends something."""
-    return [array.reshape(-1)[x.index] for x, array in zip(update, learned, strict=True)]
-
-
-def agreement(update: Sequence[Sparse], learned: Values, plain: Values) -> float:
-    """See the module's docstring; in -1..1."""
-    s = [x.values for x in update]
-    return min(1.0, max(-1.0, cosine(s, learned) - cosine(s, plain)))
-
-
-def cosine(some: Sequence[NDArray[np.float32]], others: Sequence[NDArray[np.float32]]) -> float:
-    """Of the angle between two lists of arrays of the same shapes; 0 where one is nothing or not finite."""
-
-    def product(a: Sequence[NDArray[np.float32]], b: Sequence[NDArray[np.float32]]) -> float:
-        return math.fsum(float(np.dot(x.astype(np.float64), y.astype(np.float64))) for x, y in zip(a, b, strict=True))
-
-    length = math.sqrt(product(some, some)) * math.sqrt(product(others, others))
-    found = product(some, others) / length if length > 0 else 0.0
+def cosine(ss: float, mm: float, sm: float) -> float:
+    """Of two vectors by the sums of their squares and products; 0 where one is nothing."""
+    length = math.sqrt(ss) * math.sqrt(mm)
+    found = sm / length if length > 0 else 0.0
     return found if math.isfinite(found) else 0.0
+
+
+def excess(own: float, others: Sequence[float]) -> float:
+    """By how many standard deviations `own` is more than the two or more others are."""
+    spread = statistics.stdev(others) * math.sqrt(1 + 1 / len(others))
+    more = own - statistics.fmean(others)
+    found = more / spread if spread > 0 else math.copysign(MAX_AGREEMENT, more) if more else 0.0
+    return max(-MAX_AGREEMENT, min(MAX_AGREEMENT, found))
+
+
+def chosen(payloads: Mapping[str, Sequence[tuple[float, bytes]]], place: int, most: int) -> dict[str, list[bytes]]:
+    """The payloads of the contribution at `place`, by shard, and those of the next `most` contributions, at most."""
+    return {
+        shard: [items[(place + step) % len(items)][1] for step in range(min(most + 1, len(items)))]
+        for shard, items in payloads.items()
+    }

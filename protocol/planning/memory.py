@@ -203,9 +203,9 @@ def has_room_to_evaluate(manifest: Manifest, memory_bytes: int) -> bool:
 
 
 def has_room_to_audit(manifest: Manifest, memory_bytes: int) -> bool:
-    """Whether this memory is enough for a second trainer of the whole model, and the states that it begins at, beside whatever it is given to
-    train."""
-    kept = AUDITED_STATES * 4 * layout.total_parameters(manifest.model)
+    """Whether this memory is enough for a second trainer of the whole model, what a third one has learned, and the states at which they begin,
+    beside whatever it is given to train."""
+    kept = (AUDITED_STATES + 1) * 4 * layout.total_parameters(manifest.model)
     return memory_bytes >= _all_in_memory(manifest) + stage_memory(manifest, 0, manifest.model.n_layers) + kept
 
 

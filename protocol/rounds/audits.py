@@ -1,9 +1,9 @@
 """Which contributions are trained again, by whom, and what follows from it. Pure.
 
 An *audit*: another full replica, an *examiner*, trains a contribution again. It begins at the state before the round, with moments of its own,
-and takes as many steps as the contribution claims; once on the text that this one was assigned, and once on other text. So it learns
-d and d'. The *agreement* is the cosine of what was sent with d, at the places that were sent, after both have lost their projection on d':
-what any training would have taught anybody does not count, and what is left comes from the text (docs/results/audits.md).
+and takes as many steps as the contribution claims; once on the text that this one was assigned, and once on other text. The *agreement* is
+how much better the contribution fits the one than the other, in standard deviations of what the round's other contributions do
+(peer/training/again.py). So whoever trained on other text, or not at all, has about 0, whatever else he sends.
 
 Who is audited, and by whom, follows from the digest of the commit that counts the contribution, so nobody knows it while the work is
 done. A contribution's chance is such that all full replicas together give the manifest's `judging.audit_share` of their time; and each is
@@ -34,8 +34,10 @@ EXAMINERS = 3
 """Of one contribution, at most."""
 TRAININGS = 2
 """Of each audit: on the assigned text, and on other text."""
-LEAST = 0.15
+LEAST = 2.0
 """The agreement of an honest contribution is more than this (docs/results/audits.md)."""
+COMPARED = 3
+"""Other contributions, at least: they say what chance does."""
 KEPT = 16
 """Rounds in which an audit has a place in the log."""
 
@@ -145,7 +147,8 @@ def turns(manifest: Manifest, commit: Commit) -> Iterator[Turn]:
     for contribution in whole:
         maker, key = contribution.peers[0], f"{commit.digest} {contribution.replica}"
         others = [c for c in able if c.peers[0] != maker]
-        if _draw(key, "audited") < chance and others:
+        enough = len(commit.contributions) > COMPARED
+        if enough and others and _draw(key, "audited") < chance:
             yield Turn(commit.round, commit.digest, contribution.replica, maker, _examiners(key, others))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.wire import framing
-from protocol.wire.bounds import Cosine, Number, PeerId, Round, Signature
+from protocol.wire.bounds import Agreement, Number, PeerId, Round, Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Audit:
     """Of the contribution."""
     replica: Number
     """Whose it is."""
-    agreement: Cosine
+    agreement: Agreement
     """What was found (protocol/rounds/audits.py)."""
     signature: Signature
     """Of `audit_body`."""

@@ -16,6 +16,7 @@ MAX_LOSS = 1e6
 """Nats per token. A model that guesses has the logarithm of its vocabulary's size, 17 at most; who diverges says this."""
 MAX_BITS_PER_BYTE = 2e6
 """Of held-out text: a token has a byte, more or less."""
+MAX_AGREEMENT = 1000.0
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
 MAX_BALLOT = 2**53
@@ -55,8 +56,8 @@ NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 """Of all parts of a share: the root of the sum of so many squares."""
 Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
 """What an update is multiplied by before it enters the mean."""
-Cosine = Annotated[float, Within(-1.0, 1.0)]
-"""Of the angle between two updates."""
+Agreement = Annotated[float, Within(-MAX_AGREEMENT, MAX_AGREEMENT)]
+"""Standard deviations (peer/training/again.py)."""
 Time = Annotated[float, Within(0.0, MAX_TIME)]
 Magnitude = Annotated[float, Within(0.0, 1e39)]
 """Of values in fp32."""

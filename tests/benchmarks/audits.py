@@ -235,7 +235,12 @@ def at(sent: Sent, arrays: dict[str, Arrays], shard: str) -> np.ndarray:
     )
 
 
-GROUPS = {"all": SHARDS, "blocks": tuple(n for n in SHARDS if n.startswith("block.")), "embed": ("embed",), "head": ("head",)}
+GROUPS = {
+    "all": SHARDS,
+    "blocks": tuple(n for n in SHARDS if n.startswith("block.")),
+    "embed": ("embed",),
+    "head": ("head",),
+}
 
 
 def flat(update: Sent, shards: Sequence[str]) -> np.ndarray:
@@ -271,7 +276,9 @@ def figures(
             found[f"e diff {name}"] = cosine(s - 0.95 * e, d - p)
             found[f"e beyond {name}"] = cosine(*residuals((s - 0.95 * e, d), (p,)))
     if sender.delta:
-        found["dense"] = cosine(*(np.concatenate([a.reshape(-1) for n in SHARDS for a in x[n]]) for x in (sender.delta, learned)))
+        found["dense"] = cosine(
+            *(np.concatenate([a.reshape(-1) for n in SHARDS for a in x[n]]) for x in (sender.delta, learned))
+        )
     return found
 
 

@@ -23,7 +23,7 @@ from tests.unit.test_leader import Driver
 KEYS = tuple(Identity(bytes([8, i] * 16)) for i in range(8))
 NAMES = tuple(key.peer_id for key in KEYS)
 OF_NAME = dict(zip(NAMES, KEYS, strict=True))
-WELL, BADLY = LEAST + 0.1, LEAST - 0.1
+WELL, BADLY = LEAST + 1, LEAST - 1
 
 
 def run(share: float) -> Manifest:
@@ -120,7 +120,10 @@ def test_what_has_no_place() -> None:
     assert known.why_not(right) is None
     stranger = next(p for p in NAMES if p not in (turn.maker, *turn.examiners))
     for said, why in (
-        (says(turn, first, WELL, round=turn.round + 1), f"is of replica {turn.replica} in round {turn.round + 1}, which is"),
+        (
+            says(turn, first, WELL, round=turn.round + 1),
+            f"is of replica {turn.replica} in round {turn.round + 1}, which is",
+        ),
         (says(turn, second, WELL), f"is of {short_peer(second)}, whose turn it is not"),
         (says(turn, turn.maker, WELL), f"is of {short_peer(turn.maker)}, whose turn it is not"),
         (says(turn, stranger, WELL), f"is of {short_peer(stranger)}, whose turn it is not"),
@@ -232,7 +235,7 @@ def test_the_next_commit_says_what_was_found_and_voters_look() -> None:
     other.offered(*NAMES[:4])
     sight = fairness.sight_of(other.leader, found.time, 0.0, True)
     assert fairness.lie_in(sight, found) is None
-    false = dataclasses.replace(found, audits=(dataclasses.replace(said, agreement=1.0),))
+    false = dataclasses.replace(found, audits=(dataclasses.replace(said, agreement=9.0),))
     lie = fairness.lie_in(sight, false)
     assert lie is not None
     assert lie.reason == f"has an audit that is not signed by {short_peer(turn.examiners[0])}"

@@ -16,8 +16,6 @@ from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import ChainOrders
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards
-from peer.training import again
-from protocol.codec.sparse import Sparse
 from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.rounds import audits
@@ -27,6 +25,7 @@ from protocol.run import init, layout
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import JudgingSpec, TrainSpec
 from protocol.wire.audit import Audit
+from protocol.wire.bounds import MAX_AGREEMENT
 from protocol.wire.commit import Commit, Contribution, Share
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
@@ -40,7 +39,7 @@ TRAIN = TrainSpec(
     inner_steps=6, micro_batches=2, rows=2, sequence=LENGTH, lr=2e-3, warmup_steps=0, total_steps=600
 )  # fmt: skip
 RUN = tiny.manifest(model=MODEL, train=TRAIN, rounds=100, judging=JudgingSpec(audit_share=1.0))
-KEYS = tuple(Identity(bytes([9, i] * 16)) for i in range(3))
+KEYS = tuple(Identity(bytes([9, i] * 16)) for i in range(5))
 NAMES = tuple(key.peer_id for key in KEYS)
 SHARDS = layout.shard_names(MODEL)
 
@@ -70,7 +69,7 @@ class NoPipes:
 
 
 def plan(round: int) -> Plan:
-    """Three full replicas; each has its text."""
+    """Five full replicas; each has its text."""
     replicas = tuple(
         ReplicaSpec(
             number=i,
@@ -108,15 +107,6 @@ def examiner(place: int, moments: Any, told: list[Message], **changes: Any) -> E
     return Examiner(RUN, KEYS[place], Text(), told.append, lambda _: None, Means(moments, "cpu", 1), **values)
 
 
-def everywhere(shards: Shards) -> list[Sparse]:
-    """An update that sends every value of the blocks."""
-    return [
-        Sparse(np.arange(array.size), np.ones(array.size, np.float32))
-        for shard in again.blocks(MODEL)
-        for array in shards[shard]
-    ]
-
-
 def test_training_again_from_the_same_moments_gives_the_same_bits(tmp_path: Path) -> None:
     async def work() -> None:
         loop, start = inner_loop(tmp_path, 0), theta()
@@ -125,11 +115,11 @@ def test_training_again_from_the_same_moments_gives_the_same_bits(tmp_path: Path
         await trained(loop, 0, 2, start)
         one = examiner(1, lambda: moments, [])
         case = one_case(2, 0, start)
-        found = await one._learn(case, everywhere(start), moments, case.work)
-        first = [a if b is None else a - b for shard in again.blocks(MODEL) for a, b in loop.displacement(shard)]
-        assert all(np.any(x) for x in first)
-        for again_, once in zip(found, first, strict=True):
-            np.testing.assert_array_equal(again_, once.reshape(-1))
+        found = await one._learn(case, moments, case.work)
+        for shard in SHARDS:
+            for a, (kept, local) in zip(found.delta(shard), loop.displacement(shard), strict=True):
+                assert np.any(a)
+                np.testing.assert_array_equal(a, kept if local is None else kept - local)
         await one.aclose()
         loop.close()
 
@@ -181,7 +171,7 @@ def decided(
         for shard in SHARDS:
             outer.feedback.clear()
             outer.accumulate(shard, [(rng.standard_normal(a.shape, np.float32), None) for a in start[shard]])
-            payloads[shard].append((1 / 3, outer.encode(shard)[0]))
+            payloads[shard].append((1 / len(NAMES), outer.encode(shard)[0]))
     work = tuple(
         Contribution(
             replica=i, tokens=64, steps=6, loss=1.0,
@@ -218,7 +208,7 @@ def test_it_is_told_again_until_it_is_in_the_log_and_then_nothing_is_kept() -> N
         (said, again_) = told
         assert said == again_
         assert isinstance(said, Audit)
-        assert -1 <= said.agreement <= 1
+        assert -MAX_AGREEMENT <= said.agreement <= MAX_AGREEMENT
         assert audits.of(RUN, [newest]).why_not(said) is None
         one.follow(newest, made(3, (), 0.0, said), start, payloads)
         one.follow(newest, made(4, (), 0.0), start, payloads)
@@ -246,8 +236,8 @@ def test_whoever_comes_second_keeps_the_state_until_it_is_wanted_or_not() -> Non
         await one.aclose()
         return told
 
-    assert asyncio.run(work(1.0)) == []
-    (said,) = asyncio.run(work(-1.0))
+    assert asyncio.run(work(audits.LEAST)) == []
+    (said,) = asyncio.run(work(0.0))
     assert isinstance(said, Audit)
 
 
