@@ -215,6 +215,7 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
             bytes=sum(share.size for share in c.shares),
             peers=c.peers,
             scale=c.scale,
+            standing=c.standing,
         )
         for c in commit.contributions
     ]
@@ -278,6 +279,7 @@ def found(manifest: Manifest) -> Found:
         name=manifest.name,
         parameters=manifests.parameters(manifest),
         round_seconds=manifest.timing.training_seconds,
+        probation=manifest.admission.probation if manifest.admission.is_open else 0,
     )
 
 

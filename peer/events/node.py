@@ -67,6 +67,8 @@ class Contribution:
     """Its members that contributed, in the order of the stages."""
     scale: float = 1.0
     """What its update is multiplied by; less than 1 where it is longer than others'."""
+    standing: float = 1.0
+    """What the log says of its members leaves of its weight (protocol/rounds/standing.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,8 @@ class Found:
     """Of the model."""
     round_seconds: float
     """For which replicas train in a round."""
+    probation: int = 0
+    """Rounds in which the work of a newcomer has no weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +292,8 @@ class Round:
     """Whether it holds any shard: a newcomer reads the log before it has one."""
     own_tokens: int = 0
     """Tokens of the replica in which its own work was committed; 0: none of it was."""
+    probation: str = ""
+    """Why its own work of the round has no weight, where it is on probation, for a reader; else empty."""
     peak_rss_bytes: int = 0
     """The most memory that its process has had resident so far; 0 where nobody measures it."""
 

@@ -22,11 +22,10 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, validation
-from protocol.rounds.access import Access
-from protocol.rounds.audits import Audits
+from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, standing, validation
 from protocol.rounds.evaluation import Due
 from protocol.rounds.part_lists import BadList, Lists, Parts
+from protocol.rounds.standing import Standing
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
@@ -132,8 +131,7 @@ async def verify(
     outer.theta = dict(start.theta) if start else await asyncio.to_thread(_initial, manifest, empty)
     replayed = start.round if start else -1
     plan: Plan | None = None
-    kept, medians = _Kept(payload), tuple[float, ...]()
-    rules = _Rules(access.of(manifest), evaluation.of(manifest), audits.of(manifest))
+    kept, medians, now, due = _Kept(payload), tuple[float, ...](), standing.of(manifest), evaluation.of(manifest)
 
     def problem(round: int, shard: str | None, reason: str) -> None:
         done.problems.append(Problem(round, shard, reason))
@@ -148,9 +146,9 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for reason in (*validation.problems(manifest, plan, commit), *rules.problems(commit)):
+        for reason in _wrong_in(commit, manifest, plan, now, due):
             problem(commit.round, None, reason)
-        rules = rules.after(commit)
+        trial, now, due = now.tried(commit), now.after(commit), due.after(commit)
         done.contributions += len(commit.contributions)
         before, last, done.head, plan = plan, done.head, commit, commit.plan
         known, medians = medians, (*medians, *judging.medians([commit]))[-judging.REMEMBERED :]
@@ -186,7 +184,7 @@ async def verify(
             done.payload_bytes += sum(len(data) for _, data in items)
         if is_past:
             break
-        unjust = await _unjust(manifest, last, commit, known, kept)
+        unjust = await _unjust(manifest, last, commit, known, trial, kept)
         if unjust is not None:
             problem(commit.round, None, unjust)
     done.theta = dict(outer.theta)
@@ -194,22 +192,12 @@ async def verify(
     return done
 
 
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """What the log so far says of the next commit: who may take part, what is to be measured, and what is to be trained again."""
-
-    admitted: Access
-    due: Due
-    audits: Audits
-
-    def problems(self, commit: Commit) -> Iterator[str]:
-        yield from access.intruders(self.admitted, commit)
-        yield from evaluation.problems(self.due, commit)
-        yield from audits.problems(self.audits, commit)
-
-    def after(self, commit: Commit) -> _Rules:
-        admitted = self.admitted.after(commit.decree, commit.joined)
-        return _Rules(admitted, self.due.after(commit), self.audits.after(commit))
+def _wrong_in(commit: Commit, manifest: Manifest, plan: Plan | None, now: Standing, due: Due) -> Iterator[str]:
+    yield from validation.problems(manifest, plan, commit)
+    yield from access.intruders(now.access, commit)
+    yield from standing.problems(now, commit)
+    yield from evaluation.problems(due, commit)
+    yield from audits.problems(now.audits, commit)
 
 
 class _Kept:
@@ -245,10 +233,16 @@ class _Kept:
 
 
 async def _unjust(
-    manifest: Manifest, before: Commit | None, commit: Commit, medians: tuple[float, ...], kept: _Kept
+    manifest: Manifest,
+    before: Commit | None,
+    commit: Commit,
+    medians: tuple[float, ...],
+    trial: frozenset[int],
+    kept: _Kept,
 ) -> str | None:
     """Why the verdict of a commit is not the rule's; None if it is, or if that cannot be known, since something is missing or wrong that
-    is a problem of its own. `before`: the commit before it; `medians`: of the rounds up to that."""
+    is a problem of its own. `before`: the commit before it; `medians`: of the rounds up to that; `trial`: the
+    replicas that were judged and left out, and whose makers are on probation."""
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
     last = before.contributions if before is not None and judged >= judging.LEAST else ()
     if not commit.contributions:
@@ -259,7 +253,7 @@ async def _unjust(
         def why() -> str | None:
             updates = {c.replica: judging.held(manifest, c, kept.read) for c in commit.contributions}
             earlier = tuple(judging.held(manifest, c, kept.read) for c in last)
-            return judging.why_unjust(manifest, commit, updates, judging.Before(medians, earlier))
+            return judging.why_unjust(manifest, commit, updates, judging.Before(medians, earlier), trial)
 
         return await asyncio.to_thread(why)
     except (BadPayload, BadList, PayloadError, RemoteError, KeyError):

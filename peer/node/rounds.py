@@ -345,6 +345,7 @@ class Rounds:
                 boundary_tokens=result.boundary_tokens,
                 holds=bool(self.outer.theta),
                 own_tokens=commit.tokens_of(self.peer),
+                probation=commit.tried(self.peer),
             )
         )
         if commit.evaluations:
@@ -396,8 +397,7 @@ class Rounds:
         await self._work(self._checkpoint, round, theta, digests)
 
     def _checkpoint(self, round: int, theta: Shards, digests: Mapping[str, str]) -> None:
-        checkpoint = Checkpoint(round, theta, self._around.inner_loop.optimizer())
-        self._storage.save_checkpoint(checkpoint, digests)
+        self._storage.save_checkpoint(Checkpoint(round, theta, self._around.inner_loop.optimizer()), digests)
         self._checkpointed = round
         if not self._warm_up.shards:
             self._exchange.drop_states(self.member.commits)

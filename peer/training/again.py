@@ -5,19 +5,18 @@ moments of AdamW, its own. For each contribution s of the round, at the places t
 
     x(s) = cos(s, d - d')
 
-says how much more it fits the one text than the other. What all contributions have in common, they have here too, and so the
-others show what x is without the text: for whoever trained on neither,
+says how much more it fits the one text than the other. What all contributions have in common, they have here too, and so the N
+others show what x is without the text. x is a sum over PARTS of each tensor, x_g(s). So
 
-    agreement = (x(audited) - mean of x(others)) / (their standard deviation sqrt(1 + 1 / N))
+    agreement = (x(audited) - mean of x(others)) / sqrt((1 + 1 / N) sum over g of the variance of x_g(others))
 
-of N others follows Student's distribution with N - 1 degrees of freedom, about, whatever the model and the round are like. It needs
-nothing of the maker's but what the log names: neither its moments nor its error feedback.
+is about 0, give or take 1, for whoever trained on neither text, whatever the model and the round are like. It needs nothing of the
+maker's but what the log names: neither its moments nor its error feedback.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -30,6 +29,8 @@ from protocol.run.layout import ModelSpec
 from protocol.wire.bounds import MAX_AGREEMENT
 
 Array = NDArray[np.float32]
+PARTS = 4
+"""Of each tensor, one after the other."""
 
 
 class Comparison:
@@ -38,37 +39,35 @@ class Comparison:
     def __init__(self, codec: Codec, spec: ModelSpec, count: int) -> None:
         self._codec = codec
         self._spec = spec
-        self._sums = np.zeros((count, 3))  # of s², m² and s m, for each; m = d - d'
+        self._squares = np.zeros((count, 2))  # of s and of m = d - d', where s sends something
+        self._products: list[list[float]] = [[] for _ in range(count)]  # of s and m, of each part
 
     def add(self, shard: str, payloads: Sequence[bytes], learned: Sequence[Array], plain: Sequence[Array]) -> None:
         """One shard's payload of each contribution, and d and d' of its tensors. Raises PayloadError."""
         more = [(a - b).reshape(-1) for a, b in zip(learned, plain, strict=True)]
         shapes = layout.shapes(self._spec, shard)
-        for sums, payload in zip(self._sums, payloads, strict=True):
+        for squares, products, payload in zip(self._squares, self._products, payloads, strict=True):
             for x, m in zip(sparse.decode(self._codec, shapes, payload), more, strict=True):
                 s, there = x.values.astype(np.float64), m[x.index].astype(np.float64)
-                sums += np.dot(s, s), np.dot(there, there), np.dot(s, there)
+                squares += np.dot(s, s), np.dot(there, there)
+                part = x.index * PARTS // m.size
+                products += np.bincount(part, weights=s * there, minlength=PARTS).tolist()
 
     @property
     def agreement(self) -> float:
         """See the module's docstring; within MAX_AGREEMENT of 0."""
-        own, *others = (cosine(*sums) for sums in self._sums.tolist())
-        return excess(own, others)
+        lengths = np.sqrt(self._squares[:, :1] * self._squares[:, 1:])
+        x = np.array(self._products) / np.where(lengths > 0, lengths, np.inf)
+        return excess(x[0], x[1:])
 
 
-def cosine(ss: float, mm: float, sm: float) -> float:
-    """Of two vectors by the sums of their squares and products; 0 where one is nothing."""
-    length = math.sqrt(ss) * math.sqrt(mm)
-    found = sm / length if length > 0 else 0.0
-    return found if math.isfinite(found) else 0.0
-
-
-def excess(own: float, others: Sequence[float]) -> float:
-    """By how many standard deviations `own` is more than the two or more others are."""
-    spread = statistics.stdev(others) * math.sqrt(1 + 1 / len(others))
-    more = own - statistics.fmean(others)
+def excess(own: NDArray[np.float64], others: NDArray[np.float64]) -> float:
+    """By how many standard deviations the sum of x_g [g] is more than those of the two or more others [n, g] are."""
+    count = len(others)
+    more = float(np.sum(own - np.mean(others, axis=0)))
+    spread = math.sqrt((1 + 1 / count) * float(np.sum(np.var(others, axis=0, ddof=1))))
     found = more / spread if spread > 0 else math.copysign(MAX_AGREEMENT, more) if more else 0.0
-    return max(-MAX_AGREEMENT, min(MAX_AGREEMENT, found))
+    return max(-MAX_AGREEMENT, min(MAX_AGREEMENT, found)) if math.isfinite(found) else -MAX_AGREEMENT
 
 
 def chosen(payloads: Mapping[str, Sequence[tuple[float, bytes]]], place: int, most: int) -> dict[str, list[bytes]]:

@@ -35,6 +35,8 @@ class Contributor:
     """Rounds in which it was planned and its replica's work was not taken."""
     reason: str
     """Why, in the newest of these, for a reader; empty if there is none."""
+    probation: int = 0
+    """Rounds whose work was good and had no weight, since it was on probation."""
 
 
 def contributors(credits: Credits) -> list[Contributor]:
@@ -53,6 +55,7 @@ def contributors(credits: Credits) -> list[Contributor]:
                 last_round=credit.last,
                 left_out=credit.left_out,
                 reason=credit.reason,
+                probation=credit.probation,
             )
         )
     return found
@@ -83,5 +86,8 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int) -> I
         yield f"your work is in {own.rounds:,} rounds, {since}"
     else:
         yield "nothing of yours is in the model yet"
+    if own.probation:
+        served = "1 round" if own.probation == 1 else f"{own.probation:,} rounds"
+        yield f"on probation for {served}: your work was good and had no weight; it goes into the work after it"
     if own.left_out:
         yield f"left out {own.left_out:,} times, the last time because: {readable(own.reason, {})}"

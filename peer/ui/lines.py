@@ -15,6 +15,7 @@ from peer import events
 from peer.events import Event, Sink
 from peer.ui.names import Names
 from peer.ui.text import blocks, called, clean, clock, count, duration, mean_loss, rate, readable, schedule_of, size
+from protocol.wire.commit import LeftOut
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
 """How a line begins, by its level."""
@@ -133,7 +134,7 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Found() as f:
             model = f"{f.parameters / 1e6:,.1f}M parameters, rounds of {duration(f.round_seconds)}"
             text = f"run {clean(f.run, 12)} {clean(f.name)}: {model}; finding out how others reach this machine"
-            return [Said("info", text)]
+            return [Said("info", text), *_probation(f.probation)]
         case events.Fetching() as f:
             return [_fetched(f)]
         case events.Waiting(round=round, seconds=seconds):
@@ -158,10 +159,11 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("info", f"round {role.round}: trains {blocks(role.first, role.last)}, {place} of a chain")]
         case events.Round(round=0) | events.Round(holds=False):
             return []
-        case events.Round(round=round, bytes_sent=sent, bytes_received=received, own_tokens=tokens):
+        case events.Round(round=round, bytes_sent=sent, bytes_received=received, own_tokens=tokens, probation=why):
             amounts = f"{size(sent)} sent and {size(received)} received since the start"
             own = f", with {tokens:,} tokens of this machine's work" if tokens else ""
-            return [Said("good", f"round {round} is applied{own}; {amounts}")]
+            tried = [Said("info", f"round {round}, this machine's work: {readable(why, names)}")] if why else []
+            return [Said("good", f"round {round} is applied{own}; {amounts}"), *tried]
         case events.ChainFailed(round=round, peer=peer, reason=reason):
             return [Said("warning", f"round {round}: the chain fails at {called(peer, names)}: {clean(reason)}")]
         case events.ChainReconfigured() as chain:
@@ -176,6 +178,12 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Finished(round=round):
             return [Said("good", f"the run is over after round {round}")]
     return describe(event, names)
+
+
+def _probation(rounds: int) -> list[Said]:
+    first = "the first round" if rounds == 1 else f"the first {rounds} rounds"
+    text = f"the work of newcomers has no weight in {first} that they bring; it is judged, and goes into their work after it"
+    return [Said("info", text)] if rounds else []
 
 
 def _fetched(f: events.Fetching) -> Said:
@@ -214,8 +222,12 @@ def _commit(commit: events.Commit, names: Mapping[str, str]) -> list[Said]:
     loss = mean_loss(commit.contributions)
     text = f"round {commit.round}: {count(commit.contributions, 'replica')}"
     text += f", loss {loss:.3f}" if loss is not None else ""
-    left = [f"round {commit.round} without replica {x.replica}: {readable(x.reason, names)}" for x in commit.left_out]
-    return [Said("good", text), *(Said("warning", text) for text in left)]
+    return [Said("good", text), *(_without(commit.round, x, names) for x in commit.left_out)]
+
+
+def _without(round: int, left: LeftOut, names: Mapping[str, str]) -> Said:
+    text = f"round {round} without replica {left.replica}: {readable(left.reason, names)}"
+    return Said("info" if left.probation else "warning", text)
 
 
 def _goes_on(chain: events.ChainReconfigured, names: Mapping[str, str]) -> str:

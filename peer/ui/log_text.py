@@ -112,10 +112,11 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         own = "-" if c.loss is None else f"{c.loss:.3f}"
         lines.append(
             f"  {_name(c):<13} weight {c.weight:.3f}  loss {own:>6}  steps {c.steps:<3} {size(c.bytes):>8}"
-            f"  norm {c.norm:<6.3g}  {_peers(c.peers)}"
+            f"  norm {c.norm:<6.3g}  {_peers(c.peers)}" + (f"  counts as {c.standing:.0%}" if c.standing < 1 else "")
         )
     for left in shown.left_out:
-        lines.append(f"  {_name(left):<13} left out: {readable(left.reason, {})}  {_peers(left.peers)}")
+        what = "no weight yet" if left.probation else "left out"
+        lines.append(f"  {_name(left):<13} {what}: {readable(left.reason, {})}  {_peers(left.peers)}")
     for d in shown.diverged:
         lines.append(f"  {'diverged':<13} {_peers((d.peer,))} in {clean(d.shard)} after round {commit.round - 1}")
     for x in shown.evaluations:

@@ -43,7 +43,9 @@ class LoggedLeftOut:
     rank: int | None
     """Values per token that cross the chain's boundaries; 0: all of them."""
     peers: tuple[str, ...]
-    """Its members in the plan, in the order of the stages."""
+    """Who made its work, where that was judged; else its members in the plan, in the order of the stages."""
+    probation: bool = False
+    """Whether nothing is wrong with its work, and it has no weight since its makers are on probation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +180,7 @@ def _contribution(made: Contribution, shown: events.Contribution, plan: Plan | N
         bytes=shown.bytes,
         peers=shown.peers,
         scale=shown.scale,
+        standing=shown.standing,
         weight=made.tokens / total,
         norm=part_lists.total(share.norm for share in made.shares),
         kind=kind,
@@ -187,7 +190,14 @@ def _contribution(made: Contribution, shown: events.Contribution, plan: Plan | N
 
 def _left_out(left: PlannedOut, plan: Plan | None) -> LoggedLeftOut:
     kind, rank, peers = _planned(plan, left.replica)
-    return LoggedLeftOut(replica=left.replica, reason=left.reason, kind=kind, rank=rank, peers=peers)
+    return LoggedLeftOut(
+        replica=left.replica,
+        reason=left.reason,
+        kind=kind,
+        rank=rank,
+        peers=left.peers or peers,
+        probation=left.probation,
+    )
 
 
 def _planned(plan: Plan | None, number: int) -> tuple[str, int | None, tuple[str, ...]]:

@@ -166,21 +166,32 @@ def _decided(replica: ReplicaSpec) -> Cost:
 def _longest_contribution(stages: int) -> Cost:
     share = Share(peer=_PEER, root=_DIGEST, size=_INTEGER, norm=_NUMBER, listed=_INTEGER)
     found = Contribution(
-        replica=_INTEGER, tokens=_INTEGER, steps=_INTEGER, loss=_NUMBER, shares=(share,) * stages, scale=_NUMBER
+        replica=_INTEGER,
+        tokens=_INTEGER,
+        steps=_INTEGER,
+        loss=_NUMBER,
+        shares=(share,) * stages,
+        scale=_NUMBER,
+        standing=_NUMBER,
     )
-    counted, out = cost(found), _left_out()
+    counted, out = cost(found), _left_out(stages)
     return Cost(max(counted.size, out.size), max(counted.values, out.values))
 
 
-def _left_out() -> Cost:
-    """What a commit says of a replica that is left out, beside the REASONS."""
-    return cost(LeftOut(replica=_INTEGER, reason="r" * SHORTEST, judged=_PEER))
+@functools.lru_cache(maxsize=64)
+def _left_out(peers: int) -> Cost:
+    """What a commit says of a replica that is left out and of so many peers who made its work, beside the REASONS."""
+    out = LeftOut(replica=_INTEGER, reason="r" * SHORTEST, judged=_PEER, peers=(_PEER,) * peers, probation=True)
+    return cost(out)
 
 
-def bounded(manifest: Manifest, plan: Plan, contributions: tuple[Contribution, ...] = (), left_out: int = 0) -> Plan:
-    """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions and so many replicas
+def bounded(
+    manifest: Manifest, plan: Plan, contributions: tuple[Contribution, ...] = (), left_out: Sequence[LeftOut] = ()
+) -> Plan:
+    """`plan` with as many of its replicas, the first ones, as there is space for in a commit with these contributions and these
     `left_out`, and in the next one for what it says of them; the members of the others are spares."""
-    whole, said = budget(manifest), cost(contributions) + _left_out().times(left_out)
+    whole = budget(manifest)
+    said = functools.reduce(Cost.__add__, (_left_out(len(x.peers)) for x in left_out), cost(contributions))
     decided, planned = _longest_contribution(1).times(len(plan.seats)), cost(plan.seats)
     kept: list[ReplicaSpec] = []
     for replica in (*plan.replicas, *plan.forming):

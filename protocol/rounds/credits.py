@@ -44,7 +44,7 @@ class Decided(Protocol):
 class Credit:
     """Of one peer. `tokens`: trained and committed; `rounds`: in so many commits; `streak`: so many rounds without a gap, up to
     `last`, the newest; `left_out`: rounds in which it was planned and its replica's work was not taken, `reason` of
-    the newest of these."""
+    the newest of these; `probation`: rounds whose work was good, and had no weight since it was on probation."""
 
     peer: str
     tokens: int = 0
@@ -53,6 +53,7 @@ class Credit:
     last: int = 0
     left_out: int = 0
     reason: str = ""
+    probation: int = 0
 
 
 class Credits:
@@ -79,8 +80,11 @@ class Credits:
                     credit.last = commit.round
         for left in commit.left_out:
             spec = self._plan.find(left.replica) if self._plan is not None else None
-            for peer in spec.peers if spec is not None else ():
+            for peer in left.peers or (spec.peers if spec is not None else ()):
                 credit = self._credit(peer)
+                if left.probation:
+                    credit.probation += 1
+                    continue
                 credit.left_out += 1
                 credit.reason = left.reason
         self._plan = commit.plan

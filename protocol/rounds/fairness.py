@@ -25,13 +25,12 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import access, audits, evaluation, grace, judging, schedule, seats, validation
-from protocol.rounds.access import Access
-from protocol.rounds.audits import Audits
+from protocol.rounds import access, audits, evaluation, grace, judging, schedule, seats, standing, validation
 from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
 from protocol.rounds.questions import Question
+from protocol.rounds.standing import Standing
 from protocol.rounds.unfair import Unfair
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution
@@ -57,8 +56,8 @@ class Sight:
     `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
     time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
     (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life. `settled`: whether this node has been
-    there for a lease or longer. `head`: the last commit of the log; `access`: who may take part after it, and `due`: what is
-    to be measured, `audits` what is to be trained again; None where that is not looked at."""
+    there for a lease or longer. `head`: the last commit of the log; `standing`: what it says of each peer, and `due`: what is
+    to be measured; None where that is not looked at."""
 
     manifest: Manifest
     plan: Plan | None
@@ -76,9 +75,8 @@ class Sight:
     last: tuple[Contribution, ...] = ()
     living: Set[str] = frozenset()
     head: Commit | None = None
-    access: Access | None = None
+    standing: Standing | None = None
     due: Due | None = None
-    audits: Audits | None = None
 
 
 def lie_in(sight: Sight, commit: Commit) -> Unfair | None:
@@ -92,10 +90,11 @@ def unjust_in(sight: Sight, commit: Commit, read: Callable[[str], bytes]) -> Unf
     here = [sight.complete[x.replica] for x in commit.left_out if x.judged is not None and x.replica in sight.complete]
     out = [c for c in here if any(x.judged == judging.name_of(c) for x in commit.left_out)]
     updates = {c.replica: judging.held(sight.manifest, c, read) for c in (*commit.contributions, *out)}
+    trial = sight.standing.tried(commit) if sight.standing is not None else frozenset[int]()
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
-    last = sight.last if judged >= judging.LEAST else ()
+    last = sight.last if judged >= judging.LEAST or trial else ()
     before = judging.Before(sight.medians, tuple(judging.held(sight.manifest, c, read) for c in last))
-    why = judging.why_unjust(sight.manifest, commit, updates, before)
+    why = judging.why_unjust(sight.manifest, commit, updates, before, trial)
     return None if why is None else Unfair(f"is unjust: {why}", True)
 
 
@@ -113,12 +112,12 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
     unlawful = access.why_unlawful(sight.manifest, sight.head, commit)
     if unlawful is not None:
         yield unlawful
-    if sight.access is not None:
-        yield from access.intruders(sight.access, commit)
+    if sight.standing is not None:
+        yield from access.intruders(sight.standing.access, commit)
+        yield from standing.problems(sight.standing, commit)
+        yield from audits.problems(sight.standing.audits, commit)
     if sight.due is not None:
         yield from evaluation.problems(sight.due, commit)
-    if sight.audits is not None:
-        yield from audits.problems(sight.audits, commit)
     last = schedule.of(sight.manifest, commit).rounds
     if commit.plan is None:
         idle = not (commit.contributions or commit.decree or commit.joined)
@@ -190,7 +189,7 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
     yield from _left_out(sight, commit)
     for contribution in commit.contributions:
         here = sight.complete.get(contribution.replica)
-        if here is not None and here != dataclasses.replace(contribution, scale=here.scale):
+        if here is not None and here != dataclasses.replace(contribution, scale=here.scale, standing=here.standing):
             yield f"counts other work of replica {contribution.replica} than was offered here"
     for shard, digest in commit.digests.items():
         if shard in sight.digests and digest not in sight.attested.get(shard, ()):
@@ -204,9 +203,10 @@ def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
     """Work that is complete here is left out only where the round was over before it came."""
     manifest, lease = sight.manifest, sight.manifest.timing.gone_after
     judged = {x.replica: x.judged for x in commit.left_out if x.judged is not None}
+    makers = {x.replica: x.peers for x in commit.left_out}
     named = {x.replica for x in commit.left_out if judged.get(x.replica) is None}
     for number in sorted(judged.keys() & sight.complete.keys()):
-        if judged[number] != judging.name_of(sight.complete[number]):
+        if judged[number] != judging.name_of(sight.complete[number]) or makers[number] != sight.complete[number].peers:
             yield f"judges other work of replica {number} than was offered here"
     taken = {c.replica for c in commit.contributions}
     offered = [(at, sight.complete[n].tokens) for n, at in sight.since.items() if n in sight.complete and n in taken]
@@ -243,7 +243,7 @@ def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
         round=plan.round,
         previous=sight.chains or sight.latest,
         contributions=commit.contributions,
-        left_out=len(commit.left_out),
+        left_out=commit.left_out,
         attested=None,
     )
     own = question.answer()
@@ -293,9 +293,8 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
         last=() if leader.head is None else leader.head.contributions,
         living=living,
         head=leader.head,
-        access=leader.access,
+        standing=leader.standing,
         due=leader.due,
-        audits=leader.audits,
     )
 
 

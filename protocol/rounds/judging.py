@@ -14,6 +14,9 @@ The limit is a multiple of the median of the norms, which counts as no more than
 rounds of the log had. Among fewer than LEAST contributions only norms count. More than PANEL are compared in panels. Which tiles of a
 large model are compared, and who with whom, follows from all offers of the round: whoever makes one cannot know it.
 
+Those on probation (protocol/rounds/standing.py) say nothing about anybody: the others are judged as if they were not there, and each
+of them is then compared with those that count, and is no copy of another one of them. So whoever has many names has no say by them.
+
 protocol/rounds/comparing.py says why every machine comes to the same verdict.
 """
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +74,7 @@ class Judged:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """All that a verdict depends on, beside the payloads. `contributions`: in the order in which they came; `last`: those of the round
-    before. `parent`: the digest of the commit before."""
+    before. `parent`: the digest of the commit before. `trial`: the replicas whose makers are on probation."""
 
     manifest: Manifest
     round: int
@@ -79,14 +82,19 @@ class Case:
     contributions: tuple[Contribution, ...]
     last: tuple[Contribution, ...]
     medians: tuple[float, ...]
+    trial: frozenset[int] = frozenset()
 
     def answer(self, read: Callable[[str], bytes]) -> tuple[Judged, ...]:
         """The verdicts. `read`: lists of parts and payloads by their names. Raises BadList, and what `read` raises."""
-        updates = [held(self.manifest, c, read) for c in self.contributions]
-        enough = len(updates) >= LEAST
+        enough = len(self.contributions) >= LEAST or self.trial
         before = Before(self.medians, tuple(held(self.manifest, c, read) for c in self.last if enough))
-        names = [name_of(c) for c in self.contributions]
-        return tuple(judge(self.manifest, self.parent, names, updates, before))
+        all_of_them = [(name_of(c), held(self.manifest, c, read)) for c in self.contributions]
+        there = [x for x, c in zip(all_of_them, self.contributions, strict=True) if c.replica not in self.trial]
+        newcomers = [x for x, c in zip(all_of_them, self.contributions, strict=True) if c.replica in self.trial]
+        found = judge(self.manifest, self.parent, [name for name, _ in there], [update for _, update in there], before)
+        counted = [x for x, verdict in zip(there, found, strict=True) if verdict.reason is None]
+        known, new = iter(found), iter(judge_newcomers(self.manifest, self.parent, counted, newcomers, before))
+        return tuple(next(new if c.replica in self.trial else known) for c in self.contributions)
 
 
 def held(manifest: Manifest, contribution: Contribution, read: Callable[[str], bytes]) -> Update:
@@ -155,10 +163,41 @@ def _panel(seed: bytes, name: str, count: int) -> int:
     return int.from_bytes(hashlib.sha256(seed + name.encode()).digest()[:8], "little") % count
 
 
-def why_unjust(manifest: Manifest, commit: Commit, updates: Mapping[int, Update], before: Before) -> str | None:
+def judge_newcomers(
+    manifest: Manifest,
+    parent: str,
+    counted: Sequence[tuple[str, Update]],
+    newcomers: Sequence[tuple[str, Update]],
+    before: Before,
+) -> list[Judged]:
+    """The verdict on each of those on probation, in the order in which they came: what it would be if this one were alone with those that
+    are `counted`; but copies of each other, and what is nothing, are found among however few. Each with its name. Raises what updates raise."""
+    named = sorted(name for name, _ in (*counted, *newcomers))
+    seed = hashlib.sha256(" ".join(["potluck probation", parent, *named]).encode()).digest()
+    groups, panels = -(-len(newcomers) // PANEL), max(1, -(-len(counted) // PANEL))
+    found: dict[int, Judged] = {}
+    for group in range(groups):
+        members = [i for i, (name, _) in enumerate(newcomers) if _panel(seed, name, groups) == group]
+        against = [update for name, update in counted if _panel(seed, name, panels) == group % panels]
+        shown = [*against, *(newcomers[i][1] for i in members)]
+        everybody = [*shown, *before.updates[group % panels :: panels]]
+        measured = comparing.measure(manifest.model, seed, everybody, [range(len(everybody))])
+        now = _Round(manifest, measured, shown, len(against) + 1 >= LEAST, before.medians)
+        sound = set(range(len(against)))
+        for at, i in enumerate(members, len(against)):
+            reason = now.why_no_work(at, sound) or now.why_odd(at, set(range(len(against))))
+            found[i] = Judged(1.0, reason)
+            sound.update([at] if reason is None else [])
+    return [found[i] for i in range(len(newcomers))]
+
+
+def why_unjust(
+    manifest: Manifest, commit: Commit, updates: Mapping[int, Update], before: Before, trial: Set[int] = frozenset()
+) -> str | None:
     """Why the verdict of a commit is not the rule's; None if it is. `updates`: by the replicas' numbers, of all contributions; where those
-    that were judged and left out are among them too, that is checked as well. Raises what `updates` raise, KeyError for a lacking one."""
-    gone = [x for x in commit.left_out if x.judged is not None]
+    that were judged and left out are among them too, that is checked as well. `trial`: those of them whose makers are on probation. Raises
+    what `updates` raise, KeyError for a lacking one."""
+    gone = [x for x in commit.left_out if x.judged is not None and x.replica not in trial]
     known = gone if all(x.replica in updates for x in gone) else []
     names = [*(name_of(c) for c in commit.contributions), *(x.judged or "" for x in known)]
     unknown = [x.judged or "" for x in gone if x not in known]
@@ -172,6 +211,18 @@ def why_unjust(manifest: Manifest, commit: Commit, updates: Mapping[int, Update]
             return f"{name} counts with {contribution.scale:.6g} of its update, by the rule with {verdict.scale:.6g}"
     for x, verdict in zip(known, verdicts[len(commit.contributions) :], strict=True):
         if verdict.reason is None:
+            return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
+    tried = [x for x in commit.left_out if x.judged is not None and x.replica in trial]
+    if not all(x.replica in updates for x in tried):
+        return None
+    counted = [(name_of(c), updates[c.replica]) for c in commit.contributions]
+    tried.sort(key=lambda x: not x.probation)
+    newcomers = [(x.judged or "", updates[x.replica]) for x in tried]
+    verdicts = judge_newcomers(manifest, commit.parent, counted, newcomers, before)
+    for x, verdict in zip(tried, verdicts, strict=True):
+        if x.probation and verdict.reason is not None:
+            return f"replica {x.replica} serves its probation, although {verdict.reason}"
+        if not x.probation and verdict.reason is None:
             return f'replica {x.replica} was judged ("{x.reason}"), but there is nothing wrong with it'
     return None
 
@@ -225,6 +276,29 @@ class _Round:
         for panel, cosines in self._measured.panels:
             found |= self._odd([(at, i) for at, i in enumerate(panel) if i in self.left], cosines)
         return found
+
+    def why_no_work(self, who: int, others: Set[int]) -> str | None:
+        """Whether it is nothing, or a copy of one of the `others` or of the round before: of however few."""
+        self.left = {*others, who}
+        if self._measured.norms[who] == 0:
+            return self._untrue(who) or "it changes nothing"
+        ((panel, cosines),) = self._measured.panels
+        return self._named(who, lambda: self._copies(panel, cosines))
+
+    def why_odd(self, who: int, others: Set[int]) -> str | None:
+        """Why this one would be left out among `others` that are not, alone with them."""
+        self.left = {*others, who}
+        reason = self._named(who, self.worst)
+        alone = self._together and len(self.left) < LEAST
+        return reason or ("it agrees with too few of the others" if alone else None)
+
+    def _named(self, who: int, look: Callable[[], dict[int, str]]) -> str | None:
+        """What is found of this one, when those of whom something is found before are set aside."""
+        while found := look():
+            if who in found:
+                return found[who]
+            self.left -= set(found)
+        return None
 
     def _too_long(self) -> float:
         """Norms over this are left out. Where all have become longer than they were, as when fast machines join slow ones, or where too few

@@ -77,7 +77,19 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, audits, evaluation, presence, promises, schedule, seats, settling
+from protocol.rounds import (
+    access,
+    admission,
+    audits,
+    evaluation,
+    presence,
+    promises,
+    schedule,
+    seats,
+    settling,
+    standing,
+)
+from protocol.rounds.access import Access
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -140,12 +152,11 @@ class Leader:
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
         self.quarrels = Quarrels()
-        self.access = access.of(manifest, commits)
+        self.standing = standing.of(manifest, commits)
         self.petitions = access.Petitions()
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
-        self.audits = audits.of(manifest, commits)
-        self._audited = audits.Heard()
+        self._audits = audits.Heard()
         self.guests = access.Guests()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
@@ -176,6 +187,11 @@ class Leader:
     def has_begun(self) -> bool:
         """Whether there was a plan. Before, `start_peers` are waited for."""
         return self._last_plan is not None
+
+    @property
+    def access(self) -> Access:
+        """Who may take part."""
+        return self.standing.access
 
     @property
     def medians(self) -> tuple[float, ...]:
@@ -249,7 +265,7 @@ class Leader:
                     self._evaluations.hear(self.due, said)
             case Audit() as found:
                 if found.peer == peer:
-                    self._audited.hear(self.audits, found)
+                    self._audits.hear(self.standing.audits, found)
         return []
 
     # --- chains
@@ -324,7 +340,7 @@ class Leader:
 
     def _seat(self, peer: str, now: float) -> list[Effect]:
         may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
-        may = may and self.access.why_not(peer) is None
+        may = may and not self.standing.rests(peer) and self.access.why_not(peer) is None
         known = self.ready.get(peer) if may else None
         seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
@@ -368,11 +384,10 @@ class Leader:
         self._began = now
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
-        self.access = self.access.after(commit.decree, commit.joined)
+        self.standing = self.standing.after(commit)
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
-        self.audits = self.audits.after(commit)
-        self._audited.forget(self.audits)
+        self._audits.forget(self.standing.audits)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
@@ -415,7 +430,8 @@ class Leader:
             if seats.waits(self.manifest, self.roster, verdicts, waited):
                 return []
         assert self.head is not None
-        case = self._docket.close(self.head, verdicts, waited, diverged)
+        said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)
+        case = self._docket.close(self.standing, self.head, verdicts, said)
         return self.position.step(None, Phase.JUDGING, [Judge(case)]) if case else self._settle(now, None)
 
     def _settle(self, now: float, event: type | None) -> list[Effect]:
@@ -453,7 +469,7 @@ class Leader:
         count = access.decrees_after(self.head) + (decree is not None)
         told = self._evaluations.next(self.due)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
-        commit = dataclasses.replace(commit, audits=self._audited.next(self.audits))
+        commit = dataclasses.replace(commit, audits=self._audits.next(self.standing.audits))
         commit = dataclasses.replace(commit, schedule=schedule.after(self.head, decree))
         if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
@@ -464,9 +480,11 @@ class Leader:
         candidates = self.candidates(commit.decree)
         if not self.has_begun and len(candidates) < self.manifest.start_peers:
             candidates = []  # the first plan waits, whatever else there is to say
-        there, resting = self.promises.apart(candidates, self.round + 1, self._broken(commit))
+        fallen = tuple(c for c in candidates if self.standing.rests(c.peer))
+        able = [c for c in candidates if c not in fallen]
+        there, resting = self.promises.apart(able, self.round + 1, self._broken(commit))
         before = self.roster.plan or self._last_plan
-        question = settling.question(self.manifest, commit, there, resting, before, self.attestations)
+        question = settling.question(self.manifest, commit, there, resting, fallen, before, self.attestations)
         said = self._asked and (self._asked[0], self._asked[1].decree, self._asked[1].joined)
         if said == (question, commit.decree, commit.joined):
             return []  # these candidates make no replica

@@ -6,7 +6,7 @@ brought what it had to takes half a one away. With two strikes and more it *rest
 Once may happen to anybody. Whoever fails in a third of its rounds never rests for long, and who never delivers is hardly ever waited for.
 
 In a chain that has failed, those rest who were lost; where nobody knows who it was, each member gets half a strike. What was judged and
-left out (protocol/rounds/judging.py) is as if it had not been brought.
+left out (protocol/rounds/judging.py) is as if it had not been brought, but for work on probation (protocol/rounds/standing.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Promises:
     def settle(self, commit: Commit, broken: Mapping[str, float]) -> dict[str, int]:
         """A round is decided, and who broke its promise gets so many strikes. Who rests from now on, until which round."""
         round = commit.round
-        for peer in (share.peer for share in commit.shares):
+        tried = (peer for x in commit.left_out if x.probation for peer in x.peers)
+        for peer in (*(share.peer for share in commit.shares), *tried):
             if peer in self._strikes:
                 self._strikes[peer] -= 0.5
                 if self._strikes[peer] <= 0:
@@ -70,7 +71,7 @@ class Promises:
 def broken(plan: Plan | None, commit: Commit, offered: Collection[str], lost: Collection[str]) -> dict[str, float]:
     """The strikes that a round with this plan and commit brings. `offered`: who has offered all of its work; `lost`: known to be."""
     brought = {share.peer for share in commit.shares}.union(offered)
-    judged = {x.replica for x in commit.left_out if x.judged is not None}
+    judged = {x.replica for x in commit.left_out if x.judged is not None and not x.probation}
     found: dict[str, float] = {}
     for replica in plan.replicas if plan is not None else ():
         idle = [peer for peer in replica.peers if peer not in brought or replica.number in judged]

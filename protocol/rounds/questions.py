@@ -16,24 +16,25 @@ from protocol.planning.partition import Candidate
 from protocol.rounds import capacity
 from protocol.rounds.attestations import Attested
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Contribution
+from protocol.wire.commit import Contribution, LeftOut
 from protocol.wire.plan import Plan, StageSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """`round`: the plan's. `resting`: who is planned only where the `candidates` make not even one replica (protocol/rounds/promises.py).
-    `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit
-    that brings the plan says of the round before, and of how many replicas it says why they are left out. `attested`: of the state
+    """`round`: the plan's. `resting`: who is planned only where the `candidates` make not even one replica (protocol/rounds/promises.py), and `fallen`
+    who only where those do not either (protocol/rounds/standing.py). `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit
+    that brings the plan says of the round before. `attested`: of the state
     before that round; None: everybody has what the first plan needs."""
 
     manifest: Manifest
     candidates: tuple[Candidate, ...]
     resting: tuple[Candidate, ...] = ()
+    fallen: tuple[Candidate, ...] = ()
     round: int
     previous: Plan | None
     contributions: tuple[Contribution, ...]
-    left_out: int
+    left_out: tuple[LeftOut, ...]
     attested: Attested | None
 
     def answer(self, relay_bps: float = math.inf) -> Plan | None:
@@ -42,6 +43,8 @@ class Question:
         plan = self._plan(self.candidates, relay_bps)
         if plan is None and self.resting:
             plan = self._plan((*self.candidates, *self.resting), relay_bps)
+        if plan is None and self.fallen:
+            plan = self._plan((*self.candidates, *self.resting, *self.fallen), relay_bps)
         return plan and capacity.bounded(self.manifest, plan, self.contributions, self.left_out)
 
     def _plan(self, candidates: tuple[Candidate, ...], relay_bps: float) -> Plan | None:

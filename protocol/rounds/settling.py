@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import capacity, judging
+from protocol.rounds import capacity, judging, standing
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.judging import Case, Judged
 from protocol.rounds.questions import Question
+from protocol.rounds.standing import Standing
 from protocol.rounds.verdicts import Verdicts
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut
@@ -56,6 +57,7 @@ class Docket:
         self._manifest = manifest
         self.medians = judging.medians(commits)
         self._said = Said()
+        self._standing = standing.of(manifest)
         self._case: Case | None = None
         self._answered: tuple[Case, Sequence[Judged]] | None = None
 
@@ -64,9 +66,10 @@ class Docket:
         self.medians = (*self.medians, *judging.medians([commit]))[-judging.REMEMBERED :]
         self._said, self._case, self._answered = Said(), None, None
 
-    def close(self, head: Commit, verdicts: Verdicts, waited: float, diverged: Sequence[Diverged]) -> Case | None:
-        """Nobody is waited for any more, `waited` seconds after the round began. What has to be judged before there is a commit."""
-        self._said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)
+    def close(self, standing: Standing, head: Commit, verdicts: Verdicts, said: Said) -> Case | None:
+        """Nobody is waited for any more. What has to be judged before there is a commit. `standing`: after `head`; `said`: before it is."""
+        self._said, self._standing = said, standing
+        new = (c.replica for c in said.contributions if standing.is_on_probation(c.replica, c.peers))
         self._case = Case(
             manifest=self._manifest,
             round=head.round + 1,
@@ -74,6 +77,7 @@ class Docket:
             contributions=tuple(verdicts.in_turn()),
             last=head.contributions,
             medians=self.medians,
+            trial=frozenset(new),
         )
         known = self._answered is not None and self._answered[0] == self._case
         return None if known or not self._case.contributions else self._case
@@ -90,23 +94,41 @@ class Docket:
         if self._case is None or self._answered is None or self._answered[0] != self._case:
             return self._said
         found = dict(zip((c.replica for c in self._case.contributions), self._answered[1], strict=True))
-        kept: list[Contribution] = []
+        sound = [c for c in self._said.contributions if found[c.replica].reason is None]
+        kept = [c for c in sound if c.replica not in self._case.trial]
+        weights = self._standing.weigh(kept)
+        counted = [
+            dataclasses.replace(c, scale=found[c.replica].scale, standing=weight)
+            for c, weight in zip(kept, weights, strict=True)
+        ]
         out = list(self._said.left_out)
-        for contribution in self._said.contributions:
-            verdict = found[contribution.replica]
-            if verdict.reason is None:
-                kept.append(dataclasses.replace(contribution, scale=verdict.scale))
-            else:
-                out.append(_judged_out(contribution, verdict.reason))
-        return Said(kept, sorted(out, key=lambda x: x.replica), self._said.diverged)
+        out += [
+            _judged_out(c, f"judged: {why}")
+            for c in self._said.contributions
+            if (why := found[c.replica].reason) is not None
+        ]
+        out += [self._tried(c, len(kept)) for c in sound if c.replica in self._case.trial]
+        return Said(counted, sorted(out, key=lambda x: x.replica), self._said.diverged)
+
+    def _tried(self, contribution: Contribution, counted: int) -> LeftOut:
+        """`counted`: how many replicas' work counts."""
+        left = max(self._standing.left(peer) for peer in contribution.peers) - self._standing.compares(counted)
+        more = (
+            f"its work counts after {left} more round{'s' * (left > 1)}"
+            if left
+            else "its work counts from the next round on"
+        )
+        reason = f"on probation, and nothing is wrong with it; {more}"
+        return dataclasses.replace(_judged_out(contribution, reason), probation=True)
 
 
 def _judged_out(contribution: Contribution, reason: str) -> LeftOut:
-    who = ", ".join(short_peer(share.peer) for share in contribution.shares)
+    who = ", ".join(short_peer(peer) for peer in contribution.peers)
     return LeftOut(
         replica=contribution.replica,
-        reason=f"peer {who}: judged: {reason}",
+        reason=f"peer {who}: {reason}",
         judged=judging.name_of(contribution),
+        peers=contribution.peers,
     )
 
 
@@ -115,18 +137,20 @@ def question(
     commit: Commit,
     there: tuple[Candidate, ...],
     resting: tuple[Candidate, ...],
+    fallen: tuple[Candidate, ...],
     previous: Plan | None,
     attestations: Attestations,
 ) -> Question:
-    """Which plan comes with `commit`. `there`, `resting`: who may be planned, and who only where these make no replica; `previous`: the plan
-    of its round, or the last one."""
+    """Which plan comes with `commit`. `there`, `resting`, `fallen`: who may be planned, who only where these make no replica, and who only
+    where those do not either; `previous`: the plan of its round, or the last one."""
     return Question(
         manifest=manifest,
         candidates=there,
         resting=resting,
+        fallen=fallen,
         round=commit.round + 1,
         previous=previous,
         contributions=commit.contributions,
-        left_out=len(commit.left_out),
+        left_out=commit.left_out,
         attested=attestations.snapshot(commit.round - 1) if commit.round else None,
     )

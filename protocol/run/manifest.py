@@ -30,6 +30,9 @@ QUORUMS = (1, 3, 4, 5, 7)
 MAX_BYTES = 64 * 1024
 ADMISSIONS = ("open", "listed")
 MAX_KEYS = 500
+MAX_PROBATION = 1000
+MAX_SESSIONS = 65_536
+LEAST_SHARE = 0.001
 MAX_EVALUATED = 1 << 20
 EVALUATED = 0.06
 """Of the sequences that a replica trains on until it measures again, so many are measured at most: without gradients, each costs about a third
@@ -68,12 +71,8 @@ class DataSpec:
         if len(self.mirrors) > MAX_MIRRORS:
             raise ValueError(f"mirrors must name at most {MAX_MIRRORS}")
         for mirror in self.mirrors:
-            if (
-                not mirror.startswith(("https://", "hf://"))
-                or not mirror.isascii()
-                or not mirror.isprintable()
-                or " " in mirror
-            ):
+            plain_text = mirror.isascii() and mirror.isprintable() and " " not in mirror
+            if not (plain_text and mirror.startswith(("https://", "hf://"))):
                 raise ValueError(f'mirrors must begin with "https://" or "hf://", without blanks, not "{mirror[:80]}"')
             if len(mirror) > MAX_MIRROR:
                 raise ValueError(f"mirrors may have {MAX_MIRROR} characters each, one has {len(mirror)}")
@@ -214,11 +213,17 @@ class TimingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionSpec:
-    """Who may take part from the beginning, until the operators decree otherwise (protocol/rounds/access.py). `mode`: "open", or "listed": only
-    the peers whose ids are `keys`."""
+    """`mode`: who may take part until the operators decree otherwise (protocol/rounds/access.py): "open": all, or "listed": those whose ids are
+    `keys`. `probation`: a newcomer's work has weight zero for so many rounds; `share`: no peer has more than this
+    part of a round's weight (protocol/rounds/standing.py). Of the strangers from one range of addresses (protocol/rounds/ranges.py) at most
+    `range_sessions` have a session, 0: all, and together at most the part `range_share` of what is planned."""
 
     mode: str = "open"
     keys: tuple[str, ...] = ()
+    probation: int = 0
+    share: float = 1.0
+    range_sessions: int = 0
+    range_share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.mode not in ADMISSIONS:
@@ -227,6 +232,10 @@ class AdmissionSpec:
             raise ValueError(f"keys may name at most {MAX_KEYS} peers; admit others with potluck run admit")
         for key in self.keys:
             identity.public_key(key)
+        if not (0 <= self.probation <= MAX_PROBATION and 0 <= self.range_sessions <= MAX_SESSIONS):
+            raise ValueError(f"probation must be in 0..{MAX_PROBATION} rounds, range_sessions in 0..{MAX_SESSIONS}")
+        if not (LEAST_SHARE <= self.share <= 1 and LEAST_SHARE <= self.range_share <= 1):
+            raise ValueError(f"share and range_share must be in {LEAST_SHARE:g}..1")
 
     @property
     def is_open(self) -> bool:

@@ -68,7 +68,8 @@ class Share:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
     """One replica's committed contribution; its weight in the mean is tokens / sum of tokens, and its update is multiplied by `scale`
-    (protocol/rounds/judging.py). A share may be a spare's of the round's plan, in the place of a member that was lost."""
+    (protocol/rounds/judging.py) and by `standing` (protocol/rounds/standing.py). A share may be a spare's of the round's plan, in the
+    place of a member that was lost."""
 
     replica: Count
     tokens: Count
@@ -76,6 +77,7 @@ class Contribution:
     loss: Loss | None
     shares: Annotated[tuple[Share, ...], AtMost(4096)]
     scale: Scale = 1.0
+    standing: Scale = 1.0
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -98,6 +100,10 @@ class LeftOut:
     """Why, for a reader."""
     judged: Annotated[str, AtMost(64)] | None = None
     """The name of its contribution, which was complete, where that was judged (protocol/rounds/judging.py)."""
+    peers: Annotated[tuple[PeerId, ...], AtMost(4096)] = ()
+    """Who made it, in the order of the stages, where it was judged."""
+    probation: bool = False
+    """Whether nothing is wrong with it, and it has no weight since its makers are on probation (protocol/rounds/standing.py)."""
 
 
 @row
@@ -150,15 +156,19 @@ class Commit:
         """Tokens of the contributions in which `peer` has a share."""
         return sum(c.tokens for c in self.contributions if any(share.peer == peer for share in c.shares))
 
+    def tried(self, peer: str) -> str:
+        """Why the work in which `peer` has a share has no weight, where that is its probation, for a reader; else nothing."""
+        return next((x.reason for x in self.left_out if x.probation and peer in x.peers), "")
+
     def includes(self, peer: str, root: str) -> bool:
         """Whether exactly the parts in the list with this name, of `peer`, were committed."""
         return any(s.peer == peer and s.root == root for s in self.shares)
 
     def payloads(self, shard: str, lists: Mapping[str, tuple[Part, ...]]) -> tuple[tuple[float, Part, str], ...]:
-        """(weight times scale, part, sender) of every committed payload of `shard`, in commit order. `lists`: root -> parts of every share."""
+        """(weight times scale and standing, part, sender) of every committed payload of `shard`, in commit order. `lists`: root -> parts of every share."""
         total = sum(c.tokens for c in self.contributions)
         return tuple(
-            (c.tokens / total * c.scale, part, share.peer)
+            (c.tokens / total * (c.scale * c.standing), part, share.peer)
             for c in self.contributions
             for share in c.shares
             for part in lists[share.root]

@@ -15,7 +15,6 @@ from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from protocol.planning import memory
 from protocol.rounds import audits
-
 from protocol.run.manifest import EvaluationSpec, JudgingSpec, TrainSpec
 from protocol.wire.commit import Commit
 from tests import volunteers

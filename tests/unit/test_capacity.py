@@ -117,13 +117,11 @@ def test_the_longest_commits_can_be_read(
     assert 0 < len(plan.replicas) <= replicas
     commit = longest(m, plan, plan, int(left * len(plan.replicas)), reason, diverged)
     following = capacity.bounded(
-        m, plan_of(m, after, MOST // max(after), ahead, rank), commit.contributions, len(commit.left_out)
+        m, plan_of(m, after, MOST // max(after), ahead, rank), commit.contributions, commit.left_out
     )
     assert following.replicas
     assert_readable(m, dataclasses.replace(commit, plan=following))
-    assert capacity.bounded(m, plan, commit.contributions, len(commit.left_out)) is plan, (
-        "as it is, it always fits again"
-    )
+    assert capacity.bounded(m, plan, commit.contributions, commit.left_out) is plan, "as it is, it always fits again"
 
 
 def test_what_a_commit_has_space_for_is_used() -> None:

@@ -191,7 +191,9 @@ def test_whoever_is_judged_out_is_left_out_and_nobody_doubts_it() -> None:
     commit = round.commit()
     name = judging.name_of(commit.contributions[0])
     judged = without_first(commit, "judged: it is a copy")
-    fair = dataclasses.replace(judged, left_out=tuple(dataclasses.replace(x, judged=name) for x in judged.left_out))
+    peers = commit.contributions[0].peers
+    named = tuple(dataclasses.replace(x, judged=name, peers=peers) for x in judged.left_out)
+    fair = dataclasses.replace(judged, left_out=named)
     other = dataclasses.replace(fair, left_out=tuple(dataclasses.replace(x, judged="0" * 64) for x in fair.left_out))
     sight = round.sight("a", "b", "c")
     assert found(sight, fair) is None, "the verdict is another question"

@@ -273,7 +273,7 @@ def test_the_door_says_in_one_line_what_is_the_matter() -> None:
     assert said(FRIENDS[1], made.joined(FRIENDS[1])) == NotAdmitted(reason=TOO_MANY, waits=True)
     late = Doorman(leader, hand_in, dataclasses.replace(clock, wall=lambda: EXPIRES + 1.0))
     assert asyncio.run(late.welcome(FRIENDS[0], shown)) == NotAdmitted(reason="its invitation has expired")
-    leader.access = leader.access.after(None, (shown,))
+    leader.standing = dataclasses.replace(leader.standing, access=leader.access.after(None, (shown,)))
     assert said(FRIENDS[0], shown) is None
     assert said(FRIENDS[1], made.joined(FRIENDS[1])) == NotAdmitted(reason="its invitation is used up, by 1 of 1")
 

@@ -217,4 +217,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "8f2186e3c655c4bf87a27ecb54643c59e268dd19ba934b50939009d2f79259d1"
+FROZEN = "a8695546d9075cc4831c62773c2bf9b4dd50e998683ade06edfb17c572158405"

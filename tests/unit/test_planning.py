@@ -46,7 +46,7 @@ def question(*peers: str) -> Question:
         round=1,
         previous=None,
         contributions=(),
-        left_out=0,
+        left_out=(),
         attested=None,
     )
 

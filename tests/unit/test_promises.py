@@ -137,7 +137,7 @@ def test_a_leader_plans_a_peer_that_never_offers_more_and_more_rarely_and_says_s
 def test_where_nobody_else_makes_a_replica_who_rests_is_planned_all_the_same() -> None:
     candidate = Candidate(peer="a", memory_bytes=FULL, up_bps=10**7)
     question = Question(
-        manifest=M, candidates=(), resting=(candidate,), round=3, previous=None, contributions=(), left_out=0, attested=None
+        manifest=M, candidates=(), resting=(candidate,), round=3, previous=None, contributions=(), left_out=(), attested=None
     )  # fmt: skip
     found = question.answer()
     assert found is not None
