@@ -400,6 +400,8 @@ class BootstrapNode:
             self._emit(events.decreed(record.commit.round, record.commit.decree))
         if record.commit.evaluations:
             self._emit(events.evaluated(record.commit))
+        for warning in told.found(self.leader.standing.audits, record.commit):
+            self._emit(warning)
         for joined in record.commit.joined:
             self._emit(events.invited(record.commit.round, joined))
         self._fairness.decided(record.commit)

@@ -16,6 +16,7 @@ from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.planning import partition
 from protocol.rounds import schedule, validation
+from protocol.rounds.audits import LEAST
 from protocol.rounds.credits import Credits
 from protocol.rounds.validation import BadCommit
 from protocol.run import layout
@@ -124,6 +125,10 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         lines.append(f"  {'held out':<13} {figures}, after round {x.round}  {_peers((x.peer,))}")
         if x.sample:
             lines.append(f"  {'it writes':<13} {clean(x.sample, LONGEST_SAMPLE)}")
+    for audit in shown.audits:
+        found = "is what it says" if audit.agreement >= LEAST else "is not what it says"
+        what = f"replica {audit.replica} in round {audit.round} {found}: agreement {audit.agreement:.1f}"
+        lines.append(f"  {'trained again':<13} {what}  {_peers((audit.peer,))}")
     if shown.decree is not None:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""

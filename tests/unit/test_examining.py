@@ -45,7 +45,7 @@ SHARDS = layout.shard_names(MODEL)
 
 
 class Text(NoText):
-    """Sequences of ids that follow from their slots."""
+    """Each sequence has few words, which follow from its slot."""
 
     @property
     def index(self) -> CorpusIndex:
@@ -55,7 +55,10 @@ class Text(NoText):
         )  # fmt: skip
 
     async def sequences(self, slots: range) -> np.ndarray:
-        rows = [np.random.default_rng(slot % SEQUENCES).integers(0, VOCABULARY, LENGTH + 1) for slot in slots]
+        rows = []
+        for slot in slots:
+            draw = np.random.default_rng(slot % SEQUENCES)
+            rows.append(draw.choice(draw.integers(0, VOCABULARY, 6), LENGTH + 1))
         return np.stack(rows).astype(np.int64)
 
 

@@ -217,4 +217,4 @@ def test_plain_data_is_what_toml_can_say() -> None:
     assert isinstance(plain(tiny.manifest())["model"], dict)
 
 
-FROZEN = "a8695546d9075cc4831c62773c2bf9b4dd50e998683ade06edfb17c572158405"
+FROZEN = "a65a88f70d6d4813d9f765dcaab6dba6f432f72b5fe443cc5729c25482357227"
