@@ -31,6 +31,7 @@ from peer.node.attesting import be_quiet
 from peer.state.storage import Shards
 from peer.training import again, device
 from peer.training.trainer import Pace, StageTrainer
+from protocol.codec import sparse
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError, PotluckError
 from protocol.identity import Identity
@@ -136,7 +137,7 @@ class Examiner:
         plan = before.plan if before is not None else None
         spec = plan.taken(turn.replica, (turn.maker,), self._manifest.model.n_layers) if plan is not None else None
         whole = theta.keys() == payloads.keys() == set(layout.shard_names(self._manifest.model))
-        if spec is None or not (whole and self._has_room) or len(self._cases) >= memory.AUDITED_STATES:
+        if spec is None or not (whole and self._has_room and self._makes_room(turn)):
             return
         place = [c.replica for c in commit.contributions].index(turn.replica)
         contribution: Contribution = commit.contributions[place]
@@ -151,6 +152,17 @@ class Examiner:
             )
         )
 
+    def _makes_room(self, turn: Turn) -> bool:
+        """Whether one more state may be kept: whoever is named first is sure to need it, and others only may."""
+        if len(self._cases) < memory.AUDITED_STATES:
+            return True
+        me = self._identity.peer_id
+        unsure = [case for case in self._cases if me not in case.turn.wanted]
+        if turn.examiners[0] != me or not unsure:
+            return False
+        self._cases = [case for case in self._cases if case is not unsure[0]]
+        return True
+
     def _begin(self) -> None:
         """Trains what is wanted, one after the other."""
         if self._task is None or self._task.done():
@@ -160,7 +172,7 @@ class Examiner:
     async def _examine(self, case: Case) -> None:
         try:
             agreement = await self._agreement(case)
-        except (PotluckError, PayloadError, RuntimeError, MemoryError) as error:
+        except (PotluckError, PayloadError, RuntimeError, MemoryError, ExceptionGroup) as error:
             if isinstance(error, RuntimeError | MemoryError) and not device.is_shortage(error):
                 raise
             self._emit(events.Warning(text=f"audit: round {case.turn.round} is not trained again here: {error}"))
@@ -187,10 +199,11 @@ class Examiner:
         return await self._aside(self._compare, case, learned, plain)
 
     def _compare(self, case: Case, learned: StageTrainer, plain: StageTrainer) -> float:
-        count = len(next(iter(case.payloads.values())))
-        compared = again.Comparison(self._manifest.outer.codec, self._manifest.model, count)
-        for shard in layout.shard_names(self._manifest.model):
-            compared.add(shard, case.payloads[shard], learned.delta(shard), plain.delta(shard))
+        compared = again.Comparison(len(next(iter(case.payloads.values()))))
+        for shard, payloads in case.payloads.items():
+            shapes = layout.shapes(self._manifest.model, shard)
+            updates = [sparse.decode(self._manifest.outer.codec, shapes, payload) for payload in payloads]
+            compared.add(updates, learned.delta(shard), plain.delta(shard))
         return compared.agreement
 
     async def _learn(self, case: Case, moments: Mapping[str, NDArray[np.generic]], work: Work) -> StageTrainer:

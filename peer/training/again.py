@@ -22,10 +22,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.codec import sparse
-from protocol.codec.sparse import Codec
-from protocol.run import layout
-from protocol.run.layout import ModelSpec
+from protocol.codec.sparse import Sparse
 from protocol.wire.bounds import MAX_AGREEMENT
 
 Array = NDArray[np.float32]
@@ -36,18 +33,15 @@ PARTS = 4
 class Comparison:
     """Takes the shards one after the other: a whole update is never held. `count`: contributions, of which the first is audited."""
 
-    def __init__(self, codec: Codec, spec: ModelSpec, count: int) -> None:
-        self._codec = codec
-        self._spec = spec
+    def __init__(self, count: int) -> None:
         self._squares = np.zeros((count, 2))  # of s and of m = d - d', where s sends something
         self._products: list[list[float]] = [[] for _ in range(count)]  # of s and m, of each part
 
-    def add(self, shard: str, payloads: Sequence[bytes], learned: Sequence[Array], plain: Sequence[Array]) -> None:
-        """One shard's payload of each contribution, and d and d' of its tensors. Raises PayloadError."""
+    def add(self, updates: Sequence[Sequence[Sparse]], learned: Sequence[Array], plain: Sequence[Array]) -> None:
+        """What each contribution sends of the tensors of one shard, and d and d' of these."""
         more = [(a - b).reshape(-1) for a, b in zip(learned, plain, strict=True)]
-        shapes = layout.shapes(self._spec, shard)
-        for squares, products, payload in zip(self._squares, self._products, payloads, strict=True):
-            for x, m in zip(sparse.decode(self._codec, shapes, payload), more, strict=True):
+        for squares, products, update in zip(self._squares, self._products, updates, strict=True):
+            for x, m in zip(update, more, strict=True):
                 s, there = x.values.astype(np.float64), m[x.index].astype(np.float64)
                 squares += np.dot(s, s), np.dot(there, there)
                 part = x.index * PARTS // m.size

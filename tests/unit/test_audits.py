@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from peer.log import replay
 from protocol.identity import Identity, short_peer
 from protocol.rounds import audits, fairness, standing
 from protocol.rounds.audits import EXAMINERS, KEPT, LEAST, Audits, Found, Turn
+from protocol.rounds.evaluation import Due
 from protocol.rounds.leader_events import Received
 from protocol.run.manifest import JudgingSpec, Manifest
 from protocol.wire.audit import Audit
@@ -239,6 +241,8 @@ def test_the_next_commit_says_what_was_found_and_voters_look() -> None:
     lie = fairness.lie_in(sight, false)
     assert lie is not None
     assert lie.reason == f"has an audit that is not signed by {short_peer(turn.examiners[0])}"
+    verified = list(replay._wrong_in(false, ALL, sight.plan, standing.of(ALL, driver.commits[:-1]), Due(ALL)))
+    assert lie.reason in verified, "so does potluck log verify"
 
 
 # --- what it costs
