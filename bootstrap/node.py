@@ -53,6 +53,7 @@ from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
 from protocol.wire.announcement import NODE_DEVICE, Announcement
+from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Part, Record
 from protocol.wire.decree import Motion
@@ -250,7 +251,7 @@ class BootstrapNode:
                 await self._events.hand_in(leader_events.Received(peer, message))
             case Evaluation() if peer in self.leader.witnesses.auditors:
                 await self._events.hand_in(leader_events.Received(self._identity.peer_id, self._signed(message)))
-            case Evaluation() | Score():
+            case Evaluation() | Score() | Audit():
                 await self._events.hand_in(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
@@ -412,6 +413,8 @@ class BootstrapNode:
             self._emit(events.evaluated(record.commit))
         if record.commit.scores:
             self._emit(events.scored(record.commit))
+        for warning in told.found(self.leader.standing.audits, record.commit):
+            self._emit(warning)
         for joined in record.commit.joined:
             self._emit(events.invited(record.commit.round, joined))
         self._fairness.decided(record.commit)

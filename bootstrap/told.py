@@ -10,11 +10,13 @@ from peer import events
 from peer.net.directory import Directory
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
+from protocol.rounds.audits import Audits
 from protocol.rounds.leader_events import FoundBad, Moved, Report, Resting
 from protocol.rounds.paxos_events import Refused, Skipped
 from protocol.rounds.quarrels import Quarrel
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
+from protocol.wire.commit import Commit
 
 
 def finished(model: ModelSpec, round: int, final: Mapping[str, str]) -> events.RunFinished:
@@ -66,6 +68,15 @@ def of_round(
             return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
         case Quarrel(accuser, accused, reason, out):
             return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)
+
+
+def found(audits: Audits, commit: Commit) -> Iterable[events.Warning]:
+    """What the audits of a commit say against whom; `audits`: before it."""
+    for x in audits.found(commit):
+        what = f"its work of round {x.round} is not what it says, as two found who trained it again"
+        if x.examined:
+            what = f"it trained work of round {x.round} again and found what two others did not find"
+        yield events.Warning(text=f"peer {short_peer(x.peer)}: {what}")
 
 
 def refusing(emit: events.Emit, directory: Directory) -> Callable[[events.Refused], None]:

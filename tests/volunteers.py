@@ -164,7 +164,7 @@ class Swarm:
         self.inner_loop: Callable[..., InnerLoop] = self._noise
         """What a peer is given to train with."""
         self.text: Callable[..., Awaitable[Text]] = held_out_text
-        """What a peer reads."""
+        """What a peer is given to train on."""
         self.tokenizer = TOKENIZER
         """The file of the run's."""
         self.disk = QuickDisk()
@@ -199,8 +199,8 @@ class Swarm:
 
     def start(self, name: str, memory: int | None = None, limit: int | None = None, **config: Any) -> Volunteer:
         """Starts a peer in its folder, which may have been used before."""
-        identity = identity_of(name)
-        transport = self.network.transport(identity.peer_id, directory.valid_record(self.manifest.run_id))
+        who = identity_of(name)
+        transport = self.network.transport(who.peer_id, directory.valid_record(self.manifest.run_id))
         folder = self.folder / name
         storage, events = Storage(folder, limit, self.disk), list[Event]()
         chosen = JoinConfig(
@@ -211,12 +211,12 @@ class Swarm:
             down_bps=10**8,
             **config,
         )
-        emit = Emitter(identity.peer_id, self._hear(events))
+        emit = Emitter(who.peer_id, self._hear(events))
         made = Factories(text=self.text, inner_loop=self.inner_loop)
-        peer = Peer(self.manifest, identity, transport, storage, chosen, self.boot.addresses, emit, made)
+        peer = Peer(self.manifest, who, transport, storage, chosen, self.boot.addresses, emit, made)
         task = asyncio.create_task(peer.run())
         task.add_done_callback(lambda _: self._happened.set())
-        self.peers[name] = Volunteer(name, identity, folder, transport, storage, peer, task, events)
+        self.peers[name] = Volunteer(name, who, folder, transport, storage, peer, task, events)
         return self.peers[name]
 
     def _noise(self, manifest: Manifest, peer: str, *_: object) -> Noise:

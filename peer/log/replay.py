@@ -22,7 +22,7 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import access, comparing, evaluation, judging, part_lists, standing, validation
+from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, standing, validation
 from protocol.rounds.evaluation import Due
 from protocol.rounds.part_lists import BadList, Lists, Parts
 from protocol.rounds.standing import Standing
@@ -197,6 +197,7 @@ def _wrong_in(commit: Commit, manifest: Manifest, plan: Plan | None, now: Standi
     yield from access.intruders(now.access, commit)
     yield from standing.problems(now, commit)
     yield from evaluation.problems(due, commit)
+    yield from audits.problems(now.audits, commit)
 
 
 class _Kept:

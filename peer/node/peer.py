@@ -33,6 +33,7 @@ from peer.net.line import Around, Given, Line
 from peer.net.reach import Finding, Reach
 from peer.node.audit import nobody
 from peer.node.evaluating import Evaluator, Tools
+from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
@@ -186,7 +187,8 @@ class Peer:
             uplink=self._line.uplink,
         )
         evaluator = self._make_evaluator(text)
-        self.rounds = rounds = self._make_rounds(exchange, inner_loop, evaluator, restored)
+        examiner = self._make_examiner(text, inner_loop)
+        self.rounds = rounds = self._make_rounds(exchange, inner_loop, evaluator, examiner, restored)
         del restored  # it would keep this θ in memory as long as the run lasts
         await exchange.serve(text.find if isinstance(text, FetchedText) else nothing)
         await self._latency.serve()
@@ -206,6 +208,7 @@ class Peer:
             await self._work(rounds)
         finally:
             await evaluator.aclose()
+            await examiner.aclose()
             apart.close()
             await exchange.aclose()
             await asyncio.to_thread(inner_loop.close)
@@ -263,14 +266,32 @@ class Peer:
             scorer=None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get),
         )
 
+    def _make_examiner(self, text: Text, inner_loop: InnerLoop) -> Examiner:
+        config = self._config
+        return Examiner(
+            self.manifest,
+            self.identity,
+            text,
+            self._sessions.tell,
+            self._emit,
+            Means(inner_loop.optimizer, config.device, config.threads),
+            has_room=not config.audit and memory.has_room_to_audit(self.manifest, config.memory_bytes),
+        )
+
     def _make_rounds(
-        self, exchange: Exchange, inner_loop: InnerLoop, evaluator: Evaluator, restored: Checkpoint | None
+        self,
+        exchange: Exchange,
+        inner_loop: InnerLoop,
+        evaluator: Evaluator,
+        examiner: Examiner,
+        restored: Checkpoint | None,
     ) -> Rounds:
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,
             inner_loop=inner_loop,
             evaluator=evaluator,
+            examiner=examiner,
             emit=self._follow,
             tell=self._sessions.tell,
             traffic=self._transport.traffic,

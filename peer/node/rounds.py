@@ -4,6 +4,8 @@ Events come in through `put`, in any order, from training, session and timers. E
 KeepInFeedback, RestoreFeedback, Apply, HoldShards) are done one after the other in this loop, so nothing else ever sees them half
 done. Training runs beside it (peer/node/training.py) and only reads θ. The way into any state is one: peer/state/recovery.py.
 Nothing is decided here: what is kept, written and fetched follows from protocol/rounds/retention.py, all else from the machine.
+
+Long because all that changes a peer's state is carried out here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from peer.net.clock import Clock
 from peer.node.attesting import Attester, digests
 from peer.node.doubts import Doubts
 from peer.node.evaluating import Evaluator
+from peer.node.examining import Examiner
 from peer.node.moments import MomentsExchange
 from peer.node.newcomer import Newcomer
 from peer.node.orders import InnerLoop
@@ -59,6 +62,7 @@ class Surroundings:
     exchange: Exchange
     inner_loop: InnerLoop
     evaluator: Evaluator
+    examiner: Examiner
     emit: events.Emit
     tell: Callable[[Message], None]
     traffic: Traffic
@@ -308,11 +312,15 @@ class Rounds:
         await self._leap(commit)
         held = list(self.outer.theta)
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
+        self._around.examiner.follow(
+            self.member.commits.get(commit.round - 1), commit, self.outer.theta, payloads.by_shard
+        )
         scratch = None
         if not self.manifest.outer.overlap:  # then nobody trains, and nobody but us has θ when it is compared
             await self._attester.done()
             self._around.inner_loop.release()
-            scratch = None if self._around.evaluator.reads else self._scratch
+            read = self._around.evaluator.reads or self._around.examiner.keeps
+            scratch = None if read else self._scratch
 
         def work() -> None:
             for shard in held:

@@ -16,6 +16,7 @@ from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.planning import partition
 from protocol.rounds import schedule, standing, validation
+from protocol.rounds.audits import LEAST
 from protocol.rounds.credits import Credits
 from protocol.rounds.standing import Standing
 from protocol.rounds.validation import BadCommit
@@ -134,6 +135,10 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
             lines.append(
                 f"  {'scored':<13} replica {mark.replica} of round {said.round}: {figures}  {_peers((said.peer,))}"
             )
+    for audit in shown.audits:
+        found = "is what it says" if audit.agreement >= LEAST else "is not what it says"
+        what = f"replica {audit.replica} in round {audit.round} {found}: agreement {audit.agreement:.1f}"
+        lines.append(f"  {'trained again':<13} {what}  {_peers((audit.peer,))}")
     if shown.decree is not None:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""

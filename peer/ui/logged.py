@@ -49,6 +49,20 @@ class LoggedLeftOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedAudit:
+    """What a peer found when it trained another one's contribution again."""
+
+    peer: str
+    """Who says so."""
+    round: int
+    """Of the contribution."""
+    replica: int
+    """Whose it is."""
+    agreement: float
+    """How much better it fits the text that it was assigned than other text, in standard deviations; an honest one has more than 3."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedEvaluation(events.Evaluation):
     """What a peer says that it measured, and of which state."""
 
@@ -110,6 +124,8 @@ class LoggedRound:
     """What was measured of an earlier state, on text that nobody trains on."""
     scores: tuple[events.Score, ...]
     """What contributions of earlier rounds were worth, as others say who measured it."""
+    audits: tuple[LoggedAudit, ...]
+    """What others found who trained earlier contributions again."""
     decree: Decree | None
     """What the operators have decided about who may take part, if they have."""
     invited: tuple[LoggedGuest, ...]
@@ -141,6 +157,7 @@ def logged(record: Record, plan: Plan | None) -> LoggedRound:
         members=commit.members,
         evaluations=evaluations(commit),
         scores=tuple(events.score(x) for x in commit.scores),
+        audits=audits(commit),
         decree=None if commit.decree is None else commit.decree.decree,
         invited=tuple(_guest(joined) for joined in commit.joined),
     )
@@ -170,6 +187,13 @@ def evaluations(commit: Commit) -> tuple[LoggedEvaluation, ...]:
             sample=x.sample,
         )
         for x in commit.evaluations
+    )
+
+
+def audits(commit: Commit) -> tuple[LoggedAudit, ...]:
+    """What a commit says of earlier contributions that were trained again."""
+    return tuple(
+        LoggedAudit(peer=x.peer, round=x.round, replica=x.replica, agreement=x.agreement) for x in commit.audits
     )
 
 

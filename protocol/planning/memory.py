@@ -55,6 +55,8 @@ WAITING = 2
 
 COPY = 1.25
 """Of the parameters' bytes: what a model takes that is trained no more, with its activations."""
+AUDITED_STATES = 2
+"""Of the whole model, that wait until their rounds are trained again (peer/node/examining.py)."""
 
 
 def stage_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
@@ -213,6 +215,13 @@ def holds_whole(manifest: Manifest, memory_bytes: int) -> bool:
 def has_room_to_evaluate(manifest: Manifest, memory_bytes: int) -> bool:
     """Whether this memory is enough for a copy of the whole model beside whatever it is given to train."""
     return memory_bytes >= _all_in_memory(manifest) + int(COPY * 4 * layout.total_parameters(manifest.model))
+
+
+def has_room_to_audit(manifest: Manifest, memory_bytes: int) -> bool:
+    """Whether this memory is enough for a second trainer of the whole model, what a third one has learned, and the states at which they begin,
+    beside whatever it is given to train."""
+    kept = (AUDITED_STATES + 1) * 4 * layout.total_parameters(manifest.model)
+    return memory_bytes >= _all_in_memory(manifest) + stage_memory(manifest, 0, manifest.model.n_layers) + kept
 
 
 def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> Depths:

@@ -22,7 +22,17 @@ from typing import Any
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
-from protocol.wire.commit import MAX_EVALUATIONS, MAX_SCORES, Commit, Contribution, Diverged, LeftOut, Share
+from protocol.wire.audit import Audit
+from protocol.wire.commit import (
+    MAX_AUDITS,
+    MAX_EVALUATIONS,
+    MAX_SCORES,
+    Commit,
+    Contribution,
+    Diverged,
+    LeftOut,
+    Share,
+)
 from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Schedule
 from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
@@ -111,10 +121,11 @@ def budget(manifest: Manifest) -> Cost:
         reserved_for_a_decree(),
         _longest_evaluation().times(MAX_EVALUATIONS),
         _longest_score().times(MAX_SCORES),
+        _longest_audit().times(MAX_AUDITS),
         longest_joined().times(MAX_JOINED),
         cost(Diverged(peer=_PEER, shard=longest)).times(MAX_DIVERGED),
         cost(_PEER).times(MAX_SPARES),
-        Cost(REASONS + 64, 0),  # and what the heads of six long lists and maps take
+        Cost(REASONS + 64, 0),  # and what the heads of seven long lists and maps take
     ]
     return functools.reduce(Cost.__sub__, reserved, Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
 
@@ -149,6 +160,10 @@ def _longest_evaluation() -> Cost:
 def _longest_score() -> Cost:
     mark = Mark(replica=_INTEGER, assigned=_NUMBER, other=_NUMBER)
     return cost(Score(peer=_PEER, round=_INTEGER, marks=(mark,) * MAX_MARKS, signature=bytes(64)))
+
+
+def _longest_audit() -> Cost:
+    return cost(Audit(peer=_PEER, round=_INTEGER, replica=_INTEGER, agreement=-_NUMBER, signature=bytes(64)))
 
 
 def longest_joined() -> Cost:

@@ -25,7 +25,18 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import access, evaluation, grace, judging, ranges, schedule, seats, standing, validation
+from protocol.rounds import (
+    access,
+    audits,
+    evaluation,
+    grace,
+    judging,
+    ranges,
+    schedule,
+    seats,
+    standing,
+    validation,
+)
 from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
@@ -119,6 +130,7 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
     if sight.standing is not None:
         yield from access.intruders(sight.standing.access, commit)
         yield from standing.problems(sight.standing, commit)
+        yield from audits.problems(sight.standing.audits, commit)
     if sight.due is not None:
         yield from evaluation.problems(sight.due, commit)
     last = schedule.of(sight.manifest, commit).rounds

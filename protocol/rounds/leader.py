@@ -82,6 +82,7 @@ from protocol.planning.partition import Candidate
 from protocol.rounds import (
     access,
     admission,
+    audits,
     evaluation,
     presence,
     promises,
@@ -134,6 +135,7 @@ from protocol.rounds.table import Position
 from protocol.rounds.verdicts import Seen, Verdicts
 from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
+from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged
 from protocol.wire.decree import Enacted
 from protocol.wire.evaluation import Evaluation
@@ -161,6 +163,7 @@ class Leader:
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
         self._scores = scoring.Scores()
+        self._audits = audits.Heard()
         self.guests = access.Guests()
         self._last_plan = next((c.plan for c in reversed(commits) if c.plan), None)
         self.roster = ChainRoster(self.plan)
@@ -270,6 +273,9 @@ class Leader:
             case Score() as score:
                 if score.peer == peer:
                     self._scores.hear(self.standing.scoring, score)
+            case Audit() as found:
+                if found.peer == peer:
+                    self._audits.hear(self.standing.audits, found)
         return []
 
     # --- chains
@@ -400,6 +406,7 @@ class Leader:
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
         self._scores.forget(self.standing.scoring)
+        self._audits.forget(self.standing.audits)
         self.witnesses.add(commit)
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
@@ -483,7 +490,8 @@ class Leader:
         count = access.decrees_after(self.head) + (decree is not None)
         told, scores = self._evaluations.next(self.due), self._scores.next(self.standing.scoring)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
-        commit = dataclasses.replace(commit, scores=scores, schedule=schedule.after(self.head, decree))
+        found = self._audits.next(self.standing.audits)
+        commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=schedule.after(self.head, decree))
         if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)

@@ -13,6 +13,7 @@ from protocol.rounds.quarrels import Quarrel
 from protocol.rounds.questions import Question
 from protocol.rounds.table import Table, Transition
 from protocol.run.manifest import Manifest
+from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Part, Share
 from protocol.wire.decree import Decree
 from protocol.wire.evaluation import Evaluation
@@ -67,7 +68,7 @@ class Received:
     """
 
     peer: str
-    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score
+    message: Offer | Attest | Withdraw | ChainFailure | ChainReconfig | Evaluation | Score | Audit
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, capacity, judging
+from protocol.rounds import capacity, judging, standing
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.judging import Case, Judged
 from protocol.rounds.questions import Question
-from protocol.rounds.scoring import Scoring
 from protocol.rounds.standing import Standing
 from protocol.rounds.verdicts import Verdicts
 from protocol.run.manifest import Manifest
@@ -58,7 +57,7 @@ class Docket:
         self._manifest = manifest
         self.medians = judging.medians(commits)
         self._said = Said()
-        self._standing = Standing(manifest, access.of(manifest), Scoring(manifest))
+        self._standing = standing.of(manifest)
         self._case: Case | None = None
         self._answered: tuple[Case, Sequence[Judged]] | None = None
 

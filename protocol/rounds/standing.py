@@ -6,7 +6,8 @@ Three things follow from it, which leader, voters, peers and `log verify` all ta
                   (protocol/rounds/judging.py), named in the commit (LeftOut.probation), and goes back into its maker's error feedback.
                   So it costs its maker that it counts later, and costs a stranger that rounds of real work under each of its names.
     reputation    A number from 0 to 1 that a peer's weight is multiplied by. What is found against a peer takes half of it at once, and
-                  each round of work that counts gives a 16th back. Below FLOOR the peer *rests*: it is in no plan for REST rounds.
+                  each round of work that counts gives a 16th back. Work that others trained again and found to be another takes all of it
+                  (protocol/rounds/audits.py). Below FLOOR the peer *rests*: it is in no plan for REST rounds.
                   Then it begins anew, on probation and with the reputation RETURNING.
                   Whose work was scored, and found bad in round after round (protocol/rounds/marks.py), rests at once.
     share         No peer has more than the manifest's `admission.share` of a round's weight, and everybody may have an equal share.
@@ -32,8 +33,9 @@ from typing import NamedTuple
 
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, chain_repair, judging, scoring
+from protocol.rounds import access, audits, chain_repair, judging, scoring
 from protocol.rounds.access import Access
+from protocol.rounds.audits import Audits
 from protocol.rounds.scoring import Scoring
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, LeftOut
@@ -54,7 +56,8 @@ RETURNING = 1 / 2
 
 class Finding(NamedTuple):
     """`good`: whether what was found speaks for `peer`. `part`: how much of it is this peer's doing, from 0 to 1: of what is found of a
-    chain, each member has the part of its blocks. `grave`: it was found in many rounds, and takes the whole reputation."""
+    chain, each member has the part of its blocks. `grave`: it was found in many rounds, or is a lie that is seldom looked for, and takes the
+    whole reputation."""
 
     peer: str
     good: bool
@@ -76,8 +79,8 @@ class Known:
         """After a finding in the commit of `round`."""
         if finding.good:
             return dataclasses.replace(self, reputation=min(1.0, self.reputation + GAIN * finding.part))
-        left = self.reputation * (1 - LOSS * finding.part)
-        if left >= FLOOR and not finding.grave:
+        left = 0.0 if finding.grave else self.reputation * (1 - LOSS * finding.part)
+        if left >= FLOOR:
             return dataclasses.replace(self, reputation=left)
         return Known(reputation=RETURNING, until=round + REST, fell=True)
 
@@ -88,11 +91,13 @@ NEW = Known()
 @dataclass(frozen=True)
 class Standing:
     """Of all peers, after the commits so far. `plan`: of the open round; `founders`: who had work in the first plan; `known`: those of whom
-    the log says something, the one with the oldest news first; `scoring`: what is to be scored, and what scores have come to."""
+    the log says something, the one with the oldest news first; `scoring`: what is to be scored, and what scores have come to; `audits`: what is
+    to be trained again."""
 
     manifest: Manifest
     access: Access
     scoring: Scoring
+    audits: Audits
     round: int = -1
     plan: Plan | None = None
     founders: frozenset[str] = frozenset()
@@ -243,6 +248,7 @@ class Standing:
             manifest=self.manifest,
             access=self.access.after(commit.decree, commit.joined),
             scoring=scored,
+            audits=self.audits.after(commit),
             round=commit.round,
             plan=commit.plan,
             founders=founders,
@@ -263,11 +269,13 @@ class Standing:
                 parts = self._parts(left.replica, left.peers)
                 whole = sum(of for _, of in parts)
                 yield from (Finding(peer, False, of / whole) for peer, of in parts)
+        yield from (Finding(x.peer, False, grave=not x.examined) for x in self.audits.found(commit))
 
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
     """After these commits, which are the log's first."""
-    found, known = Standing(manifest, access.of(manifest), Scoring(manifest)), dict[str, Known]()
+    found = Standing(manifest, access.of(manifest), Scoring(manifest), audits.of(manifest))
+    known = dict[str, Known]()
     for commit in commits:
         found = found._after(commit, known)
     return found

@@ -159,13 +159,15 @@ class OuterSpec:
 class JudgingSpec:
     """How contributions are judged (protocol/rounds/judging.py). `clip`: an update counts as no longer than so many medians; 0: no limit.
     `agreement`: whoever agrees with the others less than this part of what most do is left out; 0: nobody is. `copies`: updates whose
-    cosine is at least this are one. `score_share`: of a full replica's time, for measuring what others' updates are worth (protocol/rounds/scoring.py);
-    0: nobody does."""
+    cosine is at least this are one. `score_share`: of a full replica's time, for measuring what others' updates are worth (protocol/rounds/scoring.py),
+    0: nobody does. `audit_share`: the part of their time that full replicas give to train others' contributions again
+    (protocol/rounds/audits.py); 0: none is."""
 
     clip: float = 1.0
     agreement: float = 0.2
     copies: float = 0.5
-    score_share: float = 0.02
+    score_share: float = field(default=0.02, metadata=LATER)
+    audit_share: float = field(default=0.01, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not 0 <= self.score_share <= 1:
@@ -174,6 +176,8 @@ class JudgingSpec:
             raise ValueError(
                 "clip must be 0 or in 0.01..100, agreement at least 0 and less than 1, copies more than 0 and at most 1"
             )
+        if not 0 <= self.audit_share <= 1:
+            raise ValueError("audit_share must be in 0..1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

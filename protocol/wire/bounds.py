@@ -18,6 +18,7 @@ MAX_BITS_PER_BYTE = 2e6
 """Of held-out text: a token has a byte, more or less."""
 MAX_GAIN = 1e3
 """Nats per token: by how much an update can be said to make the loss less or more. Whatever is beyond is told as this."""
+MAX_AGREEMENT = 1000.0
 MAX_NORM = 1e50
 """Of an update; all values of fp32, squared and added up, have less."""
 MAX_BALLOT = 2**53
@@ -58,6 +59,8 @@ NormOfAll = Annotated[float, Within(0.0, 100 * MAX_NORM)]
 """Of all parts of a share: the root of the sum of so many squares."""
 Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
 """What an update is multiplied by before it enters the mean."""
+Agreement = Annotated[float, Within(-MAX_AGREEMENT, MAX_AGREEMENT)]
+"""Standard deviations (peer/training/again.py)."""
 Time = Annotated[float, Within(0.0, MAX_TIME)]
 Magnitude = Annotated[float, Within(0.0, 1e39)]
 """Of values in fp32."""

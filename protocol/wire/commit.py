@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from protocol.wire import framing
+from protocol.wire.audit import Audit
 from protocol.wire.bounds import (
     MAX_SHARDS,
     Ballot,
@@ -38,6 +39,7 @@ from protocol.wire.score import Score
 DOMAIN = b"potluck/1/"
 MAX_EVALUATIONS = 4
 MAX_SCORES = 64
+MAX_AUDITS = 8
 
 
 @row
@@ -123,7 +125,8 @@ class Commit:
     id for round 0. `digests`: the majority's shard digests of the state *before* this round, as far as attested. `leader`
     proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
     `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
-    (protocol/rounds/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/rounds/scoring.py). `schedule`: how long the run is from here on; None: as the manifest says."""
+    (protocol/rounds/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/rounds/scoring.py); `audits`: whether they are
+    what they say (protocol/rounds/audits.py). `schedule`: how long the run is from here on; None: as the manifest says."""
 
     run: RunId
     round: Round
@@ -142,6 +145,7 @@ class Commit:
     joined: Annotated[tuple[Joined, ...], AtMost(MAX_JOINED)] = ()
     schedule: Schedule | None = None
     scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
+    audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
 
     @functools.cached_property
     def digest(self) -> str:

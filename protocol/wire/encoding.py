@@ -12,6 +12,7 @@ from protocol.errors import LocalError, RemoteError, shown
 from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.announcement import Announcement
+from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Record, vote_body
 from protocol.wire.decree import Decree, Motion, Motions
@@ -81,6 +82,7 @@ Message = (
     | NotAdmitted
     | Evaluation
     | Score
+    | Audit
 )
 
 

@@ -14,6 +14,7 @@ from protocol.identity import Identity
 from protocol.rounds.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
+from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
 from protocol.wire.decree import Decree, Enacted, Motion, Motions, Schedule
@@ -79,6 +80,7 @@ PLAN = Plan(
 SCHEDULE = Schedule(rounds=9, total_steps=450)
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
 SCORE = Score(peer="p", round=1, marks=(Mark(replica=0, assigned=-0.5, other=0.25),), signature=b"s")
+AUDIT = Audit(peer="p", round=1, replica=2, agreement=-1.5, signature=b"s")
 EVALUATION = Evaluation(peer="p", round=1, sequences=8, loss=2.5, bits_per_byte=1.25, signature=b"s", sample="a ⇒ b")
 JOINED = Joined(
     invitation=Invitation(run="r" * 64, key="k", expires=9, count=2, reason="friends"),
@@ -145,6 +147,7 @@ SAMPLES: list[Message] = [
     NotAdmitted(reason="it is banned"),
     EVALUATION,
     SCORE,
+    AUDIT,
     NotAdmitted(reason="it is invited", waits=True),
     TimeUp(round=2),
     TakeSeat(round=2, replica=4, seconds=12.5),
@@ -322,7 +325,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
         "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "scores": (SCORE,), "joined": (),
-        "schedule": SCHEDULE,
+        "schedule": SCHEDULE, "audits": (AUDIT,),
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}
