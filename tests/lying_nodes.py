@@ -14,7 +14,7 @@ from protocol.rounds.paxos_events import Effect, Event, Send
 from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
-from protocol.wire.commit import Commit, LeftOut, Record, pledge_body, vote_body
+from protocol.wire.commit import Commit, LeftOut, Record, body_of, pledge_body
 from protocol.wire.plan import StageSpec
 from protocol.wire.session import Heartbeat
 
@@ -94,7 +94,7 @@ class LyingNode(BootstrapNode):
         self.told["votes twice"] += 1
         return [
             Send(peer, Pledge(**named, signature=self._sign_as_us(pledge_body(*said)))),  # type: ignore[arg-type]
-            Send(peer, Vote(**named, signature=self._sign_as_us(vote_body(*said)))),  # type: ignore[arg-type]
+            Send(peer, Vote(**named, signature=self._sign_as_us(body_of(commit, accept.ballot)))),  # type: ignore[arg-type]
         ]
 
     def _instead(self, effect: Effect) -> list[Effect]:
@@ -149,7 +149,7 @@ class DoubleVoter(BootstrapNode):
         if second is not None and isinstance(event, paxos_events.Heard) and event.peer == victim:
             vote = event.message
             if isinstance(vote, Vote) and vote.digest == second.digest:
-                own = self._sign_as_us(vote_body(second.run, second.round, vote.ballot, second.digest))
+                own = self._sign_as_us(body_of(second, vote.ballot))
                 votes = {self._quorum.peer: own, victim: vote.signature}
                 record = Record(commit=second, ballot=vote.ballot, votes=votes)
                 self._links.to[victim].post(encoding.encode_record(record))

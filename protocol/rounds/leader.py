@@ -77,7 +77,7 @@ from collections.abc import Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, evaluation, presence, promises, schedule, seats, settling
+from protocol.rounds import access, admission, evaluation, ousting, presence, promises, schedule, seats, settling
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import SLOW, ChainRoster
 from protocol.rounds.leader_events import (
@@ -95,6 +95,7 @@ from protocol.rounds.leader_events import (
     Knock,
     Lead,
     MakePlan,
+    Oust,
     Petition,
     Phase,
     Planned,
@@ -119,7 +120,7 @@ from protocol.rounds.verdicts import Seen, Verdicts
 from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, Diverged
-from protocol.wire.decree import Enacted
+from protocol.wire.decree import OUST, Enacted
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -128,9 +129,12 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Ti
 
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
-    of parts that are durable here. `now`: seconds on the clock of `handle`."""
+    of parts that are durable here. `now`: seconds on the clock of `handle`. `oust`: the decree that has to come next, as the quorum's machine has
+    it."""
 
-    def __init__(self, manifest: Manifest, commits: Sequence[Commit], held: Sequence[str], now: float) -> None:
+    def __init__(
+        self, manifest: Manifest, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None = None
+    ) -> None:
         self.manifest = manifest
         self.head: Commit | None = commits[-1] if commits else None
         self.position = Position(TABLE, self._between())
@@ -140,7 +144,7 @@ class Leader:
         self.promises = Promises()
         self.quarrels = Quarrels()
         self.access = access.of(manifest, commits)
-        self.petitions = access.Petitions()
+        self.petitions = access.Petitions(oust)
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
         self.guests = access.Guests()
@@ -153,6 +157,10 @@ class Leader:
         self._docket = Docket(manifest, commits)
         self._final: presence.Final | None = None
         self._leads, self._began = False, now
+
+    def begin_again(self, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None) -> None:
+        """Rounds were undone: everything follows from the log once more. Who is ready has to be told again."""
+        Leader.__init__(self, self.manifest, commits, held, now, oust)
 
     @property
     def phase(self) -> Phase:
@@ -211,6 +219,8 @@ class Leader:
                     return self.position.step(Lead, self._between())
             case Petition(operator, decree, signature):
                 self.petitions.hear(operator, decree, signature)
+                if decree.action == OUST:
+                    return self.position.stay(Petition, [Oust(self.petitions.together(decree))])
             case Knock(joined):
                 self.guests.hear(joined, now)
             case Planned():
@@ -445,7 +455,9 @@ class Leader:
         count = access.decrees_after(self.head) + (decree is not None)
         told = self._evaluations.next(self.due)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
-        commit = dataclasses.replace(commit, schedule=schedule.after(self.head, decree))
+        commit = dataclasses.replace(
+            commit, schedule=schedule.after(self.head, decree), out=ousting.out_after(self.head, decree)
+        )
         if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)

@@ -40,7 +40,7 @@ from protocol.rounds.validation import why_not_next
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, Contribution, Part, Record, is_decided
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -90,6 +90,7 @@ class Cluster:
             tiny.OPERATORS[NAMES.index(name)].sign,
             identity.verify,
             self.now,
+            lambda round: log[round] if 0 <= round < len(log) else None,
         )
 
     def kill(self, *names: str) -> None:
@@ -182,7 +183,7 @@ def test_in_calm_weather_one_exchange_decides_and_two_where_members_may_lie(size
         cluster.propose(A, time)
     assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0, 2.0, 3.0]] * size
     kinds = {type(m) for m in sent if not isinstance(m, Record)}
-    assert kinds == ({Accept, Vote} if size in (3, 5) else {Accept, Pledge, Vote})
+    assert kinds == ({Accept, Vote, Holds, Confirmed} if size in (3, 5) else {Accept, Pledge, Vote})
     assert cluster.logs[A][0].commit.leader == A
     assert cluster.logs[A][0].commit.members == NAMES[:size]
 
