@@ -129,6 +129,11 @@ class Archive:
             raise UsageError(f"decree {path}: damaged; remove it, and have the operators sign it again") from None
         return None if any(commit.decree == enacted for commit in self.commits) else enacted
 
+    @property
+    def ousting(self) -> bytes | None:
+        """The newest record that takes an operator out."""
+        return self.records[self._ousting] if self._ousting >= 0 else None
+
     def since(self, round: int) -> list[bytes]:
         """The records after `round`; before them the newest one that takes an operator out, since who has others from there on asks for what
         comes after those."""

@@ -48,6 +48,7 @@ class Decrees:
         head, wanted = self._leader.head, ousting.members_after(self._leader.manifest, self._leader.head)
         proof, after = self._may_oust() or (None, None)
         if proof is not None and after is not None and (decree is None or decree.action == OUST):
+            after = self._leader.petitions.after(proof.peer, after)
             head = self._head(after)
             wanted = tuple(m for m in ousting.members_after(self._leader.manifest, head) if m != proof.peer)
         answer = Motions(

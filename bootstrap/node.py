@@ -413,6 +413,7 @@ class BootstrapNode:
                     following.append(leader_events.Decided(record.commit))
                     self._forget(await self._payloads.settle(record.commit))
                     self._decided(record)
+                    await self._leave_out()
                 case paxos_events.Leads(leads):
                     self._emit(events.Leads(leads=leads))
                     following.append(leader_events.Lead(leads))
@@ -438,7 +439,7 @@ class BootstrapNode:
             raise UsageError(
                 f"run {shown(self.manifest.name)}: the other operators took this one out, since it voted twice; potluck log show says when"
             )
-        await self._links.leave_out(self._quorum.out)
+        await self._links.leave_out(self._quorum.out, self.archive.ousting)
 
     def _decided(self, record: Record) -> None:
         if record.commit.plan is not None:

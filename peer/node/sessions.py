@@ -64,6 +64,7 @@ class Sessions:
         self._turns = itertools.count()
         self._stalled: set[str] = set()
         self._named: set[str] = set()
+        self._certificate: tuple[Confirmed | None, Confirmed] = (None, Confirmed(round=0, digest="", by={}))
 
     def tell(self, message: Message) -> None:
         """Queues a message for every bootstrap node, a request for one in turn; without a session it is dropped, and the
@@ -176,9 +177,13 @@ class Sessions:
 
     def _believed(self, told: Confirmed) -> Confirmed:
         """Only the operators, and of them those whose signature is right."""
+        if told == self._certificate[0]:  # every node says it
+            return self._certificate[1]
         body = confirmation_body(self.manifest.run_id, told.round, told.digest)
         by = {who: told.by[who] for who in self.manifest.operators if who in told.by}
-        return dataclasses.replace(told, by={w: s for w, s in by.items() if identity.verify(w, body, s)})
+        found = dataclasses.replace(told, by={w: s for w, s in by.items() if identity.verify(w, body, s)})
+        self._certificate = (told, found)
+        return found
 
     def _name(self, proof: DoubleVote) -> None:
         """Says once of each operator that it lied, if that is true."""

@@ -185,6 +185,11 @@ class Petitions:
         """Who has signed this."""
         return tuple(sorted(who for who, (known, _) in self._signed.items() if known == decree))
 
+    def after(self, subject: str, round: int) -> int:
+        """The last round that stays where `subject` is taken out: this one, or an earlier one that another operator has signed."""
+        signed = [d.after for d, _ in self._signed.values() if d.action == OUST and d.subject == subject]
+        return min([round, *(after for after in signed if after is not None)])
+
     def together(self, decree: Decree) -> Enacted:
         """This, with the signatures of all who have signed it but whom it is about."""
         signed = {w: s for w, (d, s) in sorted(self._signed.items()) if d == decree and w != decree.subject}
