@@ -2,7 +2,8 @@
 
 DIR/log is the run's log (protocol/wire/logfile.py); what a crash left half-written at its end is cut off at the next start.
 DIR/manifest.json is the run's manifest, so that the folder can be verified by itself. DIR/vote is the newest promise of the
-quorum's acceptor, `crc32 | promise`.
+quorum's acceptor, `crc32 | promise`. DIR/oust is the newest decree that takes an operator out, `crc32 | decree`, and DIR/log.undone-<round>
+what the log had from that round on before (protocol/rounds/ousting.py).
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from bootstrap.text import ServedText
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
-from protocol.rounds import validation
+from protocol.rounds import ousting, validation
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
 from protocol.wire.commit import Commit, Record
+from protocol.wire.decree import Enacted
 from protocol.wire.encoding import MessageError
+from protocol.wire.schema import SchemaError, build, packed
+
+OUST = "oust"
+"""The name of the decree that takes an operator out, in the node's folder."""
 
 
 class Archive:
@@ -39,8 +45,13 @@ class Archive:
         self.text: ServedText | None = None
         """The run's corpus, if this node serves it."""
         self.commits: list[Commit] = []
+        self._ousting = -1
         self._read()
         self.vote = self._read_vote()
+        self.oust = self._read_oust()
+        """The decree that takes an operator out, until the log has it."""
+        if self.oust is not None:
+            self._cut()
 
     def close(self) -> None:
         """Lets another process use the folder."""
@@ -65,8 +76,9 @@ class Archive:
         """Makes a decided commit durable. Raises UsageError; then the file is as before."""
         raw = encoding.encode_record(record)
         self._disk.append(self.folder / logfile.LOG, logfile.pack(raw))
-        self.records.append(raw)
-        self.commits.append(record.commit)
+        self._add(raw, record.commit)
+        if self.oust == record.commit.decree:
+            self.oust = None
 
     def save_vote(self, vote: Promise) -> None:
         """Makes a vote durable. Raises UsageError."""
@@ -77,7 +89,57 @@ class Archive:
     @property
     def last(self) -> Record | None:
         """The log's last record."""
-        return encoding.decode_record(self.records[-1], "the log") if self.records else None
+        return self.recorded(len(self.records) - 1)
+
+    def recorded(self, round: int) -> Record | None:
+        """The log's record of a round."""
+        return encoding.decode_record(self.records[round], "the log") if 0 <= round < len(self.records) else None
+
+    def undo(self, enacted: Enacted) -> None:
+        """Keeps a decree that takes an operator out, and cuts the log off after the last round that it says stays; what is cut off is kept
+        beside it. Raises UsageError. A crash between leaves it to the next start."""
+        raw = framing.pack_message(packed(enacted))
+        self._disk.write(self.folder / OUST, zlib.crc32(raw).to_bytes(4, "big") + raw)
+        self.oust = enacted
+        self._cut()
+
+    def _cut(self) -> None:
+        """Cuts off what the decree undoes, if it is there."""
+        assert self.oust is not None
+        assert self.oust.decree.after is not None
+        stays = self.oust.decree.after + 1
+        if stays < len(self.records):
+            packed_records = [logfile.pack(raw) for raw in self.records]
+            self._disk.write(self.folder / f"{logfile.LOG}.undone-{stays:08d}", *packed_records[stays:])
+            self._disk.write(self.folder / logfile.LOG, *packed_records[:stays])
+            del self.records[stays:], self.commits[stays:]
+            self._ousting = max((c.round for c in self.commits if ousting.is_ousting(c.decree)), default=-1)
+
+    def _read_oust(self) -> Enacted | None:
+        """The decree that takes an operator out, if the log has not got it."""
+        path = self.folder / OUST
+        try:
+            data = self._disk.read(path)
+        except FileNotFoundError:
+            return None
+        try:
+            if zlib.crc32(data[4:]).to_bytes(4, "big") != data[:4]:
+                raise SchemaError("checksum", "is wrong")
+            enacted = build(Enacted, framing.unpack_message(data[4:]))
+        except (SchemaError, framing.FrameError):
+            raise UsageError(f"decree {path}: damaged; remove it, and have the operators sign it again") from None
+        return None if any(commit.decree == enacted for commit in self.commits) else enacted
+
+    @property
+    def ousting(self) -> bytes | None:
+        """The newest record that takes an operator out."""
+        return self.records[self._ousting] if self._ousting >= 0 else None
+
+    def since(self, round: int) -> list[bytes]:
+        """The records after `round`; before them the newest one that takes an operator out, since who has others from there on asks for what
+        comes after those."""
+        first = [self.records[self._ousting]] if 0 <= self._ousting <= round else []
+        return [*first, *self.records[max(round + 1, 0) :]]
 
     def after(self, round: int) -> bytes:
         """The reply to a LOG call: records after `round`, as many as fit."""
@@ -118,8 +180,13 @@ class Archive:
             raise UsageError(
                 f"log {self.folder / 'log'}: the record at byte {at} {problem}; restore the file or choose another --dir"
             )
+        self._add(raw, record.commit)
+
+    def _add(self, raw: bytes, commit: Commit) -> None:
         self.records.append(raw)
-        self.commits.append(record.commit)
+        self.commits.append(commit)
+        if ousting.is_ousting(commit.decree):
+            self._ousting = commit.round
 
     def _read_vote(self) -> Promise | None:
         path = self.folder / "vote"

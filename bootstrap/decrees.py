@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from bootstrap.calls import MAX_REQUEST
 from peer.net.base import Transport, serve_calls
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import access, schedule
+from protocol.rounds import access, ousting, schedule
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Petition
 from protocol.wire import encoding, endpoints
-from protocol.wire.commit import votes_needed
-from protocol.wire.decree import Decree, Motion, Motions
+from protocol.wire.commit import Commit, votes_needed
+from protocol.wire.decree import OUST, Decree, Motion, Motions
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.sealed import unseal_signed
 
 
 class Decrees:
-    """Answers from the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited; `spread(motion)` tells the other operators' nodes."""
+    """Answers from the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited; `spread(motion)` tells the other operators' nodes.
+    `commits`: the log. `may_oust()`: by which proof an operator can be taken out, and after which round, as the quorum's machine says."""
 
     def __init__(
-        self, leader: Leader, hand_in: Callable[[Petition], Awaitable[None]], spread: Callable[[Motion], None]
+        self,
+        leader: Leader,
+        hand_in: Callable[[Petition], Awaitable[None]],
+        spread: Callable[[Motion], None],
+        commits: Sequence[Commit],
+        may_oust: Callable[[], tuple[DoubleVote, int] | None],
     ) -> None:
         self._leader = leader
         self._hand_in = hand_in
         self._spread = spread
+        self._commits = commits
+        self._may_oust = may_oust
 
     async def serve(self, transport: Transport) -> None:
         """Lets others call."""
@@ -36,21 +45,31 @@ class Decrees:
         decree = await self.hear(motion) if motion.sealed else None
         if decree is not None:
             self._spread(motion)
-        head = self._leader.head
+        head, wanted = self._leader.head, ousting.members_after(self._leader.manifest, self._leader.head)
+        proof, after = self._may_oust() or (None, None)
+        if proof is not None and after is not None and (decree is None or decree.action == OUST):
+            after = self._leader.petitions.after(proof.peer, after)
+            head = self._head(after)
+            wanted = tuple(m for m in ousting.members_after(self._leader.manifest, head) if m != proof.peer)
         answer = Motions(
             number=access.decrees_after(head),
             schedule=schedule.of(self._leader.manifest, head),
-            wanted=votes_needed(len(access.members_after(self._leader.manifest, head))),
+            wanted=votes_needed(len(wanted)),
             signed=() if decree is None else self._leader.petitions.signers(decree),
             newest=self._leader.access.newest,
+            proof=proof,
+            after=after,
         )
         return encoding.encode(answer)
+
+    def _head(self, round: int) -> Commit | None:
+        return self._commits[round] if round >= 0 else None
 
     async def hear(self, motion: Motion) -> Decree:
         """What an operator has signed, and its machine knows now. Raises RemoteError."""
         operator, message, signature = unseal_signed(motion.sealed)
         decree, manifest = encoding.expect(Decree, message, operator), self._leader.manifest
-        if operator not in access.members_after(manifest, self._leader.head):
+        if operator not in ousting.members_after(manifest, self._leader.head):
             raise RemoteError(operator, f"{short_peer(operator)} is not among the operators who decide rounds now")
         if decree.run != manifest.run_id:
             raise RemoteError(operator, "that decree is of another run")
@@ -60,9 +79,22 @@ class Decrees:
             raise RemoteError(operator, "that decree is signed in a form that no commit has")
         if not decree.is_sound:
             raise RemoteError(operator, "that decree says nothing")
+        if decree.action == OUST and decree.subject not in ousting.out_after(self._leader.head):
+            self._check_ousting(operator, decree)
         if decree.schedule is not None:
             refused = schedule.why_not(manifest, self._leader.head, decree.schedule)
             if refused is not None:
                 raise RemoteError(operator, f"that decree cannot be: {refused}")
         await self._hand_in(Petition(operator, decree, signature))
         return decree
+
+    def _check_ousting(self, operator: str, decree: Decree) -> None:
+        """Raises RemoteError where it cannot be."""
+        after = -1 if decree.after is None else decree.after
+        if after >= len(self._commits):
+            raise RemoteError(operator, f"that decree cannot be: round {after} is not decided here yet")
+        refused = ousting.why_not(self._leader.manifest, self._head(after), decree)
+        if refused is not None:
+            raise RemoteError(operator, f"that decree cannot be: it {refused}")
+        if operator == decree.subject:
+            raise RemoteError(operator, "that decree is for the other operators to sign")

@@ -34,6 +34,9 @@ class Links:
         self._directory = directory
         self._hear = hear
         self._open = Counter[str]()  # streams that the others opened
+        self._streams: dict[str, set[Stream]] = {}
+        self._out: set[str] = set()
+        self._why: bytes | None = None
 
     async def serve(self) -> None:
         """Lets the others open theirs."""
@@ -44,6 +47,13 @@ class Links:
         async with asyncio.TaskGroup() as group:
             for node in self.to:
                 group.create_task(self._keep(node))
+
+    async def leave_out(self, nodes: Iterable[str], why: bytes | None) -> None:
+        """These were taken out of the run: they are not heard any more. `why`: the record that says so; who comes back is told it."""
+        self._out.update(nodes)
+        self._why = why
+        for stream in [s for node in self._out for s in self._streams.pop(node, ())]:
+            await stream.close()
 
     async def _keep(self, node: str) -> None:
         queue = self.to[node].outbox
@@ -65,13 +75,19 @@ class Links:
 
     async def _listen(self, stream: Stream) -> None:
         node = stream.remote
+        if node in self._out:
+            if self._why is not None:
+                self.to[node].post(self._why)
+            raise RemoteError(node, f"operator {short_peer(node)}: was taken out of the run; it has no vote")
         if node not in self.to:
             raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
         if self._open[node]:
             self._transport.doubt(node)  # it has moved: this stream's forerunner is dead, and so is our own to it
         self._open[node] += 1
+        self._streams.setdefault(node, set()).add(stream)
         try:
             while True:
                 await self._hear(node, encoding.decode_any(bytes(await stream.recv()), node))
         finally:
             self._open[node] -= 1
+            self._streams.get(node, set()).discard(stream)

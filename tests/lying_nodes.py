@@ -12,9 +12,9 @@ from bootstrap.node import BootstrapNode
 from protocol.rounds import paxos_events
 from protocol.rounds.paxos_events import Effect, Event, Send
 from protocol.wire import encoding
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Confirmed, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
-from protocol.wire.commit import Commit, LeftOut, Record, pledge_body, vote_body
+from protocol.wire.commit import Commit, LeftOut, Record, body_of, confirmation_body, pledge_body
 from protocol.wire.plan import StageSpec
 from protocol.wire.session import Heartbeat
 
@@ -94,7 +94,7 @@ class LyingNode(BootstrapNode):
         self.told["votes twice"] += 1
         return [
             Send(peer, Pledge(**named, signature=self._sign_as_us(pledge_body(*said)))),  # type: ignore[arg-type]
-            Send(peer, Vote(**named, signature=self._sign_as_us(vote_body(*said)))),  # type: ignore[arg-type]
+            Send(peer, Vote(**named, signature=self._sign_as_us(body_of(commit, accept.ballot)))),  # type: ignore[arg-type]
         ]
 
     def _instead(self, effect: Effect) -> list[Effect]:
@@ -133,7 +133,8 @@ class LyingNode(BootstrapNode):
 
 
 class DoubleVoter(BootstrapNode):
-    """Leads a quorum of three, and gives each of the two others a commit of its own, from round `since` on once."""
+    """Leads a quorum of three, and gives each of the two others a commit of its own, from round `since` on once. It tells all peers both
+    commits, and confirms both to them."""
 
     def __init__(self, *arguments: Any, since: int) -> None:
         super().__init__(*arguments)
@@ -149,12 +150,21 @@ class DoubleVoter(BootstrapNode):
         if second is not None and isinstance(event, paxos_events.Heard) and event.peer == victim:
             vote = event.message
             if isinstance(vote, Vote) and vote.digest == second.digest:
-                own = self._sign_as_us(vote_body(second.run, second.round, vote.ballot, second.digest))
+                own = self._sign_as_us(body_of(second, vote.ballot))
                 votes = {self._quorum.peer: own, victim: vote.signature}
                 record = Record(commit=second, ballot=vote.ballot, votes=votes)
                 self._links.to[victim].post(encoding.encode_record(record))
+                self._tell_both(record)
             return []
         return [other for effect in self._honest(event, now) for other in self._instead(effect, victim)]
+
+    def _tell_both(self, second: Record) -> None:
+        self._sessions.post_all(encoding.encode_record(second))
+        round = second.commit.round
+        for commit in (second.commit, *self.archive.commits[round : round + 1]):
+            body = confirmation_body(commit.run, commit.round, commit.digest)
+            own = {self._quorum.peer: self._sign_as_us(body)}
+            self._sessions.post_all(encoding.encode(Confirmed(round=commit.round, digest=commit.digest, by=own)))
 
     def _instead(self, effect: Effect, victim: str) -> list[Effect]:
         match effect:

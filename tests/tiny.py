@@ -13,7 +13,7 @@ from protocol.rounds.judging import Case, Judged
 from protocol.rounds.leader import Leader
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, TimingSpec, TokenizerSpec, TrainSpec
-from protocol.wire.commit import Commit, Record, vote_body
+from protocol.wire.commit import Commit, Record, body_of
 
 OPERATORS = tuple(Identity(bytes([0, i] * 16)) for i in range(7))
 OPERATOR = OPERATORS[0]
@@ -41,7 +41,7 @@ def manifest(**changes: Any) -> Manifest:
 
 def record(commit: Commit, *voters: Identity, ballot: int = 0) -> Record:
     """A record with the votes of `voters` (default: OPERATOR's)."""
-    body = vote_body(commit.run, commit.round, ballot, commit.digest)
+    body = body_of(commit, ballot)
     votes = {voter.peer_id: voter.sign(body) for voter in voters or (OPERATOR,)}
     return Record(commit=commit, ballot=ballot, votes=votes)
 

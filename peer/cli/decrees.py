@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +25,7 @@ from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
-from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, SET, Decree, Motion, Motions, Schedule
+from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, OUST, SET, Decree, Motion, Motions, Schedule
 from protocol.wire.sealed import seal
 
 ASK_SECONDS = 1.0
@@ -34,7 +35,7 @@ CALL_SECONDS = 10.0
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Change who may take part in a run, and how long it is: as an operator, with the key of your bootstrap node. With several operators, enough of them"
+    help="Change who may take part in a run, how long it is, and who operates it: as an operator, with the key of your bootstrap node. With several operators, enough of them"
     " type the same.",
 )
 
@@ -76,6 +77,20 @@ def open_(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
 def close(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let only those take part whom the manifest lists, or who were admitted."""
     running.run(_decree(run, CLOSE, "", reason, dir), interrupted=1)
+
+
+@app.command(epilog="Example: potluck run oust my-run.toml p8kZq3Rt")
+def oust(
+    run: Run,
+    operator: Annotated[
+        str,
+        typer.Argument(help="The operator's id, or its last characters, as your node tells it.", show_default=False),
+    ],
+    reason: Reason = "",
+    dir: Dir = FOLDER,
+) -> None:
+    """Take an operator out whose own signatures prove that it voted for two commits of one round. The others go on without it."""
+    running.run(_decree(run, OUST, operator, reason, dir), interrupted=1)
 
 
 @app.command(name="set", epilog="Example: potluck run set my-run.toml --rounds 400")
@@ -136,11 +151,13 @@ async def _decree(
             if operator.peer_id not in manifest.operators:
                 raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
             node = run.bootstrap[0].rpartition("/p2p/")[2]
-            if subject:
+            now = await _ask(transport, node, Motion())
+            if action == OUST:
+                subject = _proven(manifest, now, subject)
+            elif subject:
                 subject = await _whole(
                     manifest, reader.Remote(transport, [node], BlobStore(Path(name) / "blobs")), subject
                 )
-            now = await _ask(transport, node, Motion())
             schedule = None if wanted is None else wanted(manifest, now.schedule)
             decree = Decree(
                 run=manifest.run_id,
@@ -149,8 +166,10 @@ async def _decree(
                 subject=subject,
                 reason=reason,
                 schedule=schedule,
+                proof=now.proof if action == OUST else None,
+                after=now.after if action == OUST else None,
             )
-            await _until_decided(transport, node, decree, Motion(sealed=seal(operator, decree)))
+            await _until_decided(transport, node, decree, operator)
         finally:
             await transport.aclose()
 
@@ -171,8 +190,26 @@ async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
     return known[0]
 
 
-async def _until_decided(transport: Transport, node: str, decree: Decree, motion: Motion) -> None:
-    """Sends it until a commit has it. Raises LocalError where another decree came first, RemoteError."""
+def _proven(manifest: Manifest, now: Motions, text: str) -> str:
+    """The operator who is meant, whom the node has a proof against. Raises LocalError, UsageError."""
+    proof = now.proof
+    if proof is None or now.after is None or not proof.is_true(manifest.run_id):
+        raise LocalError(
+            f"oust {clean(text, 64)}: your node has no proof that an operator voted twice; nobody is taken out"
+        )
+    if text != proof.peer and not (len(text) >= SHORTEST and proof.peer.endswith(text)):
+        raise UsageError(f"OPERATOR {clean(text, 64)}: the proof is against {proof.peer}; give that one")
+    print(
+        f"oust {short_peer(proof.peer)}: voted for the commits {clean(proof.digest, 12)} and {clean(proof.other, 12)} of round {proof.round},"
+        f" both signatures are right; the others go on from round {now.after}",
+        flush=True,
+    )
+    return proof.peer
+
+
+async def _until_decided(transport: Transport, node: str, decree: Decree, operator: Identity) -> None:
+    """Signs it and sends it until a commit has it. Raises LocalError where another decree came first, RemoteError."""
+    motion = Motion(sealed=seal(operator, decree))
     what, told = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
     if decree.schedule is not None:
         what = f"set {schedule_of(decree.schedule.rounds, decree.schedule.total_steps)}"
@@ -180,6 +217,12 @@ async def _until_decided(transport: Transport, node: str, decree: Decree, motion
         answer = await _ask(transport, node, motion)
         if answer.number > decree.number:
             break
+        if decree.after is not None and answer.after is not None and answer.after < decree.after:
+            decree = dataclasses.replace(
+                decree, after=answer.after, number=answer.number
+            )  # another operator's node knows less
+            motion = Motion(sealed=seal(operator, decree))
+            continue
         if len(answer.signed) != told:
             told = len(answer.signed)
             then = (

@@ -209,7 +209,8 @@ class Unfair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forked:
-    """Enough nodes voted for two commits of one round. This node decides nothing more, and peers stop."""
+    """A node voted for two commits of one round, or enough did. In a run of three or five nodes the others decide nothing more, and peers apply
+    neither commit, until the other operators take the liar out (docs/guides/operator.md)."""
 
     round: int
     """Of both commits."""

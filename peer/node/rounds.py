@@ -242,6 +242,10 @@ class Rounds:
             case member_events.HoldShards(commit):
                 await self._timed("hold", self._hold_shards(commit))
                 self.put(member_events.ShardsHeld(commit.round))
+            case member_events.GoBack(round):
+                await self._attester.done()
+                self.outer.theta.clear()
+                self._checkpointed = await self._work(self._storage.drop_checkpoints, round)
             case member_events.Finish():
                 raise AssertionError("Finish ends the loop")
 

@@ -94,8 +94,15 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             why = f": {clean(reason)}" if reason else ""
             return [Said("info", f"{called(peer, names)} comes in, invited by operator {called(operator, names)}{why}")]
         case events.Forked(round=round, liars=liars):
-            who = ", ".join(called(liar, names) for liar in liars) or "nobody who can be named"
-            return [Said("error", f"round {round} has two decided commits; voted for both: {who}; the run stops here")]
+            who = ", ".join(called(liar, names) for liar in liars)
+            if not liars:
+                return [
+                    Said("error", f"round {round} has two decided commits, and nobody can be named; the run stops here")
+                ]
+            what = (
+                "voted for two commits, as its signatures prove; the other operators can take it out: potluck run oust"
+            )
+            return [Said("error", f"round {round}: operator {who} {what}")]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
             return [Said("info", f"relays {streams} at {bps / 1e6:.1f} Mb/s; {size(passed)} since the start")]

@@ -147,7 +147,7 @@ class Monitor:
         same = (other.commit.run, other.commit.round) == (commit.run, commit.round)
         if same and other.commit.digest != commit.digest and is_decided(other, self._members):
             self._forked = True
-            liars = voted_twice(head, other)
+            liars = tuple(proof.peer for proof in voted_twice(head, other))
             sink(Event(time.time(), "monitor", events.Forked(round=commit.round, liars=liars)))
 
     async def _everybody(self) -> dict[str, Announcement]:

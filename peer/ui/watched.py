@@ -123,8 +123,10 @@ class Watched:
                 if event.source in self.relays or len(self.relays) < len(self.view.manifest.operators):
                     self.relays[event.source] = RelayFigures(circuits, bps, passed, refused)
             case events.Forked(round=round, liars=liars):
-                who = ", ".join(map(self.view.name, liars)) or "nobody who can be named"
-                text = f"round {round} has two decided commits; voted for both: {clean(who)}"
+                who = ", ".join(map(self.view.name, liars))
+                text = f"round {round}: voted for two commits: {clean(who)}"
+                if not liars:
+                    text = f"round {round} has two decided commits, and nobody can be named"
                 if text not in self.forks and len(self.forks) < _MOST_FORKS:
                     self.forks.append(text)
 

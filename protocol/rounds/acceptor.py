@@ -68,7 +68,7 @@ from protocol.rounds.unfair import Unfair
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Part, Record, Share, liars_borne, pledge_body, vote_body, votes_needed
+from protocol.wire.commit import Commit, Part, Record, Share, body_of, liars_borne, pledge_body, votes_needed
 
 MOST_JUDGED = 16
 """Different commits of one round that are judged for one sender: each costs a plan."""
@@ -186,7 +186,7 @@ class Acceptor:
         self._judged.clear()
         self._awaited.clear()
         if self.vote.round < round:
-            self.vote = Promise(round=round)
+            self.vote = Promise(round=round, term=self.vote.term)
             self.position.step(Appended, Ballots.FREE)
 
     def hold(self, name: str) -> bool:
@@ -284,6 +284,7 @@ class Acceptor:
             commit=commit,
             pledged=commit.digest if lies else "",
             pledges=accept.pledges if lies else {},
+            term=self.vote.term,
         )
         return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
 
@@ -344,5 +345,5 @@ class Acceptor:
 
     def _sign(self, accept: Accept) -> Vote:
         commit, digest = accept.commit, accept.commit.digest
-        body = vote_body(commit.run, commit.round, accept.ballot, digest)
+        body = body_of(commit, accept.ballot)
         return Vote(round=commit.round, ballot=accept.ballot, digest=digest, signature=self._signature(body))

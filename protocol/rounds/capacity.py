@@ -34,6 +34,7 @@ from protocol.wire.commit import (
     Share,
 )
 from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Schedule
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
@@ -52,6 +53,16 @@ SHORTEST = 24
 """Bytes that a reason may always have."""
 _PEER, _DIGEST, _INTEGER, _NUMBER = "P" * 64, "d" * 64, 2**63, 1 / 3
 """The longest that there are of each kind, as they are encoded (protocol/identity.py takes no longer peer id)."""
+_PROOF = DoubleVote(
+    peer=_PEER,
+    term=_INTEGER,
+    round=_INTEGER,
+    ballot=_INTEGER,
+    digest=_DIGEST,
+    signature=bytes(64),
+    other=_DIGEST,
+    signed=bytes(64),
+)
 _SCHEDULE = Schedule(rounds=_INTEGER, total_steps=_INTEGER)
 
 
@@ -110,6 +121,7 @@ def budget(manifest: Manifest) -> Cost:
         members=(_PEER,) * len(manifest.operators),
         decrees=_INTEGER,
         schedule=_SCHEDULE,
+        out=(_PEER,) * len(manifest.operators),
     )
     votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
     envelope = cost(
@@ -136,7 +148,14 @@ def reserved_for_a_decree() -> Cost:
     reason = "\U0010ffff" * LONGEST_REASON
     enacted = Enacted(
         decree=Decree(
-            run=_DIGEST, number=_INTEGER, action=max(ACTIONS, key=len), subject=_PEER, reason=reason, schedule=_SCHEDULE
+            run=_DIGEST,
+            number=_INTEGER,
+            action=max(ACTIONS, key=len),
+            subject=_PEER,
+            reason=reason,
+            schedule=_SCHEDULE,
+            proof=_PROOF,
+            after=_INTEGER,
         ),
         signatures=signatures,
     )

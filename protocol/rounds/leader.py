@@ -55,6 +55,7 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        Attest        the same   Report               a peer has other bits than the majority
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
+    any        Petition      the same   Oust                 it takes an operator out
     any        Decided       the same   Resting              a peer was planned again and again and brings nothing
     any        Decided       the same   FoundBad             a peer's work was scored so badly that no plan has it
                                                              for a while
@@ -84,6 +85,7 @@ from protocol.rounds import (
     admission,
     audits,
     evaluation,
+    ousting,
     presence,
     promises,
     ranges,
@@ -112,6 +114,7 @@ from protocol.rounds.leader_events import (
     Knock,
     Lead,
     MakePlan,
+    Oust,
     Petition,
     Phase,
     Planned,
@@ -137,7 +140,7 @@ from protocol.rounds.witnesses import Witnesses
 from protocol.run.manifest import Manifest
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged
-from protocol.wire.decree import Enacted
+from protocol.wire.decree import OUST, Enacted
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
@@ -147,9 +150,17 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Ti
 
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
-    of parts that are durable here. `now`: seconds on the clock of `handle`."""
+    of parts that are durable here. `now`: seconds on the clock of `handle`. `oust`: the decree that has to come next, as the quorum's machine has
+    it."""
 
-    def __init__(self, manifest: Manifest, commits: Sequence[Commit], held: Sequence[str], now: float) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        commits: Sequence[Commit],
+        held: Sequence[str],
+        now: float,
+        oust: Enacted | None = None,
+    ) -> None:
         self.manifest = manifest
         self.head: Commit | None = commits[-1] if commits else None
         self.position = Position(TABLE, self._between())
@@ -159,7 +170,7 @@ class Leader:
         self.promises = Promises()
         self.quarrels = Quarrels()
         self.standing = standing.of(manifest, commits)
-        self.petitions = access.Petitions()
+        self.petitions = access.Petitions(oust)
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
         self._scores = scoring.Scores()
@@ -174,6 +185,10 @@ class Leader:
         self._docket = Docket(manifest, commits)
         self._final: presence.Final | None = None
         self._leads, self._began = False, now
+
+    def begin_again(self, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None) -> None:
+        """Rounds were undone: everything follows from the log once more. Who is ready has to be told again."""
+        Leader.__init__(self, self.manifest, commits, held, now, oust)
 
     @property
     def phase(self) -> Phase:
@@ -237,6 +252,8 @@ class Leader:
                     return self.position.step(Lead, self._between())
             case Petition(operator, decree, signature):
                 self.petitions.hear(operator, decree, signature)
+                if decree.action == OUST:
+                    return self.position.stay(Petition, [Oust(self.petitions.together(decree))])
             case Knock(joined):
                 self.guests.hear(joined, now)
             case Planned():
@@ -491,7 +508,8 @@ class Leader:
         told, scores = self._evaluations.next(self.due), self._scores.next(self.standing.scoring)
         commit = dataclasses.replace(commit, decree=decree, decrees=count, joined=joined, evaluations=told)
         found = self._audits.next(self.standing.audits)
-        commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=schedule.after(self.head, decree))
+        lasts, out = schedule.after(self.head, decree), ousting.out_after(self.head, decree)
+        commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=lasts, out=out)
         if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)

@@ -154,10 +154,10 @@ class Leadership:
         """Those of the members that give signs of life."""
         return frozenset(m for m in members if m in self._alive)
 
-    def next_members(self, members: tuple[str, ...]) -> tuple[str, ...]:
-        """The members of the round after the one that `members` decide."""
+    def next_members(self, members: tuple[str, ...], out: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """The members of the round after the one that `members` decide. `out`: the operators that were taken out."""
         silent = REPLACE_LEASES * self.manifest.timing.gone_after
-        spares = [o for o in self.manifest.operators if o not in members and o in self._alive]
+        spares = [o for o in self.manifest.operators if o not in (*members, *out) and o in self._alive]
         return tuple(
             spares.pop(0) if spares and m != self.peer and self._now - self._heard[m] >= silent else m for m in members
         )

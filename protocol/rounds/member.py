@@ -23,6 +23,7 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     TRAINING  Failed         ENCODING  Send(Withdraw), KeepInFeedback
     TRAINING                 STOPPING  Stop                              the round's commit is known: we are too
                                                                          late
+    WAITING                  WAITING   GoBack                            rounds that are applied were undone
     STOPPING  Trained        ENCODING  KeepInFeedback
     STOPPING  Failed         ENCODING  KeepInFeedback
     ENCODING  UpdateEncoded  WAITING   Send(Offer)                       the offer is durable
@@ -37,6 +38,7 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     WAITING                  DONE      Finish                            the run is over and we attested its final
                                                                          state
     any       Committed      the same  Send(LogRequest)                  commits in between are missing
+    any       Certified      the same  Send(LogRequest)                  the commit is not known
     any       Digested       the same  Send(Attest)                      no later state is attested yet
     any       Reconfigured   the same  Send(ChainReconfig)               we follow it already, or our part of the
                                                                          round is done
@@ -65,10 +67,13 @@ from __future__ import annotations
 from protocol.rounds import schedule
 from protocol.rounds.chain_repair import SLOW, reconfigured
 from protocol.rounds.deadline import Deadline
+from protocol.rounds.history import ForkError as ForkError
+from protocol.rounds.history import History
 from protocol.rounds.member_events import (
     TABLE,
     Applied,
     Apply,
+    Certified,
     ChainFailed,
     Committed,
     Connected,
@@ -79,6 +84,7 @@ from protocol.rounds.member_events import (
     Event,
     Failed,
     Finish,
+    GoBack,
     HoldShards,
     KeepInFeedback,
     Phase,
@@ -98,19 +104,13 @@ from protocol.rounds.member_events import (
 from protocol.rounds.overlap import Ahead, Overlap, is_same_work
 from protocol.rounds.part_lists import root_of
 from protocol.rounds.table import Position
-from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit, Record, is_decided
 from protocol.wire.plan import Plan
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
 
 RESEND_SECONDS = 5.0
 SETTLED_SECONDS = 1.0
 """Without a commit, after which a newcomer takes the newest that it knows for the run's."""
-
-
-class ForkError(Exception):
-    """A majority decided two commits for one round: the run has no one history, and nothing more is applied."""
 
 
 class Member:
@@ -135,10 +135,12 @@ class Member:
         self.applied = applied
         self.position = Position(TABLE, Phase.WAITING)
         self.overlap = Overlap(manifest)
-        self.commits: dict[int, Commit] = {}
-        self._pending = offer
+        self.history = History(manifest)
+        self.commits = self.history.commits
+        """Those that count, by round."""
+        self._pending = self._offered = offer
         self._attempted = max(feedback_round, offer.round if offer else 0)
-        self._held_round = -1
+        self._held_round = self._seen = -1
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
         self._run_over, self._sent_at = False, float("-inf")
@@ -154,8 +156,8 @@ class Member:
 
     @property
     def head(self) -> int:
-        """The newest round up to which every commit is known, -1 for none."""
-        return max(self.commits, default=-1)
+        """The newest round up to which every commit counts, -1 for none."""
+        return self.history.head
 
     @property
     def plan(self) -> Plan | None:
@@ -182,7 +184,9 @@ class Member:
             case Connected():
                 return self._resend(now)
             case Committed(record):
-                return self._learn(record, now)
+                return self._learned(Committed, self.history.learn(record), now)
+            case Certified(certificate):
+                return self._learned(Certified, self.history.confirm(certificate), now)
             case Trained() | Failed():
                 return self._finished(event, now)
             case TimeUp(round):
@@ -216,24 +220,11 @@ class Member:
                     return self.position.stay(Tick, [Send(self._chain_failure)])
         return []
 
-    def _learn(self, record: Record, now: float) -> list[Effect]:
-        """Only what a majority of the members voted for counts; the members are those that the commit before names."""
-        commit = record.commit
-        if commit.round > self.head + 1:
-            return self.position.stay(Committed, [Send(LogRequest(after=self.head))])
-        before = self.commits[commit.round - 1] if commit.round else None
-        if not is_decided(record, before.members if before else self.manifest.first_members):
-            return []
-        known = self.commits.get(commit.round)
-        if known is not None and known != commit:
-            raise ForkError(f"round {commit.round} has two decided commits")
-        if known is None:
-            reason = why_not_next(self.manifest, before, record)
-            if reason is not None:
-                raise ForkError(f"the commit of round {commit.round} {reason}")
-            self.commits[commit.round] = commit
-            self.deadline.began = now
-        return []
+    def _learned(self, event: type, lacking: int | None, now: float) -> list[Effect]:
+        """`lacking`: the round after which the log has to be asked for."""
+        if self.head != self._seen:
+            self._seen, self.deadline.began = self.head, now
+        return [] if lacking is None else self.position.stay(event, [Send(LogRequest(after=lacking))])
 
     # --- training and its end
 
@@ -258,7 +249,7 @@ class Member:
         if offer is None:
             return self.position.step(UpdateEncoded, Phase.WAITING)
         self.deadline.encoded(now, offer)
-        self._pending = offer
+        self._pending = self._offered = offer
         assert self._order is not None
         decided, rounds = self.commits.get(offer.round), schedule.of(self.manifest, self.commits.get(self.head)).rounds
         sent, plan = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)]), self._order.plan
@@ -336,7 +327,7 @@ class Member:
 
     def _resend(self, now: float) -> list[Effect]:
         self._sent_at = now
-        out: list[Effect] = [Send(LogRequest(after=self.head))]
+        out: list[Effect] = [Send(LogRequest(after=self.history.known))]
         if self._attest is not None:
             out.append(Send(self._attest))
         told = (self._reconfig, self._chain_failure, self._pending, self._withdraw)
@@ -347,11 +338,13 @@ class Member:
         return EndIn(self.head + 1, self.deadline.left(now))
 
     def _advance(self, now: float) -> list[Effect]:
-        following = self.commits.get(self.applied + 1)
-        if self.phase is Phase.TRAINING and following is not None:
-            return self.position.step(None, Phase.STOPPING, [Stop(following.round)])
+        following, undone = self.commits.get(self.applied + 1), self.history.undone
+        if self.phase is Phase.TRAINING and self._order is not None and (following is not None or undone is not None):
+            return self.position.step(None, Phase.STOPPING, [Stop(self._order.plan.round)])
         if self.phase is not Phase.WAITING:
             return []
+        if undone is not None:
+            return self._go_back(undone) + self._advance(now)
         effects: list[Effect] = []
         if self._pending is not None and self._pending.round <= self.applied:
             commit = self.commits.get(self._pending.round)
@@ -367,6 +360,16 @@ class Member:
         if commit is not None and self._held_round < self.applied:
             return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
         return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave())
+
+    def _go_back(self, round: int) -> list[Effect]:
+        """The rounds after this one were undone. An offer to one of them may be committed yet."""
+        self.history.undone = None
+        if self.applied <= round:
+            return []
+        self.applied, self._held_round, self._attest = round, -1, None
+        if self._offered is not None and self._offered.round > round:
+            self._pending = self._offered
+        return [*self.overlap.drop(), *self.position.stay(None, [GoBack(round)])]
 
     def _begin(self, now: float) -> list[Effect]:
         """At the head of the log, with the right shards: trains, or waits."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from protocol.rounds.table import Table, Transition
+from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan
@@ -41,6 +42,13 @@ class Committed:
     """Event: a record has arrived whose signatures are right."""
 
     record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """Event: a certificate has arrived whose signatures are right."""
+
+    certificate: Confirmed
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +241,14 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class GoBack:
+    """Effect: the operators have undone the rounds after `round` (protocol/rounds/ousting.py): forget every state of a later one. It has no
+    answer; the state is built again like any that is not held."""
+
+    round: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Effect: the run is over; make the state durable and leave."""
 
@@ -240,6 +256,7 @@ class Finish:
 Event = (
     Connected
     | Committed
+    | Certified
     | Trained
     | Failed
     | ChainFailed
@@ -254,7 +271,17 @@ Event = (
     | Tick
 )
 Effect = (
-    TrainOrder | EndIn | Stop | EncodeUpdate | KeepInFeedback | RestoreFeedback | Apply | HoldShards | Send | Finish
+    TrainOrder
+    | EndIn
+    | Stop
+    | EncodeUpdate
+    | KeepInFeedback
+    | RestoreFeedback
+    | Apply
+    | HoldShards
+    | GoBack
+    | Send
+    | Finish
 )
 
 
@@ -280,6 +307,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.TRAINING, Trained, Phase.ENCODING, (EncodeUpdate,)),
     Transition(Phase.TRAINING, Failed, Phase.ENCODING, (Withdraw, KeepInFeedback)),
     Transition(Phase.TRAINING, None, Phase.STOPPING, (Stop,), "the round's commit is known: we are too late"),
+    Transition(Phase.WAITING, None, Phase.WAITING, (GoBack,), "rounds that are applied were undone"),
     Transition(Phase.STOPPING, Trained, Phase.ENCODING, (KeepInFeedback,)),
     Transition(Phase.STOPPING, Failed, Phase.ENCODING, (KeepInFeedback,)),
     Transition(Phase.ENCODING, UpdateEncoded, Phase.WAITING, (Offer,), "the offer is durable"),
@@ -305,6 +333,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
     ),
     Transition(Phase.WAITING, None, Phase.DONE, (Finish,), "the run is over and we attested its final state"),
     Transition(None, Committed, None, (LogRequest,), "commits in between are missing"),
+    Transition(None, Certified, None, (LogRequest,), "the commit is not known"),
     Transition(None, Digested, None, (Attest,), "no later state is attested yet"),
     Transition(None, Reconfigured, None, (ChainReconfig,), "we follow it already, or our part of the round is done"),
     Transition(None, Tick, None, (ChainFailure,), "our chain still waits for its reconfiguration"),

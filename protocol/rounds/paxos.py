@@ -43,8 +43,22 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     any        Heard     the same   Send(LogRequest)  the sender is at a later round
     any        Heard     the same   SendLog           the sender is at an earlier round
     any        Learned   the same   Send(LogRequest)  records in between are missing
-    any        Learned   the same   Forked            it is another commit than the last one of the log, and
-                                                      decided, too
+    any        Appended  the same   Send(Holds)       the commit has to be confirmed: the other nodes hear that it
+                                                      is in our log
+    any                  the same   Send(Confirmed)   all members that give signs of life hold our last commit, or a
+                                                      grace is over
+    any                  the same   Certified         enough members have confirmed our last commit
+    any        Learned   the same   Named             it and our log prove that a member voted twice
+    any        Heard     the same   Named             another node has such a proof
+    any                  the same   Send(DoubleVote)  the same: all other nodes get the proof
+    any        Learned   the same   Forked            a member holds another decided commit than our log, and
+                                                      nothing proves a lie
+    any        Learned   the same   SendLog           a member holds another decided commit than our log: it gets
+                                                      ours
+    any        Ousted    the same   Undo              the decree may come with the commit after the last round that
+                                                      stays
+    any        Learned   the same   Undo              the record brings such a decree
+    any        Heard     the same   Undo              the commit that we are asked to accept brings such a decree
     any        Tick      the same   Skipped           the leader lets the round wait that this node would decide
 
 Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower ballot exists: a
@@ -60,12 +74,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from protocol.rounds import access, ousting
 from protocol.rounds.acceptor import Acceptor
+from protocol.rounds.confirming import GRACE_HEARTBEATS, Confirming, is_needed
 from protocol.rounds.leadership import LIAR_ROUNDS, SLOW_ROUNDS, Leadership
 from protocol.rounds.paxos_events import (
     TABLE,
     Append,
     Appended,
+    Certified,
     Decided,
     Effect,
     Event,
@@ -76,6 +93,8 @@ from protocol.rounds.paxos_events import (
     Leads,
     Learned,
     Listed,
+    Named,
+    Ousted,
     Phase,
     Proposed,
     Refused,
@@ -84,22 +103,24 @@ from protocol.rounds.paxos_events import (
     SendLog,
     Skipped,
     Tick,
+    Undo,
 )
+from protocol.rounds.suspects import Recorded, Suspects
 from protocol.rounds.table import Position
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import (
     Commit,
     Record,
-    is_decided,
+    body_of,
     liars_borne,
     pledge_body,
-    vote_body,
-    voted_twice,
     votes_needed,
 )
+from protocol.wire.decree import Enacted
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.session import Heartbeat, LogRequest
 
 RETRY_SECONDS = 1.0
@@ -114,8 +135,8 @@ class Quorum:
     """One node of the quorum; `handle` is the only entry, and `now` is in seconds on any steady clock. `mine`: what this node would propose;
     `ballot`: that in which it proposes, negative for none.
 
-    `last`: the log's last record. `vote`: the durable vote. `held`: names of the payloads that are durable. `sign`
-    and `verify` (peer, body, signature) are those of the node's and of others' identities.
+    `recorded`: the log. `vote`: the durable vote. `held`: names of the payloads that are durable. `oust`: the durable decree that takes a
+    member out, if the log has not got it yet. `sign` and `verify` (peer, body, signature) are those of the node's and of others' identities.
     """
 
     def __init__(
@@ -128,20 +149,31 @@ class Quorum:
         sign: Callable[[bytes], bytes],
         verify: Callable[[str, bytes, bytes], bool],
         now: float,
+        recorded: Recorded,
+        oust: Enacted | None = None,
     ) -> None:
         self.manifest = manifest
         self.peer = peer
-        self.head = last.commit if last is not None else None
-        self.forked = False
-        """Whether this node has seen two decided commits of one round: it decides nothing more."""
-        self._last = last
-        self._members_before: tuple[str, ...] | None = None
-        self.position = Position(TABLE, Phase.IDLE)
-        self.leadership = Leadership(manifest, peer, now)
-        self.leadership.begin(self.round)
-        known = vote if vote is not None and vote.round >= self.round else Promise(round=self.round)
-        self.acceptor = Acceptor(manifest, known, held, sign, verify)
+        self._sign = sign
         self._verify = verify
+        self._recorded = recorded
+        self.begin(last, vote, held, now, oust)
+
+    def begin(
+        self, last: Record | None, vote: Promise | None, held: Iterable[str], now: float, oust: Enacted | None
+    ) -> None:
+        """From the start, or after an `Undo`, with what is durable then; `last`: the log's last record."""
+        self.head = last.commit if last is not None else None
+        self.oust = oust
+        self.suspects = Suspects(self.manifest, self._recorded)
+        self._last = last
+        self.position = Position(TABLE, Phase.IDLE)
+        self.leadership = Leadership(self.manifest, self.peer, now)
+        self.leadership.begin(self.round)
+        fresh = vote is None or vote.round < self.round or vote.term != len(self.out)
+        known = Promise(round=self.round, term=len(self.out)) if vote is None or fresh else vote
+        self.acceptor = Acceptor(self.manifest, known, held, self._sign, self._verify)
+        self.confirming = Confirming(self.peer, GRACE_HEARTBEATS * self.manifest.timing.heartbeat, now)
         self._now = now
         self._beat_at = float("-inf")
         self._told_turn = 0
@@ -181,7 +213,28 @@ class Quorum:
     @property
     def members(self) -> tuple[str, ...]:
         """Who decides it."""
-        return self.manifest.first_members if self.head is None else self.head.members
+        return ousting.deciders(self.manifest, self.head, self.oust)
+
+    @property
+    def out(self) -> tuple[str, ...]:
+        """The operators that are out."""
+        return ousting.out_after(self.head, self.oust)
+
+    @property
+    def operators(self) -> tuple[str, ...]:
+        """The others."""
+        return ousting.operators_after(self.manifest, self.out)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether this node decides nothing more, since the logs differ, or a member has voted twice where that may make them differ."""
+        liars = self.suspects.named.keys() & set(self.members)
+        return self.suspects.conflict is not None or bool(liars and not self._bears_liars)
+
+    @property
+    def may_oust(self) -> tuple[DoubleVote, int] | None:
+        """As `Suspects.ousting` says."""
+        return None if self.oust is not None else self.suspects.ousting(self.round - 1)
 
     @property
     def living(self) -> frozenset[str]:
@@ -217,18 +270,23 @@ class Quorum:
                 self._route(self.acceptor.judge(digest, unfair), out)
                 if unfair is None:
                     self._look_again(Judged, out)
+            case Ousted(enacted):
+                self._adopt(Ousted, enacted, out)
             case Appended(record):
                 self._begin(record, out)
             case Tick(due):
                 self._wait_for_leader(due, out)
         self._watch(out)
         self._advance(out)
+        self._confirm(out)
         return out
 
     def of_ours(self, commit: Commit) -> Commit:
         """`commit` as this node proposes it: with its leader, and the members of the next round. The same object if it is so already, so
         that a digest that was computed beforehand counts: of 10,000 replicas it takes a tenth of a second."""
-        leader, members = self.peer, self.leadership.next_members(self.members)
+        out = ousting.out_after(self.head, commit.decree)
+        leader = self.peer
+        members = ousting.completed(self.manifest, self.leadership.next_members(self.members, out), out)
         same = (commit.leader, commit.members) == (leader, members)
         return commit if same else dataclasses.replace(commit, leader=leader, members=members)
 
@@ -249,7 +307,10 @@ class Quorum:
             beat = Heartbeat(
                 phase="leading" if self.leads else "following", round=self.round, turn=turn, head=self._head_digest
             )
-            out += self._to(None, self._others(self.manifest.operators), beat)
+            out += self._to(None, self._others(self.operators), beat)
+            own = self.confirming.own(self.head)
+            if own is not None:
+                out += self._to(None, self._others(self.operators), own)
 
     def _wait_for_leader(self, due: bool, out: list[Effect]) -> None:
         """A leader that has not got a round decided a lease after this node would have proposed it is skipped. Of three or five, all may come to
@@ -279,14 +340,24 @@ class Quorum:
         match message:
             case Heartbeat(round=round, turn=turn, head=head):
                 self.leadership.turned(peer, round, turn)
+                self.confirming.holds(peer, round - 1, head)
                 self._help(peer, round, out)
                 if round == self.round > 0 and head not in ("", self._head_digest):
                     out += self.position.stay(Heard, [SendLog(peer, round - 2)])
+            case Holds(round=round, digest=digest):
+                self.confirming.holds(peer, round, digest)
+            case Confirmed():
+                self.confirming.hear(message, self.operators, self._verify, self.manifest.run_id)
+            case DoubleVote():
+                if self.suspects.hear(message, self.out):
+                    self._name(Heard, (message,), out)
+            case Accept(commit=commit) if commit.decree is not None and self._adopt(Heard, commit.decree, out):
+                pass  # it is asked for again
             case Prepare() if self._is_current(peer, message, out):
                 self._route(self.acceptor.prepare(peer, message), out)
-            case Accept() if self._is_current(peer, message, out):
+            case Accept(commit=commit) if self._fits(commit) and self._is_current(peer, message, out):
                 self._on_accept(peer, message, out)
-            case Promise() if message.round == self.round and peer in self.members:
+            case Promise(term=term) if (message.round, term) == (self.round, len(self.out)) and peer in self.members:
                 self._on_promise(peer, message, out)
             case Pledge() if message.round == self.round and peer in self.members:
                 self._on_pledge(peer, message, out)
@@ -313,7 +384,11 @@ class Quorum:
         else:
             heard = peer == self.peer or not self.leadership.is_skipped(peer, self.members)
         in_reach = message.ballot <= self._highest_yet()
-        return here and heard and in_reach and not self.forked and self._owner(message.ballot) == peer
+        return here and heard and in_reach and not self.is_stopped and self._owner(message.ballot) == peer
+
+    def _fits(self, commit: Commit) -> bool:
+        """Whether a commit brings the decree that takes a member out, where one has to come now."""
+        return self.oust is None or ousting.is_ousting(commit.decree)
 
     @property
     def _bears_liars(self) -> bool:
@@ -353,7 +428,12 @@ class Quorum:
     def _others(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if name != self.peer]
 
-    def _to(self, event: type | None, names: Sequence[str], message: Prepare | Accept | Heartbeat) -> list[Send]:
+    def _to(
+        self,
+        event: type | None,
+        names: Sequence[str],
+        message: Prepare | Accept | Heartbeat | Holds | Confirmed | DoubleVote,
+    ) -> list[Send]:
         return self.position.stay(event, [Send(name, message) for name in names]) if names else []
 
     # --- the proposer
@@ -373,7 +453,7 @@ class Quorum:
 
     def _advance(self, out: list[Effect]) -> None:
         vote = self.acceptor.vote
-        if self.forked or not self.leads or vote.round != self.round or self._now < self._retry_at:
+        if self.is_stopped or not self.leads or vote.round != self.round or self._now < self._retry_at:
             return
         if self.phase is Phase.IDLE and (self.mine is not None or vote.commit is not None):
             self._forget_answers()
@@ -481,7 +561,7 @@ class Quorum:
     def _on_vote(self, peer: str, vote: Vote, out: list[Effect]) -> None:
         if self.phase is not Phase.ACCEPTING or vote.ballot != self.ballot or self._value is None:
             return
-        body = vote_body(self._value.run, self.round, vote.ballot, self._value.digest)
+        body = body_of(self._value, vote.ballot)
         if vote.digest != self._value.digest or not self._verify(peer, body, vote.signature):
             return
         self._votes[peer] = vote.signature
@@ -506,32 +586,69 @@ class Quorum:
     def _head_digest(self) -> str:
         return self.head.digest if self.head is not None else ""
 
-    def _is_fork(self, record: Record) -> bool:
-        """Whether `record` is decided as the last one of the log is, and another one."""
-        last = self._last
-        if last is None or record.commit.round != last.commit.round or record.commit == last.commit:
+    def _compare(self, peer: str, record: Record, out: list[Effect]) -> None:
+        """Looks whether `peer` holds another commit of a round than our log, and who voted for both."""
+        proofs, differs = self.suspects.compare(peer, record, self.out)
+        self._name(Learned, proofs, out)
+        if not differs:
+            return
+        if all(proof.round != record.commit.round for proof in self.suspects.named.values()):
+            out += self.position.stay(Learned, [Forked(record)])
+        out += self.position.stay(Learned, [SendLog(peer, record.commit.round - 1)])
+
+    def _name(self, event: type, proofs: Sequence[DoubleVote], out: list[Effect]) -> None:
+        for proof in proofs:
+            out += self.position.stay(event, [Named(proof)])
+            out += self._to(None, self._others(self.operators), proof)
+
+    def _adopt(self, event: type, enacted: Enacted, out: list[Effect]) -> bool:
+        """Whether a member is taken out by this decree here and now."""
+        after = enacted.decree.after
+        is_new = self.oust is None and ousting.is_ousting(enacted) and enacted.decree.subject not in self.out
+        if not is_new or after is None or after >= self.round:
             return False
-        members = self._members_before if self._members_before is not None else tuple(last.votes)
-        return record.commit.parent == last.commit.parent and (
-            is_decided(record, members) or bool(voted_twice(last, record))
-        )
+        before = self._recorded(after) if after >= 0 else None
+        if access.why_not_decreed(self.manifest, before.commit if before is not None else None, enacted) is not None:
+            return False
+        out += self.position.stay(event, [Undo(enacted)])
+        return True
+
+    def _confirm(self, out: list[Effect]) -> None:
+        """Confirms our last commit, if it has to be and may be, and says so when enough have."""
+        if self._last is None or self.head is None or self.suspects.conflict is not None:
+            return
+        members = self.suspects.members_of(self._last)
+        if not is_needed(len(members), self.head):
+            return
+        waited = [m for m in self._others(members) if m in self.living and m not in self.suspects.named]
+        if self.peer not in members:
+            self.confirming.is_done = True  # it only passes on what the members say
+        elif self.confirming.is_due(self.head, waited, self._now):
+            own = self.confirming.confirm(self.head, self._sign)
+            out += self._to(None, self._others(self.operators), own)
+        found = self.confirming.certified(self.head, members)
+        if found is not None:
+            out += self.position.stay(None, [Certified(found)])
 
     def _learn(self, peer: str, record: Record, out: list[Effect]) -> None:
-        if not self.forked and self._last is not None and self._is_fork(record):
-            self.forked = True
-            out += self.position.stay(Learned, [Forked(record, voted_twice(self._last, record))])
+        self._compare(peer, record, out)
+        if record.commit.decree is not None and self._adopt(Learned, record.commit.decree, out):
+            return
         if record.commit.round == self.round > 0 and record.commit.parent != self._head_digest:
             out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 2))])
         if record.commit.round > self.round:
             out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 1))])
-        elif self.phase is not Phase.APPENDING and why_not_next(self.manifest, self.head, record) is None:
+        elif self.phase is Phase.APPENDING or not self._fits(record.commit):
+            pass
+        elif why_not_next(self.manifest, self.head, record) is None:
             out += self.position.step(Learned, Phase.APPENDING, [Append(record)])
 
     def _begin(self, record: Record, out: list[Effect]) -> None:
         """The record is in the log: the next round begins."""
         commit = record.commit
-        self._members_before = self.members
-        self.head, self._last = commit, record
+        decided_by = self.members
+        self.head, self._last, self.oust = commit, record, None
+        self.confirming.begin(self._now)
         self.acceptor.begin(self.round)
         self.leadership.begin(self.round)
         self._due = None
@@ -539,6 +656,8 @@ class Quorum:
         self._began = self._now
         self._rest()
         out += self.position.step(Appended, Phase.IDLE, [Decided(record)])
-        others = self._others(self.manifest.operators)
+        others = self._others(self.operators)
         if commit.leader == self.peer and others:
             out += self.position.stay(Appended, [SendLog(o, commit.round - 1) for o in others])
+        if is_needed(len(decided_by), commit):
+            out += self._to(Appended, others, Holds(round=commit.round, digest=commit.digest))

@@ -7,8 +7,10 @@ from enum import Enum
 
 from protocol.rounds.table import Table, Transition
 from protocol.rounds.unfair import Unfair
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Part, Record, Share
+from protocol.wire.decree import Enacted
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.session import Heartbeat, LogRequest
 
 
@@ -39,7 +41,7 @@ class Heard:
     """Event: another operator's node sent this."""
 
     peer: str
-    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat
+    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | Holds | Confirmed | DoubleVote
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,13 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
+class Ousted:
+    """Event: enough of the other operators have signed the decree that takes one out."""
+
+    enacted: Enacted
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Event: time passed. `due`: this node would propose the open round's commit now, if it led."""
 
@@ -99,7 +108,9 @@ class Send:
     """Effect: to another operator's node, if it can be reached; it is sent again while it matters."""
 
     peer: str
-    message: Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | LogRequest
+    message: (
+        Prepare | Promise | Accept | Pledge | Vote | Reject | Heartbeat | LogRequest | Holds | Confirmed | DoubleVote
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +164,32 @@ class Skipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """Effect: a member has voted for two commits of one round, as this proves. Tell the operator, and the peers."""
+
+    proof: DoubleVote
+
+
+@dataclass(frozen=True, slots=True)
 class Forked:
-    """Effect: enough members voted for two commits of one round, that of our log and that of `other`. Tell the operator, and show it to
-    all peers: they stop. This node decides nothing any more. `liars`: who voted twice, as `voted_twice` says."""
+    """Effect: two commits of one round are decided, that of our log and `other`, and no signature proves who lied. Tell the operator, and show
+    it to all peers. This node decides nothing any more."""
 
     other: Record
-    liars: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Certified:
+    """Effect: tell all peers that they may apply this commit, the last one of the log."""
+
+    certificate: Confirmed
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Effect: cut the log off after the last round that stays, keep the decree durably, and begin again (`Quorum.begin`)."""
+
+    enacted: Enacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +220,24 @@ class Stalled:
     missing: tuple[str, ...]
 
 
-Event = Proposed | Heard | Learned | Held | Listed | Judged | Appended | Tick
+Event = Proposed | Heard | Learned | Held | Listed | Judged | Appended | Ousted | Tick
 Effect = (
-    Save | Send | SendLog | Fetch | FetchList | Judge | Refused | Skipped | Forked | Append | Decided | Leads | Stalled
+    Save
+    | Send
+    | SendLog
+    | Fetch
+    | FetchList
+    | Judge
+    | Refused
+    | Skipped
+    | Named
+    | Forked
+    | Certified
+    | Undo
+    | Append
+    | Decided
+    | Leads
+    | Stalled
 )
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -234,7 +280,23 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
     Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
     Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
-    Transition(None, Learned, None, (Forked,), "it is another commit than the last one of the log, and decided, too"),
+    Transition(
+        None, Appended, None, (Holds,), "the commit has to be confirmed: the other nodes hear that it is in our log"
+    ),
+    Transition(
+        None, None, None, (Confirmed,), "all members that give signs of life hold our last commit, or a grace is over"
+    ),
+    Transition(None, None, None, (Certified,), "enough members have confirmed our last commit"),
+    Transition(None, Learned, None, (Named,), "it and our log prove that a member voted twice"),
+    Transition(None, Heard, None, (Named,), "another node has such a proof"),
+    Transition(None, None, None, (DoubleVote,), "the same: all other nodes get the proof"),
+    Transition(
+        None, Learned, None, (Forked,), "a member holds another decided commit than our log, and nothing proves a lie"
+    ),
+    Transition(None, Learned, None, (SendLog,), "a member holds another decided commit than our log: it gets ours"),
+    Transition(None, Ousted, None, (Undo,), "the decree may come with the commit after the last round that stays"),
+    Transition(None, Learned, None, (Undo,), "the record brings such a decree"),
+    Transition(None, Heard, None, (Undo,), "the commit that we are asked to accept brings such a decree"),
     Transition(None, Tick, None, (Skipped,), "the leader lets the round wait that this node would decide"),
 )
 TABLE = Table("proposer", Phase, _ROWS)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import access, chain_repair, part_lists, schedule
+from protocol.rounds import access, chain_repair, ousting, part_lists, schedule
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Record, is_decided
@@ -28,15 +28,14 @@ class BadCommit(PotluckError):
 def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str | None:
     """Why `record`, whose signatures are right, cannot come next after `head` in the log; None if it can."""
     commit, round = record.commit, 0 if head is None else head.round + 1
-    members = manifest.first_members if head is None else head.members
-    named = set(commit.members)
+    members = ousting.deciders(manifest, head, commit.decree)
     if commit.run != manifest.run_id:
         return "is of another run"
     if commit.round != round:
         return f"is not the one of round {round}"
     if commit.parent != (head.digest if head else manifest.run_id):
         return "does not follow the one before it"
-    if not (named <= set(manifest.operators) and len(named) == len(commit.members) == manifest.quorum):
+    if not ousting.is_complete(manifest, commit.members, commit.out):
         return "names other members than operators of the manifest"
     if commit.leader not in members:
         return "was proposed by a node that is not a member"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from protocol.wire.bounds import Ballot, PeerId, Round, RunId, Signature
+from protocol.wire.bounds import Ballot, Count, PeerId, Round, RunId, Signature
 from protocol.wire.commit import Commit
 from protocol.wire.schema import AtMost
 
@@ -22,7 +22,8 @@ class Prepare:
 class Promise:
     """The answer, and a member's durable vote: the highest ballot that was promised, and the commit that was accepted last
     (in ballot `accepted`), if any. Where members may lie: `pledges` of enough members prove that this commit was the only one of
-    that ballot; `pledged` is the digest of the commit that the member pledged in `ballot`."""
+    that ballot; `pledged` is the digest of the commit that the member pledged in `ballot`. `term`: how many operators were taken out
+    before (protocol/rounds/ousting.py)."""
 
     round: Round
     ballot: Ballot = -1
@@ -30,6 +31,7 @@ class Promise:
     commit: Commit | None = None
     pledged: RunId = ""
     pledges: Annotated[dict[PeerId, Signature], AtMost(16)] = field(default_factory=dict)
+    term: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,3 +74,21 @@ class Reject:
     round: Round
     ballot: Ballot
     promised: Ballot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holds:
+    """The commit of `round` with this digest is in the sender's log."""
+
+    round: Round
+    digest: RunId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmed:
+    """The commit of `round` with this digest is the only one that these members know (protocol/rounds/confirming.py); each signature
+    is over `confirmation_body`."""
+
+    round: Round
+    digest: RunId
+    by: Annotated[dict[PeerId, Signature], AtMost(16)]

@@ -30,13 +30,14 @@ from protocol.wire.bounds import (
     Time,
 )
 from protocol.wire.decree import Enacted, Schedule
+from protocol.wire.double_vote import DOMAIN as DOMAIN
+from protocol.wire.double_vote import DoubleVote, vote_body
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.invitation import MAX_JOINED, Joined
 from protocol.wire.plan import Plan
 from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
 from protocol.wire.score import Score
 
-DOMAIN = b"potluck/1/"
 MAX_EVALUATIONS = 4
 MAX_SCORES = 64
 MAX_AUDITS = 8
@@ -126,7 +127,8 @@ class Commit:
     proposed it; `members` decide the next round. `decrees`: how many the run has had, with the one that comes with this commit, if one does.
     `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
     (protocol/rounds/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/rounds/scoring.py); `audits`: whether they are
-    what they say (protocol/rounds/audits.py). `schedule`: how long the run is from here on; None: as the manifest says."""
+    what they say (protocol/rounds/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `out`: the operators that
+    were taken out so far (protocol/rounds/ousting.py)."""
 
     run: RunId
     round: Round
@@ -146,6 +148,7 @@ class Commit:
     schedule: Schedule | None = None
     scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
     audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
+    out: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
 
     @functools.cached_property
     def digest(self) -> str:
@@ -189,16 +192,36 @@ class Record:
     votes: Annotated[dict[PeerId, Signature], AtMost(16)]
 
 
-def voted_twice(one: Record, other: Record) -> tuple[str, ...]:
-    """Who voted for two commits of one round in one ballot, as the signatures in the records of both show to anybody: a liar. (In
+def voted_twice(one: Record, other: Record) -> tuple[DoubleVote, ...]:
+    """The proofs against everybody who voted for two commits of one round in one ballot, by the signatures in the records of both. (In
     different ballots a member may vote for different commits.)"""
-    same = (one.commit.run, one.commit.round, one.ballot) == (other.commit.run, other.commit.round, other.ballot)
-    return tuple(sorted(set(one.votes) & set(other.votes))) if same and one.commit.digest != other.commit.digest else ()
+    first, second = one.commit, other.commit
+    where = [(r.commit.run, len(r.commit.out), r.commit.round, r.ballot) for r in (one, other)]
+    if where[0] != where[1] or first.digest == second.digest:
+        return ()
+    return tuple(
+        DoubleVote(
+            peer=peer,
+            term=len(first.out),
+            round=first.round,
+            ballot=one.ballot,
+            digest=first.digest,
+            signature=one.votes[peer],
+            other=second.digest,
+            signed=other.votes[peer],
+        )
+        for peer in sorted(set(one.votes) & set(other.votes))
+    )
 
 
-def vote_body(run: str, round: int, ballot: int, digest: str) -> bytes:
-    """What a vote's signature is over."""
-    return DOMAIN + framing.pack_message(["vote", run, round, ballot, digest])
+def body_of(commit: Commit, ballot: int) -> bytes:
+    """What the signature of a vote for `commit` in `ballot` is over."""
+    return vote_body(commit.run, len(commit.out), commit.round, ballot, commit.digest)
+
+
+def confirmation_body(run: str, round: int, digest: str) -> bytes:
+    """What a confirmation's signature is over (protocol/rounds/confirming.py)."""
+    return DOMAIN + framing.pack_message(["confirmed", run, round, digest])
 
 
 def pledge_body(run: str, round: int, ballot: int, digest: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What the operators of a run decide together while it goes on: who may take part, and how long it is.
+"""What the operators of a run decide together while it goes on: who may take part, how long it is, and which of them is out.
 
 A decree is in the commit that it came with, signed by as many members of the quorum as a commit needs votes. So everybody who reads
 the log knows it, and no single operator of several can make one.
@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import Count, PeerId, Round, RunId, Signature, Word
+from protocol.wire.bounds import Count, PeerId, Round, RunId, Signature, Since, Word
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.schema import AtMost
 
-BAN, ADMIT, OPEN, CLOSE, SET = "ban", "admit", "open", "close", "set"
-ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET)
+BAN, ADMIT, OPEN, CLOSE, SET, OUST = "ban", "admit", "open", "close", "set", "oust"
+ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, OUST)
 """`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
-who is admitted; `set` gives the run another schedule."""
-OF_PEERS = (BAN, ADMIT)
+who is admitted; `set` gives the run another schedule; `oust` takes an operator out who voted twice (protocol/rounds/ousting.py)."""
+OF_PEERS = (BAN, ADMIT, OUST)
 LONGEST_REASON = 200
 
 
@@ -39,22 +40,27 @@ class Decree:
     number: Count
     """How many decrees the run has had before, so that none can be used twice."""
     action: Word
-    """`ban`, `admit`, `open`, `close` or `set`."""
+    """`ban`, `admit`, `open`, `close`, `set` or `oust`."""
     subject: PeerId = ""
     """The peer, where it is about one; else empty."""
     reason: Annotated[str, AtMost(LONGEST_REASON)] = ""
     """Why, for a reader."""
     schedule: Schedule | None = None
     """From the round after on, where it sets one."""
+    proof: DoubleVote | None = None
+    """What the operator who is out has done."""
+    after: Since | None = None
+    """Where one is out: the last round that stays; the next one is decided anew, by the others."""
 
     @property
     def is_sound(self) -> bool:
         """Whether it says something: one of ACTIONS, and whom or what it is about, if that is about anybody or anything."""
-        whom, what = (
+        whom, what, why = (
             (self.action in OF_PEERS) == bool(self.subject),
             (self.action == SET) == (self.schedule is not None),
+            (self.action == OUST) == (self.proof is not None) == (self.after is not None),
         )
-        return self.action in ACTIONS and whom and what
+        return self.action in ACTIONS and whom and what and why
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +81,13 @@ class Motion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motions:
     """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs (`wanted`), who has
-    signed what was sent, and the run's `schedule` now."""
+    signed what was sent, and the run's `schedule` now. Where a member has voted twice: the `proof`, and the last round that stays if it is
+    taken out (`after`); `number` and `wanted` are then of the decree that does that."""
 
     number: Count
     wanted: Count
     schedule: Schedule
     signed: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     newest: Decree | None = None
+    proof: DoubleVote | None = None
+    after: Since | None = None

@@ -13,10 +13,11 @@ from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.audit import Audit
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Record, vote_body
+from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.commit import Record, body_of
 from protocol.wire.decree import Decree, Motion, Motions
 from protocol.wire.dial_back import Dialled, DialMe
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, packed
@@ -83,6 +84,9 @@ Message = (
     | Evaluation
     | Score
     | Audit
+    | Holds
+    | Confirmed
+    | DoubleVote
 )
 
 
@@ -151,7 +155,7 @@ def decode_record(raw: bytes | memoryview, peer: str) -> Record:
     except (SchemaError, framing.FrameError) as error:
         raise MessageError(peer, f"record from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     commit = record.commit
-    body = vote_body(commit.run, commit.round, record.ballot, commit.digest)
+    body = body_of(commit, record.ballot)
     for voter, signature in record.votes.items():
         if not identity.verify(voter, body, signature):
             raise MessageError(peer, f"record from {short_peer(peer)}: a signature is wrong; it was dropped")

@@ -47,7 +47,7 @@ from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.wire import calls, encoding, endpoints, framing, logfile, relaying, sealed
 from protocol.wire.announcement import Announcement
-from protocol.wire.commit import DOMAIN, Commit, Part, Record, vote_body
+from protocol.wire.commit import DOMAIN, Commit, Part, Record, body_of
 from protocol.wire.encoding import MessageError
 from protocol.wire.framing import FrameError, FrameReader
 from protocol.wire.handover import Handover, HandoverAnswer, Step
@@ -173,7 +173,7 @@ def _voted(body: bytes) -> bytes:
     signature = b""
     with _allowed(MessageError):
         commit = encoding.decode_record(b"\x83\xa1c" + body + b"\xa1n\x00\xa1v\x80", KEY.peer_id).commit
-        signature = KEY.sign(vote_body(commit.run, commit.round, 0, commit.digest))
+        signature = KEY.sign(body_of(commit, 0))
     return b"\x83\xa1c" + body + b"\xa1n\x00\xa1v" + framing.pack_message({KEY.peer_id: signature})
 
 

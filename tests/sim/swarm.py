@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import itertools
 import json
 import random
@@ -20,15 +21,18 @@ from peer.node.audit import held_out_text
 from peer.node.peer import Factories, Peer
 from peer.state.storage import Storage
 from protocol.codec import blob_hash
+from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.rounds import part_lists
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
-from protocol.wire import logfile
+from protocol.wire import encoding, logfile
 from protocol.wire.commit import liars_borne
+from protocol.wire.decree import OUST, Decree, Motion, Motions
+from protocol.wire.sealed import seal
 from tests import tiny
 from tests.liars import Liar
-from tests.lying_nodes import LyingNode
+from tests.lying_nodes import DoubleVoter, LyingNode
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
@@ -53,7 +57,9 @@ LATEST = 40.0
 class Swarm:
     """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
     `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
-    operators who could lie and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then."""
+    operators who could lie and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
+    `double_voter`: of three operators the leading one votes for two commits of a round, and nothing else goes wrong; the others take it
+    out as docs/guides/operator.md says."""
 
     def __init__(
         self,
@@ -64,12 +70,15 @@ class Swarm:
         calm: bool = False,
         honest: bool = False,
         probation: int = 0,
+        double_voter: bool = False,
     ) -> None:
         rng = random.Random(seed)
         kind = kind_of(seed)
         quorum, nodes = rng.choice(QUORUMS[kind])
         if lying_nodes:
             quorum, nodes = rng.choice(((4, 4), (4, 4), (4, 5), (7, 7)))
+        if double_voter:
+            quorum, nodes = rng.choice(((3, 3), (3, 3), (3, 4)))
         count = rng.choice(PEERS[kind])
         operators = tiny.OPERATORS[:nodes]
         names = tuple(o.peer_id for o in operators)
@@ -87,9 +96,9 @@ class Swarm:
             ),
         )
         drawn = weather(rng, seed)
-        drawn = dataclasses.replace(drawn, calm_at=0.0) if calm else drawn
+        drawn = dataclasses.replace(drawn, calm_at=0.0) if calm or double_voter else drawn
         self.world = world = World(seed, drawn, rng, verbose)
-        self.ledger = Ledger(self.manifest, world.stats)
+        self.ledger = Ledger(self.manifest, world.stats, double_votes=double_voter)
         world.tells = self._told
         world.dies = self._check_disk
         self.meetings = Meetings(world)
@@ -116,6 +125,11 @@ class Swarm:
         if lying_nodes:
             chosen = set(rng.sample(names[:quorum], liars_borne(quorum)))
             self._lying |= set() if honest else chosen
+        self.double_voter = names[0] if double_voter else None
+        self._since = rng.randint(0, self.manifest.rounds - 1)
+        self._typing: dict[str, asyncio.Future[None]] = {}
+        if self.double_voter is not None:
+            self._lying.add(self.double_voter)
         self._decided_at: list[float] = []
         world.trace("world", f"{world.weather}")
 
@@ -129,6 +143,13 @@ class Swarm:
         if process.name not in self._lying:
             process.running = BootstrapNode(*parts)
             await process.running.run()
+            return
+        if process.name == self.double_voter:
+            process.running = DoubleVoter(*parts, since=self._since)
+            try:
+                await process.running.run()
+            except* UsageError:  # it is told that it is out
+                self.world.stats["told that they are out"] += 1
             return
         liar = process.running = LyingNode(*parts, rng=process.rng)
         try:
@@ -184,12 +205,34 @@ class Swarm:
                 return
             if path.name == logfile.LOG:
                 known = len(self.ledger.log)
-                self._guarded(self.ledger.appended, process.name, data[len(logfile.pack(b"")) :])
+                for _, record in logfile.records(
+                    io.BytesIO(data), path
+                ):  # all, where the file was cut off and written anew
+                    self._guarded(self.ledger.appended, process.name, record)
                 self._decided_at += [self.world.now] * (len(self.ledger.log) - known)
             else:
                 self._guarded(self.ledger.written, process.name, path, data, self._trainers.get(process.name))
 
         return HeardDisk(process, heard)
+
+    async def _type(self, process: Process) -> None:
+        """What an operator types when the own node names somebody (peer/cli/decrees.py), until it is decided."""
+        await asyncio.sleep(process.rng.uniform(0.0, 20.0))
+        decrees = process.running._decrees
+
+        async def ask(motion: Motion) -> Motions:
+            raw = await decrees._moved(process.name, encoding.encode(motion))
+            return encoding.expect(Motions, encoding.decode(raw, process.name), process.name)
+
+        while not process.running._quorum.out:
+            now = await ask(Motion())
+            if now.proof is not None:
+                decree = Decree(
+                    run=self.manifest.run_id, number=now.number, action=OUST, subject=now.proof.peer, proof=now.proof, after=now.after
+                )  # fmt: skip
+                await ask(Motion(sealed=seal(process.identity, decree)))
+            await asyncio.sleep(1.0)
+        self.world.stats["taken out"] += 1
 
     # --- what they tell
 
@@ -219,6 +262,11 @@ class Swarm:
                 self.world.stats["skipped"] += 1
             case events.Unfair(peer=peer, reason=reason):
                 self._guarded(self._accused, process.name, peer, reason)
+            case events.Forked(liars=liars):
+                for liar in liars:
+                    self._guarded(self._accused, process.name, liar, "voted twice")
+                if process.name not in self._typing:
+                    self._typing[process.name] = asyncio.ensure_future(self._type(process))
 
     def _hear_peer(self, process: Process, event: Event) -> None:
         match event.body:
@@ -227,6 +275,7 @@ class Swarm:
                 if round != before + 1:
                     self._guarded(self._wrong_round, process.name, round, before)
                 self._applied[process.name] = round
+                self._guarded(self.ledger.applied, process.name, process.running.rounds.member.commits[round])
                 self._spoil(process)
             case events.Offered():
                 self.world.stats["offers"] += 1

@@ -13,7 +13,8 @@ from protocol.rounds.part_lists import share_of
 from protocol.rounds.paxos_events import Fetch, FetchList, Held, Judge, Judged, Listed, Refused, Save, Send
 from protocol.rounds.unfair import Unfair
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Share, vote_body
+from protocol.wire.commit import Commit, Share
+from protocol.wire.double_vote import vote_body
 from protocol.wire.plan import Plan
 from tests import tiny
 from tests.unit.test_paxos import PARTS, PAYLOAD, REPLICA, SHARE, WITH_PAYLOAD
@@ -83,7 +84,7 @@ def test_a_vote_is_saved_before_it_is_given_and_is_signed() -> None:
     assert saved == Save(Promise(round=0, ballot=0, accepted=0, commit=COMMIT))
     assert isinstance(sent, Send)
     assert isinstance(sent.message, Vote)
-    assert identity.verify(C, vote_body(M.run_id, 0, 0, COMMIT.digest), sent.message.signature)
+    assert identity.verify(C, vote_body(M.run_id, 0, 0, 0, COMMIT.digest), sent.message.signature)
     assert accept(member, 0) == [sent], "the same answer again"
     assert accept(member, 0, OTHER) == [], "one ballot has one commit"
     assert member.position.phase is Ballots.ACCEPTED

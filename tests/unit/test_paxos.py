@@ -34,15 +34,17 @@ from protocol.rounds.paxos_events import (
     Skipped,
     Stalled,
     Tick,
+    Undo,
 )
 from protocol.rounds.unfair import Unfair
 from protocol.rounds.validation import why_not_next
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import Commit, Contribution, Part, Record, is_decided
+from protocol.wire.decree import Enacted
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Heartbeat, LogRequest
 from tests import tiny
@@ -74,6 +76,7 @@ class Cluster:
         self.votes: dict[str, list[Promise]] = {n: [] for n in self.manifest.operators}
         self.held: dict[str, set[str]] = {n: set() for n in self.manifest.operators}
         self.other: dict[str, list[Effect]] = {n: [] for n in self.manifest.operators}
+        self.ousts: dict[str, Enacted] = {}
         self.nodes: dict[str, Quorum] = {}
         for name in self.manifest.operators:
             self.restart(name)
@@ -90,6 +93,8 @@ class Cluster:
             tiny.OPERATORS[NAMES.index(name)].sign,
             identity.verify,
             self.now,
+            lambda round: log[round] if 0 <= round < len(log) else None,
+            self.ousts.get(name),
         )
 
     def kill(self, *names: str) -> None:
@@ -116,7 +121,12 @@ class Cluster:
                         is None
                     )
                     self.logs[name].append(record)
+                    if self.ousts.get(name) == record.commit.decree:
+                        self.ousts.pop(name, None)
                     self.do(name, Appended(record))
+                case Undo(enacted):
+                    self.undo(name, enacted)
+                    return
                 case Judge(_, commit):
                     self.do(name, Judged(commit.digest, self.unfair(name, commit)))
                 case FetchList(_, share) if share.root in self.held[name]:
@@ -125,6 +135,15 @@ class Cluster:
                     pass
                 case _:
                     self.other[name].append(effect)
+
+    def undo(self, name: str, enacted: Enacted) -> None:
+        assert enacted.decree.after is not None
+        log, votes = self.logs[name], self.votes[name]
+        del log[enacted.decree.after + 1 :]
+        self.ousts[name] = enacted
+        self.nodes[name].begin(
+            log[-1] if log else None, votes[-1] if votes else None, self.held[name], self.now, enacted
+        )
 
     def send_log(self, sender: str, to: str, after: int) -> None:
         for record in self.logs[sender][after + 1 :]:
@@ -152,6 +171,8 @@ class Cluster:
             diverged=(),
             digests={},
             plan=Plan(round=node.round + 1, replicas=(REPLICA,)),
+            decrees=node.head.decrees if node.head else 0,
+            out=node.head.out if node.head else (),
         )
 
     def propose(self, name: str, time: float = 0.0, contributions: tuple[Contribution, ...] = ()) -> None:
@@ -182,7 +203,7 @@ def test_in_calm_weather_one_exchange_decides_and_two_where_members_may_lie(size
         cluster.propose(A, time)
     assert [[r.commit.time for r in log] for log in cluster.logs.values()] == [[1.0, 2.0, 3.0]] * size
     kinds = {type(m) for m in sent if not isinstance(m, Record)}
-    assert kinds == ({Accept, Vote} if size in (3, 5) else {Accept, Pledge, Vote})
+    assert kinds == ({Accept, Vote, Holds, Confirmed} if size in (3, 5) else {Accept, Pledge, Vote})
     assert cluster.logs[A][0].commit.leader == A
     assert cluster.logs[A][0].commit.members == NAMES[:size]
 

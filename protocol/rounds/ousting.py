@@ -1,0 +1,85 @@
+"""How an operator who voted twice is taken out, and who decides from then on: pure, from the manifest and the log.
+
+Two votes of one member in one ballot are a proof (protocol/wire/double_vote.py). A decree with that proof, signed by enough of the *others*,
+takes the member out: it says the last round that stays (`after`), which is the one before the proof's, or a later one. The next round is
+decided by the others alone, and its commit brings the decree; it counts instead of whatever was decided for that round before. From then on
+every commit names who is `out`. An operator of the manifest who does not decide yet takes the place, if there is one; else the members are
+one fewer. Nothing can be undone that is older than the proof, and nobody can be taken out without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from protocol import identity
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit, votes_needed
+from protocol.wire.decree import OUST, Decree, Enacted
+
+
+def members_after(manifest: Manifest, head: Commit | None) -> tuple[str, ...]:
+    """Who decides what comes next after `head`, unless that takes one of them out."""
+    return manifest.first_members if head is None else head.members
+
+
+def out_after(head: Commit | None, enacted: Enacted | None = None) -> tuple[str, ...]:
+    """Who is out after `head`, and with this decree."""
+    known = () if head is None else head.out
+    return (*known, enacted.decree.subject) if is_ousting(enacted) and enacted is not None else known
+
+
+def is_ousting(enacted: Enacted | None) -> bool:
+    """Whether this decree takes an operator out."""
+    return enacted is not None and enacted.decree.action == OUST
+
+
+def deciders(manifest: Manifest, head: Commit | None, enacted: Enacted | None) -> tuple[str, ...]:
+    """Who decides the commit after `head` that brings this decree, if it brings one."""
+    members = members_after(manifest, head)
+    if enacted is None or not is_ousting(enacted):
+        return members
+    return tuple(m for m in members if m != enacted.decree.subject)
+
+
+def operators_after(manifest: Manifest, out: Sequence[str]) -> tuple[str, ...]:
+    """The operators who are not out, in the manifest's order."""
+    return tuple(operator for operator in manifest.operators if operator not in out)
+
+
+def is_complete(manifest: Manifest, members: Sequence[str], out: Sequence[str]) -> bool:
+    """Whether these may be a round's members: operators who are not out, as many as the manifest's quorum, or all that are left."""
+    left, named = operators_after(manifest, out), set(members)
+    return named <= set(left) and len(named) == len(members) == min(manifest.quorum, len(left))
+
+
+def completed(manifest: Manifest, members: Sequence[str], out: Sequence[str]) -> tuple[str, ...]:
+    """The members without those who are out, and with who takes their place."""
+    left = operators_after(manifest, out)
+    stay = [m for m in members if m in left]
+    spares = [o for o in left if o not in stay]
+    return tuple([*stay, *spares][: min(manifest.quorum, len(left))])
+
+
+def why_not(manifest: Manifest, head: Commit | None, decree: Decree) -> str | None:
+    """Why no commit right after `head` can bring this ousting, whoever signed it; None if one can."""
+    proof, term, round = decree.proof, len(out_after(head)), 0 if head is None else head.round + 1
+    if decree.subject in out_after(head):
+        return "takes somebody out who is out"
+    if proof is None or decree.after is None or proof.peer != decree.subject or proof.term != term:
+        return "takes somebody out without a proof"
+    if decree.after != round - 1 or proof.round > round:
+        return "takes somebody out from another round on"
+    if decree.subject not in operators_after(manifest, ()) or not proof.is_true(manifest.run_id):
+        return "takes somebody out with a false proof"
+    if len(members_after(manifest, head)) < 2:
+        return "takes the only member out"
+    return None
+
+
+def are_enough(manifest: Manifest, head: Commit | None, enacted: Enacted, body: bytes) -> bool:
+    """Whether enough of those who stay have signed this ousting after `head`. `body`: what signatures are over."""
+    others = set(deciders(manifest, head, enacted))
+    known = {who: signature for who, signature in enacted.signatures.items() if who in others}
+    if len(known) != len(enacted.signatures) or len(known) < votes_needed(len(others)):
+        return False
+    return all(identity.verify(who, body, signature) for who, signature in known.items())
