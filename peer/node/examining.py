@@ -30,7 +30,8 @@ from peer.node import round_text
 from peer.node.attesting import be_quiet
 from peer.state.storage import Shards
 from peer.training import again, device
-from peer.training.trainer import Pace, StageTrainer
+from peer.training.schedule import Pace
+from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError, PotluckError

@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peer.corpus.text import Text
+from protocol.codec import sparse
 from protocol.codec.sparse import Sparse
 from protocol.errors import PotluckError
 from protocol.identity import Identity
-from protocol.rounds import judging, scoring, standing
+from protocol.rounds import part_lists, scoring, standing
 from protocol.rounds.scoring import Turn
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -122,8 +123,9 @@ class Scorer:
         self, measure: Movable, of: Contribution, assigned: Windows, other: Windows, plain: float
     ) -> tuple[float, float]:
         """Of a contribution, on assigned and on other text, whose loss without it is `plain`. Raises PotluckError, KeyError."""
-        decode = judging.held(self._manifest, of, self._bytes).decode
-        update = {shard: decode(shard) for shard in layout.shard_names(self._manifest.model)}
+        parts = (part for share in of.shares for part in part_lists.unpack(self._bytes(share.root)))
+        codec, model = self._manifest.outer.codec, self._manifest.model
+        update = {x.shard: sparse.decode(codec, layout.shapes(model, x.shard), self._bytes(x.digest)) for x in parts}
         before = self._loss(measure, assigned)
         with measure.moved(update, STEP * self._manifest.outer.eta * of.scale):
             return self._loss(measure, assigned) - before, self._loss(measure, other) - plain
