@@ -26,7 +26,7 @@ from protocol.wire.commit import Part
 TILES = 4096
 """Tiles of a model that are compared, about."""
 BLOCK = 1 << 16
-"""Places of an entry that are compared at a time."""
+"""Places of entries that are compared at a time, or values."""
 FEW = 4
 """Rows with an entry at one place, up to which these are multiplied pair by pair."""
 OVERHEAD = 512
@@ -126,7 +126,10 @@ def squares(values: npt.NDArray[np.float32]) -> float:
 
 
 def _squares(values_PN: npt.NDArray[np.float32]) -> list[float]:
-    """The same of each row."""
+    """The same of each row, of some rows at a time."""
+    step = max(1, BLOCK // max(1, values_PN.shape[1]))
+    if step < len(values_PN):
+        return [square for i in range(0, len(values_PN), step) for square in _squares(values_PN[i : i + step])]
     sums = [[0.0] * len(values_PN)]
     for start in range(0, values_PN.shape[1], SUMMED):
         part = values_PN[:, start : start + SUMMED].astype(np.float64)
@@ -285,14 +288,14 @@ def products(place_PE: Places, value_PE: Floats, places: int, few: int = FEW) ->
     total = np.zeros((len(value_PE), len(value_PE)))
     width, place, value = value_PE.shape[1], place_PE.ravel(), value_PE.ravel()
     rows_at = np.bincount(place, minlength=places)
-    rows_here = rows_at[place]
-    at = np.flatnonzero(rows_here > few)
+    kind = ((rows_at > 1).view(np.uint8) + (rows_at > few).view(np.uint8))[place]  # 0: one row alone, 1: few, 2: more
+    at = np.flatnonzero(kind == 2)
     if at.size:
         column = np.cumsum(rows_at > few) - 1
         dense = np.zeros((len(total), int(column[-1]) + 1))
         dense[at // width, column[place[at]]] = value[at]
         total += dense @ dense.T
-    at = np.flatnonzero((rows_here > 1) & (rows_here <= few))
+    at = np.flatnonzero(kind == 1)
     ordered = place[at] << 32 | at
     ordered.sort()
     place, at = ordered >> 32, ordered & 0xFFFFFFFF
