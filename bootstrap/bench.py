@@ -35,7 +35,7 @@ def wanted(read: Callable[[str], bytes | None]) -> Callable[[str], bytes]:
 
 class Bench:
     """`read`: payloads and lists of parts by their names, None for what is not here; `put` takes the answers; `known`: what was found in
-    payloads (bootstrap/notes.py); `pause`: seconds before what could not be judged is tried again."""
+    payloads (protocol/rounds/notes.py); `pause`: seconds before what could not be judged is tried again."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ log = logging.getLogger("potluck.fairness")
 
 class Fairness:
     """`put` takes the answers; `leader` is the node's own machine; `read`: payloads and lists of parts by their names, None for what is
-    not here; `known`: what was found in payloads (bootstrap/notes.py); `living` says which members of the quorum give signs of life."""
+    not here; `known`: what was found in payloads (protocol/rounds/notes.py); `living` says which members of the quorum give signs of life."""
 
     def __init__(
         self,

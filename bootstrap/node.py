@@ -28,7 +28,6 @@ from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
 from bootstrap.links import Links
 from bootstrap.news import News
-from bootstrap.notes import Notes
 from bootstrap.payloads import Payloads
 from bootstrap.planning import Planning
 from bootstrap.roster import Heard
@@ -124,18 +123,11 @@ class BootstrapNode:
         self._stays = presence.Stays()
         self._latency = Latency(transport, self._clock, self._directory.placed, random.Random(identity.peer_id))
         self._payloads = Payloads(
-            manifest,
-            transport,
-            archive,
-            self._directory,
-            emit,
-            self._held,
-            self._listed,
-            self._refused,
-            notes := Notes(),
+            manifest, transport, archive, self._directory, emit, self._held, self._listed, self._refused
         )
         self._planning = Planning(self._events.put, answer)
-        self._bench = Bench(self._events.put, archive.blobs.get, notes.known)
+        known = self._payloads.notes.known
+        self._bench = Bench(self._events.put, archive.blobs.get, known)
         self._finished: Finished | None = None
         self._stalled = False
         held, now = list(archive.blobs), self._clock.steady()
@@ -146,7 +138,7 @@ class BootstrapNode:
             self.leader, self._events.hand_in, self._spread, archive.commits, lambda: self._quorum.may_oust
         )
         self._fairness = Fairness(
-            self.leader, self._clock, self._events.put, archive.blobs.get, notes.known, lambda: self._quorum.living
+            self.leader, self._clock, self._events.put, archive.blobs.get, known, lambda: self._quorum.living
         )
         self._quorum = Quorum(
             manifest,

@@ -4,11 +4,11 @@ only then held. What was offered to a round and is not committed goes when the r
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from bootstrap.archive import Archive
-from bootstrap.notes import Notes
 from peer import events
 from peer.net.allowance import Allowance
 from peer.net.base import Transport
@@ -18,6 +18,7 @@ from protocol.codec import sparse
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.rounds import comparing, part_lists
+from protocol.rounds.notes import Notes
 from protocol.rounds.part_lists import Parts
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Part, Share
@@ -34,7 +35,7 @@ _FOR_GOOD = 2**31
 
 class Payloads:
     """`held(digest)` is called when a payload is here, `listed(root, parts)` when a list of parts is, `refused(peer, withdraw)` when
-    something is no payload: that takes its sender out of the round. `notes` has what is in payloads that are judged soon."""
+    something is no payload: that takes its sender out of the round."""
 
     def __init__(
         self,
@@ -46,7 +47,6 @@ class Payloads:
         held: Callable[[str], None],
         listed: Callable[[str, Parts], None],
         refused: Callable[[str, Withdraw], None],
-        notes: Notes,
     ) -> None:
         self._manifest = manifest
         self._transport = transport
@@ -55,7 +55,8 @@ class Payloads:
         self._held = held
         self._listed = listed
         self._refused = refused
-        self._notes = notes
+        self.notes = Notes(lock=threading.Lock())
+        """What is in payloads that are judged soon."""
         self._fetching: set[str] = set()
         self._wanted: dict[str, int] = {}  # the newest round that what is under way, or was lately, is for
         self._decided = -1
@@ -88,7 +89,7 @@ class Payloads:
         committed = await asyncio.to_thread(self._names, commit)
         if committed is None:
             return set()
-        self._notes.settle(committed)
+        self.notes.settle(committed)
         self._decided = max(self._decided, commit.round)
         late = {name for name, round in self._wanted.items() if round <= commit.round and name not in committed}
         for name in late:
@@ -198,7 +199,7 @@ class Payloads:
             if not comparing.is_true(part.norm, found.norm):
                 raise sparse.PayloadError(f"its norm is {found.norm:.6g}, not {part.norm:.6g}")
             if round >= self._decided:
-                self._notes.keep(sender, part, found)
+                self.notes.keep(sender, part, found)
 
         try:
             asked = self._asked(holders)

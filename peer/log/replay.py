@@ -24,6 +24,7 @@ from protocol.identity import short_peer
 from protocol.planning import memory
 from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, standing, validation
 from protocol.rounds.evaluation import Due
+from protocol.rounds.notes import Notes
 from protocol.rounds.part_lists import BadList, Lists, Parts
 from protocol.rounds.standing import Standing
 from protocol.rounds.validation import BadCommit
@@ -124,7 +125,7 @@ async def verify(
 
     `report` hears of each problem at once. The reading ends at the first commit that cannot be believed. A shard is
     replayed until one of its payloads, or a list of parts that may name one, is missing or wrong, or its state is not what the peers attested; the others go on.
-    Each verdict is recomputed (protocol/rounds/judging.py). Memory: one commit, the payloads of two rounds, and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
+    Each verdict is recomputed (protocol/rounds/judging.py). Memory: one commit, the payloads of two rounds, what is in them (protocol/rounds/notes.py), and the model in arrays that `empty` makes. Raises what `records` raises, except BadCommit.
     """
     done = Verification()
     outer = Outer(manifest.model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta, empty=empty)
@@ -173,7 +174,7 @@ async def verify(
                 done.agreed += 1
             if is_past:
                 continue
-            wrong, items = await _payloads(outer, commit, shard, lists, kept.payload)
+            wrong, items = await _payloads(manifest, commit, shard, lists, kept)
             for reason in wrong:
                 problem(commit.round, shard, reason)
             if items is None:
@@ -204,12 +205,15 @@ class _Kept:
     """The lists and payloads of this round and the one before, by their names."""
 
     def __init__(self, payload: Payload) -> None:
+        self.notes = Notes()
+        """What is in them."""
         self._payload = payload
         self._before: dict[str, bytes] = {}
         self._now: dict[str, bytes] = {}
 
     def begin(self) -> None:
         """The next round's are read."""
+        self.notes.settle(self._now.keys())
         self._before, self._now = self._now, {}
 
     async def payload(self, name: str, size: int) -> bytes:
@@ -251,8 +255,8 @@ async def _unjust(
         await kept.fetch(manifest, [*commit.contributions, *last])
 
         def why() -> str | None:
-            updates = {c.replica: judging.held(manifest, c, kept.read) for c in commit.contributions}
-            earlier = tuple(judging.held(manifest, c, kept.read) for c in last)
+            updates = {c.replica: judging.held(manifest, c, kept.read, kept.notes.known) for c in commit.contributions}
+            earlier = tuple(judging.held(manifest, c, kept.read, kept.notes.known) for c in last)
             return judging.why_unjust(manifest, commit, updates, judging.Before(medians, earlier), trial)
 
         return await asyncio.to_thread(why)
@@ -307,7 +311,7 @@ async def _list_of(
 
 
 async def _payloads(
-    outer: Outer, commit: Commit, shard: str, lists: Lists, payload: Payload
+    manifest: Manifest, commit: Commit, shard: str, lists: Lists, kept: _Kept
 ) -> tuple[list[str], list[tuple[float, bytes]] | None]:
     """What is wrong with one shard's payloads of a round, and (weight, payload) of all; None if they cannot be applied."""
     gate = asyncio.Semaphore(FETCHES)
@@ -315,13 +319,14 @@ async def _payloads(
     async def one(weight: float, part: Part, sender: str) -> tuple[float, bytes, str | None]:
         try:
             async with gate:
-                data = await payload(part.digest, part.size)
+                data = await kept.payload(part.digest, part.size)
                 if len(data) != part.size or blob_hash.name_of(data) != part.digest:
                     raise BadPayload("its bytes are not those that were committed")
-                norm = await asyncio.to_thread(outer.norm, shard, data)
+                examined = await asyncio.to_thread(comparing.examine, manifest, shard, data)
+                kept.notes.keep(sender, part, examined)
         except (BadPayload, PayloadError, RemoteError) as error:
             raise BadPayload(f"payload {part.digest[:12]} of {short_peer(sender)}: {error}") from None
-        if comparing.is_true(part.norm, norm):
+        if comparing.is_true(part.norm, norm := examined.norm):
             return weight, data, None
         said = f"payload {part.digest[:12]} of {short_peer(sender)}: its norm is {norm:.6g}, the commit says {part.norm:.6g}"
         return weight, data, said

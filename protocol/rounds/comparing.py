@@ -3,8 +3,9 @@
 The norms are those of all that was sent. The cosines are of whole numbers in float64, of which no sum comes to 2^53, so that none is
 rounded; all else is `math.fsum`, or one rounded operation at a time in a stated order. So every machine measures the same.
 
-Of a large model some tiles are compared. The work beside the codec's is then for each contribution that of the norms, and for each
-panel of P contributions that of a product of matrices [P, n], where n counts the entries of TILES tiles that several of them send.
+Of a large model some tiles are compared. What is decoded of a payload is kept in two bytes an entry (`Examined`), since it is wanted again
+when it is known which tiles these are. The work is then for each contribution that of looking at the entries of TILES tiles, and for each
+panel of P contributions that of a product of matrices [P, n], where n counts the places at which more than FEW of them have an entry.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from protocol.wire.commit import Part
 TILES = 4096
 """Tiles of a model that are compared, about."""
 BLOCK = 1 << 16
-"""Places of an entry that are compared at a time."""
+"""Places of entries that are compared at a time, or values."""
 FEW = 4
 """Rows with an entry at one place, up to which these are multiplied pair by pair."""
 OVERHEAD = 512
@@ -126,7 +127,10 @@ def squares(values: npt.NDArray[np.float32]) -> float:
 
 
 def _squares(values_PN: npt.NDArray[np.float32]) -> list[float]:
-    """The same of each row."""
+    """The same of each row, of some rows at a time."""
+    step = max(1, BLOCK // max(1, values_PN.shape[1]))
+    if step < len(values_PN):
+        return [square for i in range(0, len(values_PN), step) for square in _squares(values_PN[i : i + step])]
     sums = [[0.0] * len(values_PN)]
     for start in range(0, values_PN.shape[1], SUMMED):
         part = values_PN[:, start : start + SUMMED].astype(np.float64)
@@ -262,15 +266,15 @@ class _Chosen:
         by_tensor = [_squares(sent[:, part]) for part in self.tensors]
         norms = np.array([math.sqrt(math.fsum(row)) for row in zip(*by_tensor, strict=True)])
         values = sent.astype(np.float64)
-        values /= np.where(norms > 0, norms, 1.0)[
-            :, None
-        ]  # in two steps: the one number may be too large where the other is small
+        # in two steps: the one number may be too large where the other is small
+        values /= np.where(norms > 0, norms, 1.0)[:, None]
         values *= UNIT
         np.rint(values, out=values)
         marked &= np.uint16((1 << topk.MARK) - 1)
         total = np.zeros((len(rows), len(rows)))
         for part, first, places in self.blocks:
-            total += products(self._corners[part] - first + marked[:, part], values[:, part], places)
+            place = self._corners[part] + marked[:, part].astype(np.int64) - first
+            total += products(place, values[:, part], places)
         np.fill_diagonal(total, np.einsum("pe,pe->p", values, values))
         return total
 
@@ -285,14 +289,16 @@ def products(place_PE: Places, value_PE: Floats, places: int, few: int = FEW) ->
     total = np.zeros((len(value_PE), len(value_PE)))
     width, place, value = value_PE.shape[1], place_PE.ravel(), value_PE.ravel()
     rows_at = np.bincount(place, minlength=places)
-    rows_here = rows_at[place]
-    at = np.flatnonzero(rows_here > few)
+    kind = ((rows_at > 1).view(np.uint8) + (rows_at > few).view(np.uint8))[place]  # 0: one row alone, 1: few, 2: more
+    at = np.flatnonzero(kind == 2)
     if at.size:
-        column = np.cumsum(rows_at > few) - 1
-        dense = np.zeros((len(total), int(column[-1]) + 1))
+        columns = np.flatnonzero(rows_at > few)
+        column = np.empty(places, dtype=np.int64)
+        column[columns] = np.arange(columns.size)
+        dense = np.zeros((len(total), columns.size))
         dense[at // width, column[place[at]]] = value[at]
         total += dense @ dense.T
-    at = np.flatnonzero((rows_here > 1) & (rows_here <= few))
+    at = np.flatnonzero(kind == 1)
     ordered = place[at] << 32 | at
     ordered.sort()
     place, at = ordered >> 32, ordered & 0xFFFFFFFF

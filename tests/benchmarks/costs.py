@@ -2,9 +2,11 @@
 
     python -m tests.benchmarks.costs [--presets tiny 178m 512m] [--replicas 8 32]
 
-*Judging.* A node judges the round's contributions between the last offer and the commit (protocol/rounds/judging.py): the seconds of
-`Case.answer`, of payloads on disk, on one thread beside nothing else. With as many of the round before, as in a run. The members judge once
-more before they vote, so the share of the preset's round, in which replicas train for `round_seconds`, is that of TIMES such answers.
+*Judging.* A node decodes each payload when it comes, beside the round, and notes what is in it (protocol/rounds/notes.py). Between the last offer
+and the commit it compares the contributions (protocol/rounds/judging.py): the seconds of `Case.answer`, of what is noted and of lists on
+disk, on one thread beside nothing else. With as many of the round before, as in a run. The members judge once more before they vote, so
+the share of the preset's round, in which replicas train for `round_seconds`, is that of TIMES such answers. After a restart nothing is
+noted: then the first answer takes longer. The verdicts are the same.
 *Held-out loss.* A replica measures `evaluated_sequences` every `evaluation.every` rounds: the seconds of a sequence forward alone, with the
 code that measures, beside those of one that is trained on, both in this process by turns. The share is of the time that the replica
 trains in so many rounds, at its full number of inner steps.
@@ -40,6 +42,7 @@ from peer.training.schedule import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.rounds import comparing, judging, part_lists, scoring
+from protocol.rounds.notes import Notes
 from protocol.run import init, layout, presets
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest, OuterSpec, TrainSpec
@@ -54,13 +57,15 @@ TRAINED = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=13
 SEQUENCE = 512
 
 
-def seconds_of(work: Callable[[], object], repeats: int = REPEATS) -> float:
+def seconds_of(
+    work: Callable[[], object], repeats: int = REPEATS, clock: Callable[[], float] = time.monotonic
+) -> float:
     """Of one call: the median of several."""
     found = []
     for _ in range(repeats):
-        began = time.monotonic()
+        began = clock()
         work()
-        found.append(time.monotonic() - began)
+        found.append(clock() - began)
     return statistics.median(found)
 
 
@@ -72,25 +77,27 @@ def manifest_of(preset: presets.Preset) -> Manifest:
 
 def contributions(manifest: Manifest, count: int, blobs: BlobStore) -> list[Contribution]:
     """So many updates that agree a little, as honest ones do; their payloads and lists are in `blobs`."""
-    codec, made = manifest.outer.codec, []
-    for replica in range(count):
-        parts = []
-        for shard in layout.shard_names(manifest.model):
-            shapes = layout.shapes(manifest.model, shard)
-            common = np.random.default_rng(int.from_bytes(hashlib.sha256(shard.encode()).digest()[:4], "big"))
-            own, arrays = np.random.default_rng([replica, len(parts)]), []
-            for shape in shapes:
-                both = common.standard_normal(shape, np.float32)
-                both += np.float32(1.5) * own.standard_normal(shape, np.float32)
-                arrays.append(both)
-            data = sparse.encode(codec, arrays)
-            norm = comparing.norm(sparse.decode(codec, shapes, data))
-            parts.append(Part(shard=shard, digest=blobs.put(data, 1), size=len(data), norm=norm))
-        packed = part_lists.pack(tuple(parts))
-        root, norms = blobs.put(packed, 1), part_lists.total(part.norm for part in parts)
-        share = Share(peer=f"p{replica}", root=root, size=sum(p.size for p in parts), norm=norms, listed=len(packed))
-        made.append(Contribution(replica=replica, tokens=1000, steps=10, loss=None, shares=(share,)))
-    return made
+    codec, parts = manifest.outer.codec, [list[Part]() for _ in range(count)]
+    for number, shard in enumerate(layout.shard_names(manifest.model)):
+        shapes = layout.shapes(manifest.model, shard)
+        rng = np.random.default_rng(int.from_bytes(hashlib.sha256(shard.encode()).digest()[:4], "big"))
+        common = [rng.standard_normal(shape, np.float32) for shape in shapes]
+        for replica, so_far in enumerate(parts):
+            own = np.random.default_rng([replica, number])
+            data = sparse.encode(
+                codec, [x + np.float32(1.5) * own.standard_normal(x.shape, np.float32) for x in common]
+            )
+            norm = comparing.examine(manifest, shard, data).norm
+            so_far.append(Part(shard=shard, digest=blobs.put(data, 1), size=len(data), norm=norm))
+    return [contribution(replica, tuple(of), blobs) for replica, of in enumerate(parts)]
+
+
+def contribution(replica: int, parts: tuple[Part, ...], blobs: BlobStore) -> Contribution:
+    """Of one full replica."""
+    packed = part_lists.pack(parts)
+    root, norms = blobs.put(packed, 1), part_lists.total(part.norm for part in parts)
+    share = Share(peer=f"p{replica}", root=root, size=sum(p.size for p in parts), norm=norms, listed=len(packed))
+    return Contribution(replica=replica, tokens=1000, steps=10, loss=None, shares=(share,))
 
 
 def judged(name: str, replicas: list[int]) -> bool:
@@ -111,14 +118,23 @@ def judged(name: str, replicas: list[int]) -> bool:
             case = judging.Case(
                 manifest=manifest, round=1, parent="ab" * 32, contributions=there, last=before, medians=()
             )
+            began = time.process_time()
             verdicts = case.answer(read)
-            took = seconds_of(lambda case=case: case.answer(read))  # type: ignore[misc]
+            anew, notes = time.process_time() - began, Notes()
+            began = time.process_time()
+            for c in (*there, *before):
+                for part in part_lists.unpack(read(c.shares[0].root)):
+                    notes.keep(c.shares[0].peer, part, comparing.examine(manifest, part.shard, read(part.digest)))
+            beside = (time.process_time() - began) / len((*there, *before))
+            assert case.answer(read, notes.known) == verdicts
+            took = seconds_of(lambda case=case, notes=notes: case.answer(read, notes.known), 5, time.process_time)  # type: ignore[misc]
             share = TIMES * took / preset.round_seconds
             good = good and share <= MOST_JUDGING
             millions = layout.total_parameters(manifest.model) / 1e6
             out = sum(v.reason is not None for v in verdicts)
             print(
-                f"| {name}, {millions:.0f} M | {count} | {took:.2f} | {preset.round_seconds:g} | {share:.2%} | {out} |",
+                f"| {name}, {millions:.0f} M | {count} | {took:.3f} | {preset.round_seconds:g} | {share:.2%} | "
+                f"{1000 * beside:.0f} | {notes.used / 1e6:.0f} | {anew:.2f} | {out} |",
                 flush=True,
             )
     return good
@@ -201,7 +217,8 @@ def main() -> int:
     print("|---|---|---|---|")
     good = scored() and good
     print(
-        "\n| model | replicas | seconds to judge a round | the round's seconds | share | left out |\n|---|---|---|---|---|---|"
+        "\n| model | replicas | seconds of CPU to judge a round | the round's seconds | share | ms to decode an update | MB noted | "
+        "after a restart | left out |\n|---|---|---|---|---|---|---|---|---|"
     )
     for name in arguments.presets:
         good = judged(name, arguments.replicas) and good

@@ -1,5 +1,5 @@
-"""What a bootstrap node has found in the payloads of the open round, and of the round before: so that each is decoded when it comes, and
-not while a round waits for a verdict. Used by several threads.
+"""What a node has found in the payloads of the open round, and of the round before: so that each is decoded when it comes, and not while
+a round waits for a verdict. An auditor of a log notes the same. Pure.
 
 In memory, about two bytes for each entry (an update of 178 M parameters with 32 of 4,096 kept: 2.8 MB), and LIMIT bytes in all. Nobody
 takes another's place: of each peer at most two payloads of a shard are noted, the newest one and that of the round before, or the two
@@ -8,8 +8,8 @@ newest; and where there is no room, nothing that is noted goes. What is not note
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 
 from protocol.rounds.comparing import Examined
 from protocol.wire.commit import Part
@@ -21,16 +21,16 @@ OF_ONE = 2
 
 
 class Notes:
-    """`limit`: bytes."""
+    """`limit`: bytes. `lock`: is held whenever something changes, where several threads use it."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
+    def __init__(self, limit: int = LIMIT, lock: AbstractContextManager[object] | None = None) -> None:
         self.used = 0
         """Bytes."""
         self._limit = limit
         self._found: dict[tuple[str, str], Examined] = {}  # by shard and digest
         self._sent: dict[tuple[str, str], list[str]] = {}  # sender and shard -> digests, the newest last
         self._committed: Set[str] = frozenset()
-        self._lock = threading.Lock()
+        self._lock = lock or nullcontext()
 
     def known(self, sender: str, part: Part, find: Callable[[], Examined]) -> Examined:
         """What is in a part: as it is noted, or else as `find` finds it. Raises what that raises."""
