@@ -333,9 +333,7 @@ def raw_id(peer: str) -> bytes:
 
 
 def _disconnect(peer: str) -> Any:
-    return p2pd_pb2.Request(
-        type=p2pd_pb2.Request.DISCONNECT, disconnect=p2pd_pb2.DisconnectRequest(peer=raw_id(peer))
-    )
+    return p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=p2pd_pb2.DisconnectRequest(peer=raw_id(peer)))
 
 
 def _ending(peer: str) -> bytes:

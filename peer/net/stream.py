@@ -198,6 +198,11 @@ class FrameStream:
                 self.abort()
 
     @property
+    def pending(self) -> int:
+        """Bytes that were taken from the network and that `recv` has not given yet."""
+        return self._frames.pending
+
+    @property
     def is_closed(self) -> bool:
         """Whether it is over on this side."""
         return self._closed

@@ -97,7 +97,9 @@ def main() -> None:
         names = chosen.only or list(ATTACKS)
         work = campaign(Path(folder), chosen.seconds, chosen.times, names, chosen.identities)
         rows = asyncio.run(work)
-    print("| attack | quiet | attacked | ratio | tries per second | processes, MiB | daemon, MiB | refused because it |")
+    print(
+        "| attack | quiet | attacked | ratio | tries per second | processes, MiB | daemon, MiB | refused because it |"
+    )
     print("|---|---|---|---|---|---|---|---|", *rows, sep="\n")
     raise SystemExit(any(row.ratio < BOUND for row in rows))
 
