@@ -33,7 +33,7 @@ LONGEST = 64 * 1024
 """Bytes of a message of a session, besides a list of all the model's parts or digests: names of a chain's members, an announcement."""
 ANNOUNCED_PER_SECOND, ANNOUNCED_AT_ONCE = 0.5, 4.0
 """Announcements of one peer that are looked at."""
-MESSAGES = Rate(50.0, 500.0)
+MESSAGES = Rate(50.0, 100.0)
 """Of one session: a dozen in a round, and a heartbeat now and then."""
 ROUNDS_PER_SECOND = 10.0
 """Of a run so small that rounds are quick: so often a peer may say the longest that there is to say."""

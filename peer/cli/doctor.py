@@ -193,7 +193,7 @@ async def _torch(find: Find) -> bool:
 
 
 def _files(find: Find) -> None:
-    from peer.net import daemon
+    from peer.net import sockets
 
     too_low = descriptors.raise_limit()
     if too_low is None:
@@ -201,7 +201,7 @@ def _files(find: Find) -> None:
     else:
         text, remedy = _split(too_low.removeprefix("open files: "))
         find(Finding("open files", WARNING, text, remedy))
-    left = daemon.sweep(daemon.socket_base())
+    left = sockets.sweep(sockets.socket_base())
     if left:
         find(Finding("leftovers", GOOD, f"sockets of killed processes, {left} of them, were removed"))
 
@@ -240,10 +240,10 @@ def check_disk(
 
 
 def _port(door: Door, find: Find) -> bool:
-    from peer.net import daemon
+    from peer.net import sockets
 
     try:
-        daemon.check_port(door.host, door.port)
+        sockets.check_port(door.host, door.port)
     except PotluckError as error:
         find(Finding("port", BAD, *_split(str(error))))
         return False

@@ -125,6 +125,11 @@ class Stream(Protocol):
     @property
     def received(self) -> int: ...
 
+    @property
+    def pending(self) -> int:
+        """Bytes that were taken from the network and that `recv` has not given yet."""
+        ...
+
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         """One frame whose body is the parts; returns when it is on its way, the parts may change then. Waits while the
         other side does not read, at most `timeout` seconds. A send that fails or is cancelled within a frame closes the

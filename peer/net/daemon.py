@@ -22,18 +22,14 @@ import functools
 import ipaddress
 import logging
 import math
-import os
 import shutil
-import socket
 import tempfile
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import multiaddr
-from google.protobuf.message import DecodeError
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
@@ -42,11 +38,12 @@ from hivemind.utils.multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from peer.net.address import Address, is_circuit, tcp
-from peer.net.base import BadAddress, NotServed, PortInUse, StartFailed, Timeout, TransportLost, Unreachable, log
+from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
 from peer.net.entry import Arrive, Came, Entry
 from peer.net.expelling import Expelling
 from peer.net.own_addresses import interface_hosts
-from protocol.errors import RemoteError, UsageError, shown
+from peer.net.sockets import FOLDER, port_error
+from protocol.errors import RemoteError, shown
 from protocol.identity import short_peer
 
 T = TypeVar("T")
@@ -60,9 +57,6 @@ PING = "/ipfs/ping/1.0.0"
 PING_BYTES = 32
 ANSWER_SECONDS = 5.0
 """After which a connection without an answer is dead. libp2p itself takes 40 s to find that out."""
-_FOLDER = "potluck-net-"
-_FOLDER_PATH_MAX = 48
-"""The path of a Unix socket has at most 103 bytes; its name takes 50 of them."""
 
 logging.getLogger("hivemind").setLevel(logging.ERROR)
 
@@ -142,7 +136,7 @@ class Daemon:
         """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. Raises UsageError
         (PortInUse, StartFailed)."""
         family = ipaddress.ip_address(host)
-        folder = tempfile.mkdtemp(prefix=_FOLDER, dir=sockets)
+        folder = tempfile.mkdtemp(prefix=FOLDER, dir=sockets)
         try:
             p2p = await Net.within(folder).create(
                 host_maddrs=[f"/ip{family.version}/{host}/tcp/{port}"],
@@ -161,7 +155,7 @@ class Daemon:
             if isinstance(error, P2PDaemonError | OSError):
                 text = " ".join(str(error).split())
                 if "address already in use" in text:
-                    raise _port_error(host, port, "in use") from None
+                    raise port_error(host, port, "in use") from None
                 raise StartFailed(
                     f"network daemon: did not start within {timeout:g} s ({text[:160]}); "
                     "is the machine overloaded? try again, or reinstall hivemind"
@@ -351,7 +345,7 @@ def _came(raw: bytes) -> Came:
     """What the daemon says of a stream; the same for all of one peer's of one name. Raises ValueError."""
     try:
         info = StreamInfo.from_protobuf(p2pd_pb2.StreamInfo.FromString(raw))
-    except (DecodeError, MultiaddrError) as error:
+    except Exception as error:  # protobuf's, the library's of addresses, or that of peer ids
         raise ValueError(shown(error)) from None
     return Came(info.peer_id.to_base58(), str(info.addr), info.proto)
 
@@ -382,49 +376,3 @@ def _reason(text: str) -> str:
         if known in text:
             return said
     return " ".join(text.split())[:160]
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises PortInUse or UsageError if we cannot listen there."""
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        raise UsageError(f"--host {host}: not an IP address; give one of this machine's, or 0.0.0.0") from None
-    if not 0 <= port < 65536:
-        raise UsageError(f"--port {port}: not a port; give one between 1 and 65535, or 0 for any")
-    with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            probe.listen(1)
-        except OSError as error:
-            raise _port_error(host, port, error.strerror or str(error)) from None
-
-
-def _port_error(host: str, port: int, reason: str) -> UsageError:
-    if "in use" in reason:
-        return PortInUse(f"port {port}: another program listens on it; choose another one with --port")
-    return StartFailed(f"port {port} on {host}: {reason}; choose others with --host and --port")
-
-
-def socket_base() -> Path:
-    """Where socket folders are made, unless told otherwise."""
-    base = os.path.realpath(tempfile.gettempdir())
-    return Path(base if len(base.encode()) <= _FOLDER_PATH_MAX else "/tmp")
-
-
-def sweep(sockets: Path) -> int:
-    """Removes the socket folders, in `sockets`, of processes that were killed; how many there were."""
-    removed = 0
-    for folder in sockets.glob(_FOLDER + "*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < START_SECONDS:
-                continue
-            alive = False
-            for path in folder.glob("p2pd-*.sock"):
-                with socket.socket(socket.AF_UNIX) as probe:
-                    alive |= probe.connect_ex(str(path)) == 0
-            if not alive:
-                shutil.rmtree(folder, ignore_errors=True)
-                removed += 1
-    return removed

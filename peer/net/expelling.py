@@ -28,6 +28,11 @@ class Expelling:
         self._asked: deque[str] = deque()
         self._came = b""
 
+    @property
+    def under_way(self) -> int:
+        """How many peers' connections are being ended."""
+        return len(self._asked)
+
     def end(self, peer: str) -> None:
         """Asks for it, unless that is under way already."""
         if peer in self._asked or len(self._asked) >= AT_ONCE:

@@ -43,8 +43,8 @@ class Bucket:
 
 
 OPENED: Mapping[str, Rate] = {
-    endpoints.SESSION: Rate(2, 64),
-    endpoints.QUORUM: Rate(1, 32),
+    endpoints.SESSION: Rate(2, 16),
+    endpoints.QUORUM: Rate(1, 16),
     endpoints.BLOB: Rate(200, 2000),
     endpoints.PIPE: Rate(16, 512),
     endpoints.RELAY: Rate(50, 500),

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from hivemind.proto import p2pd_pb2
 
-from peer.net import daemon as daemons
 from peer.net import descriptors, keyfile
+from peer.net import sockets as sockets_of
 from peer.net.address import is_circuit, parse
 from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
 from peer.net.daemon import (
@@ -340,9 +340,9 @@ async def start(
     identity = keyfile.load_or_create(identity_file)
     for text in bootstrap:
         parse(text)
-    daemons.check_port(host, port)
-    sockets = sockets or daemons.socket_base()
-    daemons.sweep(sockets)
+    sockets_of.check_port(host, port)
+    sockets = sockets or sockets_of.socket_base()
+    sockets_of.sweep(sockets)
     daemon = await Daemon.start(identity_file, host, port, sockets, timeout, entrance)
     close = daemon.aclose
     try:

@@ -18,6 +18,7 @@ from peer.net.guests import LIMITS, Ends, Guests, Limits
 from protocol.errors import LocalError, RemoteError
 from protocol.identity import short_peer
 from protocol.wire import framing
+from protocol.wire.encoding import MessageError
 from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
 
 CHUNK = 256 * 1024
@@ -198,6 +199,11 @@ class FrameStream:
                 self.abort()
 
     @property
+    def pending(self) -> int:
+        """Bytes that were taken from the network and that `recv` has not given yet."""
+        return self._frames.pending
+
+    @property
     def is_closed(self) -> bool:
         """Whether it is over on this side."""
         return self._closed
@@ -281,6 +287,8 @@ class Endpoint:
             await stream.finish()
         except RemoteError as error:
             log.debug("serving %s: %s", stream.name, error)
+            if isinstance(error, MessageError) and not self.guests.carries(stream.remote, stream.name):
+                self.guests.offend(stream.remote, f"says what has no place in {stream.name}", clock())
         except Exception as error:
             self._failed(stream, error)
         finally:

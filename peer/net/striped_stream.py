@@ -48,6 +48,10 @@ class StripedStream:
     def received(self) -> int:
         return sum(stream.received for stream in self._streams)
 
+    @property
+    def pending(self) -> int:
+        return sum(stream.pending for stream in self._streams)
+
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         frame = memoryview(framing.header(sum(len(part) for part in parts)) + b"".join(parts))
 

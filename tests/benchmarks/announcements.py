@@ -23,8 +23,8 @@ from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from peer import events
 from peer.net import directory, keyfile, p2p
-from peer.net.daemon import socket_base
 from peer.net.directory import PUBLISH_SECONDS, SAMPLE, TOGETHER, TTL_SECONDS, Directory
+from peer.net.sockets import socket_base
 from peer.node.sessions import Sessions
 from protocol.identity import Identity
 from protocol.run.manifest import Manifest

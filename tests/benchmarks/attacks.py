@@ -69,9 +69,16 @@ async def measure(siege: Siege, name: str, seconds: float, times: int, identitie
         refused |= {b.reason for b in siege.refusals(blows)}
     after = siege.sizes()
     daemon = max(after.daemons[n] - before.daemons[n] for n in after.daemons)
-    middle = map(statistics.median, (quiet, left, tries))
     return Row(
-        name, *middle, after.process - before.process, daemon, sorted(refused), round(cpu, 1), os.getloadavg()[0]
+        attack=name,
+        quiet=statistics.median(quiet),
+        attacked=statistics.median(left),
+        tries=statistics.median(tries),
+        process_mib=after.process - before.process,
+        daemon_mib=daemon,
+        refused=sorted(refused),
+        cpu_ms=round(cpu, 1),
+        load=os.getloadavg()[0],
     )
 
 

@@ -20,6 +20,7 @@ import pytest
 from peer.net import address, base, blobs, daemon, descriptors, dht, directory, keyfile, p2p
 from peer.net.base import Closed, Ended, Stream, Timeout, Transport, TransportLost, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork
+from peer.net.sockets import sweep
 from peer.net.stream import ending
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
@@ -490,7 +491,7 @@ def test_a_killed_peer(tmp_path: Path) -> None:
         here.close()
     assert Path(left[0]).is_dir()  # what a killed process cannot remove, a later start does
     os.utime(left[0], (0, 0))
-    daemon.sweep(SOCKETS)
+    sweep(SOCKETS)
     assert not Path(left[0]).exists()
 
 
@@ -549,7 +550,7 @@ def test_six_clients_open_64_streams_each_to_a_busy_peer(tmp_path: Path) -> None
         here.close()
     for left in SOCKETS.iterdir():  # what a killed process cannot remove
         os.utime(left, (0, 0))
-    daemon.sweep(SOCKETS)
+    sweep(SOCKETS)
 
 
 def _limits(up: Any, soft: int, hard: int) -> None:

@@ -3,7 +3,7 @@
     -> {"blob": name, "size": bytes, "leaves": bool, "whole": bool, "insist": bool, "named_by": who sent us here, or ""}
     <- {"state": "wait"}, at once and now and then, while the blob is still on its way here
     <- {"state": "here"}, then one frame with the whole blob, if that was asked for; else one with the leaves, if they were, and:
-       -> {"range": i}, as many as wanted, in any order
+       -> {"range": i}, in any order, about twice as many as there are at most
        <- one frame with range i for each, in that order
        {"state": "busy", "ask": [peers], "sure": bool}: enough copies were sent, these peers have it or are getting it, surely
        if they get it from a peer that has it
@@ -46,6 +46,9 @@ STREAMS_PER_PEER = 128
 """At once; a payload or shard takes one."""
 PIECES_PER_PEER = 8
 """That are read from disk and sent at once to one peer, however many streams it has: others get their share."""
+MOST_AHEAD = 8
+"""Requests of one stream that were there before the one before was answered. Who asks without listening is not answered for long: what it
+has left behind would have to be read when it is gone."""
 CACHED_LEAVES = 1024
 """Blobs whose range digests are kept in memory: 1 KiB for each MiB of a blob."""
 
@@ -116,7 +119,7 @@ class BlobServer:
         self._streams[peer] = self._streams.get(peer, 0) + 1
         self._pieces.setdefault(peer, asyncio.Semaphore(PIECES_PER_PEER))
         try:
-            raw = await stream.recv(1024, timeout=self._patience.request)
+            raw, ahead = await stream.recv(1024, timeout=self._patience.request), 0
             while isinstance(request := framing.unpack_message(raw), dict):
                 if isinstance(request.get("named"), str):
                     return await self._send_named(stream, self._named.get(request["named"]))
@@ -126,6 +129,9 @@ class BlobServer:
                     await self._ranges.answer(stream, request["blob"], request)
                 else:
                     await self._answer(stream, request["blob"], request)
+                ahead += stream.pending > 0
+                if ahead > MOST_AHEAD:
+                    raise RemoteError(peer, f"blobs for {short_peer(peer)}: asks without listening; it was closed")
                 try:
                     raw = await stream.recv(1024, timeout=self._patience.next)
                 except (Closed, Timeout):
@@ -196,7 +202,7 @@ class BlobServer:
         if request.get("leaves") is True and len(leaves) > blob_hash.LEAF:
             await self.uplink.turn(stream.remote, len(leaves))
             await stream.send(leaves)
-        while True:
+        for _ in range(2 * blob_hash.count(size) + MOST_AHEAD):
             try:
                 wanted = framing.unpack_message(await stream.recv(64, timeout=self._patience.range))
             except Ended:
@@ -211,6 +217,10 @@ class BlobServer:
                 await self.uplink.turn(stream.remote, len(data))
                 await stream.send(data)
             sent[0] += len(data)
+        raise RemoteError(
+            stream.remote,
+            f"blobs for {short_peer(stream.remote)}: asks for the same ranges again and again; it was closed",
+        )
 
     async def _leaves_of(self, name: str, blob: Blob) -> bytes | None:
         """The blob's range digests, or None where its bytes on disk are not those of its name."""
