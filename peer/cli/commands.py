@@ -6,15 +6,16 @@ import asyncio
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
 from bootstrap.service import serve_bootstrap
 from peer import events
+from peer.cli import own_folder
 from peer.cli.auditing import audit_beside, auditor
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig
@@ -53,7 +54,7 @@ from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
-    from peer.node.peer import Factories
+    from peer.node.peer import Factories, Peer
 
 
 def _sink(json: bool, *, own: bool = False) -> Sink:
@@ -266,7 +267,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
                 peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories)
                 if not options.dry_run:
-                    await peer.run()
+                    await _run(peer, own_folder.keep(manifest, config, transport, storage.blobs))
                     return
                 for line in await dry_run.dry_run(peer, transport):
                     print(line, flush=True)
@@ -283,6 +284,16 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         await Pauses(looks, emit, freed=device.free).between(take_part)
     finally:
         storage.close()
+
+
+async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
+    """The peer, and `beside`, which matters less."""
+    other = asyncio.ensure_future(beside)
+    try:
+        await peer.run()
+    finally:
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
 
 
 def _look_at(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:

@@ -20,6 +20,7 @@ from peer.net.disk import LocalDisk
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from peer.ui import log_text
 from peer.ui.contributors import contributors, own_lines, table_lines
+from peer.ui.names import Names
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
 from protocol.rounds import schedule
@@ -151,9 +152,18 @@ async def _credits(text: str, json: bool) -> None:
             _note(f"log {source.name}: has no rounds yet")
             return
         credits, standing, _ = await log_text.credits_of(manifest, source, _note)
-    found = contributors(credits, standing)
+        names = await _names(manifest, source)
+    found = contributors(credits, names, standing)
     for line in map(jsons.dumps, map(plain, found)) if json else table_lines(found, credits.round):
         _say(line)
+
+
+async def _names(manifest: Manifest, source: Source) -> Names:
+    """How the peers that are there are called; a name is not in the log."""
+    names = Names()
+    for peer, said in (await source.said_names(manifest.run_id)).items():
+        names.learn(peer, said)
+    return names
 
 
 async def me(where: str, folder: Path) -> None:
@@ -166,8 +176,9 @@ async def me(where: str, folder: Path) -> None:
         if manifest is None:
             raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
         credits, standing, head = await log_text.credits_of(manifest, source, _note)
+        names = await _names(manifest, source)
     rounds = schedule.of(manifest, head).rounds
-    for line in own_lines(contributors(credits, standing), peer, credits.round, rounds):
+    for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
         _say(line)
 
 

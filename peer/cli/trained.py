@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from peer.cli import own_folder
 from peer.cli.log import log_of, room_for
 from peer.log import replay
 from peer.net.disk import LocalDisk
@@ -26,7 +27,8 @@ Where = Annotated[
     str,
     typer.Argument(
         metavar="DIR|RUN",
-        help="A bootstrap node's folder, or one of potluck export; or a manifest file or one-line address, as for join.",
+        help="A folder of a bootstrap node, of a full replica, or of potluck export; or a manifest file or one-line address, as for"
+        " join.",
         show_default=False,
     ),
 ]
@@ -126,6 +128,12 @@ async def trained(choice: Choice) -> Trained:
         there = export.read(folder, LocalDisk(), room_for)
         name, round, window = there.name, there.round, there.sequence
         spec, theta, raw = there.spec, there.theta, there.tokenizer
+    elif own_folder.checkpoints(Path(choice.where)):
+        if choice.checkpoints:
+            raise UsageError(f"directory {choice.where}: is a peer's; give it without --checkpoint, or RUN with it")
+        own = own_folder.read(Path(choice.where), choice.round)
+        name, round, window = own.manifest.name, own.state.round, own.manifest.train.sequence
+        spec, theta, raw = own.manifest.model, own.state.theta, own.tokenizer
     else:
         found = await replayed(choice)
         name, round, window = found.manifest.name, found.state.round, found.manifest.train.sequence
@@ -139,12 +147,9 @@ async def trained(choice: Choice) -> Trained:
 
 
 def _not_a_peers(folder: Path) -> None:
-    """Raises UsageError where it is one: it has neither the manifest nor the tokenizer."""
-    checkpoints = sorted(path for path in folder.glob("checkpoint-*") if path.is_dir()) if folder.is_dir() else []
-    if checkpoints and not (folder / logfile.LOG).is_file():
-        raise UsageError(
-            f"directory {folder}: is a peer's, which has no log; give RUN, and --checkpoint {checkpoints[-1]}"
-        )
+    """Raises UsageError where it is one: what a model is exported from is the log."""
+    if found := own_folder.checkpoints(folder):
+        raise UsageError(f"directory {folder}: is a peer's, which has no log; give RUN, and --checkpoint {found[-1]}")
 
 
 def _start(manifest: Manifest, checkpoints: tuple[Path, ...]) -> replay.State:

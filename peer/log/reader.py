@@ -18,6 +18,7 @@ from peer.log.replay import BadPayload
 from peer.net.base import Transport, call
 from peer.net.blobs import BlobStore, Fetcher
 from peer.net.blobs.named import fetch_named
+from peer.net.roster import RosterReader
 from protocol.errors import LocalError, RemoteError, UsageError, shown
 from protocol.identity import short_peer
 from protocol.rounds.validation import BadCommit
@@ -47,6 +48,10 @@ class Source(Protocol):
 
     async def tokenizer(self, manifest: Manifest) -> bytes:
         """The JSON file of the run's tokenizer. Raises UsageError, RemoteError."""
+        ...
+
+    async def said_names(self, run: str) -> dict[str, str]:
+        """What the peers that are there now call themselves, by their ids, as they say it; nothing where nobody can be asked."""
         ...
 
 
@@ -90,6 +95,9 @@ class Folder:
             raise UsageError(
                 f"tokenizer {path}: {error.strerror}; start the bootstrap node of this folder once"
             ) from None
+
+    async def said_names(self, run: str) -> dict[str, str]:
+        return {}
 
     async def manifest(self) -> Manifest | None:
         """The run's manifest, None for an empty log. Raises UsageError."""
@@ -177,6 +185,12 @@ class Remote:
             with contextlib.suppress(RemoteError):
                 return await self._tokenizer_of(node, manifest)
         return await self._tokenizer_of(last, manifest)
+
+    async def said_names(self, run: str) -> dict[str, str]:
+        roster = RosterReader(self._transport, run)
+        with contextlib.suppress(RemoteError):
+            await roster.refresh(self._nodes)
+        return {peer: found.name for peer, found in roster.known.items() if found.name}
 
     async def _tokenizer_of(self, node: str, manifest: Manifest) -> bytes:
         raw = await fetch_named(self._transport, node, endpoints.TOKENIZER_NAME, limit=MAX_TOKENIZER)

@@ -5,12 +5,11 @@ The class is the schema, and docs/events.md lists it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peer.ui.text import clean, count, readable
-from protocol.identity import short_peer
+from peer.ui.text import called, clean, count, readable
 from protocol.rounds.credits import Credits
 from protocol.rounds.standing import Standing
 
@@ -23,6 +22,8 @@ class Contributor:
     """From 1: whoever has the most tokens. Equals share a rank."""
     peer: str
     """Its peer id."""
+    name: str
+    """How it is called: by the name that it announces, if it is there and has one, or by the end of its id."""
     tokens: int
     """Tokens that it trained and that were committed; of a chain's, as many as its blocks are of the model's."""
     share: float
@@ -49,8 +50,9 @@ class Contributor:
     """Rounds whose work was good and had no weight, since it was on probation."""
 
 
-def contributors(credits: Credits, standing: Standing | None = None) -> list[Contributor]:
-    """Everybody who was ever planned, those with the most tokens first. `standing`: what else the log says of them."""
+def contributors(credits: Credits, names: Mapping[str, str], standing: Standing | None = None) -> list[Contributor]:
+    """Everybody who was ever planned, those with the most tokens first. `names`: of those who are called by one, by their ids
+    (peer/ui/names.py); `standing`: what else the log says of them."""
     found: list[Contributor] = []
     for place, credit in enumerate(credits.table(), 1):
         tied = found and found[-1].tokens == credit.tokens
@@ -58,6 +60,7 @@ def contributors(credits: Credits, standing: Standing | None = None) -> list[Con
             Contributor(
                 rank=found[-1].rank if tied else place,
                 peer=credit.peer,
+                name=clean(called(credit.peer, names)),
                 tokens=credit.tokens,
                 share=credit.tokens / credits.tokens if credits.tokens else 0.0,
                 rounds=credit.rounds,
@@ -81,18 +84,19 @@ def _scores(standing: Standing, peer: str) -> dict[str, Any]:
 def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
     """The table of all contributors after `round`."""
     yield f"{count(found, 'contributor')} after round {round}, {sum(c.tokens for c in found):,} tokens"
-    yield f"{'':>5}  {'peer':<8}  {'tokens':>18}  {'share':>6}  {'rounds':>6}  {'streak':>6}  {'left out':>8}"
+    wide = max([8, *(len(c.name) for c in found)])
+    yield f"{'':>5}  {'peer':<{wide}}  {'tokens':>18}  {'share':>6}  {'rounds':>6}  {'streak':>6}  {'left out':>8}"
     for c in found:
         yield (
-            f"{c.rank:>5}  {clean(short_peer(c.peer)):<8}  {c.tokens:>18,}  {c.share:>6.1%}  {c.rounds:>6,}  {c.streak:>6,}"
+            f"{c.rank:>5}  {c.name:<{wide}}  {c.tokens:>18,}  {c.share:>6.1%}  {c.rounds:>6,}  {c.streak:>6,}"
             f"  {c.left_out:>8,}"
         )
 
 
-def own_lines(found: list[Contributor], peer: str, round: int, rounds: int) -> Iterator[str]:
+def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, names: Mapping[str, str]) -> Iterator[str]:
     """What `peer` has brought, in lines for whoever runs it."""
     own = next((c for c in found if c.peer == peer), None)
-    yield f"round {round} of {rounds} is decided; {clean(short_peer(peer))} is you"
+    yield f"round {round} of {rounds} is decided; {clean(called(peer, names))} is you"
     if own is None:
         yield "no round has planned you yet; a peer that runs is planned for the next one, or is a spare"
         return

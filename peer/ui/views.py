@@ -60,7 +60,8 @@ def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
         step = f", step {now.step} of {now.steps}" if now.replica is not None else ""
         loss = "" if now.loss is None else f", loss {now.loss:.3f}"
         rows = [(f"now it is {does}: {now.phase}{step}{loss}",)]
-    rows += [(line,) for line in own_lines(contributors(credits), peer, credits.round, state.rounds)]
+    names = {known.peer: known.name for known in state.peers}
+    rows += [(line,) for line in own_lines(contributors(credits, names), peer, credits.round, state.rounds, names)]
     return Sheet("me", (Column("", left=True, wide=True),), rows)
 
 

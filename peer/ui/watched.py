@@ -179,7 +179,7 @@ def state(watched: Watched, now: float) -> State:
     """As of `now`, in Unix seconds."""
     view, manifest = watched.view, watched.view.manifest
     listed = [p for p in view.listed() if p.device != NODE_DEVICE]
-    found = contributors(watched.credits)
+    found = contributors(watched.credits, view.names)
     traffic = view.traffic or (None, None)
     inner = [(round(x, 3), y) for x, y in view.curve]
     newest = max(view.committed, default=None)

@@ -5,8 +5,15 @@ Which classes there are is not written down: a new one that is neither provoked 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import queue
 import signal
 import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -16,13 +23,15 @@ from bootstrap.archive import Archive
 from peer.cli import main
 from peer.net import base
 from peer.node.open_run import NobodyThere
+from peer.ui.monitor import BadLog
 from protocol.errors import LocalError, PotluckError, UsageError
 from protocol.identity import IdentityError
 from protocol.wire import logfile
-from tests import systemd, tiny
+from tests import crowd, systemd, tiny
 from tests.docs.errors import classes
 from tests.e2e.test_bad_input import RUN, log_of
 from tests.e2e.typed import running, until
+from tests.faults.processes import DEADLINE
 
 NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 
@@ -31,11 +40,9 @@ INSIDE = {
     "Closed", "Ended", "NotServed", "Timeout", "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault", "RemoteError",  # likewise
     "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends, or the update is refused
     "UnreadableRecord",  # the node warns and goes on: tests/unit/test_archive.py
-    "ClockWrong",  # tests/unit/test_hostile.py
-    "BadLog",  # takes a node that lies: tests/unit/test_monitor.py
-    "Stopped",  # is told as "stopping": tests/unit/test_data_command.py
+    "Stopped",  # ends the work of a build, whose command has said "stopping" and ended before: tests/unit/test_data_command.py
 }  # fmt: skip
-"""Those that end no command here; other tests provoke them. The last four can end one, in cases that are rare."""
+"""Those that end no command; other tests provoke them."""
 
 
 def typed(capsys: pytest.CaptureFixture[str], error: type[PotluckError], *words: object) -> str:
@@ -128,7 +135,68 @@ def test_transport_lost(run_file: Path) -> None:
     assert "start" in said.splitlines()[-1]
 
 
-PROVOKED = {UsageError, IdentityError, base.BadAddress, NobodyThere, base.PortInUse, base.StartFailed, logfile.Damaged, LocalError, base.TransportLost}  # fmt: skip
+@contextlib.contextmanager
+def node_of(folder: Path, spoil: Callable[[crowd.Node], None] = lambda node: None) -> Iterator[str]:
+    """The line of a node with two rounds, which lives on another thread; `spoil` changes what it says."""
+    loop, found, over = asyncio.new_event_loop(), queue.SimpleQueue[str](), asyncio.Event()
+
+    async def live() -> None:
+        async with crowd.node(crowd.Signing(3), folder) as node:
+            node.decide(3)
+            node.hear(1)
+            spoil(node)
+            found.put(node.line)
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(live(),))
+    thread.start()
+    try:
+        yield found.get(timeout=DEADLINE)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "round"), [(("monitor", "--once"), 1), (("monitor", "--once", "--json"), 2), (("plan",), 1)]
+)
+def test_bad_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], round: int) -> None:
+    """A node serves a commit whose vote has another byte than its operator has signed, or the same commit twice."""
+
+    def spoil(node: crowd.Node) -> None:
+        records = node.archive.records
+        if round == 1:
+            records[1] = records[1][:-1] + bytes([records[1][-1] ^ 1])
+        else:
+            records[2] = records[1]
+
+    with node_of(tmp_path / "node", spoil) as line:
+        said = typed(capsys, BadLog, words[0], line, *words[1:])
+    assert f"the commit of round {round} " in said
+    assert said.endswith("; ask another bootstrap node")
+
+
+@pytest.mark.parametrize("hours", [1, -1])
+def test_clock_wrong(tmp_path: Path, hours: int) -> None:
+    """All of the process takes another time for the right one, hivemind too; so it is one of its own."""
+    (tmp_path / "peer").mkdir()
+    (tmp_path / "peer" / "wall").write_text(str(3600 * hours))
+    offer = ("--device", "cpu", "--memory", "1GB", "--up", "20Mbps", "--down", "100Mbps", "--host", "127.0.0.1")
+    with node_of(tmp_path / "node") as line:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.faults.wall_clock", "join", line, "--dir", str(tmp_path / "peer"), *offer],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+        )
+    (said,) = done.stderr.strip().splitlines()
+    assert done.returncode == base.ClockWrong.exit_code == 1
+    assert said.startswith("potluck: clock: it differs by more than 3 s from that of ")
+    assert said.endswith("; set it right (NTP), try again")
+
+
+PROVOKED = {BadLog, base.ClockWrong, UsageError, IdentityError, base.BadAddress, NobodyThere, base.PortInUse, base.StartFailed, logfile.Damaged, LocalError, base.TransportLost}  # fmt: skip
 
 
 def test_every_class_is_provoked_or_stays_inside() -> None:

@@ -159,6 +159,35 @@ def test_the_same_seed_gives_the_same_text_from_everywhere(
     assert said(capsys, "sample", done.folder, *asked, "--seed", 1, "--round", 0) != text
 
 
+def test_a_full_replicas_own_folder_is_a_model(done: Done, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It keeps what belongs to one, and nothing else is asked: the log is not here."""
+    own, member = tmp_path / "own", done.chain[0].parent
+    shutil.copytree(done.full.parent, own)
+    asked = ("--prompt", "Our allies", "--tokens", 30, "--seed", 1)
+    text = said(capsys, "sample", own, *asked, "--round", 1)
+    assert text == said(capsys, "sample", done.folder, *asked, "--round", 1)
+    newest = max(int(path.name.rpartition("-")[2]) for path in own.glob("checkpoint-*"))
+    assert said(capsys, "sample", own, *asked) == said(capsys, "sample", done.folder, *asked, "--round", newest)
+    (tmp_path / "text.txt").write_text("We the people of the United States.\n" * 20)
+    assert f"after round {newest}" in said(capsys, "eval", own, tmp_path / "text.txt")
+
+    def refused(*arguments: object) -> str:
+        assert potluck(*arguments) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    assert "and none of round 77" in refused("sample", own, "--round", 77)
+    assert "without --checkpoint" in refused("sample", own, "--checkpoint", done.full)
+    assert "has no log" in refused("export", own, "--out", tmp_path / "model")
+    assert "holds a part of the model" in refused("sample", member)
+    (own / "tokenizer.json").write_text("{}")
+    assert "is another one than the run's" in refused("sample", own)
+    (own / "tokenizer.json").unlink()
+    assert "a peer's without tokenizer.json" in refused("sample", own)
+    (own / "manifest.json").unlink()
+    assert "a peer's without manifest.json" in refused("sample", own)
+
+
 def test_the_likeliest_text_is_that_of_transformers(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import transformers
 

@@ -48,6 +48,11 @@ def test_what_it_ends_with_starts_a_run_that_trains(at_home: Path, capsys: pytes
         with running("join", address, *options) as peer:
             until(node, "ready", name="Ada")
             until(peer, "round", round=1)
+            for words, told in ((("log", "credits", address), "  Ada·"), (("me", address, "--dir", "peer"), "; Ada·")):
+                assert potluck(*words) == 0
+                assert told in capsys.readouterr().out
+            assert potluck("log", "credits", "ours/node", "--json") == 0
+            assert "Ada" not in capsys.readouterr().out, "a folder has no names"
 
 
 def test_it_is_made_again_where_it_was_interrupted(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

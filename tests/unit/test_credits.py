@@ -75,7 +75,7 @@ def test_everybody_has_the_tokens_of_the_log() -> None:
                     rounds.setdefault(got.peer, set()).add(now.round)
             for left in now.left_out:
                 failed.update(planned[left.replica].peers)
-        found = contributors(credits)
+        found = contributors(credits, {})
         total = sum(c.tokens for now in log for c in now.contributions)
         assert sum(c.tokens for c in found) == total == credits.tokens
         assert {c.peer: c.rounds for c in found if c.rounds} == {peer: len(which) for peer, which in rounds.items()}
@@ -100,7 +100,7 @@ def test_a_seat_is_its_peers() -> None:
     )
     made = [Contribution(replica=n, tokens=10, steps=1, loss=None, shares=(share(p),)) for n, p in ((0, "a"), (1, "b"))]
     credits.add(commit(1, None, made, []))
-    assert [(c.peer, c.tokens, c.rank) for c in contributors(credits)] == [("a", 10, 1), ("b", 10, 1)]
+    assert [(c.peer, c.tokens, c.rank) for c in contributors(credits, {})] == [("a", 10, 1), ("b", 10, 1)]
 
 
 @pytest.mark.parametrize("edges", [[(0, 0), (0, 0)], [(0, 5), (5, 2)], [(0, 7)]])
@@ -111,7 +111,7 @@ def test_plans_that_no_honest_node_makes_give_equal_shares(edges: list[tuple[int
     credits.add(commit(0, plan, [], []))
     shares = (share("a"), share("b"))
     credits.add(commit(1, None, [Contribution(replica=0, tokens=9, steps=1, loss=None, shares=shares)], []))
-    assert sorted(c.tokens for c in contributors(credits)) == [4, 5]
+    assert sorted(c.tokens for c in contributors(credits, {})) == [4, 5]
 
 
 def test_what_a_log_says_is_harmless_on_a_screen() -> None:
@@ -119,7 +119,7 @@ def test_what_a_log_says_is_harmless_on_a_screen() -> None:
     spec = ReplicaSpec(number=0, stages=(StageSpec(peer="a\x1b[2J", first=0, last=LAYERS),))
     credits.add(commit(0, Plan(round=1, replicas=(spec,), spares=(), next_number=1), [], []))
     credits.add(commit(1, None, [], [LeftOut(replica=0, reason="\x1b[31m\u202eevil" + "x" * 3000)]))
-    found = contributors(credits)
-    for line in (*table_lines(found, 1), *own_lines(found, "a\x1b[2J", 1, 9), *own_lines(found, "b", 1, 9)):
+    found = contributors(credits, {})
+    for line in (*table_lines(found, 1), *own_lines(found, "a\x1b[2J", 1, 9, {}), *own_lines(found, "b", 1, 9, {})):
         assert line.isprintable()
         assert len(line) < 250
