@@ -34,7 +34,7 @@ EXAMINERS = 3
 """Of one contribution, at most."""
 TRAININGS = 2
 """Of each audit: on the assigned text, and on other text."""
-LEAST = 3.0
+LEAST = 2.0
 """The agreement of an honest contribution is more than this (docs/results/audits.md)."""
 COMPARED = 3
 """Other contributions, at least: they say what chance does."""
