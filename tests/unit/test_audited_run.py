@@ -26,7 +26,7 @@ RUN = volunteers.manifest(
     train=TrainSpec(
         inner_steps=6, micro_batches=1, rows=16, sequence=LENGTH, lr=4e-3, warmup_steps=6, total_steps=6000
     ),
-    outer=OuterSpec(topk=256),
+    outer=OuterSpec(topk=512),
     rounds=10_000,
     start_peers=5,
     judging=JudgingSpec(audit_share=0.5),
