@@ -14,12 +14,10 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from peer import events
@@ -28,10 +26,11 @@ from peer.chain.progress import StageProgress
 from peer.corpus.text import Text
 from peer.node import round_text
 from peer.node.attesting import be_quiet
+from peer.node.orders import Payloads
 from peer.state.storage import Shards
 from peer.training import again, device
 from peer.training.schedule import Pace
-from peer.training.trainer import StageTrainer
+from peer.training.trainer import StageTrainer, make_worker
 from protocol.codec import sparse
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError, PotluckError
@@ -50,8 +49,6 @@ T = TypeVar("T")
 STEP_SECONDS = 3600.0
 OTHERS = 16
 """Contributions that the audited one is compared with, at most."""
-Payloads = Mapping[str, list[tuple[float, bytes]]]
-"""Of a commit, by shard: (weight, payload) in commit order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +98,13 @@ class Examiner:
         self._said: dict[tuple[int, int], Audit] = {}
         self._task: asyncio.Task[None] | None = None
         self._stop = threading.Event()
-        self._quiet = ThreadPoolExecutor(1, "audit", initializer=_begin, initargs=(means.threads,))
+        self._quiet = make_worker(means.threads)
+        self._quiet.submit(be_quiet)
 
     @property
     def keeps(self) -> bool:
         """Whether the arrays of some state, as it was given, must not be written to."""
-        return bool(self._cases)
+        return bool(self._cases) or (self._task is not None and not self._task.done())
 
     def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads) -> None:
         """`commit` is about to be applied to `theta`, of which nobody changes an array as long as `keeps`. `before`: the commit before it."""
@@ -242,8 +240,3 @@ class Examiner:
 
 def _key(turn: Turn) -> tuple[int, int]:
     return turn.round, turn.replica
-
-
-def _begin(threads: int) -> None:
-    be_quiet()
-    torch.set_num_threads(threads)

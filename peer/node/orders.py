@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from peer.chain.stop_sign import StopSign
 from peer.state.outer_optimizer import Accumulate
 from peer.state.storage import Shards
 from protocol.rounds.member_events import TrainOrder
+from protocol.wire.commit import Commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,23 @@ class Result:
     backward_bytes: int = 0
     boundary_tokens: int = 0
     text_seconds: float = 0.0
+
+
+Payloads = Mapping[str, list[tuple[float, bytes]]]
+"""Of a commit, by shard: (weight, payload) in commit order."""
+
+
+class Examiner(Protocol):
+    """Who trains others' contributions again; see peer/node/examining.py for the real one."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the arrays of some state, as it was given, must not be written to."""
+        ...
+
+    def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads) -> None:
+        """`commit` is about to be applied to `theta`, of which nobody changes an array as long as `keeps`. `before`: the commit before it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

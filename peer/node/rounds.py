@@ -25,10 +25,9 @@ from peer.net.clock import Clock
 from peer.node.attesting import Attester, digests
 from peer.node.doubts import Doubts
 from peer.node.evaluating import Evaluator
-from peer.node.examining import Examiner
 from peer.node.moments import MomentsExchange
 from peer.node.newcomer import Newcomer
-from peer.node.orders import InnerLoop
+from peer.node.orders import Examiner, InnerLoop
 from peer.node.own_work import OwnWork
 from peer.node.round_text import TextAhead
 from peer.node.training import Training

@@ -59,7 +59,7 @@ class LoggedAudit:
     replica: int
     """Whose it is."""
     agreement: float
-    """How much better it fits the text that it was assigned than other text, in standard deviations; an honest one has more than 3."""
+    """How much better it fits the text that it was assigned than other text, in standard deviations; an honest one has more than 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,7 @@ EXAMINERS = 3
 """Of one contribution, at most."""
 TRAININGS = 2
 """Of each audit: on the assigned text, and on other text."""
-LEAST = 3.0
+LEAST = 2.0
 """The agreement of an honest contribution is more than this (docs/results/audits.md)."""
 COMPARED = 3
 """Other contributions, at least: they say what chance does."""
@@ -140,7 +140,7 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Audits:
 
 def turns(manifest: Manifest, commit: Commit) -> Iterator[Turn]:
     """Which contributions of `commit` are to be trained again, in its order."""
-    planned = {r.peers[0] for r in commit.plan.replicas if not r.is_chain} if commit.plan is not None else set()
+    planned = {r.peers[0] for r in commit.plan.replicas if len(r.peers) == 1} if commit.plan is not None else set()
     whole = [c for c in commit.contributions if len(c.shares) == 1]
     able = [c for c in whole if c.peers[0] in planned]
     chance = int(manifest.judging.audit_share / TRAININGS * (1 << 64))

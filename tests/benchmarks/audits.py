@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.audits ROWS.jsonl [--seeds 0] [--steps 5]     runs what ROWS.jsonl lacks
     python -m tests.benchmarks.audits ROWS.jsonl --table                     prints it
+    python -m tests.benchmarks.audits ROWS.jsonl --cost                      how long an audit takes
 
 Eight honest replicas train a small model for ROUNDS rounds, with the trainer, outer step and codec that ship, in one process. Beside them a
 liar of each kind follows the same model and sends what it likes; nothing of that is applied. In every third round every liar and the honest
@@ -16,8 +17,10 @@ looked at in a few rounds: in bf16 ("bf16"), with other sums in attention ("math
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -36,7 +39,7 @@ from tests.benchmarks import teachers
 from tests.benchmarks.teachers import MODEL, REPLICAS, ROWS, SEQUENCE, SHARDS, Arrays, Replica, Sent
 from tests.parity import reference
 
-ROUNDS = 25
+ROUNDS = 40
 FIRST = 3
 """The first round that is looked at: before it nobody has moments worth the name."""
 HOW = ("own", "exact", "packed", "fresh", "bf16", "math", "split")
@@ -263,13 +266,40 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
             print(f"| {name} | " + " | ".join(cells) + " |")
 
 
+def cost(repeats: int = 9) -> None:
+    """The seconds of an audit beside those of the training that it repeats, medians, on one thread."""
+    lab = Lab(0, 20)
+    for one in lab.honest:
+        one.work(lab.theta, 0, functools.partial(lab.windows, 0, 0), 20)
+    sent = [one.give() for one in lab.honest]
+    seconds: dict[str, list[float]] = {"train": [], "audit": [], "compare": []}
+    for number in range(1, repeats + 1):
+        began = time.monotonic()
+        lab.honest[0].work(lab.theta, number, functools.partial(lab.windows, number, 0), 20)
+        seconds["train"].append(time.monotonic() - began)
+        began, moments, found = time.monotonic(), lab.honest[1].trainer.optimizer_state(), []
+        for text in (0, 1):
+            again = StageTrainer(MODEL, lab.made.train, SHARDS)
+            again.load_optimizer(moments)
+            found.append(trained(again, lab.theta, number, functools.partial(lab.windows, number, text), 20))
+        learned = time.monotonic()
+        figures(sent[0], found[0], found[1], sent[1:])
+        seconds["compare"].append(time.monotonic() - learned)
+        seconds["audit"].append(time.monotonic() - began)
+    median = {name: float(np.median(x)) for name, x in seconds.items()}
+    print({name: round(x, 3) for name, x in median.items()}, f"audit / train {median['audit'] / median['train']:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--cost", action="store_true")
     chosen = parser.parse_args()
+    if chosen.cost:
+        return cost()
     rows = [json.loads(line) for line in chosen.rows.read_text().splitlines()] if chosen.rows.exists() else []
     if chosen.table:
         return table([r for r in rows if r["steps"] == chosen.steps])

@@ -15,7 +15,7 @@ from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
 from protocol.planning import memory
 from protocol.rounds import audits, standing
-from protocol.run.manifest import EvaluationSpec, JudgingSpec, TimingSpec, TrainSpec
+from protocol.run.manifest import EvaluationSpec, JudgingSpec, OuterSpec, TimingSpec, TrainSpec
 from protocol.wire.commit import Commit
 from tests import volunteers
 from tests.unit.test_examining import LENGTH, MODEL, SEQUENCES, Text
@@ -23,7 +23,10 @@ from tests.volunteers import Swarm
 
 RUN = volunteers.manifest(
     model=MODEL,
-    train=TrainSpec(inner_steps=6, micro_batches=2, rows=4, sequence=LENGTH, lr=4e-3, warmup_steps=6, total_steps=6000),
+    train=TrainSpec(
+        inner_steps=6, micro_batches=1, rows=16, sequence=LENGTH, lr=4e-3, warmup_steps=6, total_steps=6000
+    ),
+    outer=OuterSpec(topk=512),
     rounds=10_000,
     start_peers=5,
     judging=JudgingSpec(audit_share=0.5),

@@ -31,7 +31,7 @@ from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
 
-SEQUENCES, LENGTH, VOCABULARY = 40_000, 16, 512
+SEQUENCES, LENGTH, VOCABULARY = 40_000, 16, 2048
 MODEL = dataclasses.replace(
     tiny.manifest().model, vocab_size=VOCABULARY, d_model=32, n_layers=2, n_heads=2, d_ff=64, context=LENGTH
 )
