@@ -55,6 +55,7 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        Attest        the same   Report               a peer has other bits than the majority
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
+    any        Petition      the same   Oust                 it takes an operator out
     any        Decided       the same   Resting              a peer was planned again and again and brings nothing
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and

@@ -23,6 +23,7 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     TRAINING  Failed         ENCODING  Send(Withdraw), KeepInFeedback
     TRAINING                 STOPPING  Stop                              the round's commit is known: we are too
                                                                          late
+    WAITING                  WAITING   GoBack                            rounds that are applied were undone
     STOPPING  Trained        ENCODING  KeepInFeedback
     STOPPING  Failed         ENCODING  KeepInFeedback
     ENCODING  UpdateEncoded  WAITING   Send(Offer)                       the offer is durable
@@ -37,6 +38,7 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     WAITING                  DONE      Finish                            the run is over and we attested its final
                                                                          state
     any       Committed      the same  Send(LogRequest)                  commits in between are missing
+    any       Certified      the same  Send(LogRequest)                  the commit is not known
     any       Digested       the same  Send(Attest)                      no later state is attested yet
     any       Reconfigured   the same  Send(ChainReconfig)               we follow it already, or our part of the
                                                                          round is done

@@ -43,6 +43,22 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     any        Heard     the same   Send(LogRequest)  the sender is at a later round
     any        Heard     the same   SendLog           the sender is at an earlier round
     any        Learned   the same   Send(LogRequest)  records in between are missing
+    any        Appended  the same   Send(Holds)       the commit has to be confirmed: the other nodes hear that it
+                                                      is in our log
+    any                  the same   Send(Confirmed)   all members that give signs of life hold our last commit, or a
+                                                      grace is over
+    any                  the same   Certified         enough members have confirmed our last commit
+    any        Learned   the same   Named             it and our log prove that a member voted twice
+    any        Heard     the same   Named             another node has such a proof
+    any                  the same   Send(DoubleVote)  the same: all other nodes get the proof
+    any        Learned   the same   Forked            a member holds another decided commit than our log, and
+                                                      nothing proves a lie
+    any        Learned   the same   SendLog           a member holds another decided commit than our log: it gets
+                                                      ours
+    any        Ousted    the same   Undo              the decree may come with the commit after the last round that
+                                                      stays
+    any        Learned   the same   Undo              the record brings such a decree
+    any        Heard     the same   Undo              the commit that we are asked to accept brings such a decree
     any        Tick      the same   Skipped           the leader lets the round wait that this node would decide
 
 Ballot 0 of a round belongs to the leader of the round before and needs no promises, since no lower ballot exists: a
@@ -332,6 +348,9 @@ class Quorum:
                 self.confirming.holds(peer, round, digest)
             case Confirmed():
                 self.confirming.hear(message, self.operators, self._verify, self.manifest.run_id)
+                known = self.confirming.newest(self.members)
+                if self.peer not in self.members and known is not None and known[0] >= self.round:
+                    self._help(peer, known[0] + 1, out)  # what we could not take yet
             case DoubleVote():
                 if self.suspects.hear(message, self.out):
                     self._name(Heard, (message,), out)
@@ -371,8 +390,14 @@ class Quorum:
         return here and heard and in_reach and not self.is_stopped and self._owner(message.ballot) == peer
 
     def _fits(self, commit: Commit) -> bool:
-        """Whether a commit brings the decree that takes a member out, where one has to come now."""
-        return self.oust is None or ousting.is_ousting(commit.decree)
+        """Whether a commit brings the decree that takes a member out, where one has to come now. Who is no member takes what has been
+        confirmed only: its log is no reason to wait."""
+        if self.oust is not None and not ousting.is_ousting(commit.decree):
+            return False
+        if self.peer in self.members or not is_needed(len(self.members), commit):
+            return True
+        known = self.confirming.newest(self.members)
+        return known is not None and (commit.round < known[0] or (commit.round, commit.digest) == known)
 
     @property
     def _bears_liars(self) -> bool:
