@@ -144,6 +144,9 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
         if shown.decree.schedule is not None:
             who = f" {schedule_of(shown.decree.schedule.rounds, shown.decree.schedule.total_steps)}"
+        if shown.decree.proof is not None:
+            two = f"{clean(shown.decree.proof.digest, 12)} and {clean(shown.decree.proof.other, 12)}"
+            who += f", which voted for the commits {two} of round {shown.decree.proof.round}"
         lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")
     for guest in shown.invited:
         why = f": {readable(guest.reason, {})}" if guest.reason else ""

@@ -11,7 +11,7 @@ from peer import events
 from protocol.rounds import part_lists
 from protocol.wire.commit import Commit, Contribution, Diverged, Record
 from protocol.wire.commit import LeftOut as PlannedOut
-from protocol.wire.decree import Decree
+from protocol.wire.decree import Decree, Schedule
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan
 
@@ -71,6 +71,48 @@ class LoggedEvaluation(events.Evaluation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedProof:
+    """That an operator voted for two commits of one round."""
+
+    peer: str
+    """Who."""
+    term: int
+    """How many operators had been taken out before."""
+    round: int
+    """Of both commits."""
+    ballot: int
+    """Of both votes."""
+    digest: str
+    """Of the one commit."""
+    signature: str
+    """The vote for it, in hexadecimal digits."""
+    other: str
+    """The other commit's digest."""
+    signed: str
+    """The vote for that, in hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedDecree:
+    """What the operators have decided."""
+
+    number: int
+    """How many decrees the run has had before."""
+    action: str
+    """`ban`, `admit`, `open`, `close`, `set` or `oust`."""
+    subject: str
+    """The peer or the operator, where it is about one; else empty."""
+    reason: str
+    """Why, for a reader."""
+    schedule: Schedule | None
+    """How long the run is from the round after on, where it says that."""
+    proof: LoggedProof | None
+    """What the operator has done who is taken out."""
+    after: int | None
+    """Where one is taken out: the last round that stayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedGuest:
     """A peer that comes in by an invitation."""
 
@@ -126,7 +168,7 @@ class LoggedRound:
     """What contributions of earlier rounds were worth, as others say who measured it."""
     audits: tuple[LoggedAudit, ...]
     """What others found who trained earlier contributions again."""
-    decree: Decree | None
+    decree: LoggedDecree | None
     """What the operators have decided about who may take part, if they have."""
     invited: tuple[LoggedGuest, ...]
     """Who comes in by an invitation."""
@@ -158,8 +200,32 @@ def logged(record: Record, plan: Plan | None) -> LoggedRound:
         evaluations=evaluations(commit),
         scores=tuple(events.score(x) for x in commit.scores),
         audits=audits(commit),
-        decree=None if commit.decree is None else commit.decree.decree,
+        decree=None if commit.decree is None else _decree(commit.decree.decree),
         invited=tuple(_guest(joined) for joined in commit.joined),
+    )
+
+
+def _decree(decree: Decree) -> LoggedDecree:
+    proof = decree.proof
+    return LoggedDecree(
+        number=decree.number,
+        action=decree.action,
+        subject=decree.subject,
+        reason=decree.reason,
+        schedule=decree.schedule,
+        after=decree.after,
+        proof=None
+        if proof is None
+        else LoggedProof(
+            peer=proof.peer,
+            term=proof.term,
+            round=proof.round,
+            ballot=proof.ballot,
+            digest=proof.digest,
+            signature=proof.signature.hex(),
+            other=proof.other,
+            signed=proof.signed.hex(),
+        ),
     )
 
 

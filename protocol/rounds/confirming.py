@@ -12,6 +12,7 @@ commit that takes a member out: enough of those who are left have signed it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from protocol.rounds.ousting import is_ousting
@@ -92,6 +93,12 @@ class Confirming:
         if commit is None or known is None or known[:2] != (commit.round, commit.digest):
             return None
         return Confirmed(round=commit.round, digest=commit.digest, by={self._peer: known[2]})
+
+    def newest(self, members: Iterable[str]) -> tuple[int, str] | None:
+        """The newest commit that enough of these have confirmed: its round and digest."""
+        named = set(members)
+        counts = Counter(said[:2] for member, said in self._signed.items() if member in named)
+        return max((said for said, count in counts.items() if count >= votes_needed(len(named))), default=None)
 
     def certified(self, commit: Commit, members: Iterable[str]) -> Confirmed | None:
         """The certificate of `commit`, once: when this node has confirmed it and enough others have."""

@@ -348,6 +348,9 @@ class Quorum:
                 self.confirming.holds(peer, round, digest)
             case Confirmed():
                 self.confirming.hear(message, self.operators, self._verify, self.manifest.run_id)
+                known = self.confirming.newest(self.members)
+                if self.peer not in self.members and known is not None and known[0] >= self.round:
+                    self._help(peer, known[0] + 1, out)  # what we could not take yet
             case DoubleVote():
                 if self.suspects.hear(message, self.out):
                     self._name(Heard, (message,), out)
@@ -387,8 +390,14 @@ class Quorum:
         return here and heard and in_reach and not self.is_stopped and self._owner(message.ballot) == peer
 
     def _fits(self, commit: Commit) -> bool:
-        """Whether a commit brings the decree that takes a member out, where one has to come now."""
-        return self.oust is None or ousting.is_ousting(commit.decree)
+        """Whether a commit brings the decree that takes a member out, where one has to come now. Who is no member takes what has been
+        confirmed only: its log is no reason to wait."""
+        if self.oust is not None and not ousting.is_ousting(commit.decree):
+            return False
+        if self.peer in self.members or not is_needed(len(self.members), commit):
+            return True
+        known = self.confirming.newest(self.members)
+        return known is not None and (commit.round < known[0] or (commit.round, commit.digest) == known)
 
     @property
     def _bears_liars(self) -> bool:

@@ -27,11 +27,17 @@ class DoubleVote:
     """`peer` signed votes for the commits with both digests, of one round of one term, in one ballot."""
 
     peer: PeerId
+    """Who."""
     term: Count
+    """How many operators had been taken out before."""
     round: Round
+    """Of both commits."""
     ballot: Ballot
+    """Of both votes."""
     digest: RunId
+    """Of the one commit."""
     signature: Signature
+    """The vote for it."""
     other: RunId
     """The other commit's digest."""
     signed: Signature

@@ -139,14 +139,9 @@ def test_who_has_stopped_gives_no_votes() -> None:
 
 
 def test_two_decided_commits_of_different_ballots_stop_the_nodes_and_name_nobody() -> None:
-    cluster = Cluster(3)
-    first, second = records(cluster, (0, 3))
-    cluster.cut = lambda sender, to, message: {sender, to} == {B, C}
-    cluster.do(B, Learned(A, first))
-    cluster.do(C, Learned(A, second))
-    cluster.cut = lambda sender, to, message: False
-    cluster.pass_time(cluster.manifest.timing.heartbeat + 1)
-    assert of_kind(cluster, Forked, B) == [Forked(second)]
+    cluster = two_of_different_ballots()
+    ((_, second),) = [records(cluster, (0, 3))]
+    assert [e.other.ballot for e in cluster.other[B] if isinstance(e, Forked)] == [second.ballot]
     assert of_kind(cluster, Named, B) == []
     assert cluster.nodes[B].is_stopped
     assert cluster.nodes[B].may_oust is None
@@ -224,6 +219,43 @@ def test_a_confirmation_counts_for_its_own_commit_with_its_own_signature_only() 
 
 
 # --- taking the liar out
+
+
+def two_of_different_ballots() -> Cluster:
+    """B and C hold different commits, and no signature names anybody."""
+    cluster = Cluster(3)
+    first, second = records(cluster, (0, 3))
+    cluster.cut = lambda sender, to, message: {sender, to} == {B, C}
+    cluster.do(B, Learned(A, first))
+    cluster.do(C, Learned(A, second))
+    cluster.cut = lambda sender, to, message: False
+    cluster.pass_time(cluster.manifest.timing.heartbeat + 1)
+    return cluster
+
+
+def liar_that_is_taken_out() -> Cluster:
+    """B hears of the decree from its operator, C from B, and A by the record."""
+    cluster, _, second = forked()
+    cluster.pass_time(cluster.manifest.timing.heartbeat + 1)
+    proof, after = cluster.nodes[B].may_oust or (None, 0)
+    assert proof is not None
+    enacted = taken_out(cluster, proof, after, 1, 2)
+    cluster.do(B, Ousted(enacted))
+    cluster.pass_time(1)
+    cluster.do(B, Proposed(with_decree(cluster, B, enacted)))
+    cluster.pass_time(5)
+    (record,) = cluster.logs[C]
+    assert record.commit.out == (A,)
+    cluster.logs[A] = [second]
+    cluster.restart(A)
+    cluster.do(A, Learned(B, record))
+    return cluster
+
+
+def test_a_node_that_did_not_hear_of_the_decree_follows_who_asks_for_its_vote() -> None:
+    cluster = liar_that_is_taken_out()
+    assert len(cluster.logs[B]) == len(cluster.logs[C]) == 1
+    assert cluster.logs[A] == [], "the liar's own node cuts its log off, too"
 
 
 @pytest.mark.parametrize("operators", [3, 4])

@@ -214,6 +214,17 @@ def test_a_peer_applies_nothing_before_it_is_confirmed() -> None:
     assert driver.member.applied == 0
 
 
+def gone_back() -> Driver:
+    """It has applied a round that was undone, and hears of what is not known."""
+    driver = Driver()
+    zero = commit(None)
+    first, second = commit(zero, 1.0), commit(zero, 2.0)
+    driver.do(Committed(by(zero)), Committed(by(first)), Certified(certificate(first)))
+    anew = ousted(zero, first, second)
+    driver.do(Committed(anew), Certified(certificate(commit(commit(anew.commit)), 1, 2)))
+    return driver
+
+
 def test_a_peer_that_had_applied_a_round_that_was_undone_goes_back_and_applies_what_counts() -> None:
     driver = Driver()
     zero = commit(None)

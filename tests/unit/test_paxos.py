@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from protocol import identity
+from protocol.rounds.confirming import GRACE_HEARTBEATS
 from protocol.rounds.leadership import LIAR_ROUNDS, REPLACE_LEASES, SLOW_ROUNDS
 from protocol.rounds.part_lists import share_of
 from protocol.rounds.paxos import LONELY_LEASES, Quorum
@@ -36,6 +38,7 @@ from protocol.rounds.paxos_events import (
     Tick,
     Undo,
 )
+from protocol.rounds.table import Position
 from protocol.rounds.unfair import Unfair
 from protocol.rounds.validation import why_not_next
 from protocol.run import layout
@@ -77,6 +80,8 @@ class Cluster:
         self.held: dict[str, set[str]] = {n: set() for n in self.manifest.operators}
         self.other: dict[str, list[Effect]] = {n: [] for n in self.manifest.operators}
         self.ousts: dict[str, Enacted] = {}
+        self.positions: list[Position[Any]] = []
+        """Those of machines that began again."""
         self.nodes: dict[str, Quorum] = {}
         for name in self.manifest.operators:
             self.restart(name)
@@ -141,6 +146,7 @@ class Cluster:
         log, votes = self.logs[name], self.votes[name]
         del log[enacted.decree.after + 1 :]
         self.ousts[name] = enacted
+        self.positions.append(self.nodes[name].position)
         self.nodes[name].begin(
             log[-1] if log else None, votes[-1] if votes else None, self.held[name], self.now, enacted
         )
@@ -504,6 +510,8 @@ def test_a_spare_operator_takes_the_place_of_a_member_that_stays_away() -> None:
     assert set(cluster.logs[A][2].votes) == {A, NAMES[3]}, "the newcomer votes"
     cluster.restart(C)
     cluster.pass_time(3)
+    assert len(cluster.logs[C]) == 2, "who is no member takes what is confirmed only, and B may be alive"
+    cluster.pass_time((GRACE_HEARTBEATS + 1) * cluster.manifest.timing.heartbeat)
     assert len(cluster.logs[C]) == 3
 
 

@@ -32,12 +32,14 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
 from protocol.wire.ballot import Accept, Prepare, Promise, Vote
 from protocol.wire.commit import Commit, Contribution, Part
+from protocol.wire.decree import OUST, Decree
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Withdraw
 from tests import tiny
 from tests.docs import state_machines
 from tests.docs.state_machines import MACHINES, Machine
-from tests.unit.test_double_votes import forked
+from tests.unit.test_double_votes import forked, liar_that_is_taken_out, two_of_different_ballots
+from tests.unit.test_history import gone_back
 from tests.unit.test_paxos import (
     PARTS,
     PAYLOAD,
@@ -241,7 +243,7 @@ class Life:
 
 
 def test_random_lives_of_a_volunteer_take_every_row_and_apply_every_commit_once() -> None:
-    taken = set()
+    taken = taken_by(gone_back().member.position)
     for seed in range(500):
         life = Life(seed)
         life.live(400)
@@ -382,11 +384,15 @@ class Twins:
         return self.says(peer, offer)
 
 
+OUSTING = Decree(run=M.run_id, number=0, action=OUST, subject="liar")
+
+
 def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:
     taken = set()
     for seed in range(200):
         twins = Twins(seed)
         twins.live(400)
+        twins.tell(twins.nodes[0], leading.Petition("somebody", OUSTING, b""))
         taken |= taken_by(*(node.position for node in twins.nodes))
     assert rows(leading.TABLE) - taken == set()
 
@@ -396,7 +402,8 @@ def test_random_lives_of_two_bootstrap_nodes_take_every_row() -> None:
 
 def taken_by_quorum(cluster: Cluster) -> set[tuple[str, Transition[Any]]]:
     return set().union(
-        *(taken_by(n.position, n.leadership.position, n.acceptor.position) for n in cluster.nodes.values())
+        taken_by(*cluster.positions),
+        *(taken_by(n.position, n.leadership.position, n.acceptor.position) for n in cluster.nodes.values()),
     )
 
 
@@ -513,6 +520,8 @@ SPECIAL = (
     rejected,
     learned_while_asking,
     two_commits,
+    two_of_different_ballots,
+    liar_that_is_taken_out,
 )
 """What rarely happens."""
 
