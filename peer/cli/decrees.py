@@ -83,7 +83,8 @@ def close(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
 def oust(
     run: Run,
     operator: Annotated[
-        str, typer.Argument(help="The operator's id, or its last characters, as your node tells it.", show_default=False)
+        str,
+        typer.Argument(help="The operator's id, or its last characters, as your node tells it.", show_default=False),
     ],
     reason: Reason = "",
     dir: Dir = FOLDER,
@@ -193,7 +194,9 @@ def _proven(manifest: Manifest, now: Motions, text: str) -> str:
     """The operator who is meant, whom the node has a proof against. Raises LocalError, UsageError."""
     proof = now.proof
     if proof is None or now.after is None or not proof.is_true(manifest.run_id):
-        raise LocalError(f"oust {clean(text, 64)}: your node has no proof that an operator voted twice; nobody is taken out")
+        raise LocalError(
+            f"oust {clean(text, 64)}: your node has no proof that an operator voted twice; nobody is taken out"
+        )
     if text != proof.peer and not (len(text) >= SHORTEST and proof.peer.endswith(text)):
         raise UsageError(f"OPERATOR {clean(text, 64)}: the proof is against {proof.peer}; give that one")
     print(
@@ -215,7 +218,9 @@ async def _until_decided(transport: Transport, node: str, decree: Decree, operat
         if answer.number > decree.number:
             break
         if decree.after is not None and answer.after is not None and answer.after < decree.after:
-            decree = dataclasses.replace(decree, after=answer.after, number=answer.number)  # another operator's node knows less
+            decree = dataclasses.replace(
+                decree, after=answer.after, number=answer.number
+            )  # another operator's node knows less
             motion = Motion(sealed=seal(operator, decree))
             continue
         if len(answer.signed) != told:

@@ -3,7 +3,8 @@
 Events come in through `put`, in any order, from training, session and timers. Effects that change state (EncodeUpdate,
 KeepInFeedback, RestoreFeedback, Apply, HoldShards) are done one after the other in this loop, so nothing else ever sees them half
 done. Training runs beside it (peer/node/training.py) and only reads θ. The way into any state is one: peer/state/recovery.py.
-Nothing is decided here: what is kept, written and fetched follows from protocol/rounds/retention.py, all else from the machine.
+Nothing is decided here: what is kept, written and fetched follows from protocol/rounds/retention.py, all else from the machine. Long because all effects are carried
+out here.
 """
 
 from __future__ import annotations
@@ -241,9 +242,7 @@ class Rounds:
             case member_events.GoBack(round):
                 await self._attester.done()
                 self.outer.theta.clear()
-                self._checkpointed = await self._work(self._storage.drop_checkpoints, round)
-            case member_events.Finish():
-                raise AssertionError("Finish ends the loop")
+                self._checkpointed = self._storage.drop_checkpoints(round)
 
     async def _work(self, work: Callable[..., T], *args: object) -> T:
         """Runs `work` on the one thread that changes θ and the feedback: the memory that it frees is there for the next time."""

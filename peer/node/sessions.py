@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable
 from peer import events
 from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, Transport, answer
 from peer.net.directory import Directory
+from protocol import identity
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
-from protocol import identity
 from protocol.wire.announcement import VERSION
 from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import Record, confirmation_body

@@ -92,8 +92,12 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Forked(round=round, liars=liars):
             who = ", ".join(called(liar, names) for liar in liars)
             if not liars:
-                return [Said("error", f"round {round} has two decided commits, and nobody can be named; the run stops here")]
-            what = "voted for two commits, as its signatures prove; the other operators can take it out: potluck run oust"
+                return [
+                    Said("error", f"round {round} has two decided commits, and nobody can be named; the run stops here")
+                ]
+            what = (
+                "voted for two commits, as its signatures prove; the other operators can take it out: potluck run oust"
+            )
             return [Said("error", f"round {round}: operator {who} {what}")]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")

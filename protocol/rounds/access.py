@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from protocol import identity
 from protocol.identity import short_peer
 from protocol.rounds import invitations, ousting, schedule
+from protocol.rounds.ousting import members_after
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import DOMAIN, Commit, votes_needed
-from protocol.rounds.ousting import members_after
 from protocol.wire.decree import ADMIT, BAN, CLOSE, OPEN, OUST, SET, Decree, Enacted
 from protocol.wire.invitation import MAX_JOINED, Joined
 

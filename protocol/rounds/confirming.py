@@ -57,7 +57,9 @@ class Confirming:
         """A member says what its last commit is."""
         self._said[member] = (round, digest)
 
-    def hear(self, told: Confirmed, members: Iterable[str], verify: Callable[[str, bytes, bytes], bool], run: str) -> None:
+    def hear(
+        self, told: Confirmed, members: Iterable[str], verify: Callable[[str, bytes, bytes], bool], run: str
+    ) -> None:
         """Confirmations by `members`; those whose signature is right are kept, the newest of each."""
         body = confirmation_body(run, told.round, told.digest)
         for member, signature in told.by.items():

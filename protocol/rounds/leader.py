@@ -134,7 +134,12 @@ class Leader:
     it."""
 
     def __init__(
-        self, manifest: Manifest, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None = None
+        self,
+        manifest: Manifest,
+        commits: Sequence[Commit],
+        held: Sequence[str],
+        now: float,
+        oust: Enacted | None = None,
     ) -> None:
         self.manifest = manifest
         self.head: Commit | None = commits[-1] if commits else None

@@ -280,13 +280,19 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
     Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
     Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
-    Transition(None, Appended, None, (Holds,), "the commit has to be confirmed: the other nodes hear that it is in our log"),
-    Transition(None, None, None, (Confirmed,), "all members that give signs of life hold our last commit, or a grace is over"),
+    Transition(
+        None, Appended, None, (Holds,), "the commit has to be confirmed: the other nodes hear that it is in our log"
+    ),
+    Transition(
+        None, None, None, (Confirmed,), "all members that give signs of life hold our last commit, or a grace is over"
+    ),
     Transition(None, None, None, (Certified,), "enough members have confirmed our last commit"),
     Transition(None, Learned, None, (Named,), "it and our log prove that a member voted twice"),
     Transition(None, Heard, None, (Named,), "another node has such a proof"),
     Transition(None, None, None, (DoubleVote,), "the same: all other nodes get the proof"),
-    Transition(None, Learned, None, (Forked,), "a member holds another decided commit than our log, and nothing proves a lie"),
+    Transition(
+        None, Learned, None, (Forked,), "a member holds another decided commit than our log, and nothing proves a lie"
+    ),
     Transition(None, Learned, None, (SendLog,), "a member holds another decided commit than our log: it gets ours"),
     Transition(None, Ousted, None, (Undo,), "the decree may come with the commit after the last round that stays"),
     Transition(None, Learned, None, (Undo,), "the record brings such a decree"),

@@ -178,7 +178,9 @@ class Record:
 def voted_twice(one: Record, other: Record) -> tuple[DoubleVote, ...]:
     """The proofs against everybody who voted for two commits of one round in one ballot, by the signatures in the records of both. (In
     different ballots a member may vote for different commits.)"""
-    one, other = sorted((one, other), key=lambda record: record.commit.digest)  # so that all who find it have the same proof
+    one, other = sorted(
+        (one, other), key=lambda record: record.commit.digest
+    )  # so that all who find it have the same proof
     first, second = one.commit, other.commit
     where = [(r.commit.run, len(r.commit.out), r.commit.round, r.ballot) for r in (one, other)]
     if where[0] != where[1] or first.digest == second.digest:

@@ -40,9 +40,7 @@ Life = tuple[int, Counter[str], str]
 """A seed, what happened in its run, and the promise that was broken, if one was."""
 
 
-def live(
-    seed: int, liars: int = 0, lying_nodes: bool = False, calm: bool = False, double_voter: bool = False
-) -> Life:
+def live(seed: int, liars: int = 0, lying_nodes: bool = False, calm: bool = False, double_voter: bool = False) -> Life:
     """Lives through one of many seeds, with so many liars, and with dishonest operators."""
     gc.disable()  # the collector would cost a tenth, and a run is short
     swarm = Swarm(seed, liars=liars, lying_nodes=lying_nodes, calm=calm, double_voter=double_voter)
@@ -97,7 +95,11 @@ def main() -> int:
     parser.add_argument("--liars", type=int, default=0, help="made-up identities in each run")
     parser.add_argument("--lying-nodes", action="store_true", help="as many dishonest operators as a quorum bears")
     parser.add_argument("--calm", action="store_true", help="nothing else goes wrong")
-    parser.add_argument("--double-voter", action="store_true", help="of three operators the leading one votes twice; the others take it out")
+    parser.add_argument(
+        "--double-voter",
+        action="store_true",
+        help="of three operators the leading one votes twice; the others take it out",
+    )
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
@@ -139,7 +141,9 @@ def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:
             print(f"{number} runs, {time.monotonic() - began:.0f} s", flush=True)
     happened = {k: v for k, v in sorted(stats.items()) if not k.startswith(("at ", "crash "))}
     print(f"{len(seeds)} runs from {seeds[0]} to {seeds[-1]}, {time.monotonic() - began:.0f} s: {happened}")
-    stormy = not (chosen.calm or chosen.double_voter) and len(seeds) >= SEEDS and len({kind_of(seed) for seed in seeds}) > 1
+    stormy = (
+        not (chosen.calm or chosen.double_voter) and len(seeds) >= SEEDS and len({kind_of(seed) for seed in seeds}) > 1
+    )
     missing = unseen(stats) if stormy else []
     missing += ["lies"] if (chosen.liars or chosen.lying_nodes) and not stats["lies"] else []
     if missing:

@@ -201,7 +201,9 @@ class Swarm:
                 return
             if path.name == logfile.LOG:
                 known = len(self.ledger.log)
-                for _, record in logfile.records(io.BytesIO(data), path):  # all, where the file was cut off and written anew
+                for _, record in logfile.records(
+                    io.BytesIO(data), path
+                ):  # all, where the file was cut off and written anew
                     self._guarded(self.ledger.appended, process.name, record)
                 self._decided_at += [self.world.now] * (len(self.ledger.log) - known)
             else:

@@ -75,7 +75,15 @@ def test_signatures_name_who_voted_for_two_commits_in_one_ballot_and_nobody_else
 
 @pytest.mark.parametrize(
     "change",
-    [{"peer": B}, {"round": 1}, {"term": 1}, {"ballot": 1}, {"digest": "f" * 64}, {"signature": b"?" * 64}, {"other": ""}],
+    [
+        {"peer": B},
+        {"round": 1},
+        {"term": 1},
+        {"ballot": 1},
+        {"digest": "f" * 64},
+        {"signature": b"?" * 64},
+        {"other": ""},
+    ],
 )
 def test_a_proof_that_was_changed_proves_nothing(change: dict[str, object]) -> None:
     cluster = Cluster(3)
@@ -282,7 +290,9 @@ def test_votes_of_honest_members_for_the_round_that_is_decided_anew_are_no_proof
     (proof, after) = cluster.nodes[B].may_oust or (None, 0)
     assert proof is not None
     enacted = taken_out(cluster, proof, after, 1, 2)
-    anew = dataclasses.replace(with_decree(cluster, B, enacted), leader=B, members=(B, C), round=0, parent=cluster.manifest.run_id)
+    anew = dataclasses.replace(
+        with_decree(cluster, B, enacted), leader=B, members=(B, C), round=0, parent=cluster.manifest.run_id
+    )
     assert voted_twice(first, tiny.record(anew, tiny.OPERATORS[1], tiny.OPERATORS[2])) == ()
 
 

@@ -53,7 +53,9 @@ def by(one: Commit, *keys: int) -> Record:
 
 def certificate(one: Commit, *keys: int) -> Confirmed:
     body = confirmation_body(one.run, one.round, one.digest)
-    return Confirmed(round=one.round, digest=one.digest, by={KEYS[k].peer_id: KEYS[k].sign(body) for k in keys or (0, 1)})
+    return Confirmed(
+        round=one.round, digest=one.digest, by={KEYS[k].peer_id: KEYS[k].sign(body) for k in keys or (0, 1)}
+    )
 
 
 def ousted(before: Commit | None, first: Commit, second: Commit, time: float = 9.0) -> Record:
