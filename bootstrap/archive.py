@@ -106,8 +106,7 @@ class Archive:
     def _cut(self) -> None:
         """Cuts off what the decree undoes, if it is there."""
         assert self.oust is not None
-        assert self.oust.decree.after is not None
-        stays = self.oust.decree.after + 1
+        stays = 0 if self.oust.decree.after is None else self.oust.decree.after + 1
         if stays < len(self.records):
             packed_records = [logfile.pack(raw) for raw in self.records]
             self._disk.write(self.folder / f"{logfile.LOG}.undone-{stays:08d}", *packed_records[stays:])

@@ -46,7 +46,7 @@ from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.rounds import member_events
-from protocol.rounds.member import ForkError
+from protocol.rounds.history import ForkError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints

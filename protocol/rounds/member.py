@@ -60,6 +60,8 @@ of our chain.
 A chain that loses a member is reconfigured within the round (protocol/rounds/chain_repair.py): the phase stays
 TRAINING, and the work is kept. With `overlap = 1` the next round is trained while this one is decided
 (protocol/rounds/overlap.py).
+
+Long because all events of a volunteer meet here; what of it is a rule has a module of its own.
 """
 
 from __future__ import annotations
@@ -67,7 +69,6 @@ from __future__ import annotations
 from protocol.rounds import schedule
 from protocol.rounds.chain_repair import SLOW, reconfigured
 from protocol.rounds.deadline import Deadline
-from protocol.rounds.history import ForkError as ForkError
 from protocol.rounds.history import History
 from protocol.rounds.member_events import (
     TABLE,
@@ -114,7 +115,7 @@ SETTLED_SECONDS = 1.0
 
 
 class Member:
-    """A volunteer in a run; `handle` is the only entry.
+    """A volunteer in a run; `handle` is the only entry. `commits`: those that count, by round.
 
     `applied`: the round of the durable state, -1 for none. `offer`: the newest durable offer, unless the durable
     feedback says that it is resolved. `feedback_round`: the newest round whose feedback is durable; it is not trained
@@ -137,7 +138,6 @@ class Member:
         self.overlap = Overlap(manifest)
         self.history = History(manifest)
         self.commits = self.history.commits
-        """Those that count, by round."""
         self._pending = self._offered = offer
         self._attempted = max(feedback_round, offer.round if offer else 0)
         self._held_round = self._seen = -1
@@ -207,7 +207,7 @@ class Member:
             case ShardsHeld(round):
                 self._held_round = round
                 return self.position.step(ShardsHeld, Phase.WAITING)
-            case Digested(round, digests):
+            case Digested(round, digests) if round <= self.applied:
                 if self._attest is None or self._attest.round <= round:
                     self._attest = Attest(round=round, digests=digests)
                     return self.position.stay(Digested, [Send(self._attest)])
@@ -320,8 +320,8 @@ class Member:
         if reconfig.peers:
             return self.position.step(Reconfigured, Phase.STOPPING, [Stop(reconfig.round)])
         self._withdraw = Withdraw(round=reconfig.round, reason=reconfig.reason)
-        effects: list[Effect] = [Send(reconfig), Send(self._withdraw), Stop(reconfig.round)]
-        return self.position.step(Reconfigured, Phase.STOPPING, effects)
+        told: list[Effect] = [Send(reconfig), Send(self._withdraw)]
+        return self.position.step(Reconfigured, Phase.STOPPING, [*told, Stop(reconfig.round)])
 
     # --- what follows without an event
 
@@ -339,8 +339,8 @@ class Member:
 
     def _advance(self, now: float) -> list[Effect]:
         following, undone = self.commits.get(self.applied + 1), self.history.undone
-        if self.phase is Phase.TRAINING and self._order is not None and (following is not None or undone is not None):
-            return self.position.step(None, Phase.STOPPING, [Stop(self._order.plan.round)])
+        if self.phase is Phase.TRAINING and (following, undone) != (None, None):
+            return self.position.step(None, Phase.STOPPING, [Stop(self.applied + 1)])
         if self.phase is not Phase.WAITING:
             return []
         if undone is not None:

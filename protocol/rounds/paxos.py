@@ -1,6 +1,7 @@
 """How a commit becomes decided: single-decree Paxos for each round, among the members that the commit before names.
 
-Long because the proposer's table, its rules and its answers belong together.
+Long because the proposer's table, its rules and its answers belong together. What is confirmed of a commit, who voted twice and how that member is
+taken out is in confirming.py, suspects.py and ousting.py beside it.
 
 A round's *members* (1, 3, 4, 5 or 7 bootstrap nodes) vote. A commit is decided once enough of them have accepted it in
 one ballot, and the signatures of those votes are the proof that travels with it (`commit.Record`). Of 1, 3 and 5 a majority

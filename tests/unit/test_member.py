@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from protocol.rounds.deadline import COPIES, FORGIVEN
-from protocol.rounds.member import RESEND_SECONDS, SETTLED_SECONDS, ForkError, Member
+from protocol.rounds.history import ForkError
+from protocol.rounds.member import RESEND_SECONDS, SETTLED_SECONDS, Member
 from protocol.rounds.member_events import (
     Applied,
     Apply,
