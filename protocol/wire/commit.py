@@ -37,7 +37,7 @@ from protocol.wire.score import Score
 
 DOMAIN = b"potluck/1/"
 MAX_EVALUATIONS = 4
-MAX_SCORES = 64
+MAX_SCORES = 32
 
 
 @row
