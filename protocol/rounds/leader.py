@@ -396,6 +396,7 @@ class Leader:
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
         self.standing = self.standing.after(commit)
+        rest |= {p: until for p, until in self.standing.fallen().items() if p not in self.standing.found_bad}
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
         self._scores.forget(self.standing.scoring)
