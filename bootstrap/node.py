@@ -399,10 +399,8 @@ class BootstrapNode:
         self._emit(events.commit_of(record.commit))
         if record.commit.decree is not None:
             self._emit(events.decreed(record.commit.round, record.commit.decree))
-        if record.commit.evaluations:
-            self._emit(events.evaluated(record.commit))
-        if record.commit.scores:
-            self._emit(events.scored(record.commit))
+        for measured in events.measured(record.commit):
+            self._emit(measured)
         for joined in record.commit.joined:
             self._emit(events.invited(record.commit.round, joined))
         self._fairness.decided(record.commit)

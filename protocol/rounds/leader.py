@@ -56,8 +56,6 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        Decided       the same   Moved                the next plan moves blocks between the stages of a
                                                              chain
     any        Decided       the same   Resting              a peer was planned again and again and brings nothing
-    any        Decided       the same   FoundBad             a peer's work was scored so badly that no plan has it
-                                                             for a while
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
 every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an
@@ -103,7 +101,6 @@ from protocol.rounds.leader_events import (
     Effect,
     Event,
     Fetch,
-    FoundBad,
     Gone,
     Held,
     Judge,
@@ -396,7 +393,7 @@ class Leader:
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
         self.standing = self.standing.after(commit)
-        rest |= {p: until for p, until in self.standing.fallen().items() if p not in self.standing.found_bad}
+        rest |= self.standing.fallen()
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
         self._scores.forget(self.standing.scoring)
@@ -404,9 +401,8 @@ class Leader:
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
         effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
-        effects += self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else []
-        bad = [FoundBad(peer, self.standing.of(peer).until) for peer in self.standing.found_bad]
-        return effects + (self.position.stay(Decided, bad) if bad else [])
+        told = [Resting(peer, until, peer in self.standing.found_bad) for peer, until in sorted(rest.items())]
+        return effects + (self.position.stay(Decided, told) if told else [])
 
     def _broken(self, commit: Commit) -> dict[str, float]:
         return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
