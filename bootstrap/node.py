@@ -451,10 +451,8 @@ class BootstrapNode:
         self._emit(events.commit_of(record.commit))
         if record.commit.decree is not None:
             self._emit(events.decreed(record.commit.round, record.commit.decree))
-        if record.commit.evaluations:
-            self._emit(events.evaluated(record.commit))
-        if record.commit.scores:
-            self._emit(events.scored(record.commit))
+        for measured in events.measured(record.commit):
+            self._emit(measured)
         for warning in told.found(self.leader.standing.audits, record.commit):
             self._emit(warning)
         for joined in record.commit.joined:

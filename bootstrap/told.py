@@ -11,7 +11,7 @@ from peer.net.directory import Directory
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
 from protocol.rounds.audits import Audits
-from protocol.rounds.leader_events import FoundBad, Moved, Report, Resting
+from protocol.rounds.leader_events import Moved, Report, Resting
 from protocol.rounds.paxos_events import Refused, Skipped
 from protocol.rounds.quarrels import Quarrel
 from protocol.run import layout
@@ -60,7 +60,7 @@ def undone(decree: Decree) -> events.Warning:
 
 
 def of_round(
-    effect: Report | Moved | Resting | FoundBad | Quarrel,
+    effect: Report | Moved | Resting | Quarrel,
 ) -> events.Diverged | events.Moved | events.Warning | events.Quarrel:
     """A peer has other bits; blocks go from one stage of a chain to another; a peer is planned more rarely, since it does not do what it
     is planned for, or since its work was scored badly; a chain's member says that its neighbour lies."""
@@ -70,11 +70,9 @@ def of_round(
         case Moved(round, replica, before, after, reason):
             was, now = before.blocks, after.blocks
             return events.Moved(round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason)
-        case Resting(peer, until):
+        case Resting(peer, until, scored):
             what = "it is planned again and again and brings nothing that counts"
-            return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
-        case FoundBad(peer, until):
-            what = "its work does not make the model better, as those found who scored it"
+            what = "its work does not make the model better, as those found who scored it" if scored else what
             return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
         case Quarrel(accuser, accused, reason, out):
             return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)

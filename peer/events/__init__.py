@@ -155,6 +155,7 @@ __all__ = [
     "invited",
     "json_sink",
     "kind_of",
+    "measured",
     "ready",
     "role",
     "score",
@@ -273,6 +274,12 @@ def evaluated(commit: WireCommit) -> Evaluated:
         for x in commit.evaluations
     ]
     return Evaluated(round=commit.evaluations[0].round, evaluations=tuple(told))
+
+
+def measured(commit: WireCommit) -> list[Evaluated | Scored]:
+    """The events that tell what peers have measured, as a commit says."""
+    found: list[Evaluated | Scored] = [evaluated(commit)] if commit.evaluations else []
+    return [*found, scored(commit)] if commit.scores else found
 
 
 def scored(commit: WireCommit) -> Scored:

@@ -349,10 +349,8 @@ class Rounds:
                 probation=commit.tried(self.peer),
             )
         )
-        if commit.evaluations:
-            self._emit(events.evaluated(commit))
-        if commit.scores:
-            self._emit(events.scored(commit))
+        for told in events.measured(commit):
+            self._emit(told)
         self._seconds = {}
 
     async def _hold_shards(self, commit: Commit, *, whole: bool = False) -> None:

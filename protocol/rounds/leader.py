@@ -57,8 +57,6 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
                                                              chain
     any        Petition      the same   Oust                 it takes an operator out
     any        Decided       the same   Resting              a peer was planned again and again and brings nothing
-    any        Decided       the same   FoundBad             a peer's work was scored so badly that no plan has it
-                                                             for a while
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
 every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an
@@ -106,7 +104,6 @@ from protocol.rounds.leader_events import (
     Effect,
     Event,
     Fetch,
-    FoundBad,
     Gone,
     Held,
     Judge,
@@ -428,9 +425,8 @@ class Leader:
         self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
         effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
-        effects += self.position.stay(Decided, [Resting(*who) for who in sorted(rest.items())]) if rest else []
-        bad = [FoundBad(peer, self.standing.of(peer).until) for peer in self.standing.found_bad]
-        return effects + (self.position.stay(Decided, bad) if bad else [])
+        told = [Resting(peer, until, peer in self.standing.found_bad) for peer, until in sorted(rest.items())]
+        return effects + (self.position.stay(Decided, told) if told else [])
 
     def _broken(self, commit: Commit) -> dict[str, float]:
         return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)

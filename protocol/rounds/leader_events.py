@@ -218,18 +218,12 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Effect: show that `peer`, which was planned and brought nothing that counts, is in no plan up to `round`."""
+    """Effect: show that `peer`, which was planned and brought nothing that counts, is in no plan up to `round`.
+    `scored`: that is what its scores say (protocol/rounds/marks.py)."""
 
     peer: str
     round: int
-
-
-@dataclass(frozen=True, slots=True)
-class FoundBad:
-    """Effect: show that the scores of `peer`'s work are so bad that it is in no plan up to `round` (protocol/rounds/marks.py)."""
-
-    peer: str
-    round: int
+    scored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,22 +241,7 @@ def moves(manifest: Manifest, before: Plan | None, after: Plan | None, ready: Ma
 
 
 Event = Ready | Gone | Received | Held | Lead | Decided | Petition | Knock | Planned | Verdict | Tick
-Effect = (
-    Fetch
-    | Keep
-    | Tell
-    | MakePlan
-    | Judge
-    | Propose
-    | Send
-    | Report
-    | Moved
-    | Resting
-    | FoundBad
-    | Quarrel
-    | Oust
-    | Done
-)
+Effect = Fetch | Keep | Tell | MakePlan | Judge | Propose | Send | Report | Moved | Resting | Quarrel | Oust | Done
 
 
 _ROWS: tuple[Transition[Phase], ...] = (
@@ -325,6 +304,5 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, Decided, None, (Moved,), "the next plan moves blocks between the stages of a chain"),
     Transition(None, Petition, None, (Oust,), "it takes an operator out"),
     Transition(None, Decided, None, (Resting,), "a peer was planned again and again and brings nothing"),
-    Transition(None, Decided, None, (FoundBad,), "a peer's work was scored so badly that no plan has it for a while"),
 )
 TABLE = Table("leader", Phase, _ROWS)

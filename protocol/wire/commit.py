@@ -39,7 +39,7 @@ from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
 from protocol.wire.score import Score
 
 MAX_EVALUATIONS = 4
-MAX_SCORES = 64
+MAX_SCORES = 32
 MAX_AUDITS = 8
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from protocol.identity import Identity, short_peer
 from protocol.rounds import fairness, marks, scoring, standing
-from protocol.rounds.leader_events import FoundBad, Received
+from protocol.rounds.leader_events import Received
 from protocol.rounds.marks import ENOUGH, KNOWN, MISSES, Book, Scored
 from protocol.rounds.scoring import LATE, LEAST, MOST, SCORERS, Scoring
 from protocol.run.manifest import EvaluationSpec, JudgingSpec, Manifest, TrainSpec
@@ -340,7 +340,7 @@ def test_what_differs_as_much_as_it_is_worth_counts_for_little() -> None:
 
 def test_whose_work_is_found_bad_loses_its_standing_and_is_not_planned() -> None:
     bare = dataclasses.replace(RUN, judging=JudgingSpec(agreement=0.0, score_share=0.08))
-    now, rng, before, told = standing.of(bare), random.Random(1), tuple[Score, ...](), list[FoundBad]()
+    now, rng, before = standing.of(bare), random.Random(1), tuple[Score, ...]()
     for round in range(20):
         now = now.after(commit(round, *(full() if round else ()), scores=before))
         before = ()
@@ -365,7 +365,6 @@ def test_whose_work_is_found_bad_loses_its_standing_and_is_not_planned() -> None
             if key.peer_id in turn.by
         )
     assert now.found_bad == (NAMES[2],)
-    assert told == []
     assert now.rests(NAMES[2])
     assert not any(now.rests(NAMES[n]) for n in range(8) if n != 2)
     assert f"plans {short_peer(NAMES[2])}, for whom the log says no place" in list(
