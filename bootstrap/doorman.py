@@ -1,4 +1,5 @@
-"""Whom a bootstrap node gives a session: who may take part. Who shows an invitation waits for the commit that lets it in.
+"""Whom a bootstrap node gives a session: who may take part, and not too many strangers of one range of addresses. Who shows an invitation
+waits for the commit that lets it in.
 
 Nothing of a stranger is kept but what an operator has signed, and no more of one invitation than it lets in (protocol/rounds/access.py:
 Guests). Every operator's node hears every peer, so the one that leads hears of it, too.
@@ -6,7 +7,7 @@ Guests). Every operator's node hears every peer, so the one that leads hears of 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from peer.net.clock import Clock
 from protocol.rounds import invitations
@@ -30,6 +31,18 @@ class Doorman:
     def why_not(self, peer: str) -> str | None:
         """Why it may not take part now."""
         return self._leader.access.why_not(peer)
+
+    def crowded(self, peer: str, others: Iterable[str]) -> NotAdmitted | None:
+        """What `peer` is told where as many strangers as may be have a session, of the `others` from its range of addresses; None: it has
+        one, too."""
+        standing = self._leader.standing
+        most = standing.manifest.admission.range_sessions
+        if not most or standing.is_exempt(peer):
+            return None
+        if sum(not standing.is_exempt(other) for other in others) < most:
+            return None
+        reason = f"{most} others from its range of addresses take part, which is all that may; it asks again, or an operator admits it"
+        return NotAdmitted(reason=reason, waits=True)
 
     async def welcome(self, peer: str, joining: Joined | None) -> NotAdmitted | None:
         """What `peer` is told that wants a session and shows this; None: it has one."""

@@ -45,7 +45,7 @@ from protocol.errors import LocalError, RemoteError
 from protocol.identity import Identity, short_peer
 from protocol.planning import partition
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, admission, evaluation, fairness, leader_events, paxos_events, presence
+from protocol.rounds import access, admission, evaluation, fairness, leader_events, paxos_events, presence, ranges
 from protocol.rounds.leader import Leader
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.questions import Question
@@ -292,7 +292,8 @@ class BootstrapNode:
     def _announced(self, peer: str, announcement: Announcement) -> None:
         """A peer with a session says this of itself."""
         stays = round(self._stays.of(peer), 2)
-        candidate = dataclasses.replace(partition.candidate(announcement), presence=stays)
+        where = ranges.range_of(self._transport.seen_at(peer))
+        candidate = dataclasses.replace(partition.candidate(announcement), presence=stays, range=where)
         known = self._ready.get(peer)
         if known != candidate:
             self._ready[peer] = candidate

@@ -20,6 +20,7 @@ from peer.net.guests import Bucket, Rate
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.rounds import part_lists
+from protocol.rounds.ranges import range_of
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
@@ -46,7 +47,7 @@ OUTBOX = 1024
 
 @dataclass(slots=True)
 class Session:
-    """One peer's open stream; `outbox` is drained by the session's own task."""
+    """One peer's open stream; `outbox` is drained by the session's own task. `range`: where it comes from (protocol/rounds/ranges.py)."""
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     messages: Bucket = field(default_factory=lambda: Bucket(MESSAGES))
@@ -58,6 +59,7 @@ class Session:
     has_announced: bool = False
     attested: int = -1
     tells: Allowance = field(default_factory=lambda: Allowance(0.2, 10.0))
+    range: str = ""
 
     def may_announce(self, all_of_them: Allowance, now: float) -> bool:
         """Whether an announcement is to be looked at; the first one is, whatever the allowance of all peers together."""
@@ -121,6 +123,7 @@ class Sessions:
         self._hear = hear
         self._opened = opened
         self._doubt = transport.doubt
+        self._seen_at = transport.seen_at
         self._guests = transport.guests
         self._doorman = doorman
         self._streams: dict[str, Stream] = {}
@@ -136,12 +139,16 @@ class Sessions:
         )
         if hello.run != self._manifest.run_id or hello.version != VERSION:
             raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
+        where = range_of(self._seen_at(peer))
         refusal = await self._doorman.welcome(peer, hello.joining) if self._doorman is not None else None
+        if refusal is None and where and self._doorman is not None:
+            others = (p for p, session in self.open.items() if session.range == where and p != peer)
+            refusal = self._doorman.crowded(peer, others)
         if refusal is not None:
             await stream.send(encoding.encode(refusal))
             raise RemoteError(peer, f"peer {short_peer(peer)}: {refusal.reason}; its session was refused")
         before = self._streams.get(peer)
-        session = Session(amounts=Bucket(self._bytes), paused_at=self._clock.steady())
+        session = Session(amounts=Bucket(self._bytes), paused_at=self._clock.steady(), range=where)
         self.open[peer], self._streams[peer] = (
             session,
             stream,

@@ -61,7 +61,7 @@ def of_round(
             was, now = before.blocks, after.blocks
             return events.Moved(round=round, replica=replica, peers=after.peers, before=was, after=now, reason=reason)
         case Resting(peer, until):
-            what = "it is planned again and again and brings nothing"
+            what = "it is planned again and again and brings nothing that counts"
             return events.Warning(text=f"peer {short_peer(peer)}: {what}; it is in no plan up to round {until}")
         case Quarrel(accuser, accused, reason, out):
             return events.Quarrel(accuser=accuser, accused=accused, reason=reason, out=out)

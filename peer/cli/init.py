@@ -29,7 +29,16 @@ from protocol.planning.partition import Candidate
 from protocol.run import layout, presets
 from protocol.run import manifest as manifests
 from protocol.run.corpus import CorpusIndex
-from protocol.run.manifest import ChainSpec, DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
+from protocol.run.manifest import (
+    AdmissionSpec,
+    ChainSpec,
+    DataSpec,
+    Manifest,
+    OuterSpec,
+    TimingSpec,
+    TokenizerSpec,
+    TrainSpec,
+)
 from protocol.run.presets import PRESETS, Preset
 
 if TYPE_CHECKING:
@@ -58,6 +67,10 @@ ABOUT = {
     "every": "after so many rounds the loss on held-out text is measured; 0: never",
     "sequences": "of the held-out text, at most",
     "round_seconds": "every replica trains for so long in a round, and does what it can",
+    "probation": "the work of newcomers has no weight for so many rounds; it is judged, and its effect comes later",
+    "share": "no peer has more than this part of a round's weight; an equal part it may have",
+    "range_sessions": "so many strangers from one range of addresses take part at a time; 0: all",
+    "range_share": "together they are planned for at most this part",
     "bootstrap": "where nodes were last seen; may change at any time",
 }
 """What the manifest's less obvious fields are, for whoever reads the file."""
@@ -239,6 +252,9 @@ def make_manifest(
             outer=OuterSpec(),
             chains=ChainSpec(rank=preset.ranks),
             timing=TimingSpec(round_seconds=preset.round_seconds, round_deadline=max(120.0, 2 * preset.round_seconds)),
+            admission=AdmissionSpec(
+                probation=min(presets.PROBATION, rounds // 10), range_sessions=presets.RANGE_SESSIONS
+            ),
         )
 
     try:

@@ -25,7 +25,7 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import access, audits, evaluation, grace, judging, schedule, seats, standing, validation
+from protocol.rounds import access, audits, evaluation, grace, judging, ranges, schedule, seats, standing, validation
 from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
@@ -40,6 +40,8 @@ DAY = 86400.0
 """Seconds that the time of day in a commit may differ from a member's own."""
 WORTH = 0.6
 """A plan brings at least this share of the tokens per second of a member's own plan of the same peers."""
+RANGES = 2.0
+"""So many times the share of a range of addresses may be planned for one: each node sees by itself where peers come from."""
 LIES = 2.0
 """So many doubts about one leader are a lie."""
 FORGIVEN = 0.25
@@ -197,6 +199,10 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
     if commit.plan is not None:
         yield from _feasible(sight, commit.plan)
         yield from _worth(sight, commit, commit.plan)
+        of = {peer: known.range for peer, known in sight.ready.items()}
+        part, most = ranges.largest(sight.manifest, commit.plan, of)
+        if part > RANGES * most:
+            yield f"plans {part:.0%} for one range of addresses"
 
 
 def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
@@ -234,7 +240,11 @@ def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
     """What is planned brings about as much as this node's own planner makes of the same peers."""
     if not plan.peers <= sight.ready.keys():
         return  # it has not heard of all: it cannot tell
-    there = tuple(sight.ready[peer] for peer in sorted(plan.peers))
+    limited = (
+        sight.manifest.admission.range_share < 1
+    )  # then strangers may be spares, of whom another node sees a range
+    idle = {peer for peer in plan.spares if limited and not (sight.standing and sight.standing.is_exempt(peer))}
+    there = tuple(sight.ready[peer] for peer in sorted(plan.peers - idle))
     if not plan.spares and sight.chains is not None and _alike(plan.replicas, sight.chains.replicas):
         return  # nothing changes, and everybody trains
     question = Question(
@@ -286,7 +296,7 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
         waited=waited,
         complete=dict(verdicts.complete),
         since=dict(verdicts.since),
-        ready=dict(leader.ready),
+        ready={c.peer: c for c in leader.standing.marked(leader.ready.values())},
         digests=leader.attestations.sure(leader.round - 1),
         attested=attested,
         medians=leader.medians,

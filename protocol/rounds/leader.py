@@ -84,6 +84,7 @@ from protocol.rounds import (
     evaluation,
     presence,
     promises,
+    ranges,
     schedule,
     seats,
     settling,
@@ -341,9 +342,16 @@ class Leader:
     def _seat(self, peer: str, now: float) -> list[Effect]:
         may = self._leads and self.phase is Phase.OPEN and not self.promises.rests(peer, self.round)
         may = may and not self.standing.rests(peer) and self.access.why_not(peer) is None
-        known = self.ready.get(peer) if may else None
+        known = self.ready.get(peer) if may and self._has_room(peer) else None
         seat = seats.give(self.manifest, self.roster, self.attestations, known, now - self._began)
         return self.position.stay(Attest, [Send((peer,), seat, True)]) if seat is not None else []
+
+    def _has_room(self, peer: str) -> bool:
+        """Whether its range of addresses has room for a seat."""
+        if self.manifest.admission.range_share >= 1:
+            return True
+        of = {c.peer: c.range for c in self.standing.marked(self.ready.values())}
+        return ranges.has_room(self.manifest, self.roster.plan, of, peer)
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
         spec = self.roster.offered_by(peer, offer.replica)
@@ -385,6 +393,7 @@ class Leader:
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
         self.standing = self.standing.after(commit)
+        rest |= self.standing.fallen()
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
         self._audits.forget(self.standing.audits)
@@ -401,7 +410,7 @@ class Leader:
         """Who may be planned, as this node sees it; `decree`: after it."""
         then = self.access.after(decree)
         there = promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
-        return [c for c in self.quarrels.marked(there) if then.why_not(c.peer) is None]
+        return [c for c in self.standing.marked(self.quarrels.marked(there)) if then.why_not(c.peer) is None]
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:

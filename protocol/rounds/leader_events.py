@@ -210,7 +210,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Resting:
-    """Effect: show that `peer`, which was planned and brought nothing, is in no plan up to `round`."""
+    """Effect: show that `peer`, which was planned and brought nothing that counts, is in no plan up to `round`."""
 
     peer: str
     round: int

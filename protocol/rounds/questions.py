@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from protocol.planning import memory, planner
 from protocol.planning.partition import Candidate
-from protocol.rounds import capacity
+from protocol.rounds import capacity, ranges
 from protocol.rounds.attestations import Attested
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Contribution, LeftOut
@@ -45,6 +45,8 @@ class Question:
             plan = self._plan((*self.candidates, *self.resting), relay_bps)
         if plan is None and self.fallen:
             plan = self._plan((*self.candidates, *self.resting, *self.fallen), relay_bps)
+        of = {c.peer: c.range for c in (*self.candidates, *self.resting, *self.fallen)}
+        plan = plan and ranges.limited(self.manifest, plan, of)
         return plan and capacity.bounded(self.manifest, plan, self.contributions, self.left_out)
 
     def _plan(self, candidates: tuple[Candidate, ...], relay_bps: float) -> Plan | None:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from protocol.identity import short_peer
+from protocol.planning.partition import Candidate
 from protocol.rounds import access, audits, chain_repair, judging
 from protocol.rounds.access import Access
 from protocol.rounds.audits import Audits
@@ -119,6 +120,15 @@ class Standing:
         """Whether `peer` has no place in the next plan, for what was found against it."""
         return self.round + 1 <= self.of(peer).until
 
+    def fallen(self) -> dict[str, int]:
+        """Who has lost its reputation in the newest round, and up to which round each rests."""
+        until = self.round + REST
+        return {peer: until for peer, known in self.known.items() if known.until == until}
+
+    def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """The same; those for whom somebody vouches are limited by no range of addresses."""
+        return [dataclasses.replace(c, range="") if c.range and self.is_exempt(c.peer) else c for c in candidates]
+
     # --- what is known of the open round
 
     def is_new(self, replica: ReplicaSpec) -> bool:
@@ -133,12 +143,24 @@ class Standing:
         """How many replicas of the plan are no newcomers'."""
         return sum(not self.is_new(replica) for replica in self.plan.replicas) if self.plan is not None else 0
 
+    @functools.cached_property
+    def _replicas(self) -> Mapping[int, ReplicaSpec]:
+        return {replica.number: replica for replica in self.plan.replicas} if self.plan is not None else {}
+
+    @functools.cached_property
+    def _busy(self) -> frozenset[str]:
+        """The members of the plan's replicas."""
+        return frozenset(peer for replica in self._replicas.values() for peer in replica.peers)
+
     def spec_of(self, number: int, peers: tuple[str, ...]) -> ReplicaSpec | None:
         """The replica of the open round's plan, or its seat, as `peers` made its work; None where they cannot have."""
-        spec = self.plan.taken(number, peers, self.manifest.model.n_layers) if self.plan is not None else None
-        if self.plan is None or spec is None or len(spec.stages) != len(peers):
-            return None
-        if spec.peers != peers and not chain_repair.is_allowed(self.plan, spec, peers):
+        spec = self._replicas.get(number)
+        if self.plan is None or (spec is not None and spec.peers == peers):
+            return spec
+        if spec is None:
+            free = self.is_seat(number) and self._busy.isdisjoint(peers)
+            return self.plan.taken(number, peers, self.manifest.model.n_layers) if free else None
+        if not chain_repair.is_allowed(self.plan, spec, peers):
             return None
         stages = tuple(dataclasses.replace(s, peer=p) for s, p in zip(spec.stages, peers, strict=True))
         return dataclasses.replace(spec, stages=stages)

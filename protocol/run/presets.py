@@ -16,6 +16,10 @@ TOKENS_PER_PARAMETER = 20
 HOMES, HOME_FLOPS = 8, 20e12
 """What a run is laid out for where nobody says who takes part: so many GPUs, and the operations a second that training gets out of one."""
 
+PROBATION, RANGE_SESSIONS = 8, 16
+"""Of an open run: rounds in which a newcomer's work has no weight, in a run that is ten times as long at least; and strangers who may come
+from one range of addresses at a time."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:

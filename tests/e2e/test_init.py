@@ -10,7 +10,7 @@ from peer.cli import main
 from peer.cli.init import CORPUS, MANIFEST, NODE, commented
 from peer.node.open_run import read_manifest
 from protocol.run import manifest as manifests
-from protocol.run.presets import PRESETS
+from protocol.run.presets import PRESETS, PROBATION, RANGE_SESSIONS
 from tests.e2e.typed import running, until
 from tests.texts import write_corpus
 
@@ -38,6 +38,7 @@ def test_what_it_ends_with_starts_a_run_that_trains(at_home: Path, capsys: pytes
     said = capsys.readouterr().out
     manifest = read_manifest(at_home / "ours" / MANIFEST)
     assert manifest.rounds == 2
+    assert manifest.admission.probation == 0, "it would last longer than the run"
     assert f"run ours {manifest.run_id[:12]}" in said
     last = said.splitlines()[-1].split()
     assert last[:2] == ["potluck", "bootstrap"]
@@ -88,6 +89,7 @@ def test_a_manifest_with_comments_is_the_same_run(name: str, at_home: Path) -> N
     assert manifests.from_toml(commented(manifest).encode(), "again") == manifest
     assert manifest.train.sequence == 64, "what the corpus was built for"
     assert manifest.train.total_steps == manifest.rounds * manifest.train.inner_steps
+    assert (manifest.admission.probation, manifest.admission.range_sessions) == (PROBATION, RANGE_SESSIONS)
 
 
 @pytest.mark.parametrize(

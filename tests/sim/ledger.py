@@ -33,7 +33,8 @@ from peer.state import giving, taking
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.rounds import handover as rules
-from protocol.rounds import part_lists, validation
+from protocol.rounds import part_lists, standing, validation
+from protocol.rounds.standing import Standing
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
@@ -81,6 +82,7 @@ class Ledger:
     """The vote on each node's disk."""
     moves: dict[tuple[str, str], list[Move]] = field(default_factory=dict)
     """By peer and shard, in order."""
+    _standing: Standing | None = None
     _handovers: dict[tuple[str, int], Handover] = field(default_factory=dict)
     _notes: dict[str, dict[str, str]] = field(default_factory=dict)
     _added: set[tuple[str, int]] = field(default_factory=set)
@@ -212,10 +214,14 @@ class Ledger:
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that does not follow")
         for problem in validation.problems(self.manifest, before.plan if before else None, commit):
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that {problem}")
+        known = self._standing or standing.of(self.manifest)
+        for problem in standing.problems(known, commit):
+            raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} that {problem}")
         reason = part_lists.why_refused(self.manifest, before and before.plan, commit, self.lists(commit))
         if reason is not None:
             raise Violation("P2", f"{who[-8:]} writes a commit of round {commit.round} with a wrong list: {reason}")
         self._count(found.ballot, commit, before)
+        self._standing = known.after(commit)
         self.log.append(commit)
 
     def lists(self, commit: Commit) -> dict[str, tuple[Part, ...]]:
@@ -227,6 +233,8 @@ class Ledger:
         self.stats["commits"] += 1
         self.stats["contributions"] += len(commit.contributions)
         self.stats["left out"] += len(commit.left_out)
+        self.stats["on probation"] += sum(x.probation for x in commit.left_out)
+        self.stats["less than its weight"] += sum(c.standing < 1 for c in commit.contributions)
         self.stats["higher ballots"] += ballot > 0
         self.stats["spares' shares"] += sum(s.peer in spares for c in commit.contributions for s in c.shares)
 

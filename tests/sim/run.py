@@ -3,6 +3,7 @@
 python -m tests.sim.run --seed N
 python -m tests.sim.run --seeds 0:10000
 python -m tests.sim.run --seeds 0:1000 --liars 6       # and so many made-up identities that say what they like
+python -m tests.sim.run --seeds 0:1000 --probation 1   # and newcomers on probation
 python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as a quorum of 3f + 1 bears
 python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm   # nothing else goes wrong: no round takes LEASES leases longer than without lies
 
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 from tests.sim.swarm import KINDS, Swarm, kind_of
 from tests.sim.world import POINTS, Violation
@@ -39,14 +41,14 @@ Life = tuple[int, Counter[str], str]
 """A seed, what happened in its run, and the promise that was broken, if one was."""
 
 
-def live(seed: int, liars: int = 0, lying_nodes: bool = False, calm: bool = False) -> Life:
-    """Lives through one of many seeds, with so many liars, and with dishonest operators."""
+def live(seed: int, liars: int = 0, lying_nodes: bool = False, calm: bool = False, probation: int = 0) -> Life:
+    """Lives through one of many seeds, with so many liars, with dishonest operators, and with newcomers on probation."""
     gc.disable()  # the collector would cost a tenth, and a run is short
-    swarm = Swarm(seed, liars=liars, lying_nodes=lying_nodes, calm=calm)
+    swarm = Swarm(seed, liars=liars, lying_nodes=lying_nodes, calm=calm, probation=probation)
     try:
         swarm.run()
         if calm:
-            twin = Swarm(seed, liars=liars, lying_nodes=lying_nodes, calm=True, honest=True)
+            twin = Swarm(seed, liars=liars, lying_nodes=lying_nodes, calm=True, honest=True, probation=probation)
             twin.run()
             held_up = swarm.longest_round - twin.longest_round
             if held_up > LEASES * swarm.manifest.timing.gone_after:
@@ -63,15 +65,13 @@ def unseen(stats: Counter[str]) -> list[str]:
     return [f"crash {where}" for where in POINTS if not stats[f"crash {where}"]] + [x for x in HAPPENS if stats[x] < 3]
 
 
-def lives(seeds: Iterable[int], liars: int = 0, lying_nodes: bool = False, calm: bool = False) -> Iterator[Life]:
-    """All of them, on all cores, each in a process that has the hash seed 0."""
+def lives(seeds: Iterable[int], **chosen: int) -> Iterator[Life]:
+    """All of them, as `live` has what is chosen, on all cores, each in a process that has the hash seed 0."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = "0"
     pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
     try:
-        yield from pool.map(
-            functools.partial(live, liars=liars, lying_nodes=lying_nodes, calm=calm), seeds, chunksize=1
-        )
+        yield from pool.map(functools.partial(live, **chosen), seeds, chunksize=1)
     finally:
         pool.shutdown(cancel_futures=True)
         if before is None:
@@ -89,6 +89,7 @@ def main() -> int:
     parser.add_argument("--first", action="store_true", help="with --seeds: stop at the first broken promise")
     parser.add_argument("--liars", type=int, default=0, help="made-up identities in each run")
     parser.add_argument("--lying-nodes", action="store_true", help="as many dishonest operators as a quorum bears")
+    parser.add_argument("--probation", type=int, default=0, help="rounds in which a newcomer's work has no weight")
     parser.add_argument("--calm", action="store_true", help="nothing else goes wrong")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
@@ -99,9 +100,7 @@ def main() -> int:
         first, last = map(int, arguments.seeds.split(":"))
         seeds = [s for s in range(first, last) if arguments.only in (None, kind_of(s))]
         return campaign(seeds, arguments)
-    swarm = Swarm(
-        arguments.seed, verbose=True, liars=arguments.liars, lying_nodes=arguments.lying_nodes, calm=arguments.calm
-    )
+    swarm = Swarm(arguments.seed, verbose=True, **chosen_of(arguments))
     try:
         swarm.run()
     except Violation as violation:
@@ -111,10 +110,15 @@ def main() -> int:
     return 0
 
 
+def chosen_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was typed of what `live` takes."""
+    return {name: getattr(arguments, name) for name in ("liars", "lying_nodes", "calm", "probation")}
+
+
 def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:
     """Every seed; prints what was broken at once, and what happened in the end."""
     began, stats, broken = time.monotonic(), Counter[str](), 0
-    for number, (seed, found, text) in enumerate(lives(seeds, chosen.liars, chosen.lying_nodes, chosen.calm), 1):
+    for number, (seed, found, text) in enumerate(lives(seeds, **chosen_of(chosen)), 1):
         stats += found
         if text:
             broken += 1
@@ -127,6 +131,7 @@ def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:
     print(f"{len(seeds)} runs from {seeds[0]} to {seeds[-1]}, {time.monotonic() - began:.0f} s: {happened}")
     stormy = not chosen.calm and len(seeds) >= SEEDS and len({kind_of(seed) for seed in seeds}) > 1
     missing = unseen(stats) if stormy else []
+    missing += ["on probation"] if chosen.probation and not stats["on probation"] else []
     missing += ["lies"] if (chosen.liars or chosen.lying_nodes) and not stats["lies"] else []
     if missing:
         print(f"never happened: {', '.join(missing)}")

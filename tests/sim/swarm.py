@@ -23,7 +23,7 @@ from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.rounds import part_lists
 from protocol.run import layout
-from protocol.run.manifest import Manifest, OuterSpec
+from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
 from protocol.wire import logfile
 from protocol.wire.commit import liars_borne
 from tests import tiny
@@ -45,6 +45,7 @@ QUORUMS = {
     "storm": ((3, 3), (3, 4), (4, 4), (4, 5), (5, 5), (7, 7)),
 }
 """Sizes of the quorum, and operators' nodes."""
+SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
 
@@ -52,7 +53,7 @@ LATEST = 40.0
 class Swarm:
     """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
     `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
-    operators who could lie and do not."""
+    operators who could lie and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Swarm:
         lying_nodes: bool = False,
         calm: bool = False,
         honest: bool = False,
+        probation: int = 0,
     ) -> None:
         rng = random.Random(seed)
         kind = kind_of(seed)
@@ -79,6 +81,7 @@ class Swarm:
             operators=names,
             quorum=quorum,
             checkpoint_rounds=rng.choice((1, 2, 4)),
+            admission=AdmissionSpec(probation=probation, share=SHARE if probation else 1.0),
             outer=OuterSpec(
                 topk=1024, values="fp32", indices="fixed", beta=rng.choice((0.5, 1.0)), overlap=rng.choice((0, 1))
             ),

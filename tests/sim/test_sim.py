@@ -39,6 +39,15 @@ def test_made_up_identities_that_say_what_they_like_break_no_promise() -> None:
     assert sum((found for _, found, _ in lived), Counter[str]())["lies"] > 1000
 
 
+def test_an_open_run_with_newcomers_on_probation_keeps_every_promise() -> None:
+    """P3 above all: what has no weight yet goes back into the feedback, and comes later."""
+    lived = list(lives(range(36), probation=1))
+    assert [text for _, _, text in lived if text] == []
+    stats = sum((found for _, found, _ in lived), Counter[str]())
+    assert stats["on probation"] > 5
+    assert stats["less than its weight"] > 5
+
+
 def test_dishonest_operators_of_a_quorum_that_bears_them_break_no_promise() -> None:
     lived = list(lives(range(12), lying_nodes=True))
     assert [text for _, _, text in lived if text] == []

@@ -123,3 +123,17 @@ def test_what_a_log_says_is_harmless_on_a_screen() -> None:
     for line in (*table_lines(found, 1), *own_lines(found, "a\x1b[2J", 1, 9), *own_lines(found, "b", 1, 9)):
         assert line.isprintable()
         assert len(line) < 250
+
+
+def test_work_on_probation_is_no_work_that_was_left_out_and_its_maker_is_told() -> None:
+    plan = Plan(round=1, replicas=(), seats=(Seat(number=0, work=Work()),), next_number=1)
+    credits = Credits(LAYERS)
+    credits.add(commit(0, plan, [], []))
+    tried = LeftOut(replica=0, reason="on probation", judged=ROOT, peers=("new",), probation=True)
+    credits.add(commit(1, plan, [], [tried]))
+    credits.add(commit(2, None, [], [LeftOut(replica=0, reason="a copy", judged=ROOT, peers=("new",))]))
+    (found,) = contributors(credits)
+    assert (found.peer, found.probation, found.left_out, found.reason) == ("new", 1, 1, "a copy")
+    said = list(own_lines([found], "new", 2, 9))
+    assert "on probation for 1 round: your work was good and had no weight; it goes into the work after it" in said
+    assert "left out 1 times, the last time because: a copy" in said

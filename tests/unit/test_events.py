@@ -237,11 +237,11 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
         ALICE.peer_id: announcement(ALICE),
     }  # fmt: skip
     made = dataclasses.replace(last.contributions[0], replica=1)
-    log = [
-        first,
-        spare,
-        dataclasses.replace(last, diverged=wrong, contributions=(made,), evaluations=EVALUATIONS, audits=AUDITS),
-    ]
+    tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True) for x in last.left_out)
+    newest = dataclasses.replace(
+        last, diverged=wrong, contributions=(made,), evaluations=EVALUATIONS, audits=AUDITS, left_out=tried
+    )
+    log = [first, spare, newest]
     every_field_has_a_value(Snapshot, snapshot(MANIFEST, log, said, 5.0))
 
 
@@ -263,7 +263,8 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
         signatures={},
     )
     commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan, decree=decree)
-    commit = dataclasses.replace(commit, evaluations=EVALUATIONS, audits=AUDITS)
+    tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True) for x in last.left_out)
+    commit = dataclasses.replace(commit, evaluations=EVALUATIONS, audits=AUDITS, left_out=tried)
     ticket = invitations.issue(tiny.OPERATOR, bytes(32), commit.run, expires=9, count=2, reason="friends")
     commit = dataclasses.replace(commit, joined=(ticket.joined(BOB.peer_id),))
     record = dataclasses.replace(tiny.record(commit), ballot=3)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import pytest
 
+from peer.log.replay import BadPayload, verify
 from protocol.rounds import fairness, judging, standing
-from protocol.rounds.judging import Before, Judged
-from protocol.rounds.leader_events import Gone, Send
+from protocol.rounds.judging import Before, Case, Judged
+from protocol.rounds.leader_events import Decided, Effect, Gone, Held, Propose, Received, Resting, Send
+from protocol.rounds.standing import REST, Finding, Known
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec
+from protocol.wire import encoding
 from protocol.wire.commit import Commit, LeftOut
 from protocol.wire.session import TakeSeat
 from tests import tiny
@@ -319,3 +323,84 @@ def test_a_commit_that_says_otherwise_gets_no_vote_and_log_verify_names_it(
     change: Callable[[Commit], Commit], why: str
 ) -> None:
     assert forged(change) == [why, None, why]
+
+
+# --- what is found again and again
+
+
+def test_whoever_is_judged_out_again_and_again_loses_its_reputation_and_rests() -> None:
+    def verdict(case: Case) -> list[Judged]:
+        return [Judged(1.0, "noise" if c.peers == ("new",) else None) for c in case.contributions]
+
+    driver = swarm(rounds=60, probation=0)
+    told: list[Resting] = []
+    for _ in range(40):
+        plan = driver.leader.plan
+        there = [p for p in (*FOUNDERS, "new") if plan is not None and plan.replica_of(p) is not None]
+        effects: list[Effect] = []
+        for peer in there:
+            offer = driver.offer(peer)
+            for effect in tiny.handle(driver.leader, Received(peer, offer), driver.now, verdict):
+                effects.append(effect)
+                for name in tiny.names(effect):
+                    effects += tiny.handle(driver.leader, Held(name), driver.now, verdict)
+        (commit,) = [e.commit for e in effects if isinstance(e, Propose)]
+        driver.commits.append(commit)
+        told += [e for e in driver.do(Decided(commit)) if isinstance(e, Resting)]
+        driver.attest(*FOUNDERS, "new", shards=layout.shard_names(driver.manifest.model))
+    known = driver.leader.standing.of("new")
+    assert known.fell
+    assert told[-1] == Resting("new", known.until)
+    assert known.until > driver.leader.round + 10
+    assert sum("new" in x.peers for c in driver.commits for x in c.left_out) == 4, "so often it was tried"
+    assert standing.of(driver.manifest, driver.commits) == driver.leader.standing
+
+
+def test_what_a_stranger_gains_who_throws_names_away() -> None:
+    """With thirty fresh names: of each it has to bring 8 rounds of real work, for which it gets nothing at once, and which nobody can serve for
+    two names; then findings after the fact, as of audits, halve its weight each time. So 8 rounds of work buy less than two of harm."""
+    of, names, harm, work = tiny.manifest(admission=AdmissionSpec(probation=8)), [f"x{i}" for i in range(30)], 0.0, 0
+    for name in names:
+        known = Known()
+        while known.served < of.admission.probation:
+            known, work = dataclasses.replace(known, served=known.served + 1), work + 1
+        while not known.fell:
+            harm += known.reputation
+            known = known.found(Finding(name, False), 0)
+    assert harm / work < 0.25
+    fallen = Known().found(Finding("x", False), 0)
+    for _ in range(3):
+        fallen = fallen.found(Finding("x", False), 0)
+    assert (fallen.served, fallen.until) == (0, REST), "to come back takes longer than a new name"
+
+
+# --- whoever reads the log
+
+
+def test_log_verify_names_what_lifts_a_probation_or_a_weight() -> None:
+    """The same as in the votes; the whole log is read, and its payloads are not needed for it."""
+
+    def problems(change: Callable[[Commit], Commit]) -> list[str]:
+        driver = swarm(share=0.5)
+        next_round(driver, *FOUNDERS, "new")
+        parent, records, members = driver.manifest.run_id, [], driver.manifest.first_members
+        for number, commit in enumerate(driver.commits):
+            commit = dataclasses.replace(commit, parent=parent, leader=members[0], members=members, digests={})
+            commit = change(commit) if number == 2 else commit
+            records.append(encoding.encode_record(tiny.record(commit)))
+            parent = commit.digest
+
+        async def log() -> AsyncIterator[bytes]:
+            for raw in records:
+                yield raw
+
+        async def nothing(digest: str, size: int) -> bytes:
+            raise BadPayload("it is not here")
+
+        found = asyncio.run(verify(driver.manifest, log(), nothing, lambda problem: None))
+        return [p.reason for p in found.problems if p.round == 2 and "list of parts" not in p.reason]
+
+    assert problems(lambda commit: commit) == []
+    assert problems(lifted) == ["counts replica 4, which is on probation"]
+    assert problems(favoured) == ["replica 0 counts with 0.5 of its weight, by what the log says of its makers with 1"]
+    assert problems(prolonged) == ["leaves out replica 3 for a probation that is over"]

@@ -54,6 +54,9 @@ class Host:
     def doubt(self, peer: str) -> None:
         self.doubted.append(peer)
 
+    def seen_at(self, peer: str) -> str:
+        return ""
+
 
 def test_of_sessions_that_are_opened_at_once_each_ends_the_one_before() -> None:
     async def work() -> None:

@@ -502,3 +502,32 @@ def test_amounts() -> None:
         "0 B", "999 B", "1.0 kB", "123 kB", "100 kB", "5.0 GB", "20.0 TB",
     ]  # fmt: skip
     assert [duration(s) for s in (5, 125, 7260, 200_000)] == ["5 s", "2:05 min", "2:01 h", "2.3 days"]
+
+
+def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_of_it() -> None:
+    lines = Lines(own=True)
+    found = events.Found(run="ab" * 32, name="x", parameters=48_900_000, round_seconds=90.0, probation=3)
+    why = "peer abc: on probation, and nothing is wrong with it; its work counts after 2 more rounds"
+    own = events.Round(
+        round=31, seconds={}, bytes_sent=1, bytes_received=2, boundary_forward_bytes=0, boundary_backward_bytes=0,
+        boundary_tokens=0, probation=why,
+    )  # fmt: skip
+    said = [line[9:] for body in (found, own) for line in lines.of(Event(0.0, PEERS[0], body))]
+    assert said[1] == (
+        "· the work of newcomers has no weight in the first 3 rounds that they bring; it is judged, and goes into their work"
+        " after it"
+    )
+    assert said[-1] == f"· round 31, this machine's work: {why}"
+    assert not any(
+        "newcomers" in line
+        for line in Lines(own=True).of(Event(0.0, PEERS[0], dataclasses.replace(found, probation=0)))
+    )
+
+
+def test_a_replica_on_probation_is_no_warning() -> None:
+    tried = LeftOut(replica=2, reason="on probation", judged="0" * 64, peers=(PEERS[3],), probation=True)
+    commit = events.Commit(
+        round=4, contributions=(), left_out=(tried, LeftOut(replica=3, reason="late")), diverged=(), plan=None
+    )
+    said = [line[9:] for line in Lines().of(Event(0.0, "bootstrap", commit))]
+    assert said[1:] == ["· round 4 without replica 2: on probation", "! round 4 without replica 3: late"]
