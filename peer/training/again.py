@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec.sparse import Sparse
+from protocol.errors import LocalError
 from protocol.wire.bounds import MAX_AGREEMENT
 
 Array = NDArray[np.float32]
@@ -49,19 +50,22 @@ class Comparison:
 
     @property
     def agreement(self) -> float:
-        """See the module's docstring; within MAX_AGREEMENT of 0."""
+        """See the module's docstring; within MAX_AGREEMENT of 0. Raises LocalError where something is not finite."""
         lengths = np.sqrt(self._squares[:, :1] * self._squares[:, 1:])
         x = np.array(self._products) / np.where(lengths > 0, lengths, np.inf)
         return excess(x[0], x[1:])
 
 
 def excess(own: NDArray[np.float64], others: NDArray[np.float64]) -> float:
-    """By how many standard deviations the sum of x_g [g] is more than those of the two or more others [n, g] are."""
+    """By how many standard deviations the sum of x_g [g] is more than those of the two or more others [n, g] are. Raises LocalError for what
+    is not finite."""
     count = len(others)
     more = float(np.sum(own - np.mean(others, axis=0)))
     spread = math.sqrt((1 + 1 / count) * float(np.sum(np.var(others, axis=0, ddof=1))))
+    if not (math.isfinite(more) and math.isfinite(spread)):
+        raise LocalError("what was learned is not finite")
     found = more / spread if spread > 0 else math.copysign(MAX_AGREEMENT, more) if more else 0.0
-    return max(-MAX_AGREEMENT, min(MAX_AGREEMENT, found)) if math.isfinite(found) else -MAX_AGREEMENT
+    return max(-MAX_AGREEMENT, min(MAX_AGREEMENT, found))
 
 
 def chosen(payloads: Mapping[str, Sequence[tuple[float, bytes]]], place: int, most: int) -> dict[str, list[bytes]]:

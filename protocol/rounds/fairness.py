@@ -25,18 +25,7 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import (
-    access,
-    audits,
-    evaluation,
-    grace,
-    judging,
-    ranges,
-    schedule,
-    seats,
-    standing,
-    validation,
-)
+from protocol.rounds import access, audits, evaluation, grace, judging, ranges, schedule, seats, standing, validation
 from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase

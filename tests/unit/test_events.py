@@ -23,6 +23,7 @@ from peer.ui.run_state import PeerView, View
 from peer.ui.snapshot import Snapshot, snapshot
 from protocol.rounds import invitations, part_lists
 from protocol.wire.announcement import Announcement
+from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
 from protocol.wire.decree import Decree, Enacted, Schedule
 from protocol.wire.evaluation import Evaluation
@@ -215,6 +216,7 @@ def everything(plan: Plan) -> Plan:
     )
 
 
+AUDITS = (Audit(peer=BOB.peer_id, round=1, replica=1, agreement=4.5, signature=b"s"),)
 EVALUATIONS = (
     Evaluation(
         peer=BOB.peer_id, round=1, sequences=4, loss=2.0, bits_per_byte=1.0, signature=bytes(64), sample="a ⇒ b"
@@ -236,7 +238,9 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
     }  # fmt: skip
     made = dataclasses.replace(last.contributions[0], replica=1)
     tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True) for x in last.left_out)
-    newest = dataclasses.replace(last, diverged=wrong, contributions=(made,), evaluations=EVALUATIONS, left_out=tried)
+    newest = dataclasses.replace(
+        last, diverged=wrong, contributions=(made,), evaluations=EVALUATIONS, audits=AUDITS, left_out=tried
+    )
     log = [first, spare, newest]
     every_field_has_a_value(Snapshot, snapshot(MANIFEST, log, said, 5.0))
 
@@ -260,7 +264,7 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
     )
     commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan, decree=decree)
     tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True) for x in last.left_out)
-    commit = dataclasses.replace(commit, evaluations=EVALUATIONS, left_out=tried)
+    commit = dataclasses.replace(commit, evaluations=EVALUATIONS, audits=AUDITS, left_out=tried)
     ticket = invitations.issue(tiny.OPERATOR, bytes(32), commit.run, expires=9, count=2, reason="friends")
     commit = dataclasses.replace(commit, joined=(ticket.joined(BOB.peer_id),))
     record = dataclasses.replace(tiny.record(commit), ballot=3)
