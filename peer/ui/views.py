@@ -218,8 +218,8 @@ def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
     reached = health.reachable
     yield (
         "info",
-        f"reached: {reached['direct']} directly, {reached['mapped']} by a port, {reached['private']} by relays or holes,"
-        f" {reached['unknown']} not known",
+        f"reached: {reached['direct']} directly, {reached['mapped']} by port, {reached['private']} by relay or hole,"
+        f" {reached['unknown']} unknown",
     )
     for x in health.relays:
         text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from peer import events
 from peer.cli.main import app
+from peer.cli.plan import read_peers
 from peer.ui.run_state import View
 from peer.ui.screen import render
 from protocol.errors import UsageError
@@ -373,6 +374,59 @@ def test_manifests_in_the_documents_can_be_read() -> None:
                 with pytest.raises(UsageError):
                     manifests.from_toml(block.replace("rounds", "round", 1).encode(), named(document))
     assert found
+
+
+def whole_manifest() -> str:
+    """That of the guide."""
+    found = re.search(r"^```toml\n(name = .*?)^```", text("docs/guides/manifest.md"), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def with_table(table: str, lines: str) -> bytes:
+    """The guide's manifest with these lines in `table`, whose others are gone."""
+    parts = re.split(r"^(?=\[)", whole_manifest(), flags=re.MULTILINE)
+    return "".join([*(part for part in parts if not part.startswith(f"[{table}]")), f"[{table}]\n{lines}\n"]).encode()
+
+
+def test_parts_of_manifests_in_the_documents_can_be_read_in_a_whole_one() -> None:
+    """Each is a table with what it must have."""
+    found = 0
+    for document in DOCUMENTS:
+        for block in re.findall(r"^```toml\n(.*?)^```", text(document), re.MULTILINE | re.DOTALL):
+            if not re.search(r"^name = ", block, re.MULTILINE):
+                for part in filter(None, re.split(r"^(?=\[)", block, flags=re.MULTILINE)):
+                    table, _, lines = part.removeprefix("[").partition("]\n")
+                    made = manifests.from_toml(with_table(table, lines), named(document))
+                    assert made.run_id != manifests.from_toml(whole_manifest().encode(), "guide").run_id
+                    with pytest.raises(UsageError):
+                        manifests.from_toml(with_table(table, f"{lines}\nsurely_no_field = 1"), named(document))
+                    found += 1
+    assert found
+
+
+def test_fields_with_values_in_prose_are_taken_by_a_manifest() -> None:
+    hints = typing.get_type_hints(Manifest)
+    tables = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    found = set()
+    for document in DOCUMENTS:
+        for code in CODE.findall(prose(text(document))):
+            if given := re.fullmatch(r"(\w+) = (\d+|\"\w+\")", code):
+                homes = [t for t, kind in tables.items() if given[1] in {f.name for f in dataclasses.fields(kind)}]
+                assert homes, (named(document), code)
+                for table in set(homes) - {"model", "train", "tokenizer", "data"}:
+                    manifests.from_toml(with_table(table, code), named(document))
+                    found.add(code)
+    assert {"overlap = 1", "topk = 32", 'backward = "sym2"'} <= found
+
+
+def test_the_list_of_machines_that_a_guide_shows_is_read(tmp_path: Path) -> None:
+    found = re.search(r"^```\n(manifest = .*?)^```", text("docs/guides/plan.md"), re.MULTILINE | re.DOTALL)
+    assert found is not None
+    (tmp_path / "run.toml").write_text(whole_manifest())
+    (tmp_path / "my-peers.toml").write_text(found[1])
+    counts = [int(peer.get("count", 1)) for peer in tomllib.loads(found[1])["peers"]]
+    assert len(read_peers(tmp_path / "my-peers.toml")) == sum(counts) == 9
 
 
 # --- images and pictures

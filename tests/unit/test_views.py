@@ -101,6 +101,18 @@ def test_each_view_says_what_it_is_for() -> None:
     assert f"✗ round 3 has two decided commits; voted for both: {ids[0]}" in text(of, Browsing(view="health"))
 
 
+def test_nothing_is_cut_of_the_health_of_thousands_on_the_smallest_screen() -> None:
+    made = MadeUp(4 * 999)
+    of = Watched(made.manifest)
+    for event in made.begin():
+        of.feed(event)
+    browsing = Browsing()
+    browsing.view = "health"
+    shown = "\n".join(drawn(of, browsing, 80, 24))
+    assert "reached: 999 directly, 999 by port, 999 by relay or hole, 999 unknown" in shown
+    assert "…" not in shown.rpartition("\n")[0]
+
+
 def test_who_trains_too_sees_what_he_does_and_has_brought() -> None:
     made = MadeUp(5)
     of = watched(made, 20)
