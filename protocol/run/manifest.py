@@ -3,6 +3,8 @@
 Written as TOML, read strictly: an unknown, missing or ill-typed field is refused by name. Everything that changes the
 mathematics or the rules lives here; the command line only sets what is local to a machine. `[hints]` (addresses) may
 change during a run and is the one table that the digest leaves out.
+
+Long because all that a run is described by is here, with its checks.
 """
 
 from __future__ import annotations
