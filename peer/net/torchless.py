@@ -8,23 +8,9 @@ what it imports; only the names of the three packages themselves are fewer. Wher
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from types import ModuleType
-
-_UTILS = {
-    "logging": ("get_logger",),
-    "serializer": ("MSGPackSerializer", "SerializerBase"),
-    "timed_storage": (
-        "DHTExpiration",
-        "MAX_DHT_TIME_DISCREPANCY_SECONDS",
-        "TimedStorage",
-        "ValueWithExpiration",
-        "get_dht_time",
-    ),
-}
-"""The modules of hivemind.utils whose names its network modules read from `hivemind.utils`."""
 
 
 def _hollow(name: str) -> ModuleType:
@@ -47,10 +33,24 @@ def prepare() -> None:
     _hollow("hivemind")
     _hollow("hivemind.dht")
     utils = _hollow("hivemind.utils")
-    for module, names in _UTILS.items():
-        found = importlib.import_module(f"hivemind.utils.{module}")
+    from hivemind.utils import logging, serializer, timed_storage
+
+    for module, names in (
+        (logging, ("get_logger",)),
+        (serializer, ("MSGPackSerializer", "SerializerBase")),
+        (
+            timed_storage,
+            (
+                "DHTExpiration",
+                "MAX_DHT_TIME_DISCREPANCY_SECONDS",
+                "TimedStorage",
+                "ValueWithExpiration",
+                "get_dht_time",
+            ),
+        ),
+    ):
         for name in names:
-            setattr(utils, name, getattr(found, name))
+            setattr(utils, name, getattr(module, name))
 
 
 prepare()
