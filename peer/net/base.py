@@ -130,6 +130,9 @@ class Stream(Protocol):
         """Bytes that were taken from the network and that `recv` has not given yet."""
         ...
 
+    def costs(self, turns: float) -> None:
+        """The newest frame asked for so much that it takes this many turns more than others (peer/net/turns.py)."""
+
     async def send(self, *parts: bytes | memoryview, timeout: float = SEND_SECONDS) -> None:
         """One frame whose body is the parts; returns when it is on its way, the parts may change then. Waits while the
         other side does not read, at most `timeout` seconds. A send that fails or is cancelled within a frame closes the

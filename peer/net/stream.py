@@ -65,9 +65,9 @@ class FrameStream:
         self._finished = False
         self._ended = False
         self._closed = False
-        self.turn: Callable[[], Awaitable[None]] | None = None
+        self.turn: Callable[[float], Awaitable[None]] | None = None
         """Is awaited before another frame is read, where frames are read in turns (peer/net/turns.py)."""
-        self._owes = False
+        self._owes = 0.0
 
     def __repr__(self) -> str:
         return f"FrameStream({self.name}, {short_peer(self.remote)})"
@@ -133,10 +133,10 @@ class FrameStream:
         try:
             async with asyncio.timeout(timeout):
                 if self._owes and self.turn is not None:
-                    await self.turn()
-                self._owes = False
+                    await self.turn(self._owes)
+                self._owes = 0.0
                 frame = await self._next(limit)
-                self._owes = True
+                self._owes = 1.0
                 return frame
         except TimeoutError:
             raise nothing_came(self, timeout) from None
@@ -197,6 +197,10 @@ class FrameStream:
                     self._abort()
             else:
                 self.abort()
+
+    def costs(self, turns: float) -> None:
+        """The newest frame asked for so much that it takes this many more turns."""
+        self._owes += turns
 
     @property
     def pending(self) -> int:

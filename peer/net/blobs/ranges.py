@@ -80,6 +80,7 @@ class RangeServer:
             or not all(isinstance(i, int) and LEAVES <= i < blob_hash.count(size) for i in indices)
         ):
             raise RemoteError(peer, f"blobs for {short_peer(peer)}: asks for no ranges; it was closed")
+        stream.costs(len(indices) / 4)
         found, insist = await self._find(name, size), request.get("insist") is True
         for index in indices:
             data, others = b"", list[str]()

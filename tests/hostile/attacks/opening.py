@@ -204,7 +204,7 @@ ATTACKS = (
     Attack(work=garbage, told=MANY),
     Attack(work=unserved),
     Attack(work=pipes),
-    Attack(work=relayed, told=MANY),
+    Attack(work=relayed),
     Attack(work=circuits),
     Attack(work=crowd_opens, told=MANY, identities=4),
     Attack(work=redials),
