@@ -3,8 +3,9 @@
 Events come in through `put`, in any order, from training, session and timers. Effects that change state (EncodeUpdate,
 KeepInFeedback, RestoreFeedback, Apply, HoldShards) are done one after the other in this loop, so nothing else ever sees them half
 done. Training runs beside it (peer/node/training.py) and only reads θ. The way into any state is one: peer/state/recovery.py.
-Nothing is decided here: what is kept, written and fetched follows from protocol/rounds/retention.py, all else from the machine. Long because all effects are carried
-out here.
+Nothing is decided here: what is kept, written and fetched follows from protocol/rounds/retention.py, all else from the machine.
+
+Long because all effects are carried out here.
 """
 
 from __future__ import annotations

@@ -153,6 +153,7 @@ class Quorum:
         recorded: Recorded,
         oust: Enacted | None = None,
     ) -> None:
+        """Long because everything that is durable comes in here."""
         self.manifest = manifest
         self.peer = peer
         self._sign = sign
