@@ -94,15 +94,7 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             why = f": {clean(reason)}" if reason else ""
             return [Said("info", f"{called(peer, names)} comes in, invited by operator {called(operator, names)}{why}")]
         case events.Forked(round=round, liars=liars):
-            who = ", ".join(called(liar, names) for liar in liars)
-            if not liars:
-                return [
-                    Said("error", f"round {round} has two decided commits, and nobody can be named; the run stops here")
-                ]
-            what = (
-                "voted for two commits, as its signatures prove; the other operators can take it out: potluck run oust"
-            )
-            return [Said("error", f"round {round}: operator {who} {what}")]
+            return [Said("error", _forked(round, ", ".join(called(liar, names) for liar in liars)))]
         case events.Relayed(circuits=circuits, bytes=passed, bps=bps):
             streams = count(range(circuits), "stream")
             return [Said("info", f"relays {streams} at {bps / 1e6:.1f} Mb/s; {size(passed)} since the start")]
@@ -218,6 +210,14 @@ def _reached(how: str, addresses: Sequence[str]) -> list[Said]:
             )
             return [Said("info", text)]
     return []
+
+
+def _forked(round: int, who: str) -> str:
+    """`who` voted for two commits of a round; nobody can be named where it is empty."""
+    if not who:
+        return f"round {round} has two decided commits, and nobody can be named; the run stops here"
+    what = "voted for two commits, as its signatures prove; the other operators can take it out: potluck run oust"
+    return f"round {round}: operator {who} {what}"
 
 
 def _evaluated(round: int, x: events.Evaluation, names: Mapping[str, str]) -> str:

@@ -153,6 +153,7 @@ class Quorum:
         recorded: Recorded,
         oust: Enacted | None = None,
     ) -> None:
+        """Long because everything that is durable comes in here."""
         self.manifest = manifest
         self.peer = peer
         self._sign = sign
@@ -644,10 +645,14 @@ class Quorum:
         self._compare(peer, record, out)
         if record.commit.decree is not None and self._adopt(Learned, record.commit.decree, out):
             return
-        if record.commit.round == self.round > 0 and record.commit.parent != self._head_digest:
+        # who takes not all that comes does not ask: the same would come again and again; signs of life tell that there is more
+        takes = self.peer in self.members or not is_needed(len(self.members), record.commit)
+        asks = takes and self.oust is None and not self.is_stopped
+        if asks and record.commit.round == self.round > 0 and record.commit.parent != self._head_digest:
             out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 2))])
         if record.commit.round > self.round:
-            out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 1))])
+            if asks:
+                out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 1))])
         elif self.phase is Phase.APPENDING or not self._fits(record.commit):
             pass
         elif why_not_next(self.manifest, self.head, record) is None:

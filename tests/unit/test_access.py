@@ -196,7 +196,7 @@ def test_a_node_takes_only_what_a_commit_can_have() -> None:
         heard.append(event)
 
     key, wish = tiny.OPERATOR, decree(BAN, "a")
-    decrees = Decrees(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None)
+    decrees = Decrees(Leader(ONE, (), (), 0.0), hand_in, lambda motion: None, (), lambda: None)
 
     def hear(sealed: bytes) -> str | None:
         try:
@@ -346,7 +346,7 @@ def test_a_node_tells_an_operator_who_comes_too_late() -> None:
         raise AssertionError("it was taken")
 
     head = dataclasses.replace(first(ONE, None, 0), round=ONE.rounds - 1, members=ONE.first_members)
-    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None)
+    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, (), lambda: None)
     with pytest.raises(RemoteError, match=f"that decree cannot be: the run ends with round {ONE.rounds}"):
         asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
 
