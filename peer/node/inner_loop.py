@@ -204,10 +204,7 @@ class StageInnerLoop:
             if not (short or isinstance(failure, PotluckError)):
                 raise
             error = self._short_of_memory(spec.stages[position]) if short else str(failure)
-            if short and not spec.is_chain and self._trainer is not None and self._trainer.steps:
-                # the steps before were whole: their work counts
-                await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.reset)
-                stage_progress.total = dataclasses.replace(stage_progress.total, steps=self._trainer.steps)
+            if short and not spec.is_chain and await self._keep_whole_steps(stage_progress):
                 error = None
             self._depth = ((), 0)  # a member may hold less than it did
         finally:
@@ -227,6 +224,14 @@ class StageInnerLoop:
             boundary_tokens=tokens if spec.is_chain else 0,
             text_seconds=sum(r.wait_text_s for r in reports),
         )
+
+    async def _keep_whole_steps(self, stage_progress: StageProgress) -> bool:
+        """Gives up the step in which memory ran out; whether there were others before it, whose work counts."""
+        if self._trainer is None or not self._trainer.steps:
+            return False
+        await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.reset)
+        stage_progress.total = dataclasses.replace(stage_progress.total, steps=self._trainer.steps)
+        return True
 
     def _tell_of_pieces(self, told: list[int]) -> None:
         """Says once in a round that memory ran out within an inner step, which was done all the same (peer/training/pieces.py)."""
