@@ -9,6 +9,8 @@ line of JSON:
 The kind is the class's name in small letters, words joined by underscores: `ChainFailed` is `chain_failed`. Amounts are
 in bytes, seconds, bits per second (`_bps`) and nats per token (losses). Rounds count from 1 (round 0 is the first
 plan), inner steps from 1 in each round, replicas and stages from 0 in the plan's order. A peer is named by its peer id.
+
+Long because every event is named here, and made from what is decided.
 """
 
 from __future__ import annotations

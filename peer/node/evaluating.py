@@ -57,16 +57,18 @@ class Measure(Movable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """`load(spec, theta)` copies a whole model (peer/training/inference.py); `tokenizer` fetches the file of the run's."""
+    """`load(spec, theta)` copies a whole model (peer/training/inference.py); `tokenizer` fetches the file of the run's. The `scorer`, if there is
+    one, has the same copy when it is its turn."""
 
     load: Callable[[ModelSpec, Shards], Measure]
     tokenizer: Callable[[], Awaitable[bytes]]
+    scorer: Scorer | None = None
 
 
 class Evaluator:
     """One per peer. `has_room`: whether it may take memory for a copy of the model; `tell` sends to the bootstrap nodes; `always`: whether it
-    measures whatever is due, as an operator's auditor does, else in its turn. The `scorer`, if there is one, has the same copy when it is
-    its turn: two at once would be too much, and so the held-out loss goes first."""
+    measures whatever is due, as an operator's auditor does, else in its turn. Two copies at once would be too much: the held-out loss goes
+    before the scorer."""
 
     def __init__(
         self,
@@ -79,9 +81,8 @@ class Evaluator:
         tools: Tools,
         has_room: bool,
         always: bool = False,
-        scorer: Scorer | None = None,
     ) -> None:
-        self._scorer = scorer
+        self._scorer = tools.scorer
         self._only_scores = False
         self._manifest = manifest
         self._identity = identity

@@ -1,5 +1,8 @@
 """The part of a peer that computes: the inner steps of a round, alone or in a chain, and in the chains that follow when one lost a
-member. Its errors are a round's result, never the daemon's end."""
+member. Its errors are a round's result, never the daemon's end.
+
+Long because all that can end a round early meets here.
+"""
 
 from __future__ import annotations
 
@@ -200,12 +203,7 @@ class StageInnerLoop:
             if stop.is_set():
                 error = "the round was decided before all steps were done"
         except (PotluckError, MemoryError, RuntimeError, ExceptionGroup) as failure:
-            short = device.is_shortage(failure)
-            if not (short or isinstance(failure, PotluckError)):
-                raise
-            error = self._short_of_memory(spec.stages[position]) if short else str(failure)
-            if short and not spec.is_chain and await self._keep_whole_steps(stage_progress):
-                error = None
+            error = await self._why_it_ended(failure, spec.stages[position], spec.is_chain, stage_progress)
             self._depth = ((), 0)  # a member may hold less than it did
         finally:
             self._pipes.forget(plan.round + 1)
@@ -225,13 +223,21 @@ class StageInnerLoop:
             text_seconds=sum(r.wait_text_s for r in reports),
         )
 
-    async def _keep_whole_steps(self, stage_progress: StageProgress) -> bool:
-        """Gives up the step in which memory ran out; whether there were others before it, whose work counts."""
-        if self._trainer is None or not self._trainer.steps:
-            return False
+    async def _why_it_ended(
+        self, failure: BaseException, stage: StageSpec, is_chain: bool, stage_progress: StageProgress
+    ) -> str | None:
+        """What is said of a round that `failure` ended; None where the steps before it count. Where memory ran out, a full replica gives up
+        that step alone. Raises what is no error of a round."""
+        if not device.is_shortage(failure):
+            if isinstance(failure, PotluckError):
+                return str(failure)
+            raise failure
+        why = self._short_of_memory(stage)
+        if is_chain or self._trainer is None or not self._trainer.steps:
+            return why
         await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.reset)
         stage_progress.total = dataclasses.replace(stage_progress.total, steps=self._trainer.steps)
-        return True
+        return None
 
     def _tell_of_pieces(self, told: list[int]) -> None:
         """Says once in a round that memory ran out within an inner step, which was done all the same (peer/training/pieces.py)."""

@@ -254,6 +254,7 @@ class Peer:
         audit, room = self._config.audit, memory.has_room_to_evaluate(self.manifest, self._config.memory_bytes)
         tell = self._sessions.tell
         load = functools.partial(inference.Measured, wanted=self._config.device)
+        scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
         nodes = Remote(self._transport, self.manifest.operators, self._storage.blobs)
         return Evaluator(
             self.manifest,
@@ -261,10 +262,9 @@ class Peer:
             text,
             tell,
             self._emit,
-            tools=Tools(load, lambda: nodes.tokenizer(self.manifest)),
+            tools=Tools(load, lambda: nodes.tokenizer(self.manifest), scorer),
             has_room=audit or room,
             always=audit,
-            scorer=None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get),
         )
 
     def _make_examiner(self, text: Text, inner_loop: InnerLoop) -> Examiner:

@@ -18,6 +18,8 @@ Those on probation (protocol/rounds/standing.py) say nothing about anybody: the 
 of them is then compared with those that count, and is no copy of another one of them. So whoever has many names has no say by them.
 
 protocol/rounds/comparing.py says why every machine comes to the same verdict.
+
+Long because the rule and what checks it belong together.
 """
 
 from __future__ import annotations

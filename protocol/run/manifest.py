@@ -169,7 +169,7 @@ class JudgingSpec:
     agreement: float = 0.2
     copies: float = 0.5
     score_share: float = field(default=0.02, metadata=LATER)
-    audit_share: float = field(default=0.01, metadata=LATER)
+    audit_share: float = field(default=0.0, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not 0 <= self.score_share <= 1:

@@ -26,8 +26,10 @@ from protocol.wire.announcement import Announcement
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
 from protocol.wire.decree import Decree, Enacted, Schedule
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, Seat, Work
+from protocol.wire.score import Mark, Score
 from tests import tiny
 from tests.docs import events as document
 from tests.unit.test_monitor import ALICE, BOB, CAROL, MANIFEST, REPORT, announcement, commits
@@ -216,6 +218,10 @@ def everything(plan: Plan) -> Plan:
     )
 
 
+SCORES = (Score(peer=BOB.peer_id, round=1, marks=(Mark(replica=1, assigned=0.5, other=0.25),), signature=b"s"),)
+PROOF = DoubleVote(
+    peer=BOB.peer_id, term=1, round=2, ballot=3, digest="1" * 64, signature=b"s", other="2" * 64, signed=b"t"
+)
 AUDITS = (Audit(peer=BOB.peer_id, round=1, replica=1, agreement=4.5, signature=b"s"),)
 EVALUATIONS = (
     Evaluation(
@@ -259,12 +265,14 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
             subject=BOB.peer_id,
             reason="noise",
             schedule=Schedule(rounds=2, total_steps=3),
+            proof=PROOF,
+            after=1,
         ),
         signatures={},
     )
     commit = dataclasses.replace(last, contributions=(made,), diverged=wrong, digests=digests, plan=plan, decree=decree)
     tried = tuple(dataclasses.replace(x, peers=(BOB.peer_id,), probation=True) for x in last.left_out)
-    commit = dataclasses.replace(commit, evaluations=EVALUATIONS, audits=AUDITS, left_out=tried)
+    commit = dataclasses.replace(commit, evaluations=EVALUATIONS, scores=SCORES, audits=AUDITS, left_out=tried)
     ticket = invitations.issue(tiny.OPERATOR, bytes(32), commit.run, expires=9, count=2, reason="friends")
     commit = dataclasses.replace(commit, joined=(ticket.joined(BOB.peer_id),))
     record = dataclasses.replace(tiny.record(commit), ballot=3)

@@ -15,10 +15,11 @@ from protocol.rounds.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
 from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.audit import Audit
-from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
+from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
 from protocol.wire.decree import Decree, Enacted, Motion, Motions, Schedule
 from protocol.wire.dial_back import Dialled, DialMe
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.encoding import (
     Message,
     MessageError,
@@ -148,6 +149,9 @@ SAMPLES: list[Message] = [
     EVALUATION,
     SCORE,
     AUDIT,
+    Holds(round=2, digest="d" * 64),
+    Confirmed(round=2, digest="d" * 64, by={"p": b"s"}),
+    DoubleVote(peer="p", term=0, round=2, ballot=0, digest="d" * 64, signature=b"s", other="e" * 64, signed=b"t"),
     NotAdmitted(reason="it is invited", waits=True),
     TimeUp(round=2),
     TakeSeat(round=2, replica=4, seconds=12.5),
@@ -325,7 +329,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
         "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "scores": (SCORE,), "joined": (),
-        "schedule": SCHEDULE, "audits": (AUDIT,),
+        "schedule": SCHEDULE, "audits": (AUDIT,), "out": ("x",),
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}
