@@ -15,7 +15,7 @@ from bootstrap.roster import Heard
 from peer import events
 from peer.net import directory, p2p
 from peer.net.blobs import BlobServer
-from peer.net.daemon import socket_base
+from peer.net.sockets import socket_base
 from peer.net.disk import LocalDisk
 from protocol.identity import Identity
 from protocol.rounds import part_lists
