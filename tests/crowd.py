@@ -15,8 +15,8 @@ from bootstrap.roster import Heard
 from peer import events
 from peer.net import directory, p2p
 from peer.net.blobs import BlobServer
-from peer.net.sockets import socket_base
 from peer.net.disk import LocalDisk
+from peer.net.sockets import socket_base
 from protocol.identity import Identity
 from protocol.rounds import part_lists
 from protocol.wire import endpoints, sealed
