@@ -50,6 +50,8 @@ OF_AN_ENEMY = 200
 """Messages, before another one comes in its place: who is refused could say nothing more."""
 LAST, ALIKE = 64, 0.8
 """Messages of each type that are remembered, and how many of all are made from one of them."""
+TOLD = 500_000
+"""Messages after which a long campaign says how far it is."""
 MEMORY_MIB = 300
 """By which all may grow."""
 QUORUM = Identity(b"quorum enemy".ljust(32))
@@ -280,8 +282,18 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.getLogger("potluck").propagate = False
     began = time.monotonic()
+    told = 0
+
+    def goes_on(state: State) -> bool:
+        """Says how far it is now and then, so that a run which is ended early has shown something."""
+        nonlocal told
+        if state.messages >= told + TOLD:
+            told = state.messages
+            print(f"{told:,} messages, {time.monotonic() - began:.0f} s", flush=True)
+        return state.messages < chosen.messages
+
     with tempfile.TemporaryDirectory() as folder:
-        state = asyncio.run(campaign(Path(folder), chosen.seed, lambda state: state.messages < chosen.messages))
+        state = asyncio.run(campaign(Path(folder), chosen.seed, goes_on))
     result = {
         "messages": state.messages,
         "seconds": round(time.monotonic() - began),
