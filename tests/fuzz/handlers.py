@@ -50,8 +50,8 @@ OF_AN_ENEMY = 200
 """Messages, before another one comes in its place: who is refused could say nothing more."""
 LAST, ALIKE = 64, 0.8
 """Messages of each type that are remembered, and how many of all are made from one of them."""
-TOLD = 500_000
-"""Messages after which a long campaign says how far it is."""
+OF_A_SWARM = 100_000
+"""Messages, before a long campaign begins another swarm: rounds go on all the time, and with a long log each message takes longer."""
 MEMORY_MIB = 300
 """By which all may grow."""
 QUORUM = Identity(b"quorum enemy".ljust(32))
@@ -281,31 +281,29 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     logging.getLogger("potluck").propagate = False
-    began = time.monotonic()
-    told = 0
-
-    def goes_on(state: State) -> bool:
-        """Says how far it is now and then, so that a run which is ended early has shown something."""
-        nonlocal told
-        if state.messages >= told + TOLD:
-            told = state.messages
-            print(f"{told:,} messages, {time.monotonic() - began:.0f} s", flush=True)
-        return state.messages < chosen.messages
-
-    with tempfile.TemporaryDirectory() as folder:
-        state = asyncio.run(campaign(Path(folder), chosen.seed, goes_on))
+    began, total, most = time.monotonic(), State(), 0.0
+    while total.messages < chosen.messages and not total.raised:
+        count, seed = min(OF_A_SWARM, chosen.messages - total.messages), chosen.seed + total.messages
+        with tempfile.TemporaryDirectory() as folder:
+            state = asyncio.run(campaign(Path(folder), seed, lambda state, count=count: state.messages < count))
+        total.messages += state.messages
+        total.rounds += state.rounds
+        total.by_name += state.by_name
+        total.raised += state.raised
+        most = max(most, state.grown_mib)
+        print(f"{total.messages:,} messages, {time.monotonic() - began:.0f} s, {state.grown_mib:.0f} MiB", flush=True)
     result = {
-        "messages": state.messages,
+        "messages": total.messages,
         "seconds": round(time.monotonic() - began),
-        "rounds": state.rounds,
-        "by_name": dict(state.by_name),
-        "raised": dict(state.raised),
-        "grown_mib": round(state.grown_mib, 1),
+        "rounds": total.rounds,
+        "by_name": dict(total.by_name),
+        "raised": dict(total.raised),
+        "grown_mib": round(most, 1),
     }
     print(json.dumps(result, indent=1))
     if chosen.json:
         chosen.json.write_text(json.dumps(result, indent=1) + "\n")
-    raise SystemExit(1 if state.raised or state.grown_mib > MEMORY_MIB else 0)
+    raise SystemExit(1 if total.raised or most > MEMORY_MIB else 0)
 
 
 if __name__ == "__main__":
