@@ -38,9 +38,9 @@ class Decrees:
 
     async def serve(self, transport: Transport) -> None:
         """Lets others call."""
-        await serve_calls(transport, endpoints.DECREES, self._moved, limit=MAX_REQUEST)
+        await serve_calls(transport, endpoints.DECREES, self.moved, limit=MAX_REQUEST)
 
-    async def _moved(self, remote: str, request: bytes) -> bytes:
+    async def moved(self, remote: str, request: bytes) -> bytes:
         motion = encoding.expect(Motion, encoding.decode(request, remote), remote)
         decree = await self.hear(motion) if motion.sealed else None
         if decree is not None:

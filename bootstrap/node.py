@@ -134,13 +134,13 @@ class BootstrapNode:
         self.leader = Leader(manifest, archive.commits, held, now, archive.oust)
         doorman = Doorman(self.leader, self._events.hand_in, self._clock)
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, doorman)
-        self._decrees = Decrees(
-            self.leader, self._events.hand_in, self._spread, archive.commits, lambda: self._quorum.may_oust
+        self.decrees = Decrees(
+            self.leader, self._events.hand_in, self._spread, archive.commits, lambda: self.quorum.may_oust
         )
         self._fairness = Fairness(
-            self.leader, self._clock, self._events.put, archive.blobs.get, known, lambda: self._quorum.living
+            self.leader, self._clock, self._events.put, archive.blobs.get, known, lambda: self.quorum.living
         )
-        self._quorum = Quorum(
+        self.quorum = Quorum(
             manifest,
             identity.peer_id,
             archive.last,
@@ -159,7 +159,7 @@ class BootstrapNode:
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._links.serve()
         await Calls(self.archive, self.roster).serve(self._transport)
-        await self._decrees.serve(self._transport)
+        await self.decrees.serve(self._transport)
         await self._latency.serve()
         await Bandwidth(self._clock).serve(self._transport)
         await DialBack(self._transport, self._clock).serve()
@@ -220,7 +220,7 @@ class BootstrapNode:
                 with contextlib.suppress(
                     RemoteError
                 ):  # its node knew other members, perhaps, and is not to be cut off for it
-                    await self._decrees.hear(message)
+                    await self.decrees.hear(message)
             case _:
                 raise unexpected(node, "votes", message)
 
@@ -262,13 +262,13 @@ class BootstrapNode:
                 await self._events.hand_in(leader_events.Received(peer, message))
             case LogRequest(after=after):
                 self._send_log(session, after)
-                if self._quorum.confirming.certificate is not None:
-                    session.post(encoding.encode(self._quorum.confirming.certificate))
-                for proof in self._quorum.suspects.named.values():
+                if self.quorum.confirming.certificate is not None:
+                    session.post(encoding.encode(self.quorum.confirming.certificate))
+                for proof in self.quorum.suspects.named.values():
                     session.post(encoding.encode(proof))
                 self._opened(session)
             case Heartbeat():
-                phase = "stalled" if self._stalled else "leading" if self._quorum.leads else "following"
+                phase = "stalled" if self._stalled else "leading" if self.quorum.leads else "following"
                 session.post(encoding.encode(Heartbeat(phase=phase, round=self.leader.round)))
             case _:
                 raise unexpected(peer, "session", message)
@@ -307,7 +307,7 @@ class BootstrapNode:
             for peer in absent:
                 self._stays.lost(peer)
             self._events.put(leader_events.Tick(absent))
-            self._events.put(paxos_events.Tick(not self._quorum.leads and fairness.is_due(self.leader, now)))
+            self._events.put(paxos_events.Tick(not self.quorum.leads and fairness.is_due(self.leader, now)))
             await asyncio.sleep(POLL_SECONDS)
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
@@ -380,10 +380,10 @@ class BootstrapNode:
     async def _tell_quorum(self, event: paxos_events.Event) -> list[leader_events.Event | paxos_events.Event]:
         following: list[leader_events.Event | paxos_events.Event] = []
         if isinstance(event, paxos_events.Proposed):
-            ours = self._quorum.of_ours(event.commit)
+            ours = self.quorum.of_ours(event.commit)
             await asyncio.to_thread(lambda: ours.digest)  # it is kept there, and long work for many replicas
             event = paxos_events.Proposed(ours)
-        for effect in self._quorum.handle(event, self._clock.steady()):
+        for effect in self.quorum.handle(event, self._clock.steady()):
             match effect:
                 case paxos_events.Save(vote):
                     await asyncio.to_thread(self.archive.save_vote, vote)
@@ -432,18 +432,18 @@ class BootstrapNode:
         self._emit(told.undone(enacted.decree))
         self._payloads.undo(len(archive.commits) - 1)
         self.leader.begin_again(archive.commits, held, now, archive.oust)
-        self._quorum.begin(archive.last, archive.vote, held, now, archive.oust)
+        self.quorum.begin(archive.last, archive.vote, held, now, archive.oust)
         for candidate in self._ready.values():
             self._events.put(leader_events.Ready(candidate))
         await self._leave_out()
 
     async def _leave_out(self) -> None:
         """No link to an operator who was taken out. Raises UsageError if that is us."""
-        if self._identity.peer_id in self._quorum.out:
+        if self._identity.peer_id in self.quorum.out:
             raise UsageError(
                 f"run {shown(self.manifest.name)}: the other operators took this one out, since it voted twice; potluck log show says when"
             )
-        await self._links.leave_out(self._quorum.out, self.archive.ousting)
+        await self._links.leave_out(self.quorum.out, self.archive.ousting)
 
     def _decided(self, record: Record) -> None:
         if record.commit.plan is not None:
@@ -469,14 +469,14 @@ class BootstrapNode:
 
     def _stall(self, missing: tuple[str, ...]) -> None:
         self._stalled = bool(missing)
-        self._emit(told.stalled(len(self._quorum.members), missing, self._quorum.round))
+        self._emit(told.stalled(len(self.quorum.members), missing, self.quorum.round))
 
     # --- payloads
 
     def _forget(self, gone: set[str]) -> None:
         """These are in the archive no more: an offer of them has to be fetched again. Before any other event is looked at."""
         self.leader.offers.held -= gone
-        self._quorum.acceptor.held -= gone
+        self.quorum.acceptor.held -= gone
 
     def _is_gone(self, event: object) -> bool:
         """Whether what has come went again before the machines hear that it came."""

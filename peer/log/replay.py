@@ -147,7 +147,7 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for reason in _wrong_in(commit, manifest, plan, now, due):
+        for reason in wrong_in(commit, manifest, plan, now, due):
             problem(commit.round, None, reason)
         trial, now, due = now.tried(commit), now.after(commit), due.after(commit)
         done.contributions += len(commit.contributions)
@@ -193,7 +193,7 @@ async def verify(
     return done
 
 
-def _wrong_in(commit: Commit, manifest: Manifest, plan: Plan | None, now: Standing, due: Due) -> Iterator[str]:
+def wrong_in(commit: Commit, manifest: Manifest, plan: Plan | None, now: Standing, due: Due) -> Iterator[str]:
     yield from validation.problems(manifest, plan, commit)
     yield from access.intruders(now.access, commit)
     yield from standing.problems(now, commit)

@@ -104,7 +104,17 @@ class Examiner:
     @property
     def keeps(self) -> bool:
         """Whether the arrays of some state, as it was given, must not be written to."""
-        return bool(self._cases) or (self._task is not None and not self._task.done())
+        return bool(self._cases) or self.is_examining
+
+    @property
+    def is_examining(self) -> bool:
+        """Whether something is being trained again."""
+        return self._task is not None and not self._task.done()
+
+    async def settled(self) -> None:
+        """Returns when nothing is being trained again, or raises what that raised."""
+        if self._task is not None:
+            await self._task
 
     def follow(self, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads) -> None:
         """`commit` is about to be applied to `theta`, of which nobody changes an array as long as `keeps`. `before`: the commit before it."""
@@ -164,7 +174,7 @@ class Examiner:
 
     def _begin(self) -> None:
         """Trains what is wanted, one after the other."""
-        if self._task is None or self._task.done():
+        if not self.is_examining:
             wanted = [case for case in self._cases if self._identity.peer_id in case.turn.wanted]
             self._task = asyncio.create_task(self._examine(wanted[0])) if wanted else None
 
@@ -193,8 +203,8 @@ class Examiner:
     async def _agreement(self, case: Case) -> float:
         moments = await asyncio.to_thread(self._means.moments)
         far = case.work.slot + self._text.index.sequences // 2
-        learned = await self._learn(case, moments, case.work)
-        plain = await self._learn(case, moments, dataclasses.replace(case.work, slot=far))
+        learned = await self.learn(case, moments, case.work)
+        plain = await self.learn(case, moments, dataclasses.replace(case.work, slot=far))
         return await self._aside(self._compare, case, learned, plain)
 
     def _compare(self, case: Case, learned: StageTrainer, plain: StageTrainer) -> float:
@@ -205,7 +215,7 @@ class Examiner:
             compared.add(updates, learned.delta(shard), plain.delta(shard))
         return compared.agreement
 
-    async def _learn(self, case: Case, moments: Mapping[str, NDArray[np.generic]], work: Work) -> StageTrainer:
+    async def learn(self, case: Case, moments: Mapping[str, NDArray[np.generic]], work: Work) -> StageTrainer:
         """A trainer that has learned from the text of `work`. Raises PotluckError."""
         manifest, train = self._manifest, self._manifest.train
         layers, before = manifest.model.n_layers, (case.turn.round - 1) * train.inner_steps

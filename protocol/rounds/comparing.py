@@ -202,7 +202,7 @@ class _Cut:
     def __init__(self, model: layout.ModelSpec, seed: bytes, name: str, one_of: int) -> None:
         self.name = name
         self._tilings = [topk.tiling(shape, 1) for shape in layout.shapes(model, name)]
-        self._chosen = [_chosen(seed, f"{name}/{i}", t.tiles, one_of) for i, t in enumerate(self._tilings)]
+        self._chosen = [chosen_tiles(seed, f"{name}/{i}", t.tiles, one_of) for i, t in enumerate(self._tilings)]
 
     @property
     def elements(self) -> int:
@@ -313,7 +313,7 @@ def products(place_PE: Places, value_PE: Floats, places: int, few: int = FEW) ->
     return total
 
 
-def _chosen(seed: bytes, name: str, tiles: int, one_of: int) -> Places:
+def chosen_tiles(seed: bytes, name: str, tiles: int, one_of: int) -> Places:
     """Which tiles of a tensor are compared."""
     if one_of == 1:
         return np.arange(tiles)

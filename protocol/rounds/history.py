@@ -29,7 +29,7 @@ class History:
         self.commits: dict[int, Commit] = {}
         self.undone: int | None = None
         self._known: dict[int, Commit] = {}
-        self._rivals: dict[str, Commit] = {}
+        self.rivals: dict[str, Commit] = {}
         self._waiting: Confirmed | None = None
 
     @property
@@ -45,7 +45,7 @@ class History:
     @property
     def is_split(self) -> bool:
         """Whether the round after the last that counts has two decided commits."""
-        return any(c.round == self.head + 1 for c in self._rivals.values()) and self.known > self.head
+        return any(c.round == self.head + 1 for c in self.rivals.values()) and self.known > self.head
 
     def _at(self, round: int) -> Commit | None:
         return self.commits.get(round) or self._known.get(round)
@@ -67,8 +67,8 @@ class History:
             return self.head if commit.round > self.head + 1 else None  # a rival's successor
         if here is not None:
             if reason is None:
-                self._rivals[commit.digest] = commit
-                self._rivals = dict(list(self._rivals.items())[-MAX_RIVALS:])
+                self.rivals[commit.digest] = commit
+                self.rivals = dict(list(self.rivals.items())[-MAX_RIVALS:])
         elif reason is not None:
             raise ForkError(f"the commit of round {commit.round} {reason}")
         else:
@@ -108,7 +108,7 @@ class History:
         told = self._waiting
         here = None if told is None else self._at(told.round)
         found = here if here is not None and told is not None and here.digest == told.digest else None
-        found = found or (self._rivals.get(told.digest) if told is not None else None)
+        found = found or (self.rivals.get(told.digest) if told is not None else None)
         if told is None or found is None or found.round != told.round:
             return
         self._waiting = None
@@ -133,4 +133,4 @@ class History:
             self.commits[round] = self._known.pop(round)
         self._known.pop(commit.round, None)
         self.commits[commit.round] = commit
-        self._rivals = {d: c for d, c in self._rivals.items() if c.round > commit.round}
+        self.rivals = {d: c for d, c in self.rivals.items() if c.round > commit.round}

@@ -95,10 +95,15 @@ def assigned(
         return {}
     room = dict.fromkeys(sorted(trained), each)
     found: dict[str, list[int]] = {peer: [] for peer in room}
-    order = sorted(commit.contributions, key=lambda c: (since(c), _drawn(commit, c.replica)))
+    longest = sorted(commit.contributions, key=lambda c: (since(c), _drawn(commit, c.replica)))
+    count = each * len(room) // max(1, min(SCORERS, len(room) - 1))
+    order = sorted(longest[:count], key=lambda c: _drawn(commit, c.replica))
+    own = {
+        peer: place for place, c in enumerate(order) for peer in c.peers
+    }  # who comes late scores early: nobody scores its own
     for contribution in order:
         others = [peer for peer in room if peer not in contribution.peers]
-        free = sorted((p for p in others if room[p]), key=lambda p: (-room[p], _drawn(commit, contribution.replica, p)))
+        free = sorted((p for p in others if room[p]), key=lambda p: (-room[p], -own.get(p, -1)))
         if not free or len(free) < min(SCORERS, len(others)):
             continue
         for peer in free[:SCORERS]:

@@ -279,7 +279,7 @@ class FakeStream:
     def __init__(self, frames: Sequence[bytes], name: str = "fuzz") -> None:
         self.remote = KEY.peer_id
         self.name = name
-        self.sent = self.received = 0
+        self.sent = self.received = self.pending = 0
         self._frames = list(frames)
 
     async def send(self, *parts: bytes | memoryview, timeout: float = 1.0) -> None:

@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hivemind.proto import p2pd_pb2
+
 from peer import events
 from peer.net import directory, p2p
 from peer.net.base import Stream, Transport, Validate
+from peer.net.daemon import raw_id
 from peer.net.p2p import P2PTransport
 from protocol.errors import RemoteError
 from protocol.identity import Identity
@@ -82,6 +85,13 @@ class Enemy:
 
     async def open(self, peer: str, name: str) -> Stream:
         return await self.transport.open(peer, name, timeout=SOON)
+
+    async def raw(self, peer: str, name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The same without frames, as libp2p has it."""
+        asked = p2pd_pb2.StreamOpenRequest(peer=raw_id(peer), proto=[name], timeout=int(SOON))
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=asked)
+        reader, writer, _ = await self.transport.daemon.ask(request, peer, f"peer {peer}", SOON)
+        return reader, writer
 
     async def session(self, **said: Any) -> Stream:
         """One that begins as it should, with an announcement of what is `said`."""

@@ -218,13 +218,13 @@ class Swarm:
     async def _type(self, process: Process) -> None:
         """What an operator types when the own node names somebody (peer/cli/decrees.py), until it is decided."""
         await asyncio.sleep(process.rng.uniform(0.0, 20.0))
-        decrees = process.running._decrees
+        decrees = process.running.decrees
 
         async def ask(motion: Motion) -> Motions:
-            raw = await decrees._moved(process.name, encoding.encode(motion))
+            raw = await decrees.moved(process.name, encoding.encode(motion))
             return encoding.expect(Motions, encoding.decode(raw, process.name), process.name)
 
-        while not process.running._quorum.out:
+        while not process.running.quorum.out:
             now = await ask(Motion())
             if now.proof is not None:
                 decree = Decree(

@@ -50,7 +50,7 @@ def plain(
     for shard in SHARDS:
         shapes = layout.shapes(model, shard)
         cut = [topk.tiling(shape, 1) for shape in shapes]
-        chosen = [comparing._chosen(seed, f"{shard}/{i}", t.tiles, one_of) for i, t in enumerate(cut)]
+        chosen = [comparing.chosen_tiles(seed, f"{shard}/{i}", t.tiles, one_of) for i, t in enumerate(cut)]
         rows: list[list[tuple[np.ndarray, np.ndarray]] | None] = []
         for i in panel:
             try:

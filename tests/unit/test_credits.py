@@ -132,8 +132,8 @@ def test_work_on_probation_is_no_work_that_was_left_out_and_its_maker_is_told() 
     tried = LeftOut(replica=0, reason="on probation", judged=ROOT, peers=("new",), probation=True)
     credits.add(commit(1, plan, [], [tried]))
     credits.add(commit(2, None, [], [LeftOut(replica=0, reason="a copy", judged=ROOT, peers=("new",))]))
-    (found,) = contributors(credits)
+    (found,) = contributors(credits, {})
     assert (found.peer, found.probation, found.left_out, found.reason) == ("new", 1, 1, "a copy")
-    said = list(own_lines([found], "new", 2, 9))
+    said = list(own_lines([found], "new", 2, 9, {}))
     assert "on probation for 1 round: your work was good and had no weight; it goes into the work after it" in said
     assert "left out 1 times, the last time because: a copy" in said

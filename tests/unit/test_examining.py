@@ -118,7 +118,7 @@ def test_training_again_from_the_same_moments_gives_the_same_bits(tmp_path: Path
         await trained(loop, 0, 2, start)
         one = examiner(1, lambda: moments, [])
         case = one_case(2, 0, start)
-        found = await one._learn(case, moments, case.work)
+        found = await one.learn(case, moments, case.work)
         for shard in SHARDS:
             for a, (kept, local) in zip(found.delta(shard), loop.displacement(shard), strict=True):
                 assert np.any(a)
@@ -147,7 +147,7 @@ def test_training_goes_on_to_its_own_bits_while_another_contribution_is_trained_
             await asyncio.sleep(0)
             one.follow(before, newest, start, payloads)
             assert one.keeps
-            await asyncio.gather(*([one._task] if one._task else []))
+            await one.settled()
             assert [x.peer for x in told if isinstance(x, Audit)] == [NAMES[1]]
             assert (told[0].round, told[0].replica) == (turn.round, turn.replica)  # type: ignore[union-attr]
         await beside
@@ -205,7 +205,7 @@ def test_it_is_told_again_until_it_is_in_the_log_and_then_nothing_is_kept() -> N
         one = examiner(1, dict, told)
         one.follow(before, newest, start, payloads)
         assert one.keeps
-        await asyncio.gather(*([one._task] if one._task else []))
+        await one.settled()
         assert not one.keeps
         one.follow(newest, made(2, (), 0.0), start, payloads)
         (said, again_) = told
@@ -231,11 +231,11 @@ def test_whoever_comes_second_keeps_the_state_until_it_is_wanted_or_not() -> Non
         one = examiner(second, dict, told)
         one.follow(before, newest, start, payloads)
         assert one.keeps
-        assert one._task is None, "it is not its turn"
+        assert not one.is_examining, "it is not its turn"
         first = Audit(peer="", round=1, replica=turn.replica, agreement=agreement, signature=b"")
         one.follow(newest, made(2, (), 0.0, audits.signed(KEYS[1], turn.of, first)), start, payloads)
-        assert one.keeps == (one._task is not None)
-        await asyncio.gather(*([one._task] if one._task else []))
+        assert one.keeps == one.is_examining
+        await one.settled()
         await one.aclose()
         return told
 

@@ -111,7 +111,7 @@ def test_as_many_rivals_as_there_may_be_are_kept() -> None:
     history.learn(by(commit(None)))
     for time in range(1, 3 * MAX_RIVALS):
         history.learn(by(commit(None, float(time))))
-    assert len(history._rivals) == MAX_RIVALS
+    assert len(history.rivals) == MAX_RIVALS
 
 
 def test_where_members_bear_liars_what_is_decided_counts() -> None:

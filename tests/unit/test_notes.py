@@ -136,10 +136,11 @@ def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Pat
         holder, transport = network.transport("holder"), network.transport(tiny.OPERATOR.peer_id)
         await BlobServer(theirs).serve(holder)
         here: asyncio.Queue[str] = asyncio.Queue()
+        archive = Archive(tmp_path / "node", manifest)
         node = Payloads(
             manifest,
             transport,
-            Archive(tmp_path / "node", manifest),
+            archive,
             Everybody(),  # type: ignore[arg-type]
             lambda event: None,
             here.put_nowait,
@@ -151,7 +152,7 @@ def test_a_node_notes_what_comes_and_forgets_what_is_not_committed(tmp_path: Pat
             assert await asyncio.wait_for(here.get(), 60.0) == part.digest
             assert node.notes.known(sender, part, unknown).norm == pytest.approx(part.norm)
         packed = part_lists.pack((parts[0],))
-        root = node._archive.blobs.put(packed, 0)
+        root = archive.blobs.put(packed, 0)
         share = Share(peer="honest", root=root, size=1, norm=parts[0].norm, listed=len(packed))
         contribution = Contribution(replica=0, tokens=1, steps=1, loss=None, shares=(share,))
         said = {"plan": None, "diverged": (), "digests": {}, "time": 0.0, "left_out": (), "parent": "", "run": "r"}

@@ -73,7 +73,8 @@ def test_what_a_micro_batch_keeps_is_what_the_formula_counts(name: str, blocks: 
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         stage(ids, x)
-    of_others = {p.untyped_storage().data_ptr() for p in (*stage.parameters(), stage._cos, stage._sin)}
+    own = [x for x in vars(stage).values() if isinstance(x, torch.Tensor)]
+    of_others = {p.untyped_storage().data_ptr() for p in (*stage.parameters(), *own)}
     found = sum(size for at, (size, _) in kept.items() if at not in of_others)
     d, c, tokens = spec.d_model, spec.key_value_width, TRAIN.rows * TRAIN.sequence
     values = 8 * d + 2 * c + 4 * spec.d_ff + (2 * d + 2 * c if spec.use_qk_norm else 0)

@@ -176,8 +176,7 @@ async def daemon_pings(enemy: Attacker) -> None:
     """libp2p's own pings, which the daemon answers by itself"""
 
     async def one() -> None:
-        stream = await enemy.open(enemy.victim, LIBP2P_PING)
-        reader, writer = stream._reader, stream._writer  # type: ignore[attr-defined]
+        reader, writer = await enemy.raw(enemy.victim, LIBP2P_PING)
         try:
             while True:
                 writer.write(bytes(32))
@@ -186,7 +185,7 @@ async def daemon_pings(enemy: Attacker) -> None:
         except (OSError, EOFError):
             pass
         finally:
-            await stream.close()
+            writer.close()
 
     await enemy.over_and_over(one, AT_ONCE)
 

@@ -176,8 +176,7 @@ async def dripping(enemy: Attacker) -> None:
     """first words of sessions that come byte by byte"""
 
     async def one() -> None:
-        stream = await enemy.open(enemy.node, endpoints.SESSION)
-        writer = stream._writer  # type: ignore[attr-defined]
+        _, writer = await enemy.raw(enemy.node, endpoints.SESSION)
         try:
             writer.write((1000).to_bytes(4, "big"))
             for _ in range(1000):
@@ -186,7 +185,7 @@ async def dripping(enemy: Attacker) -> None:
                 enemy.done.times += 1
                 await asyncio.sleep(0.02)
         finally:
-            await stream.close()
+            writer.close()
 
     await enemy.over_and_over(one, 2 * AT_ONCE)
 
