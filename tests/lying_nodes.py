@@ -76,9 +76,9 @@ class LyingNode(BootstrapNode):
         super().__init__(*arguments)
         self.told: Counter[str] = Counter()
         self._rng = rng
-        self._honest = self._quorum.handle
+        self._honest = self.quorum.handle
         self._sign_as_us = arguments[1].sign
-        self._quorum.handle = self._handle  # type: ignore[method-assign]
+        self.quorum.handle = self._handle  # type: ignore[method-assign]
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
         effects = self._honest(event, now)
@@ -106,7 +106,7 @@ class LyingNode(BootstrapNode):
             case Accept(commit=commit) if lies_about(commit) and rng.random() < 0.7:
                 self.told["proposes a lie"] += 1
                 other = rng.choice(lies_about(commit))
-                if commit.leader != self._quorum.peer:
+                if commit.leader != self.quorum.peer:
                     other = dataclasses.replace(other, leader=commit.leader)
                 return [Send(effect.peer, dataclasses.replace(message, commit=other))]
             case Accept() if rng.random() < 0.3:
@@ -114,15 +114,15 @@ class LyingNode(BootstrapNode):
                 return []
             case Promise(round=round, ballot=ballot):
                 self.told["a false promise"] += 1
-                mine = self._quorum.mine or message.commit
-                pledges = dict.fromkeys(self._quorum.members, b"?" * 64)
+                mine = self.quorum.mine or message.commit
+                pledges = dict.fromkeys(self.quorum.members, b"?" * 64)
                 false = Promise(round=round, ballot=ballot, accepted=max(ballot - 1, 0), commit=mine, pledges=pledges)
                 return [Send(effect.peer, false)]
             case Heartbeat(round=round):
                 self.told["disturbs"] += 1
-                size, rank = len(self._quorum.members), 0
-                if self._quorum.peer in self._quorum.members:
-                    rank = self._quorum.members.index(self._quorum.peer)
+                size, rank = len(self.quorum.members), 0
+                if self.quorum.peer in self.quorum.members:
+                    rank = self.quorum.members.index(self.quorum.peer)
                 high = rng.choice((MAX_BALLOT // size - 1, 10**6, rng.randrange(1, 50))) * size + rank
                 return [
                     Send(effect.peer, dataclasses.replace(message, turn=rng.choice((0, 1, 2**40)))),
@@ -139,19 +139,19 @@ class DoubleVoter(BootstrapNode):
     def __init__(self, *arguments: Any, since: int) -> None:
         super().__init__(*arguments)
         self._since = since
-        self._honest = self._quorum.handle
+        self._honest = self.quorum.handle
         self._sign_as_us = arguments[1].sign
         self._second: Commit | None = None
-        self._quorum.handle = self._handle  # type: ignore[method-assign]
+        self.quorum.handle = self._handle  # type: ignore[method-assign]
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
-        victim = self._quorum.members[-1]
+        victim = self.quorum.members[-1]
         second = self._second
         if second is not None and isinstance(event, paxos_events.Heard) and event.peer == victim:
             vote = event.message
             if isinstance(vote, Vote) and vote.digest == second.digest:
                 own = self._sign_as_us(body_of(second, vote.ballot))
-                votes = {self._quorum.peer: own, victim: vote.signature}
+                votes = {self.quorum.peer: own, victim: vote.signature}
                 record = Record(commit=second, ballot=vote.ballot, votes=votes)
                 self._links.to[victim].post(encoding.encode_record(record))
                 self._tell_both(record)
@@ -163,7 +163,7 @@ class DoubleVoter(BootstrapNode):
         round = second.commit.round
         for commit in (second.commit, *self.archive.commits[round : round + 1]):
             body = confirmation_body(commit.run, commit.round, commit.digest)
-            own = {self._quorum.peer: self._sign_as_us(body)}
+            own = {self.quorum.peer: self._sign_as_us(body)}
             self._sessions.post_all(encoding.encode(Confirmed(round=commit.round, digest=commit.digest, by=own)))
 
     def _instead(self, effect: Effect, victim: str) -> list[Effect]:

@@ -161,8 +161,8 @@ BUGS: dict[str, Bug] = {
         (
             (
                 NODE,
-                "for effect in self._quorum.handle(event, self._clock.steady()):",
-                "for effect in reversed(self._quorum.handle(event, self._clock.steady())):",
+                "for effect in self.quorum.handle(event, self._clock.steady()):",
+                "for effect in reversed(self.quorum.handle(event, self._clock.steady())):",
             ),
         ),
         ("P2",),
