@@ -29,6 +29,7 @@ ELSEWHERE = {
     "potluck bootstrap run.toml --initial-peer ADDRESS": "tests/faults/processes.py",
     "potluck join LINE": "tests/hostile/test_invitations.py",
     "potluck eval demo-run/bootstrap --tasks hellaswag,arc_easy": "tests/e2e/test_export.py",
+    'potluck run oust ADDRESS 4kx6nXTN --reason "voted twice"': "tests/hostile/test_operators.py",
 }
 """Commands that need more than this run, by the test that types them."""
 REACHES = r"is here: |\"event\": \"started\""

@@ -36,10 +36,10 @@ BUGS: dict[str, Bug] = {
         (
             (
                 MEMBER,
-                "            self.deadline.began = now\n        return []\n",
-                "            self.deadline.began = now\n"
-                "        elif commit.round == self.applied and self.phase is Phase.WAITING:\n"
-                "            self.applied -= 1\n        return []\n",
+                "            case Committed(record):\n",
+                "            case Committed(record):\n"
+                "                if record.commit.round == self.applied and self.phase is Phase.WAITING:\n"
+                "                    self.applied -= 1\n",
             ),
         ),
         ("P1", "P2"),
