@@ -200,8 +200,7 @@ def _proven(manifest: Manifest, now: Motions, text: str) -> str:
     if text != proof.peer and not (len(text) >= SHORTEST and proof.peer.endswith(text)):
         raise UsageError(f"OPERATOR {clean(text, 64)}: the proof is against {proof.peer}; give that one")
     print(
-        f"oust {short_peer(proof.peer)}: voted for the commits {clean(proof.digest, 12)} and {clean(proof.other, 12)} of round {proof.round},"
-        f" both signatures are right; the others go on from round {now.after}",
+        f"oust {short_peer(proof.peer)}: {log_text.what_it_did(proof)}, both signatures are right; the others go on from round {now.after}",
         flush=True,
     )
     return proof.peer

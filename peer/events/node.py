@@ -215,7 +215,7 @@ class Forked:
     round: int
     """Of both commits."""
     liars: tuple[str, ...]
-    """The nodes that voted for both in one ballot; their signatures prove it. Empty where nobody did."""
+    """The nodes that voted for both in one ballot, or denied a vote in a later one; their signatures prove it. Empty where nobody did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from peer.log import replay
 from peer.log.reader import Source
-from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedRound, logged
+from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedProof, LoggedRound, logged
 from peer.ui.text import clean, count, mean_loss, readable, schedule_of, size
 from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
@@ -23,6 +23,7 @@ from protocol.rounds.validation import BadCommit
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Record
+from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import LONGEST_SAMPLE
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
@@ -37,6 +38,14 @@ async def show(manifest: Manifest, source: Source, out: Callable[[str], None], n
         for line in round_lines(record, plan, schedule.of(manifest, record.commit).rounds):
             out(line)
         plan = record.commit.plan
+
+
+def what_it_did(proof: DoubleVote | LoggedProof) -> str:
+    """What a proof shows of an operator, for a reader."""
+    one, other, round = clean(proof.digest, 12), clean(proof.other, 12), proof.round
+    if proof.promised < 0:
+        return f"voted for the commits {one} and {other} of round {round}"
+    return f"voted for the commit {one} of round {round}, and denied it when it promised another ballot"
 
 
 async def show_json(
@@ -145,8 +154,7 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         if shown.decree.schedule is not None:
             who = f" {schedule_of(shown.decree.schedule.rounds, shown.decree.schedule.total_steps)}"
         if shown.decree.proof is not None:
-            two = f"{clean(shown.decree.proof.digest, 12)} and {clean(shown.decree.proof.other, 12)}"
-            who += f", which voted for the commits {two} of round {shown.decree.proof.round}"
+            who += f", which {what_it_did(shown.decree.proof)}"
         lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")
     for guest in shown.invited:
         why = f": {readable(guest.reason, {})}" if guest.reason else ""

@@ -72,7 +72,7 @@ class LoggedEvaluation(events.Evaluation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedProof:
-    """That an operator voted for two commits of one round."""
+    """That an operator voted for two commits of one round, or denied a vote."""
 
     peer: str
     """Who."""
@@ -81,15 +81,19 @@ class LoggedProof:
     round: int
     """Of both commits."""
     ballot: int
-    """Of both votes."""
+    """Of the vote, or of both."""
     digest: str
     """Of the one commit."""
     signature: str
     """The vote for it, in hexadecimal digits."""
     other: str
-    """The other commit's digest."""
+    """The other commit's digest; empty where a promise says that none had been accepted."""
     signed: str
-    """The vote for that, in hexadecimal digits."""
+    """The vote for that, or the promise, in hexadecimal digits."""
+    promised: int
+    """The ballot of the promise, -1 where it is a vote."""
+    accepted: int
+    """The ballot in which the promise says that the other commit had been accepted, -1 for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,6 +229,8 @@ def _decree(decree: Decree) -> LoggedDecree:
             signature=proof.signature.hex(),
             other=proof.other,
             signed=proof.signed.hex(),
+            promised=proof.promised,
+            accepted=proof.accepted,
         ),
     )
 

@@ -7,7 +7,8 @@ could have proposed it itself (protocol/rounds/fairness.py).
 
 Where members may lie (four and seven of them), a commit is *pledged* before it is accepted: 2f + 1 pledges of one ballot are its
 *certificate*, and no other commit can have one of the same ballot. Who has accepted a commit pledges another one only if that was certified in a
-later ballot. So nobody has to believe what a proposer or a promise says.
+later ballot. So nobody has to believe what a proposer or a promise says. Of two, three and five, promises are signed, and a proposer shows those
+that it stands on (protocol/wire/grounds.py).
 
     acceptor  event     next      effects              condition
     FREE      Prepare   PROMISED  Save, Send(Promise)
@@ -67,8 +68,9 @@ from protocol.rounds.table import Position, Table, Transition
 from protocol.rounds.unfair import Unfair
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
+from protocol.wire import grounds
 from protocol.wire.ballot import Accept, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Commit, Part, Record, Share, body_of, liars_borne, pledge_body, votes_needed
+from protocol.wire.commit import Commit, Part, Record, Share, are_shown, body_of, liars_borne, pledge_body, votes_needed
 
 MOST_JUDGED = 16
 """Different commits of one round that are judged for one sender: each costs a plan."""
@@ -227,10 +229,10 @@ class Acceptor:
         if prepare.ballot < self.vote.ballot:
             return self.position.stay(Prepare, [Send(peer, self._reject(prepare))])
         if prepare.ballot == self.vote.ballot:
-            return self.position.stay(Prepare, [Send(peer, self.vote)])
+            return self.position.stay(Prepare, [Send(peer, self._promise())])
         self.vote = dataclasses.replace(self.vote, ballot=prepare.ballot, pledged="")
         bound = Ballots.PROMISED if self.position.phase is Ballots.FREE else self.position.phase
-        return self.position.step(Prepare, bound, [Save(self.vote), Send(peer, self.vote)])
+        return self.position.step(Prepare, bound, [Save(self.vote), Send(peer, self._promise())])
 
     def accept(
         self, peer: str, accept: Accept, head: Commit | None, members: tuple[str, ...], event: type = Accept
@@ -243,10 +245,13 @@ class Acceptor:
             self.waiting = None
             return self.position.stay(Accept, [Send(peer, self._reject(accept))])
         commit = accept.commit
-        own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""))
+        own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""), grounds=accept.grounds)
         reason = why_not_next(self.manifest, head, own)
         if commit.parent != (head.digest if head is not None else self.manifest.run_id):
             return []  # one of the logs is forked, or the sender lies: its log will tell
+        if not self._stands(accept, members):
+            unfair = Unfair("shows no promises that allow it", lie=True)
+            return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
         if reason is not None:
             return self._refuse(peer, accept, reason)
         if accept.ballot == 0 and commit.leader != peer:
@@ -285,8 +290,26 @@ class Acceptor:
             pledged=commit.digest if lies else "",
             pledges=accept.pledges if lies else {},
             term=self.vote.term,
+            grounds=accept.grounds,
         )
         return self.position.step(Accept, Ballots.ACCEPTED, [Save(self.vote), Send(peer, self._sign(accept))])
+
+    def _stands(self, accept: Accept, members: tuple[str, ...]) -> bool:
+        """Whether the promises that it shows are enough, where they are needed."""
+        if not are_shown(len(members)) or accept.ballot <= 0:
+            return not accept.grounds
+        shown, commit = accept.grounds, accept.commit
+        found = grounds.chain(shown, members, votes_needed(len(members)), accept.ballot, commit.digest)
+        if found is None or len(found) < len(shown):
+            return False
+        return grounds.are_signed(shown, commit.run, len(commit.out), commit.round, self._verify)
+
+    def _promise(self) -> Promise:
+        """Our vote, signed."""
+        vote, digest = self.vote, self.vote.commit.digest if self.vote.commit is not None else ""
+        run = self.manifest.run_id
+        body = grounds.promise_body(run, vote.term, vote.round, vote.ballot, vote.accepted, digest)
+        return dataclasses.replace(vote, signature=self._signature(body))
 
     def is_proof(self, commit: Commit, ballot: int, pledges: Mapping[str, bytes], members: tuple[str, ...]) -> bool:
         """Whether enough members pledged `commit` in this ballot, as these signatures show."""

@@ -36,6 +36,7 @@ from protocol.wire.commit import (
 from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Schedule
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
+from protocol.wire.grounds import MAX_GROUNDS, Sworn
 from protocol.wire.invitation import LONGEST_NOTE, MAX_JOINED, Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec
 from protocol.wire.schema import packed
@@ -62,7 +63,10 @@ _PROOF = DoubleVote(
     signature=bytes(64),
     other=_DIGEST,
     signed=bytes(64),
+    promised=_INTEGER,
+    accepted=_INTEGER,
 )
+_SWORN = Sworn(peer=_PEER, ballot=_INTEGER, accepted=_INTEGER, digest=_DIGEST, signature=bytes(64))
 _SCHEDULE = Schedule(rounds=_INTEGER, total_steps=_INTEGER)
 
 
@@ -126,6 +130,7 @@ def budget(manifest: Manifest) -> Cost:
     votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
     envelope = cost(
         {"t": "longest name", "round": _INTEGER, "c": None, "n": _INTEGER, "l": [b""], "v": votes, "pledged": _DIGEST}
+        | {"grounds": [packed(_SWORN)] * MAX_GROUNDS, "signature": bytes(64)}
     )
     reserved = [
         envelope,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 from protocol.rounds.ousting import is_ousting
 from protocol.wire.ballot import Confirmed
-from protocol.wire.commit import Commit, confirmation_body, liars_borne, votes_needed
+from protocol.wire.commit import Commit, confirmation_body, is_majority, votes_needed
 
 GRACE_HEARTBEATS = 2.0
 """So long a member is waited for that gives signs of life, and does not say that it holds what this node holds."""
@@ -25,7 +25,7 @@ GRACE_HEARTBEATS = 2.0
 
 def is_needed(members: int, commit: Commit) -> bool:
     """Whether a commit that so many members decide has to be confirmed before peers apply it."""
-    return votes_needed(members) < members and not liars_borne(members) and not is_ousting(commit.decree)
+    return is_majority(members) and not is_ousting(commit.decree)
 
 
 def is_enough(certificate: Confirmed, members: Iterable[str]) -> bool:

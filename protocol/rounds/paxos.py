@@ -6,7 +6,8 @@ taken out is in confirming.py, suspects.py and ousting.py beside it.
 A round's *members* (1, 3, 4, 5 or 7 bootstrap nodes) vote. A commit is decided once enough of them have accepted it in
 one ballot, and the signatures of those votes are the proof that travels with it (`commit.Record`). Of 1, 3 and 5 a majority
 is enough: they bear crashes, and no lies. Of 4 and 7 it takes 3 and 5 votes, 2f + 1 of 3f + 1: they bear f members that say anything to
-anybody. There a commit is pledged before it is accepted (protocol/rounds/acceptor.py). A node has three
+anybody. There a commit is pledged before it is accepted (protocol/rounds/acceptor.py). The others sign their promises, and a proposer shows
+those that it stands on (protocol/wire/grounds.py): so who lies in one is named. A node has three
 parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who should propose
 (protocol/rounds/leadership.py), and the proposer, here, proposes:
 
@@ -110,11 +111,13 @@ from protocol.rounds.suspects import Recorded, Suspects
 from protocol.rounds.table import Position
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
+from protocol.wire import grounds
 from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.bounds import MAX_BALLOT
 from protocol.wire.commit import (
     Commit,
     Record,
+    are_shown,
     body_of,
     liars_borne,
     pledge_body,
@@ -122,6 +125,7 @@ from protocol.wire.commit import (
 )
 from protocol.wire.decree import Enacted
 from protocol.wire.double_vote import DoubleVote
+from protocol.wire.grounds import MAX_GROUNDS, Sworn
 from protocol.wire.session import Heartbeat, LogRequest
 
 RETRY_SECONDS = 1.0
@@ -187,6 +191,7 @@ class Quorum:
         self._pledges: dict[str, bytes] = {}
         self._votes: dict[str, bytes] = {}
         self._proof: tuple[int, Mapping[str, bytes]] = (-1, {})
+        self._grounds: tuple[Sworn, ...] = ()
         self._rejects: dict[str, int] = {}
         self._began = now
         self._retry_at = float("-inf")
@@ -457,7 +462,7 @@ class Quorum:
 
     def _forget_answers(self) -> None:
         self._promises, self._pledges, self._votes, self._rejects = {}, {}, {}, {}
-        self._proof = (-1, {})
+        self._proof, self._grounds = (-1, {}), ()
 
     def _is_enough(self, peers: Iterable[str]) -> bool:
         return len(set(peers) & set(self.members)) >= votes_needed(len(self.members))
@@ -496,7 +501,12 @@ class Quorum:
             answered = set(self._pledges if phase is Phase.PLEDGING else self._votes)
             certified, pledges = self._proof
             request = Accept(
-                round=round, ballot=self.ballot, commit=self._value, certified=certified, pledges=dict(pledges)
+                round=round,
+                ballot=self.ballot,
+                commit=self._value,
+                certified=certified,
+                pledges=dict(pledges),
+                grounds=self._grounds,
             )
         if self.peer not in answered:
             self._hear(self.peer, request, out)
@@ -508,9 +518,12 @@ class Quorum:
             if self._is_proven(promise) and promise.commit != self._value:
                 self.position.step(Promise, Phase.IDLE)
             return
-        if self.phase is not Phase.PREPARING or promise.ballot != self.ballot:
+        known = promise if self.phase is Phase.PREPARING and promise.ballot == self.ballot else None
+        if known is not None and are_shown(len(self.members)):
+            known = self._sworn(peer, known)
+        if known is None:
             return
-        self._promises[peer] = promise
+        self._promises[peer] = known
         self._choose(out)
 
     def _choose(self, out: list[Effect]) -> None:
@@ -520,34 +533,62 @@ class Quorum:
         claimed, is_possible = self._accepted_before()
         if claimed is not None and not is_possible:
             return
-        self._value = claimed if claimed is not None else self.mine
+        value = claimed.commit if claimed is not None else self.mine
+        if are_shown(len(self.members)) and value is not None:
+            stands_on = self._stands_on(claimed)
+            if stands_on is None:
+                return
+            self._grounds = stands_on
+        self._value = value
         asking = Phase.PLEDGING if self._bears_liars else Phase.ACCEPTING
         self.position.step(Promise, Phase.IDLE if self._value is None else asking)
         if self._value is not None:
             self._ask(out)
 
-    def _accepted_before(self) -> tuple[Commit | None, bool]:
-        """The commit that has to be proposed, since it may be decided: the one that was accepted in the highest ballot. One that is not fair
+    def _sworn(self, peer: str, promise: Promise) -> Promise | None:
+        """The promise as others can be shown it: it is signed, and what was accepted was allowed. None for any other."""
+        (own,) = _said({peer: promise})
+        if (own.accepted < 0) != (promise.commit is None) or own.accepted >= own.ballot:
+            return None
+        needed, run, term = votes_needed(len(self.members)), self.manifest.run_id, len(self.out)
+        found = grounds.chain(promise.grounds, self.members, needed, own.accepted, own.digest)
+        if found is None or not grounds.are_signed((own, *found), run, term, self.round, self._verify):
+            return None
+        return dataclasses.replace(promise, grounds=found)
+
+    def _stands_on(self, claim: Promise | None) -> tuple[Sworn, ...] | None:
+        """The promises that allow what one of them claims (None: a commit of our own), if there are enough."""
+        top, commit = (-1, None) if claim is None else (claim.accepted, claim.commit)
+        fits = {
+            m: p
+            for m, p in sorted(self._promises.items())
+            if m in self.members and (p.accepted < top or (p.accepted, p.commit) == (top, commit))
+        }
+        found = (*_said(fits), *(() if claim is None else claim.grounds))
+        return found if self._is_enough(fits) and len(found) <= MAX_GROUNDS else None
+
+    def _accepted_before(self) -> tuple[Promise | None, bool]:
+        """Who says which commit has to be proposed, since it may be decided: the one that was accepted in the highest ballot. One that is not fair
         counts only if so many claim it, and the others' promises have not told yet whether they do (False). Where those give no sign of
         life, who could tell, a mere doubt is dropped: a quorum that bears crashes goes on with as many as decide."""
         claims = [p for p in self._promises.values() if p.commit is not None]
         if self._bears_liars:
             best = max(filter(self._is_proven, claims), key=lambda p: p.accepted, default=None)
             self._proof = (best.accepted, best.pledges) if best is not None else (-1, {})
-            return best.commit if best is not None else None, True
+            return best, True
         for claim in sorted(claims, key=lambda p: p.accepted, reverse=True):
             assert claim.commit is not None
             if self.acceptor.verdicts.get(claim.commit.digest) is None:
-                return claim.commit, True
+                return claim, True
             agree = {m for m, p in self._promises.items() if (p.accepted, p.commit) == (claim.accepted, claim.commit)}
             if self._is_enough(agree):
-                return claim.commit, True
+                return claim, True
             silent = set(self.members) - self._promises.keys()
             gone = silent - self.living
             if self._is_enough(agree | gone) and self.acceptor.drops_doubt(claim.commit):
-                return claim.commit, True
+                return claim, True
             if self._is_enough(agree | silent):
-                return claim.commit, False
+                return claim, False
         return None, True
 
     def _is_proven(self, promise: Promise) -> bool:
@@ -577,7 +618,12 @@ class Quorum:
             return
         self._votes[peer] = vote.signature
         if self._is_enough(self._votes):
-            record = Record(commit=self._value, ballot=self.ballot, votes=dict(sorted(self._votes.items())))
+            record = Record(
+                commit=self._value,
+                ballot=self.ballot,
+                votes=dict(sorted(self._votes.items())),
+                grounds=self._grounds,
+            )
             out += self.position.step(Vote, Phase.APPENDING, [Append(record)])
 
     def _on_reject(self, peer: str, reject: Reject) -> None:
@@ -676,3 +722,17 @@ class Quorum:
             out += self.position.stay(Appended, [SendLog(o, commit.round - 1) for o in others])
         if is_needed(len(decided_by), commit):
             out += self._to(Appended, others, Holds(round=commit.round, digest=commit.digest))
+
+
+def _said(promises: Mapping[str, Promise]) -> tuple[Sworn, ...]:
+    """What these say, as others are shown it."""
+    return tuple(
+        Sworn(
+            peer=peer,
+            ballot=p.ballot,
+            accepted=p.accepted,
+            digest=p.commit.digest if p.commit is not None else "",
+            signature=p.signature,
+        )
+        for peer, p in promises.items()
+    )

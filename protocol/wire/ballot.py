@@ -7,6 +7,7 @@ from typing import Annotated
 
 from protocol.wire.bounds import Ballot, Count, PeerId, Round, RunId, Signature
 from protocol.wire.commit import Commit
+from protocol.wire.grounds import MAX_GROUNDS, Sworn
 from protocol.wire.schema import AtMost
 
 
@@ -23,7 +24,8 @@ class Promise:
     """The answer, and a member's durable vote: the highest ballot that was promised, and the commit that was accepted last
     (in ballot `accepted`), if any. Where members may lie: `pledges` of enough members prove that this commit was the only one of
     that ballot; `pledged` is the digest of the commit that the member pledged in `ballot`. `term`: how many operators were taken out
-    before (protocol/rounds/ousting.py)."""
+    before (protocol/rounds/ousting.py). `grounds`: the promises by which the commit was accepted. `signature`: over `promise_body`
+    (protocol/wire/grounds.py), of an answer."""
 
     round: Round
     ballot: Ballot = -1
@@ -32,18 +34,22 @@ class Promise:
     pledged: RunId = ""
     pledges: Annotated[dict[PeerId, Signature], AtMost(16)] = field(default_factory=dict)
     term: Count = 0
+    grounds: Annotated[tuple[Sworn, ...], AtMost(MAX_GROUNDS)] = ()
+    signature: Signature = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accept:
     """Paxos, phase 2: please accept `commit`. Where members may lie, first: please pledge it. `pledges` prove that enough members
-    pledged it in ballot `certified`: an earlier one, or this one, in which it is to be accepted then."""
+    pledged it in ballot `certified`: an earlier one, or this one, in which it is to be accepted then. `grounds`: the promises that allow it
+    where no member may lie (protocol/wire/grounds.py)."""
 
     round: Round
     ballot: Ballot
     commit: Commit
     certified: Ballot = -1
     pledges: Annotated[dict[PeerId, Signature], AtMost(16)] = field(default_factory=dict)
+    grounds: Annotated[tuple[Sworn, ...], AtMost(MAX_GROUNDS)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What was decided for a round, and the proof of it.
 
-A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}` (protocol/wire/encoding.py).
+A commit travels as a *record*, `{"c": body, "n": ballot, "v": {peer: signature of the vote}}` (protocol/wire/encoding.py); "g" has its
+grounds, where it has any.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire import framing
+from protocol.wire import framing, grounds
 from protocol.wire.audit import Audit
 from protocol.wire.bounds import (
     MAX_SHARDS,
@@ -30,9 +31,10 @@ from protocol.wire.bounds import (
     Time,
 )
 from protocol.wire.decree import Enacted, Schedule
-from protocol.wire.double_vote import DOMAIN as DOMAIN
 from protocol.wire.double_vote import DoubleVote, vote_body
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.grounds import DOMAIN as DOMAIN
+from protocol.wire.grounds import MAX_GROUNDS, Sworn
 from protocol.wire.invitation import MAX_JOINED, Joined
 from protocol.wire.plan import Plan
 from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
@@ -185,36 +187,50 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A decided commit with its proof: the signatures of the members that accepted it in `ballot`."""
+    """A decided commit with its proof: the signatures of the members that accepted it in `ballot`, and, where none may lie, the promises
+    that allowed it there (protocol/wire/grounds.py)."""
 
     commit: Commit
     ballot: Ballot
     votes: Annotated[dict[PeerId, Signature], AtMost(16)]
+    grounds: Annotated[tuple[Sworn, ...], AtMost(MAX_GROUNDS)] = ()
 
 
 def voted_twice(one: Record, other: Record) -> tuple[DoubleVote, ...]:
-    """The proofs against everybody who voted for two commits of one round in one ballot, by the signatures in the records of both. (In
-    different ballots a member may vote for different commits.)"""
-    one, other = sorted(
-        (one, other), key=lambda record: record.commit.digest
-    )  # so that all who find it have the same proof
-    first, second = one.commit, other.commit
-    where = [(r.commit.run, len(r.commit.out), r.commit.round, r.ballot) for r in (one, other)]
+    """The proofs against everybody who broke the rules of voting, by the signatures in two records of one round: votes for both in one ballot,
+    or a vote in the lower ballot and a promise among the other's grounds that denies it."""
+    lower, upper = sorted(
+        (one, other), key=lambda r: (r.ballot, r.commit.digest)
+    )  # all who find it have the same proof
+    first, second = lower.commit, upper.commit
+    where = [(r.run, len(r.out), r.round) for r in (first, second)]
     if where[0] != where[1] or first.digest == second.digest:
         return ()
-    return tuple(
-        DoubleVote(
+
+    def proof(peer: str, digest: str, signed: bytes, promised: int = -1, accepted: int = -1) -> DoubleVote:
+        return DoubleVote(
             peer=peer,
             term=len(first.out),
             round=first.round,
-            ballot=one.ballot,
+            ballot=lower.ballot,
             digest=first.digest,
-            signature=one.votes[peer],
-            other=second.digest,
-            signed=other.votes[peer],
+            signature=lower.votes[peer],
+            other=digest,
+            signed=signed,
+            promised=promised,
+            accepted=accepted,
         )
-        for peer in sorted(set(one.votes) & set(other.votes))
-    )
+
+    if lower.ballot == upper.ballot:
+        return tuple(proof(p, second.digest, upper.votes[p]) for p in sorted(set(lower.votes) & set(upper.votes)))
+    denied = {
+        s.peer: proof(s.peer, s.digest, s.signature, s.ballot, s.accepted)
+        for s in sorted(upper.grounds, key=lambda s: (s.peer, s.ballot))
+        if s.peer in lower.votes
+        and s.ballot > lower.ballot
+        and (s.accepted < lower.ballot or (s.accepted == lower.ballot and s.digest != first.digest))
+    }
+    return tuple(denied.values())
 
 
 def body_of(commit: Commit, ballot: int) -> bytes:
@@ -248,6 +264,21 @@ def liars_borne(members: int) -> int:
     return (members - 1) // 3 if members in (4, 7) else 0
 
 
+def is_majority(members: int) -> bool:
+    """Whether fewer than all of so many members decide, and none may lie: then commits are confirmed."""
+    return votes_needed(members) < members and not liars_borne(members)
+
+
+def are_shown(members: int) -> bool:
+    """Whether so many members show the promises that a commit stands on (protocol/wire/grounds.py): those that do not pledge."""
+    return members > 1 and not liars_borne(members)
+
+
 def is_decided(record: Record, members: tuple[str, ...]) -> bool:
-    """Whether enough of `members`, those that the commit before names, voted for it."""
-    return len(set(record.votes) & set(members)) >= votes_needed(len(members))
+    """Whether enough of `members`, those that the commit before names, voted for it, and were allowed to."""
+    needed = votes_needed(len(members))
+    if len(set(record.votes) & set(members)) < needed:
+        return False
+    if not are_shown(len(members)):
+        return True
+    return grounds.chain(record.grounds, members, needed, record.ballot, record.commit.digest) is not None

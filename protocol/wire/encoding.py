@@ -19,6 +19,7 @@ from protocol.wire.decree import Decree, Motion, Motions
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.grounds import are_signed
 from protocol.wire.roster import Lookup, Roster, RosterRequest
 from protocol.wire.schema import SchemaError, build, packed
 from protocol.wire.score import Score
@@ -126,7 +127,10 @@ def encode_record(record: Record) -> bytes:
     """A record as it is stored and sent: one that `decode_record` reads. Raises UnreadableRecord for any other, which nobody could
     get over if it were appended."""
     try:
-        raw = framing.pack_message({"c": packed(record.commit), "n": record.ballot, "v": record.votes})
+        data = {"c": packed(record.commit), "n": record.ballot, "v": record.votes}
+        if record.grounds:
+            data["g"] = packed(record.grounds)
+        raw = framing.pack_message(data)
         _record(raw)
     except (SchemaError, framing.FrameError) as error:
         raise UnreadableRecord(
@@ -140,7 +144,7 @@ def _record(raw: bytes | memoryview) -> Record:
     data = framing.unpack_message(bytes(raw))
     if not isinstance(data, dict):
         raise SchemaError("record", "is not a map")
-    fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v")}
+    fields = {"commit": data.get("c"), "ballot": data.get("n"), "votes": data.get("v"), "grounds": data.get("g", [])}
     record = build(Record, fields, ignore_unknown=True)
     if len(record.votes) > MAX_VOTES:
         raise SchemaError("votes", f"has {len(record.votes)} entries; at most {MAX_VOTES}")
@@ -156,9 +160,9 @@ def decode_record(raw: bytes | memoryview, peer: str) -> Record:
         raise MessageError(peer, f"record from {short_peer(peer)}: {shown(error)}; it was dropped") from None
     commit = record.commit
     body = body_of(commit, record.ballot)
-    for voter, signature in record.votes.items():
-        if not identity.verify(voter, body, signature):
-            raise MessageError(peer, f"record from {short_peer(peer)}: a signature is wrong; it was dropped")
+    are_right = are_signed(record.grounds, commit.run, len(commit.out), commit.round, identity.verify)
+    if not are_right or not all(identity.verify(voter, body, signed) for voter, signed in record.votes.items()):
+        raise MessageError(peer, f"record from {short_peer(peer)}: a signature is wrong; it was dropped")
     return record
 
 

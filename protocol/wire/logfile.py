@@ -21,8 +21,8 @@ MANIFEST = "manifest.json"
 _HEAD = struct.Struct(">II")
 _START, _END = 0, 2
 """Where a seek counts from."""
-_BEGIN = b"\x83\xa1c"
-"""How every record begins: a map of three whose first key is "c"."""
+_KEY, _MAPS = b"\xa1c", (b"\x83", b"\x84")
+"""How every record begins: a map of three or four whose first key is "c"."""
 
 
 class Damaged(UsageError):
@@ -67,11 +67,12 @@ def records(file: BinaryIO, path: object) -> Iterator[tuple[int, bytes]]:
 
 def _holds_record(data: bytes) -> bool:
     """Whether a whole record begins anywhere in `data`: then what is before it was whole once, too."""
-    start = data.find(_BEGIN)
-    while start >= 0:
-        if start >= _HEAD.size:
+    key = data.find(_KEY)
+    while key >= 0:
+        start = key - 1
+        if start >= _HEAD.size and data[start:key] in _MAPS:
             length, crc = _HEAD.unpack_from(data, start - _HEAD.size)
             if start + length <= len(data) and zlib.crc32(data[start : start + length]) == crc:
                 return True
-        start = data.find(_BEGIN, start + 1)
+        key = data.find(_KEY, key + 1)
     return False

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import re
+import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -130,7 +134,7 @@ def test_one_lying_node_of_four_can_neither_fork_nor_have_an_unfair_commit_decid
 
         async with Operators(tmp_path, 4, liar, make) as ground:
             await ground.join("a", "b")
-            await ground.goes_on(6)
+            await ground.goes_on(12)
             logs = [ground.archives[name].commits for name in ground.honest]
             longest = max(logs, key=len)
             for log in logs:
@@ -146,6 +150,14 @@ def test_one_lying_node_of_four_can_neither_fork_nor_have_an_unfair_commit_decid
             accused = ground.of_kind(events.Unfair)
             assert {e.peer for e in accused} <= {ground.liar}
             assert ground.of_kind(events.Forked) == []
+            for name in ground.honest:
+                lease = ground.manifest.timing.gone_after
+                decided = [e.time for e in ground.told[name] if isinstance(e.body, events.Commit)]
+                gaps = [after - before for before, after in itertools.pairwise(decided)]
+                assert max(gaps) < 2 * lease + 10 * statistics.median(gaps), "no round waits for more than two leases"
+                waits = [e.body.text for e in ground.told[name] if isinstance(e.body, events.Warning)]
+                skipped = Counter(re.findall(r"round \d+", text)[0] for text in waits if "does not decide" in text)
+                assert all(count <= 2 for count in skipped.values()), "each costs a lease"
 
     run(work())
 
@@ -169,12 +181,13 @@ async def oust(ground: Operators, who: Identity) -> tuple[int, str, str]:
     return process.returncode or 0, out.decode(), errors.decode()
 
 
-def test_one_of_three_that_votes_twice_is_named_and_taken_out_and_the_run_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("later", [False, True], ids=["one ballot", "two ballots"])
+def test_one_of_three_that_votes_twice_is_named_and_taken_out_and_the_run_goes_on(later: bool, tmp_path: Path) -> None:
     """As docs/guides/operator.md says it, with every command as it is typed there."""
 
     async def work() -> None:
         def make(*parts: Any) -> DoubleVoter:
-            return DoubleVoter(*parts, since=2)
+            return DoubleVoter(*parts, since=2, later=later)
 
         async with Operators(tmp_path, 3, 0, make) as ground:
             peers = await ground.join("a", "b")

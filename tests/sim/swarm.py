@@ -58,8 +58,8 @@ class Swarm:
     """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
     `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
     operators who could lie and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
-    `double_voter`: of three operators the leading one votes for two commits of a round, and nothing else goes wrong; the others take it
-    out as docs/guides/operator.md says."""
+    `double_voter`: of three operators the leading one votes for two commits of a round, in one ballot or, in odd seeds, in two, and nothing else goes
+    wrong; the others take it out as docs/guides/operator.md says."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Swarm:
             await process.running.run()
             return
         if process.name == self.double_voter:
-            process.running = DoubleVoter(*parts, since=self._since)
+            process.running = DoubleVoter(*parts, since=self._since, later=self.world.seed % 2 == 1)
             try:
                 await process.running.run()
             except* UsageError:  # it is told that it is out

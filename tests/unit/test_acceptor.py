@@ -15,6 +15,7 @@ from protocol.rounds.unfair import Unfair
 from protocol.wire.ballot import Accept, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import Commit, Share
 from protocol.wire.double_vote import vote_body
+from protocol.wire.grounds import Sworn
 from protocol.wire.plan import Plan
 from tests import tiny
 from tests.unit.test_paxos import PARTS, PAYLOAD, REPLICA, SHARE, WITH_PAYLOAD
@@ -57,21 +58,35 @@ def acceptor(vote: Promise | None = None, held: tuple[str, ...] = ()) -> Accepto
     return member
 
 
+def grounds(ballot: int, commit: Commit = COMMIT) -> tuple[Sworn, ...]:
+    """The other two promised the ballot, and had accepted nothing."""
+    others = tiny.OPERATORS[:2] if ballot > 0 else ()
+    return tuple(tiny.sworn(who, M.run_id, ballot, round=commit.round) for who in others)
+
+
 def accept(
     of: Acceptor, ballot: int, commit: Commit = COMMIT, event: type = Accept, head: Commit | None = None
 ) -> list[Answer]:
-    return of.accept(A, Accept(round=commit.round, ballot=ballot, commit=commit), head, MEMBERS, event)
+    asked = Accept(round=commit.round, ballot=ballot, commit=commit, grounds=grounds(ballot, commit))
+    return of.accept(A, asked, head, MEMBERS, event)
 
 
 def prepare(of: Acceptor, ballot: int) -> list[Save | Send]:
     return of.prepare(B, Prepare(round=0, ballot=ballot))
 
 
+def signed(promise: Promise) -> Promise:
+    """As it is sent."""
+    digest = promise.commit.digest if promise.commit is not None else ""
+    sworn = tiny.sworn(tiny.OPERATORS[2], M.run_id, promise.ballot, promise.accepted, digest, promise.round)
+    return dataclasses.replace(promise, signature=sworn.signature)
+
+
 def test_a_promise_is_saved_before_it_is_given_and_is_kept() -> None:
     member = acceptor()
     promise = Promise(round=0, ballot=4)
-    assert prepare(member, 4) == [Save(promise), Send(B, promise)]
-    assert prepare(member, 4) == [Send(B, promise)], "the same answer again"
+    assert prepare(member, 4) == [Save(promise), Send(B, signed(promise))]
+    assert prepare(member, 4) == [Send(B, signed(promise))], "the same answer again"
     rejected = [Send(B, Reject(round=0, ballot=3, promised=4))]
     assert prepare(member, 3) == rejected
     assert accept(member, 3) == [Send(A, Reject(round=0, ballot=3, promised=4))]
@@ -94,9 +109,9 @@ def test_who_prepares_later_hears_what_was_accepted() -> None:
     member = acceptor()
     accept(member, 0)
     bound = Promise(round=0, ballot=4, accepted=0, commit=COMMIT)
-    assert prepare(member, 4) == [Save(bound), Send(B, bound)]
+    assert prepare(member, 4) == [Save(bound), Send(B, signed(bound))]
     assert accept(member, 0) == [Send(A, Reject(round=0, ballot=0, promised=4))]
-    assert accept(member, 4, OTHER)[0] == Save(Promise(round=0, ballot=4, accepted=4, commit=OTHER))
+    assert accept(member, 4, OTHER)[0] == Save(Promise(round=0, ballot=4, accepted=4, commit=OTHER, grounds=grounds(4)))
 
 
 @pytest.mark.parametrize("ballot", [3, 4])
@@ -105,7 +120,7 @@ def test_a_restarted_acceptor_is_bound_by_its_durable_vote(ballot: int) -> None:
     assert member.position.phase is Ballots.ACCEPTED
     (answer,) = prepare(member, ballot)
     assert isinstance(answer, Send)
-    assert answer.message == (member.vote if ballot == 4 else Reject(round=0, ballot=3, promised=4))
+    assert answer.message == (signed(member.vote) if ballot == 4 else Reject(round=0, ballot=3, promised=4))
     assert acceptor(Promise(round=0, ballot=4)).position.phase is Ballots.PROMISED
 
 

@@ -70,7 +70,12 @@ def test_signatures_name_who_voted_for_two_commits_in_one_ballot_and_nobody_else
     assert proof.peer == A
     assert proof.is_true(cluster.manifest.run_id)
     assert voted_twice(first, first) == ()
-    assert voted_twice(*records(cluster, (0, 3))) == (), "a member may vote for another commit in a later ballot"
+    one, other = records(cluster, (0, 3))
+    run, (a, b, c) = cluster.manifest.run_id, tiny.OPERATORS[:3]
+    assert voted_twice(one, other) == (), "a member may vote for another commit in a later ballot"
+    told = tiny.sworn(a, run, 3, 0, one.commit.digest)
+    for grounds in ((told, tiny.sworn(c, run, 3)), (tiny.sworn(b, run, 3, 1, "e" * 64), tiny.sworn(c, run, 3))):
+        assert voted_twice(one, dataclasses.replace(other, grounds=grounds)) == (), "nobody denies a vote"
 
 
 @pytest.mark.parametrize(
@@ -138,13 +143,28 @@ def test_who_has_stopped_gives_no_votes() -> None:
     assert len(cluster.votes[C]) == votes
 
 
-def test_two_decided_commits_of_different_ballots_stop_the_nodes_and_name_nobody() -> None:
+def test_two_decided_commits_of_different_ballots_name_who_denied_its_vote() -> None:
     cluster = two_of_different_ballots()
-    ((_, second),) = [records(cluster, (0, 3))]
-    assert [e.other.ballot for e in cluster.other[B] if isinstance(e, Forked)] == [second.ballot]
-    assert of_kind(cluster, Named, B) == []
-    assert cluster.nodes[B].is_stopped
-    assert cluster.nodes[B].may_oust is None
+    for name in (B, C):
+        ((proof),) = [e.proof for e in cluster.other[name] if isinstance(e, Named)]
+        assert (proof.peer, proof.ballot, proof.promised) == (A, 0, 3)
+        assert cluster.nodes[name].is_stopped
+        assert cluster.nodes[name].may_oust == (proof, -1)
+        assert of_kind(cluster, Certified, name) == [], "no peer applies either"
+    raw = encoding.encode(proof)
+    assert len(raw) < 500
+    assert encoding.decode(raw, "x") == proof
+    run = cluster.manifest.run_id
+    assert proof.is_true(run)
+    for changes in (
+        {"promised": 6},
+        {"promised": 0},
+        {"accepted": 0},
+        {"accepted": 1},
+        {"promised": -1},
+        {"other": "e" * 64},
+    ):
+        assert not dataclasses.replace(proof, **changes).is_true(run)  # type: ignore[arg-type]
 
 
 def test_a_liars_word_alone_makes_no_conflict() -> None:
@@ -222,9 +242,11 @@ def test_a_confirmation_counts_for_its_own_commit_with_its_own_signature_only() 
 
 
 def two_of_different_ballots() -> Cluster:
-    """B and C hold different commits, and no signature names anybody."""
+    """B and C hold different commits: A voted for the one, and then promised a higher ballot as if it had not."""
     cluster = Cluster(3)
     first, second = records(cluster, (0, 3))
+    run, (a, _, c) = cluster.manifest.run_id, tiny.OPERATORS[:3]
+    second = dataclasses.replace(second, grounds=(tiny.sworn(a, run, 3), tiny.sworn(c, run, 3)))
     cluster.cut = lambda sender, to, message: {sender, to} == {B, C}
     cluster.do(B, Learned(A, first))
     cluster.do(C, Learned(A, second))

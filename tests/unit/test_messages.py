@@ -32,6 +32,7 @@ from protocol.wire.encoding import (
     expect,
 )
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.grounds import Sworn
 from protocol.wire.invitation import Invitation, Joined
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from protocol.wire.roster import Lookup, Roster, RosterRequest
@@ -116,6 +117,7 @@ COMMIT = Commit(
 )
 LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
 REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradients=(0.5, 2.0, 0.0))
+SWORN = Sworn(peer="p", ballot=4, accepted=1, digest="d" * 64, signature=b"s")
 SAMPLES: list[Message] = [
     Announcement(run="r", peer="p", addresses=("/ip4/1.2.3.4/tcp/1",), loss=1.0, chain=REPORT, name="Ada"),
     Offer(round=1, replica=0, parts=(PART,), tokens=64, steps=4, loss=None),
@@ -130,7 +132,9 @@ SAMPLES: list[Message] = [
     Prepare(round=2, ballot=4),
     Promise(round=2),
     Promise(round=2, ballot=4, accepted=1, commit=COMMIT),
+    Promise(round=2, ballot=4, accepted=1, commit=COMMIT, grounds=(SWORN,), signature=b"s"),
     Accept(round=2, ballot=4, commit=dataclasses.replace(COMMIT, plan=None)),
+    Accept(round=2, ballot=4, commit=dataclasses.replace(COMMIT, plan=None), grounds=(SWORN,)),
     Vote(round=2, ballot=4, digest=COMMIT.digest, signature=b"s"),
     Reject(round=2, ballot=4, promised=5),
     Pledge(round=2, ballot=4, digest="e" * 64, signature=b"s"),
@@ -152,6 +156,18 @@ SAMPLES: list[Message] = [
     Holds(round=2, digest="d" * 64),
     Confirmed(round=2, digest="d" * 64, by={"p": b"s"}),
     DoubleVote(peer="p", term=0, round=2, ballot=0, digest="d" * 64, signature=b"s", other="e" * 64, signed=b"t"),
+    DoubleVote(
+        peer="p",
+        term=0,
+        round=2,
+        ballot=0,
+        digest="d" * 64,
+        signature=b"s",
+        other="",
+        signed=b"t",
+        promised=3,
+        accepted=-1,
+    ),
     NotAdmitted(reason="it is invited", waits=True),
     TimeUp(round=2),
     TakeSeat(round=2, replica=4, seconds=12.5),

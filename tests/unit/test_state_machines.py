@@ -38,9 +38,10 @@ from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, Wi
 from tests import tiny
 from tests.docs import state_machines
 from tests.docs.state_machines import MACHINES, Machine
-from tests.unit.test_double_votes import forked, liar_that_is_taken_out, two_of_different_ballots
+from tests.unit.test_double_votes import forked, liar_that_is_taken_out
 from tests.unit.test_history import gone_back
 from tests.unit.test_paxos import (
+    NAMES,
     PARTS,
     PAYLOAD,
     SHARE,
@@ -494,6 +495,25 @@ def member_that_lies() -> Cluster:
     return cluster
 
 
+def more_liars_than_are_borne() -> Cluster:
+    """Of four members two vote for another commit in a later ballot, which names nobody: C and D have different logs."""
+    cluster = Cluster(4)
+    d = NAMES[3]
+    first, second = (
+        dataclasses.replace(cluster.commit(A, time), leader=A, members=cluster.manifest.first_members)
+        for time in (1.0, 2.0)
+    )
+    liars = tiny.OPERATORS[:2]
+    cluster.cut = lambda sender, to, message: {sender, to} == {C, d}
+    cluster.do(C, paxos_events.Learned(A, tiny.record(first, *liars, tiny.OPERATORS[2])))
+    cluster.do(d, paxos_events.Learned(A, tiny.record(second, *liars, tiny.OPERATORS[3], ballot=4)))
+    cluster.kill(A, B)
+    cluster.cut = lambda sender, to, message: False
+    cluster.pass_time(cluster.manifest.timing.heartbeat + 1)
+    assert cluster.nodes[C].suspects.conflict == 0
+    return cluster
+
+
 def leader_that_lies() -> Cluster:
     """A proposes what is not fair, and what does not follow."""
     cluster = Cluster(3)
@@ -520,7 +540,7 @@ SPECIAL = (
     rejected,
     learned_while_asking,
     two_commits,
-    two_of_different_ballots,
+    more_liars_than_are_borne,
     liar_that_is_taken_out,
 )
 """What rarely happens."""
