@@ -25,7 +25,19 @@ from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
 from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
-from protocol.rounds import access, audits, evaluation, grace, judging, ranges, schedule, seats, standing, validation
+from protocol.rounds import (
+    access,
+    audits,
+    evaluation,
+    grace,
+    judging,
+    newcomers,
+    ranges,
+    schedule,
+    seats,
+    standing,
+    validation,
+)
 from protocol.rounds.evaluation import Due
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Phase
@@ -218,11 +230,12 @@ def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
             yield f"judges other work of replica {number} than was offered here"
     taken = {c.replica for c in commit.contributions}
     offered = [(at, sight.complete[n].tokens) for n, at in sight.since.items() if n in sight.complete and n in taken]
+    new = newcomers.are_new(sight.standing, sight.plan) if sight.standing is not None else frozenset[int]()
     for number in sorted(named & sight.complete.keys()):
         spec = sight.chains.find(number) if sight.chains is not None else None
         if sight.waited - sight.since.get(number, sight.waited) >= lease:
             yield f"leaves out replica {number}, all of whose work has been here for long"
-        elif sight.waited + lease / 2 >= manifest.timing.round_deadline:
+        elif sight.waited + lease / 2 >= manifest.timing.round_deadline or number in new:
             continue
         elif spec is not None and not grace.is_over(manifest, offered, [spec], sight.waited + lease / 2):
             yield f"leaves out replica {number}, all of whose work is here, before the round was over"
@@ -323,7 +336,9 @@ def is_due(leader: Leader, now: float) -> bool:
         enough = len(most) >= manifest.start_peers
         return enough and partition.split(manifest, most[: manifest.model.n_layers]) is not None
     if verdicts.pending and waited < manifest.timing.round_deadline:
-        return bool(verdicts.complete) and not seats.waits(manifest, leader.roster, verdicts, waited)
+        return bool(verdicts.complete) and not seats.waits(
+            manifest, leader.roster, verdicts, leader.newcomers.numbers, waited
+        )  # another node may be more patient with newcomers than this one
     return bool(verdicts.complete) or waited >= manifest.timing.gone_after
 
 

@@ -35,12 +35,12 @@ class History:
     @property
     def head(self) -> int:
         """The newest round up to which every commit counts, -1 for none."""
-        return max(self.commits, default=-1)
+        return next(reversed(self.commits), -1)  # they are kept in order
 
     @property
     def known(self) -> int:
         """The newest round up to which every commit is known."""
-        return max(self._known, default=self.head)
+        return next(reversed(self._known), self.head)
 
     @property
     def is_split(self) -> bool:

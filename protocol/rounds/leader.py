@@ -126,6 +126,7 @@ from protocol.rounds.leader_events import (
     Verdict,
     moves,
 )
+from protocol.rounds.newcomers import Newcomers
 from protocol.rounds.offers import Offers
 from protocol.rounds.promises import Promises
 from protocol.rounds.quarrels import LIES, Quarrels
@@ -165,8 +166,10 @@ class Leader:
         self.witnesses = Witnesses(commits)
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
+        self.newcomers = Newcomers()
         self.quarrels = Quarrels()
         self.standing = standing.of(manifest, commits)
+        self.newcomers.begin(self.standing, self.plan)
         self.petitions = access.Petitions(oust)
         self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
@@ -405,6 +408,7 @@ class Leader:
         """The round of `commit` is decided, the next one begins."""
         before = self.roster.plan or self._last_plan
         rest = self.promises.settle(commit, self._broken(commit))
+        self.newcomers.settle(self._brought(commit))
         self._docket.begin(commit)
         self.head = commit
         self._last_plan = commit.plan or self._last_plan
@@ -416,6 +420,7 @@ class Leader:
         self.attestations.forget(commit.round - 1)
         self.quarrels.begin(commit.round + 1)
         self.standing = self.standing.after(commit)
+        self.newcomers.begin(self.standing, commit.plan)
         rest |= self.standing.fallen()
         self.due = self.due.after(commit)
         self._evaluations.forget(self.due)
@@ -429,7 +434,18 @@ class Leader:
         return effects + (self.position.stay(Decided, told) if told else [])
 
     def _broken(self, commit: Commit) -> dict[str, float]:
-        return promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
+        found = promises.broken(self.roster.plan, commit, self.offers.brought, self.roster.away)
+        plan = self.roster.plan
+        if plan is None or self.newcomers.are_waited_for:
+            return found
+        new = {peer for replica in plan.replicas if replica.number in self.newcomers.numbers for peer in replica.peers}
+        return {peer: strike for peer, strike in found.items() if peer not in new}
+
+    def _brought(self, commit: Commit) -> set[int]:
+        """The replicas all of whose work was offered, as far as this node has seen, or counts."""
+        replicas = self.roster.plan.replicas if self.roster.plan is not None else ()
+        offered = {r.number for r in replicas if set(r.peers) <= self.offers.brought}
+        return offered | {c.replica for c in commit.contributions} | {x.replica for x in commit.left_out if x.probation}
 
     def candidates(self, decree: Enacted | None = None) -> list[Candidate]:
         """Who may be planned, as this node sees it; `decree`: after it."""
@@ -461,7 +477,8 @@ class Leader:
         if verdicts.pending and waited < timing.round_deadline:
             if not news and isinstance(event, Received | Held | Ready):
                 return []  # time alone, or the others, ends the waiting: that is looked at with every Tick
-            if seats.waits(self.manifest, self.roster, verdicts, waited):
+            new, patient = self.newcomers.numbers, self.newcomers.are_waited_for
+            if seats.waits(self.manifest, self.roster, verdicts, new, waited, patient=patient):
                 return []
         assert self.head is not None
         said = Said(verdicts.contributions(), verdicts.left_out(waited), diverged)

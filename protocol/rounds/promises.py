@@ -43,15 +43,13 @@ class Promises:
             self._strikes[peer] = min(MOST_STRIKES, self._strikes.pop(peer, 0.0) + strike)
             if len(self._strikes) > REMEMBERED_PEERS:
                 self._forget(next(iter(self._strikes)))
-        fresh = {p: until for p in broken if (until := round + self._pause(self._strikes.get(p, 0.0))) > round}
+        fresh = {p: until for p in broken if (until := round + pause(self._strikes.get(p, 0.0))) > round}
         self._until.update(fresh)
         return fresh
 
     def rests(self, peer: str, round: int, broken: float = 0.0) -> bool:
         """Whether `peer` is in no plan of `round`; `broken`: strikes of the round before, which is not settled yet."""
-        return round <= self._until.get(peer, -1) or (
-            broken > 0 and self._pause(self._strikes.get(peer, 0.0) + broken) > 0
-        )
+        return round <= self._until.get(peer, -1) or (broken > 0 and pause(self._strikes.get(peer, 0.0) + broken) > 0)
 
     def apart(
         self, there: Iterable[Candidate], round: int, broken: Mapping[str, float]
@@ -60,12 +58,14 @@ class Promises:
         known = [(peer, self.rests(peer.peer, round, broken.get(peer.peer, 0.0))) for peer in there]
         return tuple(peer for peer, rests in known if not rests), tuple(peer for peer, rests in known if rests)
 
-    def _pause(self, strikes: float) -> int:
-        return min(MOST_ROUNDS, 2 ** (int(strikes) - 1) - 1) if strikes >= 1 else 0
-
     def _forget(self, peer: str) -> None:
         del self._strikes[peer]
         self._until.pop(peer, None)
+
+
+def pause(strikes: float) -> int:
+    """For how many rounds who has so many strikes rests."""
+    return min(MOST_ROUNDS, 2 ** (int(strikes) - 1) - 1) if strikes >= 1 else 0
 
 
 def broken(plan: Plan | None, commit: Commit, offered: Collection[str], lost: Collection[str]) -> dict[str, float]:

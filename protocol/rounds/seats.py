@@ -13,6 +13,8 @@ commit. The nodes that do not lead learn of a seat by the offer for it.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
 from protocol.rounds import grace
@@ -67,14 +69,27 @@ def claim(
     return roster.take_seat(peer.peer, layers, number)
 
 
-def waits(manifest: Manifest, roster: ChainRoster, verdicts: Verdicts, waited: float) -> bool:
+def waits(
+    manifest: Manifest,
+    roster: ChainRoster,
+    verdicts: Verdicts,
+    newcomers: Set[int],
+    waited: float,
+    *,
+    patient: bool = True,
+) -> bool:
     """Whether a round still waits for what is pending, so many seconds after it began: for planned replicas as protocol/rounds/grace.py
-    says, for nothing but seats until PATIENCE after the last of the others was complete."""
+    says, for nothing but seats until PATIENCE after the last of the others was complete. `newcomers`: the numbers of their replicas;
+    `patient`: whether they are waited for (protocol/rounds/newcomers.py)."""
     seconds = manifest.timing.training_seconds
     seats = roster.seats & verdicts.pending.keys()
-    if len(verdicts.pending) > len(seats):
+    late = [replica for number, replica in verdicts.pending.items() if number not in seats]
+    known = [replica for replica in late if replica.number not in newcomers]
+    if known or (late and not verdicts.complete):
         offered = ((verdicts.since[number], c.tokens) for number, c in verdicts.complete.items())
-        late = (replica for number, replica in verdicts.pending.items() if number not in seats)
-        return not grace.is_over(manifest, offered, late, waited)
+        return not grace.is_over(manifest, offered, known or late, waited)
+    over = (1 + grace.LEAST) * seconds
+    if late and patient:
+        return waited < over
     last = max(verdicts.since.values(), default=seconds)
-    return waited < min((1 + grace.LEAST) * seconds, last + min(grace.LEAST * seconds, PATIENCE))
+    return bool(seats) and waited < min(over, last + min(grace.LEAST * seconds, PATIENCE))

@@ -7,7 +7,8 @@ one core, with their network daemons; the enemy, a process of its own with a dae
 and attacks take turns, each attack under new identities, so that none is refused for what the one before did. Told are the medians of the
 rounds per second, their ratio, how much the enemy did per second (messages sent, streams opened, calls made, also those that were
 refused), by how much the memory of the attacked processes has grown, and for what the enemy was refused. An enemy that ends, or does nothing,
-ends the benchmark. Bound: 80 % of the quiet rate, and nobody ends. `--identities`: instead of four, where there are many.
+ends the benchmark. Bound: 80 % of the quiet rate, and nobody ends. `--identities`: instead of four, where there are many. Spells of attacks that cost more at first last
+longer than `--seconds` (`Attack.spell`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Row:
 async def measure(siege: Siege, name: str, seconds: float, times: int, identities: int | None) -> Row:
     """One attack."""
     attack = ATTACKS[name]
+    seconds = max(seconds, attack.spell)
     quiet, left, tries, refused = list[float](), list[float](), list[float](), set[str]()
     before, cpu = siege.sizes(), 0.0
     for _ in range(times):

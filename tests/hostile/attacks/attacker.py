@@ -102,12 +102,14 @@ Work = Callable[[Attacker], Coroutine[Any, Any, None]]
 @dataclass(frozen=True, kw_only=True)
 class Attack:
     """What an enemy does. `told`: the reasons, one of which the node or the peer gives for refusing it; empty: it is slowed, or answered, and
-    breaks no limit. `slowly`: only after ten seconds of it. `identities`: that the enemy has at once."""
+    breaks no limit. `slowly`: only after ten seconds of it. `identities`: that the enemy has at once. `spell`: seconds after which it is known
+    what it costs, where it costs more at first."""
 
     work: Work
     told: tuple[str, ...] = ()
     slowly: bool = False
     identities: int = 1
+    spell: float = 0.0
 
     @property
     def name(self) -> str:

@@ -33,6 +33,8 @@ from tests import false_states
 from tests.hostile.attacks.attacker import AT_ONCE, Attack, Attacker
 from tests.liars import Liar
 
+TURN_SECONDS = 2.5
+"""For which each of several identities is there: some rounds."""
 FLOODS = ("says too much in its session",)
 
 
@@ -258,6 +260,22 @@ async def planned(enemy: Attacker) -> None:
     await asyncio.gather(liar.run(), count())
 
 
+async def planned_in_turn(enemy: Attacker) -> None:
+    """new identities, one after the other, each planned once, that bring nothing"""
+
+    async def count(liar: Liar, before: int) -> None:
+        while True:
+            enemy.done.times = before + liar.said
+            await asyncio.sleep(0.1)
+
+    for me in (enemy, *enemy.others):
+        liar = Liar(me.manifest, me.identity, me.transport, me.addresses, false_states.DIGESTS, random.Random(0))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TURN_SECONDS):
+                await asyncio.gather(liar.run(), count(liar, enemy.done.times))
+    await asyncio.Event().wait()
+
+
 def digest(number: int) -> str:
     """One that nobody has."""
     return hashlib.sha256(number.to_bytes(8)).hexdigest()
@@ -283,5 +301,6 @@ ATTACKS = (
     Attack(work=invitations),
     Attack(work=crowd, identities=4),
     Attack(work=crowd_announces, identities=4),
-    Attack(work=planned),
+    Attack(work=planned, spell=30.0),
+    Attack(work=planned_in_turn, identities=12, spell=30.0),
 )
