@@ -8,6 +8,8 @@ import itertools
 import os
 import random
 import selectors
+import statistics
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
@@ -102,6 +104,34 @@ def test_what_a_round_did_not_commit_goes(tmp_path: Path) -> None:
     store.settle(7, {committed})
     assert set(store) == {committed, ours, other}
     assert not store.has(dropped)
+
+
+def test_a_round_takes_no_longer_since_many_rounds_are_over(tmp_path: Path) -> None:
+    """What is asked of a store in each round, where hundred times as many blobs are there."""
+    took = dict[int, list[float]]()
+    stores = {count: BlobStore(tmp_path / str(count)) for count in (300, 30_000)}
+    for count, store in stores.items():
+        for number in range(count):
+            store.add(f"{number:064x}", number // 3, 1)
+    for _ in range(9):
+        for count, store in stores.items():
+            began = time.process_time()
+            for _ in range(50):
+                assert store.newer(count // 3 - 2) == {f"{number:064x}" for number in range(count - 3, count)}
+                assert store.settle(count // 3 + 1, ()) == set()
+                assert store.make_space(10)
+            took.setdefault(count, []).append(time.process_time() - began)
+    few, many = (statistics.median(took[count]) for count in stores)
+    assert many < 10 * few
+
+
+def test_a_blob_that_comes_again_counts_once_and_as_of_its_last_round(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path)
+    name = store.put(noise(1000), 3)
+    store.add(name, 5, 1000)
+    assert (store.used, store.newer(2), store.newer(3), store.newer(5)) == (1000, {name}, {name}, set())
+    store.remove(name)
+    assert (store.used, store.newer(0)) == (0, set())
 
 
 def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:

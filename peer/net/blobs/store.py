@@ -13,6 +13,7 @@ kept even above the limit: it is up to the owner to need less.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -75,6 +76,9 @@ class BlobStore:
         self._parts = folder / "parts"
         self._lock = threading.RLock()
         self._known: dict[str, _Known] = {}
+        self._of_round: dict[int, set[str]] = {}
+        self._rounds: list[int] = []
+        """The keys of that, ascending. A run has more blobs than a round should take the time to look through."""
         self._loose: set[str] = set()
         self.disk.make_folder(self._parts)
         try:
@@ -102,7 +106,9 @@ class BlobStore:
 
     def newer(self, round: int) -> set[str]:
         """The blobs of later rounds."""
-        return {name for name, known in list(self._known.items()) if round < known.round < NO_ROUND}
+        with self._lock:
+            later = self._rounds[bisect.bisect_right(self._rounds, round) :]
+            return {name for each in later if each < NO_ROUND for name in self._of_round[each]}
 
     def find(self, name: str) -> Blob | None:
         """Where a blob lies, or None where it is not here."""
@@ -141,29 +147,36 @@ class BlobStore:
         if self.limit is None:
             return True
         with self._lock:
-            free = [
-                (known.round, name)
-                for name, known in self._known.items()
-                if known.round != NO_ROUND and name not in self.protected
-            ]
-            for _, name in sorted(free):
-                if self.used + size <= self.limit:
-                    break
-                self.remove(name)
+            for round in list(self._rounds) if self.used + size > self.limit else ():
+                for name in sorted(self._of_round[round] - self.protected) if round != NO_ROUND else ():
+                    if self.used + size <= self.limit:
+                        return True
+                    self.remove(name)
             return self.used + size <= self.limit
 
     def remove(self, name: str) -> None:
         """Forgets a blob."""
         with self._lock:
-            known = self._known.pop(name, None)
-            if known is not None:
-                self.used -= known.size if known.round != NO_ROUND else 0
+            if self._forget(name):
                 self.disk.remove(self.folder / name)
+
+    def _forget(self, name: str) -> bool:
+        """Counts a blob no more; whether it was counted."""
+        known = self._known.pop(name, None)
+        if known is None:
+            return False
+        self.used -= known.size if known.round != NO_ROUND else 0
+        names = self._of_round[known.round]
+        names.remove(name)
+        if not names:
+            del self._of_round[known.round]
+            del self._rounds[bisect.bisect_left(self._rounds, known.round)]
+        return True
 
     def settle(self, round: int, committed: Collection[str]) -> set[str]:
         """`round` is decided: what was stored for it and is not committed goes, as soon as it is not protected. The names that are gone."""
         with self._lock:
-            self._loose |= {n for n, k in self._known.items() if k.round == round and n not in committed}
+            self._loose |= self._of_round.get(round, set()).difference(committed)
             gone = self._loose - self.protected
             self._loose -= gone
             for name in gone:
@@ -183,8 +196,13 @@ class BlobStore:
     def add(self, name: str, round: int, size: int) -> None:
         """Counts a blob whose file is in the folder."""
         with self._lock:
+            self._forget(name)
             self._known[name] = _Known(round, size)
             self.used += size if round != NO_ROUND else 0
+            if round not in self._of_round:
+                self._of_round[round] = set()
+                bisect.insort(self._rounds, round)
+            self._of_round[round].add(name)
 
 
 class Part:
