@@ -1,0 +1,223 @@
+"""A full replica beside the best plain training loop of the same model, on this machine's processor.
+
+    python -m tests.benchmarks.plain [trainer daemon] [--steps 8] [--rounds 4] [--inner-steps 30]
+
+d = 512, 8 layers, sequences of 512 tokens, two micro-batches of two rows an inner step, two threads. The plain loop has nn.Linear,
+scaled_dot_product_attention, cross_entropy of all logits, clip_grad_norm_ and fused AdamW, and nothing else.
+
+`trainer`: steps of `StageTrainer` through `run_steps`, as the daemon trains, and of the plain loop, by turns in one process. Wanted: 0.99 of the
+plain loop's tokens per second.
+
+`daemon`: a bootstrap node and a volunteer, real processes over real network daemons, on the demo's text. Tokens per second over whole rounds,
+from one commit to the next, beside the steps of the volunteer alone in the same rounds, as it tells them, and beside the plain loop, which has
+the machine to itself before and after. Wanted: 0.98 of the tokens per second that the steps alone would give.
+
+Medians. Exits with 1 where a ratio is below what is wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from bootstrap.archive import Archive
+from peer.chain.pipeline import StageSetup, run_steps
+from peer.demo.text import demo_corpus
+from peer.training.trainer import StageTrainer, make_worker
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import DataSpec, TrainSpec
+from tests.e2e import swarms
+
+MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=512)
+ROWS, MICRO_BATCHES, THREADS = 2, 2, 2
+TRAINER, DAEMON = 0.99, 0.98
+
+
+def train_spec(inner_steps: int) -> TrainSpec:
+    """What is trained in a step."""
+    return TrainSpec(
+        inner_steps=inner_steps, micro_batches=MICRO_BATCHES, rows=ROWS, sequence=MODEL.context, lr=3e-4,
+        warmup_steps=10, total_steps=10**6,
+    )  # fmt: skip
+
+
+class Layer(nn.Module):
+    """One layer of the plain loop's decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        d, wide = MODEL.d_model, MODEL.d_ff
+        self.q, self.k, self.v, self.o = (nn.Linear(d, d, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(*s, bias=False) for s in ((d, wide), (d, wide), (wide, d)))
+        self.first, self.second = nn.RMSNorm(d, MODEL.norm_eps), nn.RMSNorm(d, MODEL.norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """[B, L, D] -> the same."""
+        h = self.first(x)
+        q, k, v = (f(h).unflatten(-1, (MODEL.n_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+
+        def turned(y: Tensor) -> Tensor:
+            a, b = y.chunk(2, -1)
+            return y * cos + torch.cat((-b, a), -1) * sin
+
+        seen = functional.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        x = x + self.o(seen.transpose(1, 2).flatten(-2))
+        h = self.second(x)
+        out: Tensor = x + self.down(functional.silu(self.gate(h)) * self.up(h))
+        return out
+
+
+class Plain:
+    """The model and its loop. `step` takes the ids of an inner step [rows, L + 1]."""
+
+    def __init__(self) -> None:
+        width = MODEL.d_model // MODEL.n_heads
+        rates = MODEL.rope_theta ** (-torch.arange(0, width, 2) / width)
+        angles = torch.outer(torch.arange(MODEL.context), rates).repeat(1, 2)
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.embed = nn.Embedding(MODEL.vocab_size, MODEL.d_model)
+        self.layers = nn.ModuleList(Layer() for _ in range(MODEL.n_layers))
+        self.norm = nn.RMSNorm(MODEL.d_model, MODEL.norm_eps)
+        self.head = nn.Linear(MODEL.d_model, MODEL.vocab_size, bias=False)
+        self.parameters = [p for part in (self.embed, self.layers, self.norm, self.head) for p in part.parameters()]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=3e-4, fused=True)
+
+    def step(self, ids: Tensor) -> float:
+        """One inner step; its mean loss."""
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for part in ids.chunk(MICRO_BATCHES):
+            x = self.embed(part[:, :-1])
+            for layer in self.layers:
+                x = layer(x, self.cos, self.sin)
+            logits = self.head(self.norm(x))
+            loss = functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / MICRO_BATCHES
+            loss.backward()
+            total += loss.item()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        return total
+
+
+def ids_of(rows: int) -> np.ndarray:
+    """Tokens as frequent as words are (Zipf's law), [rows, L + 1]."""
+    weights = 1 / (np.arange(MODEL.vocab_size) + 2.7)
+    return np.random.default_rng(1).choice(MODEL.vocab_size, (rows, MODEL.context + 1), p=weights / weights.sum())
+
+
+def seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def of_trainer(steps: int) -> bool:
+    """Steps by turns, in one process."""
+    spec = train_spec(10**6)
+    trainer = StageTrainer(MODEL, spec, layout.shard_names(MODEL))
+    rng = np.random.default_rng(0)
+    trainer.begin_round(
+        {
+            shard: [
+                np.ones(s, np.float32) if len(s) == 1 else 0.02 * rng.standard_normal(s, np.float32)
+                for s in layout.shapes(MODEL, shard)
+            ]
+            for shard in layout.shard_names(MODEL)
+        }
+    )
+    ids, plain, worker = ids_of(spec.step_rows), Plain(), make_worker(THREADS)
+
+    async def read(step: int) -> np.ndarray:
+        return ids
+
+    numbers = itertools.count(1)
+
+    def ours() -> object:
+        setup = StageSetup(trainer=trainer, worker=worker, wires=("int4", "sym2"), timeout=600.0, read=read)
+        return asyncio.run(run_steps(setup, first_step=next(numbers), steps=1))
+
+    there = torch.tensor(ids)
+    took: list[tuple[float, float]] = []
+    for turn in range(steps + 2):
+        pair = (ours, lambda: plain.step(there))
+        found = [seconds(work) for work in (pair if turn % 2 else pair[::-1])]
+        took.append((found[0], found[1]) if turn % 2 else (found[1], found[0]))
+    mine, theirs = (statistics.median(column) for column in zip(*took[2:], strict=True))
+    rates = [spec.step_tokens / s for s in (mine, theirs)]
+    ratio = statistics.median(b / a for a, b in took[2:])
+    print(
+        f"trainer {rates[0]:.0f} tokens/s, plain loop {rates[1]:.0f}: {ratio:.3f} (median of {steps} pairs)", flush=True
+    )
+    return ratio >= TRAINER
+
+
+def of_daemon(rounds: int, inner_steps: int) -> bool:
+    """Whole rounds of real processes."""
+    plain, there = Plain(), torch.tensor(ids_of(MICRO_BATCHES * ROWS))
+
+    def alone() -> float:
+        return statistics.median(seconds(lambda: plain.step(there)) for _ in range(6))
+
+    before = alone()
+    with tempfile.TemporaryDirectory(prefix="potluck-plain-") as folder:
+        out = Path(folder) / "run"
+        chosen = swarms.options(out, full=1, rounds=rounds, inner_steps=inner_steps, in_memory=False)
+        base = swarms.manifest(chosen)
+        manifest = swarms.dataclasses.replace(
+            base, model=MODEL, train=train_spec(inner_steps), data=DataSpec(corpus=demo_corpus(MODEL.context).digest)
+        )
+        swarms.run(chosen, manifest)
+        archive = Archive(out / "bootstrap", manifest)
+        decided = {c.round: c.time for c in archive.commits if c.contributions}
+        archive.close()
+        (peer,) = [f for f in out.iterdir() if f.name != "bootstrap" and (f / "events.jsonl").exists()]
+        events = [json.loads(line) for line in (peer / "events.jsonl").read_text().splitlines()]
+    after = alone()
+    trained: dict[int, list[float]] = {}
+    for event in events:
+        if event["event"] == "step":
+            trained.setdefault(event["round"], []).append(event["seconds"])
+    tokens = inner_steps * train_spec(inner_steps).step_tokens
+    rows = [
+        (r, decided[r] - decided[r - 1], sum(trained[r])) for r in sorted(decided) if r - 1 in decided and r in trained
+    ]
+    for round, whole, steps in rows:
+        print(f"round {round}: {whole:.2f} s, of them {steps:.2f} s in {len(trained[round])} steps", flush=True)
+    ratio = statistics.median(steps / whole for _, whole, steps in rows)
+    rate = statistics.median(tokens / whole for _, whole, _ in rows)
+    loop = train_spec(1).step_tokens / statistics.median((before, after))
+    print(
+        f"daemon {rate:.0f} tokens/s over whole rounds: {ratio:.3f} of its steps'; plain loop {loop:.0f}: {rate / loop:.3f}"
+    )
+    return ratio >= DAEMON
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=["trainer", "daemon"], default=["trainer", "daemon"])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--inner-steps", type=int, default=30)
+    chosen = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    kept = [of_trainer(chosen.steps)] if "trainer" in chosen.parts else []
+    kept += [of_daemon(chosen.rounds, chosen.inner_steps)] if "daemon" in chosen.parts else []
+    return 0 if all(kept) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
