@@ -142,7 +142,7 @@ class SeveralDevicesTrainer(StageTrainer):
         if not self._helpers:
             return super().forward(micro, ids, wire, recompute=recompute)
         if micro == 0:
-            self._ids.clear(), self._losses.clear()
+            self._forget()
             self._begin_step()
         self._ids.append(ids)
         if self._is_given(micro, ids):
@@ -162,7 +162,7 @@ class SeveralDevicesTrainer(StageTrainer):
         """As on one device; helpers do the same meanwhile."""
         for helper in self._helpers.values():
             helper.say(messages.Step(step, total_norm))
-        self._ids.clear(), self._losses.clear()
+        self._forget()
         super().step(step, total_norm)
 
     def reset(self) -> None:
@@ -170,7 +170,7 @@ class SeveralDevicesTrainer(StageTrainer):
         if self._ids:
             for helper in self._helpers.values():
                 helper.say(messages.Reset())
-        self._ids.clear(), self._losses.clear()
+        self._forget()
         super().reset()
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
@@ -182,6 +182,10 @@ class SeveralDevicesTrainer(StageTrainer):
         """As on one device; helpers have it when the next round begins."""
         self._same_state = False
         super().add_moments(state)
+
+    def _forget(self) -> None:
+        self._ids.clear()
+        self._losses.clear()
 
     def _begin_step(self) -> None:
         self._turn, self._began = self._turn + 1, time.perf_counter()

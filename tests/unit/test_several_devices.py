@@ -20,8 +20,10 @@ import psutil
 import pytest
 import torch
 
+from peer import events
 from peer.config import JoinConfig, why_one_device
 from peer.node.inner_loop import StageInnerLoop
+from peer.node.orders import ChainOrders
 from peer.training import again, device, group
 from peer.training import helper_messages as messages
 from peer.training.schedule import Pace
@@ -29,11 +31,13 @@ from peer.training.several_devices import GIVE_UP, Patience, SeveralDevicesTrain
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
 from protocol.errors import UsageError
+from protocol.rounds.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
+from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
-from tests.chains import SPEC, TRAIN, ids_of, random_theta, relative
+from tests.chains import SPEC, TRAIN, ids_of, random_theta, relative, run_chain
 from tests.unit import test_examining as examining
 
 DEADLINE = 120.0
@@ -372,6 +376,57 @@ def test_a_stranger_in_the_group_is_found_before_anything_is_exchanged(tmp_path:
 
 
 # --- in a peer
+
+
+def test_a_pipeline_measures_the_time_for_all_devices(make: Make) -> None:
+    """Half a second in which a helper is stopped is in what the speed that is announced follows from."""
+    one, several = alone(), make()
+    for trainer in (one, several):
+        trainer.begin_round(random_theta())
+
+    async def read(step: int) -> np.ndarray:
+        if step == 3:
+            (pid,) = several.processes
+            os.kill(pid, signal.SIGSTOP)
+            asyncio.get_running_loop().call_later(0.5, os.kill, pid, signal.SIGCONT)
+        return ids_of(step)
+
+    (expected,) = asyncio.run(run_chain([one], steps=4))
+    (reports,) = asyncio.run(run_chain([several], steps=4, read=read))
+    assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected], rel=1e-5)
+    assert [r.norm for r in reports] == pytest.approx([r.norm for r in expected], rel=1e-5)
+    assert_near(several, one, 1e-3)
+    waited = [report.seconds_per_microbatch * TRAIN.micro_batches for report in reports]
+    assert max(waited) > 0.2
+    assert several.said == []  # type: ignore[attr-defined]
+
+
+def test_in_a_chain_one_device_trains_and_a_line_says_so(tmp_path: Path) -> None:
+    async def work() -> list[object]:
+        config = JoinConfig(folder=tmp_path, more_devices=("cpu",), memory_bytes=10**9, up_bps=1, down_bps=1)
+        pipes: Any = examining.NoPipes()
+        told: list[object] = []
+        loop = StageInnerLoop(
+            examining.RUN, examining.NAMES[0], config, examining.Text(), pipes, lambda **_: None, {}, told.append
+        )
+        stages = (
+            StageSpec(peer=examining.NAMES[0], first=0, last=1),
+            StageSpec(peer=examining.NAMES[1], first=1, last=2),
+        )
+        chain = ReplicaSpec(number=0, stages=stages, work=Work(slot=0, steps=6, micro_batches=2))
+        order = TrainOrder(plan=Plan(round=1, replicas=(chain,)), replica=0, total_steps=600)
+        never = asyncio.Event()
+        result = await loop.train(
+            order, examining.theta(), never, never, lambda *_: None, ChainOrders(lambda *_: None, asyncio.Queue())
+        )
+        assert result.error is not None, "there is no neighbour"
+        await asyncio.to_thread(loop.close)
+        return told
+
+    (said,) = asyncio.run(work())
+    assert said == events.Warning(
+        text="devices: a stage of a chain trains on one device, cpu; the others wait for a whole model"
+    )
 
 
 def test_an_audit_of_a_peer_with_two_devices_agrees(tmp_path: Path) -> None:
