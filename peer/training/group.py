@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from peer.training.helper_messages import Seat
-from protocol.errors import LocalError
 
 _FILE = "members"
 
@@ -77,8 +76,8 @@ def give(tensors: Iterable[Tensor]) -> None:
 
 @functools.cache
 def _loopback() -> str:
-    """The name of the interface that only this machine reaches. Raises LocalError."""
+    """The name of the interface that only this machine reaches. Raises RuntimeError."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.family == socket.AF_INET and a.address.startswith("127.") for a in addresses):
             return name
-    raise LocalError("devices: this machine has no loopback interface, by which they talk; train on one with --device")
+    raise RuntimeError("this machine has no loopback interface")

@@ -87,7 +87,7 @@ class SeveralDevicesTrainer(StageTrainer):
         self._lost = [0] * len(devices)  # how often
         self._helpers: dict[int, Helper] = {}  # by the place of its device
         self._same_state = False  # whether helpers have this optimizer's state
-        self._computed = False  # whether all in the group have computed something
+        self._warm: set[Helper] = set()  # that have computed something
         self._said_idle = False
         self._turn, self._began, self._own_seconds = 0, 0.0, 0.0
         self._failures = 0
@@ -109,7 +109,7 @@ class SeveralDevicesTrainer(StageTrainer):
         if not self._start_missing() and self._same_state:
             try:
                 for helper in self._helpers.values():
-                    helper.ask(self._limit())
+                    helper.ask(self._limit(helper))
                 self._give(whole=False)
             except (HelperLost, *_FAILURES):
                 self._same_state = False
@@ -209,7 +209,7 @@ class SeveralDevicesTrainer(StageTrainer):
             try:
                 for helper in self._shares:
                     helper.say(messages.Tell(self._turn))
-                heard = [h.hear(messages.Computed, self._turn, self._limit()) for h in self._shares]
+                heard = [h.hear(messages.Computed, self._turn, self._limit(h)) for h in self._shares]
                 for helper in self._shares:
                     helper.say(messages.AddUp())
                 group.add_up(gradients)
@@ -218,7 +218,8 @@ class SeveralDevicesTrainer(StageTrainer):
             except _FAILURES as error:
                 self._failed(error)
             else:
-                self._computed, self._failures = True, 0
+                self._warm.update(self._shares)
+                self._failures = 0
                 self._take_down(heard)
                 return
             self._assemble()
@@ -233,9 +234,9 @@ class SeveralDevicesTrainer(StageTrainer):
                 if micro in self._losses:
                     self._losses[micro].fill_(loss)
 
-    def _limit(self) -> float:
-        """Seconds that whatever is asked of a helper may take."""
-        first = 0.0 if self._computed else self._patience.start
+    def _limit(self, helper: Helper) -> float:
+        """Seconds that whatever is asked of it may take."""
+        first = 0.0 if helper in self._warm else self._patience.start
         return max(self._patience.stuck, SLOWER * self._own_seconds, first)
 
     def _repeat(self) -> None:
@@ -268,12 +269,12 @@ class SeveralDevicesTrainer(StageTrainer):
 
     def _assemble(self) -> None:
         """Makes one group of this process and all helpers, who then have the state of this process. Who fails is lost."""
-        self._same_state = self._computed = False
+        self._same_state = False
         group.leave()
         while self._helpers and not self._same_state:
             try:
                 for helper in self._helpers.values():
-                    helper.await_idle(self._limit())
+                    helper.await_idle(self._limit(helper))
                 self._join()
                 self._give(whole=True)
             except HelperLost as lost:
@@ -318,6 +319,7 @@ class SeveralDevicesTrainer(StageTrainer):
     def _lose(self, helper: Helper, why: str) -> None:
         place = next(place for place, known in self._helpers.items() if known is helper)
         del self._helpers[place]
+        self._warm.discard(helper)
         helper.end()
         self._left_out(place, why)
 

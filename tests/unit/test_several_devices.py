@@ -127,7 +127,14 @@ def test_shares_are_all_micro_batches_in_order_and_as_equal_as_can_be(micro_batc
     assert found[0], "this process always has something to do"
 
 
-@pytest.mark.parametrize(("spec", "devices"), [(SPEC, 2), (QWEN, 2), (SPEC, 3)], ids=["two", "two, qwen", "three"])
+@pytest.mark.parametrize(
+    ("spec", "devices"),
+    [
+        pytest.param(SPEC, 2, id="two"),
+        pytest.param(QWEN, 2, id="two, qwen", marks=pytest.mark.slow),
+        pytest.param(SPEC, 3, id="three", marks=pytest.mark.slow),
+    ],
+)
 def test_several_devices_give_the_update_of_one(make: Make, spec: ModelSpec, devices: int) -> None:
     """Rounds with one to five micro-batches a step, which mostly cannot be divided evenly. The helpers go on from round to round."""
     one, several = alone(spec), make(devices, spec)
@@ -164,6 +171,7 @@ def test_the_first_gradients_differ_by_rounding_only(make: Make) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(*found, strict=True)), "they were added up in another order"
 
 
+@pytest.mark.slow
 def test_two_runs_have_the_same_bits(make: Make) -> None:
     found = []
     for _ in range(2):
@@ -195,6 +203,7 @@ def test_helpers_have_the_optimizers_state_of_the_first(make: Make) -> None:
         assert_near(fresh, one, 1e-1)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_given_up_leaves_nothing_behind(make: Make) -> None:
     """As when memory runs out on the first device: the helper forgets its part of it."""
     one, several = alone(), make()
@@ -213,6 +222,7 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(make: Make) -> None:
 # --- a device is lost
 
 
+@pytest.mark.slow
 def test_a_helper_that_is_killed_costs_nothing_and_comes_back(make: Make) -> None:
     """The inner step is repeated alone, to the bits of one device; in the next round there are two again, until it was lost too often."""
     one, several = alone(), make()
@@ -238,6 +248,7 @@ def test_a_helper_that_is_killed_costs_nothing_and_comes_back(make: Make) -> Non
     assert several.processes == (), "it was lost too often"
 
 
+@pytest.mark.slow
 def test_of_three_the_two_that_are_left_go_on_together(make: Make) -> None:
     """Also when it is lost while nobody looks, between two steps: all of them had the same state, so they go on as two would."""
     several, two = make(3), make(2)
@@ -275,6 +286,7 @@ def test_a_helper_that_does_nothing_is_not_waited_for_for_ever(make: Make) -> No
     await_gone([pid])
 
 
+@pytest.mark.slow
 def test_a_helper_whose_memory_runs_out_says_so(make: Make) -> None:
     """It has no room for the gradient of the embedding, however few rows it takes: the first device does its share."""
     spec = dataclasses.replace(SPEC, vocab_size=200_000)
@@ -322,7 +334,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("when", ["starting", "training"])
+@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.slow), "training"])
 def test_no_helper_outlives_a_peer_that_is_killed(tmp_path: Path, when: str) -> None:
     peer = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path), when],
