@@ -94,7 +94,7 @@ def chosen(device: str, devices: str | None) -> tuple[str, ...]:
     if devices is None:
         return (choose_device(device),)
     if device != "auto":
-        raise UsageError("--devices: takes the place of --device; give one of them")
+        raise UsageError("devices: --devices takes the place of --device; give one of them")
     return choose_devices(devices)
 
 

@@ -54,7 +54,7 @@ class Helper:
                 losses = tuple(loss.item() for loss in self._losses)
                 return messages.Computed(turn, losses, self.trainer.pieces)
             case messages.AddUp():
-                group.add_up(self.trainer.gradients())
+                group.add_up(self.trainer.gradient_sums())
             case messages.Step(step, norm):
                 self._losses.clear()
                 self.trainer.step(step, norm)

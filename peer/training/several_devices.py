@@ -205,7 +205,7 @@ class SeveralDevicesTrainer(StageTrainer):
         while self._helpers:
             self.synchronize()
             self._own_seconds = time.perf_counter() - self._began
-            gradients = self.gradients()
+            gradients = self.gradient_sums()
             try:
                 for helper in self._shares:
                     helper.say(messages.Tell(self._turn))

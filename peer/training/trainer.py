@@ -205,7 +205,7 @@ class StageTrainer:
             return None
         return boundary.compress_grad(inward) if boundary is not None else inward
 
-    def gradients(self) -> list[Tensor]:
+    def gradient_sums(self) -> list[Tensor]:
         """The sums so far, of all parameters in their order."""
         for parameter in self.stage.parameters():
             if parameter.grad is None:
