@@ -22,14 +22,11 @@ import torch
 from peer.training import group
 from peer.training import helper_messages as messages
 from peer.training.trainer import StageTrainer
-from protocol.errors import PotluckError
 from protocol.run import layout
-
-FAILURES = (RuntimeError, MemoryError, PotluckError)
 
 
 class Helper:
-    """Carries out one order after the other; each raises one of FAILURES if that fails."""
+    """Carries out one order after the other; what fails raises whatever torch, or Python, raises."""
 
     def __init__(self, begin: messages.Begin) -> None:
         self.trainer = StageTrainer(begin.spec, begin.train, layout.shard_names(begin.spec), device=begin.device)
@@ -80,7 +77,8 @@ class Helper:
 
 
 def main(way: socket.socket) -> None:
-    """Until the peer's process ends. What could not be done leaves everything undone until the next group begins."""
+    """Until the peer's process ends. What could not be done, for whatever reason, is told, and leaves everything undone until the next group
+    begins."""
     for sent in (
         signal.SIGINT,
         signal.SIGTERM,
@@ -93,7 +91,7 @@ def main(way: socket.socket) -> None:
     torch.set_num_threads(begin.threads)
     try:
         helper = Helper(begin)
-    except FAILURES as error:
+    except Exception as error:
         messages.send(way, messages.Failed(_line(error)))
         return
     messages.send(way, messages.Done())
@@ -105,7 +103,7 @@ def main(way: socket.socket) -> None:
         try:
             answer = helper.do(order)
             fails = fails and isinstance(order, messages.Ask)
-        except FAILURES as error:
+        except Exception as error:
             fails, together = True, isinstance(order, messages.Join | messages.Take | messages.AddUp)
             answer = messages.Failed(_line(error), together)
         if answer is not None:
@@ -120,7 +118,7 @@ def _listen(way: socket.socket, orders: SimpleQueue[object]) -> None:
     try:
         while True:
             orders.put(messages.receive(way))
-    except (EOFError, OSError):
+    finally:  # most often since the peer's process has ended; whoever does not listen any more must not be left over
         os._exit(0)
 
 
