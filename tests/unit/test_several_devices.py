@@ -287,6 +287,7 @@ def test_a_helper_that_does_nothing_is_not_waited_for_for_ever(make: Make) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits another process's memory")
 def test_a_helper_whose_memory_runs_out_says_so(make: Make) -> None:
     """It has no room for the gradients of embedding and head, however few rows it takes: the first device does its share."""
     spec = dataclasses.replace(SPEC, vocab_size=200_000)
