@@ -6,7 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.planning import memory
 from protocol.rounds.invitations import Ticket
+from protocol.run.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,8 @@ class Downlink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
-    """`memory_bytes`: what Potluck may use above an idle process; `up_bps`, `down_bps`: bits per second, announced;
+    """`device`: what trains; `more_devices`: what else does, of the same kind; `memory_bytes`: what Potluck may use above an idle process, of the device that
+    has least of it; `up_bps`, `down_bps`: bits per second, announced;
     None: measured; `up_limit_bps`: the most that chains and serving payloads and states may take; None: nine tenths of the uplink that
     was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py;
     `corpus`: a folder that has the run's text; None: it is fetched, and at most `data_bytes` of it are kept; `announce`: addresses,
@@ -33,6 +36,7 @@ class JoinConfig:
 
     folder: Path
     device: str = "cpu"
+    more_devices: tuple[str, ...] = ()
     memory_bytes: int
     up_bps: int | None
     down_bps: int | None
@@ -49,6 +53,22 @@ class JoinConfig:
     ticket: Ticket | None = None
     audit: bool = False
     name: str = ""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All that train."""
+        return self.device, *self.more_devices
+
+
+def why_one_device(manifest: Manifest, config: JoinConfig) -> str | None:
+    """Why of several devices only the first one can be of use in a run; None where all can, or there is one."""
+    if not config.more_devices or memory.holds_whole(manifest, config.memory_bytes):
+        return None
+    needed = memory.stage_memory(manifest, 0, manifest.model.n_layers)
+    return (
+        f"devices: each of the {len(config.devices)} must hold the whole model to train with the others, which needs {needed / 1e6:.0f} MB of each, and"
+        f" {config.memory_bytes / 1e6:.0f} MB are offered; only {config.device} trains, give it alone to offer all that it has"
+    )
 
 
 def cache_folder() -> Path:

@@ -9,7 +9,9 @@ import hashlib
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from bootstrap.archive import Archive
 from bootstrap.node import BootstrapNode
@@ -18,7 +20,7 @@ from peer import events
 from peer.cli import own_folder
 from peer.cli.auditing import audit_beside, auditor
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
-from peer.config import Downlink, JoinConfig
+from peer.config import Downlink, JoinConfig, why_one_device
 from peer.corpus.reader import CorpusReader
 from peer.corpus.text import open_corpus
 from peer.events import Emitter, Sink, json_sink
@@ -55,6 +57,16 @@ from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
     from peer.node.peer import Factories, Peer
+
+
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N,...",
+        help="Train on these GPUs of this machine together, as one peer, such as 0,1,2,3; --memory is then of each.",
+        show_default=False,
+    ),
+]
 
 
 def _sink(json: bool, *, own: bool = False) -> Sink:
@@ -166,6 +178,7 @@ class JoinOptions:
     folder: Path
     door: Door
     device: str
+    devices: str | None
     memory: str
     up: str | None
     down: str | None
@@ -194,11 +207,12 @@ def config_of(options: JoinOptions) -> JoinConfig:
             f"--name {clean(options.name, 40)}: a name has at most {LONGEST} letters, digits, spaces, - _ and .; give such as"
             f" {harmless_name(options.name) or 'Ada'}"
         )
-    chosen, memory = resources.choose_device(options.device), options.memory
+    (device, *more), memory = resources.chosen(options.device, options.devices), options.memory
     return JoinConfig(
         folder=options.folder,
-        device=chosen,
-        memory_bytes=resources.memory_budget(chosen) if memory == "auto" else resources.parse_size(memory),
+        device=device,
+        more_devices=tuple(more),
+        memory_bytes=(resources.smallest_budget((device, *more)) if memory == "auto" else resources.parse_size(memory)),
         up_bps=None if options.up is None else resources.parse_rate(options.up),
         down_bps=None if options.down is None else resources.parse_rate(options.down),
         store_bytes=resources.parse_size(options.store_limit),
@@ -253,6 +267,10 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                     manifest = await find(transport)
                     _look_at(config.ticket, manifest, key.peer_id)
                     emit(events.found(manifest))
+                    why = why_one_device(manifest, config)
+                    if why is not None:
+                        config = dataclasses.replace(config, more_devices=())
+                        emit(events.Warning(text=why))
                 first, measured = transport, downlink
                 transport, found = await way_in.settle(first, manifest)
                 if transport is first and downlink is not None and downlink is not measured:

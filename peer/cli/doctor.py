@@ -24,9 +24,10 @@ import typer
 
 from peer import events
 from peer.cli import running
+from peer.cli.commands import Devices
 from peer.cli.dry_run import REACHED, part_lines
 from peer.cli.plan import known_by
-from peer.config import JoinConfig
+from peer.config import JoinConfig, why_one_device
 from peer.net import descriptors, keyfile
 from peer.net.base import Transport
 from peer.net.clock import Clock
@@ -82,6 +83,7 @@ class Options:
     folder: Path
     door: Door
     device: str
+    devices: str | None
     memory: str
     threads: int
     json: bool
@@ -97,6 +99,7 @@ def doctor(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    devices: Devices = None,
     memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads for training.")] = max(1, (os.cpu_count() or 2) // 2),
     json: Annotated[
@@ -108,7 +111,14 @@ def doctor(
     Long because typer reads a command's options from its function's parameters.
     """
     options = Options(
-        run=run, folder=dir, door=Door(host=host, port=port), device=device, memory=memory, threads=threads, json=json
+        run=run,
+        folder=dir,
+        door=Door(host=host, port=port),
+        device=device,
+        devices=devices,
+        memory=memory,
+        threads=threads,
+        json=json,
     )
     running.run(_doctor(options, context.obj.clock if context.obj is not None else Clock()), interrupted=1)
 
@@ -255,13 +265,13 @@ def _memory(options: Options, find: Find) -> JoinConfig | None:
     from peer.training import device as resources
 
     try:
-        device = resources.choose_device(options.device)
-        free = resources.memory_budget(device)
+        device, *more = resources.chosen(options.device, options.devices)
+        free = resources.smallest_budget((device, *more))
         memory = free if options.memory == "auto" else resources.parse_size(options.memory)
     except PotluckError as error:
         find(Finding("device", BAD, *_split(str(error))))
         return None
-    text = f"{device}, {size(memory)} would be offered"
+    text = f"{resources.name_of((device, *more))}, {size(memory)} would be offered" + (" of each" if more else "")
     if memory > free:
         find(
             Finding(
@@ -273,7 +283,13 @@ def _memory(options: Options, find: Find) -> JoinConfig | None:
     else:
         find(Finding("memory", GOOD, text))
     return JoinConfig(
-        folder=options.folder, device=device, memory_bytes=memory, up_bps=None, down_bps=None, threads=options.threads
+        folder=options.folder,
+        device=device,
+        more_devices=tuple(more),
+        memory_bytes=memory,
+        up_bps=None,
+        down_bps=None,
+        threads=options.threads,
     )
 
 
@@ -292,6 +308,10 @@ async def _swarm(options: Options, run: Run, config: JoinConfig, clock: Clock, f
                 "run", GOOD, f"{clean(manifest.name)} {manifest.run_id[:12]}, {manifest.rounds} rounds by its manifest"
             )
         )
+        alone = why_one_device(manifest, config)
+        if alone is not None:
+            config = dataclasses.replace(config, more_devices=())
+            find(Finding("devices", WARNING, *_split(alone.removeprefix("devices: "))))
         transport, reached = await way_in.settle(transport, manifest)
         if reached is not None:
             config = dataclasses.replace(config, reachable=reached.how, reached_at=reached.whole(key.peer_id))
@@ -339,14 +359,15 @@ async def _role(
         storage.close()
     for warning in warnings:
         find(Finding("line", WARNING, *_split(warning)))
-    speed = await speed_test.measured(
-        manifest, config.folder, config.device, config.threads, config.memory_bytes, SPEED_SECONDS
+    speed = await speed_test.together(
+        manifest, config.folder, config.devices, config.threads, config.memory_bytes, SPEED_SECONDS
     )
     if speed is None:
         text = f"not known after {SPEED_SECONDS:g} s of this model; others may be much faster"
         find(Finding("speed", WARNING, text, "give --device a GPU, or join a run with a smaller model"))
     else:
-        find(Finding("speed", GOOD, f"{speed / 1e12:.3g} TFLOP/s in training"))
+        added = ", without the time for adding up gradients" if config.more_devices else ""
+        find(Finding("speed", GOOD, f"{speed / 1e12:.3g} TFLOP/s in training{added}"))
     for line in part_lines(known, dataclasses.replace(own, speed_flops=speed or 0)):
         find(Finding("role", GOOD, line))
 

@@ -16,6 +16,7 @@ import typer
 from peer.cli import commands, data, decrees, doctor, export, init, invite, log, running, sample, service, watch
 from peer.cli import eval as evaluation
 from peer.cli import plan as planning
+from peer.cli.commands import Devices
 from peer.demo import recipe, swarm
 from peer.net import keyfile
 from peer.node.open_run import KEY, Door
@@ -175,6 +176,7 @@ def joining(
     port: Port = 0,
     announce: Announce = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    devices: Devices = None,
     memory: Annotated[str, typer.Option(help='Memory to offer, such as "8GB"; auto: most of what is free.')] = "auto",
     up: Annotated[str | None, typer.Option(help='Uplink to announce, such as "20Mbps" (default: measured).')] = None,
     down: Annotated[
@@ -235,6 +237,7 @@ def joining(
         folder=dir,
         door=Door(host=host, port=port, announce=tuple(announce or ())),
         device=device,
+        devices=devices,
         memory=memory,
         up=up,
         down=down,

@@ -15,6 +15,7 @@ from peer.ui import plan_text
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean
 from protocol.errors import UsageError, shown
+from protocol.planning import memory
 from protocol.planning.arrange import Arranged, arrange
 from protocol.planning.partition import Candidate, candidate
 from protocol.planning.planner import arranged, still_fit
@@ -24,7 +25,7 @@ from protocol.wire.plan import ReplicaSpec
 
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:flops|flop/s)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_FIELDS = {"name", "memory", "up", "down", "speed", "count", "coordinates", "presence", "reachable"}
+_FIELDS = {"name", "memory", "up", "down", "speed", "devices", "count", "coordinates", "presence", "reachable"}
 MAX_PEERS = 100_000
 
 
@@ -83,11 +84,12 @@ def _from_file(path: Path) -> Known:
     name = data.get("manifest")
     if not isinstance(name, str):
         raise UsageError(f'peers {path}: must have manifest = "FILE"; see docs/guides/plan.md')
-    return Known(manifest=read_manifest(path.parent / name), candidates=_peers_in(data, path))
+    manifest = read_manifest(path.parent / name)
+    return Known(manifest=manifest, candidates=_peers_in(data, path, manifest))
 
 
 def read_peers(path: Path) -> tuple[Candidate, ...]:
-    """The tables `[[peers]]` of a TOML file. Raises UsageError."""
+    """The tables `[[peers]]` of a TOML file, whatever run they are for. Raises UsageError."""
     return _peers_in(_toml(path), path)
 
 
@@ -100,7 +102,7 @@ def _toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"peers {path}: not TOML: {shown(error)}; correct that line") from None
 
 
-def _peers_in(data: dict[str, Any], path: Path) -> tuple[Candidate, ...]:
+def _peers_in(data: dict[str, Any], path: Path, manifest: Manifest | None = None) -> tuple[Candidate, ...]:
     peers, found = data.get("peers"), list[Candidate]()
     if not isinstance(peers, list):
         raise UsageError(f"peers {path}: must have tables [[peers]]; see docs/guides/plan.md")
@@ -109,14 +111,15 @@ def _peers_in(data: dict[str, Any], path: Path) -> tuple[Candidate, ...]:
             raise UsageError(
                 f"peers {path}: peer {i + 1}: knows only {', '.join(sorted(_FIELDS))}; see docs/guides/plan.md"
             )
-        found += _described(peer, f"p{i + 1}", f"peers {path}: peer {i + 1}")
+        found += _described(peer, f"p{i + 1}", f"peers {path}: peer {i + 1}", manifest)
     _unique(found, f"peers {path}")
     return tuple(found)
 
 
-def _described(peer: dict[str, Any], name: str, source: str) -> list[Candidate]:
-    """One peer as a person describes it, as often as `count` says. Raises UsageError."""
-    from peer.training.device import parse_rate, parse_size
+def _described(peer: dict[str, Any], name: str, source: str, manifest: Manifest | None = None) -> list[Candidate]:
+    """One peer as a person describes it, as often as `count` says. Several devices add up where each holds the whole model of the run; so they do where the
+    run is not known. Raises UsageError."""
+    from peer.training.device import MOST_DEVICES, parse_rate, parse_size
 
     if "memory" not in peer:
         raise UsageError(f'{source}: has no memory; give it as memory = "8GB"')
@@ -129,13 +132,19 @@ def _described(peer: dict[str, Any], name: str, source: str) -> list[Candidate]:
         raise UsageError(f"{source}: coordinates must be a list of milliseconds")
     if peer.get("reachable", "") not in REACHABLE:
         raise UsageError(f'{source}: reachable must be "direct", "mapped" or "private"')
-    name = str(peer.get("name", name))
+    name, memory_bytes, devices = str(peer.get("name", name)), parse_size(str(peer["memory"])), peer.get("devices", 1)
+    if not isinstance(devices, int) or not 1 <= devices <= MOST_DEVICES or (devices > 1 and "speed" not in peer):
+        raise UsageError(
+            f"{source}: devices must be a whole number in 1..{MOST_DEVICES}, beside the speed of one of them"
+        )
+    if manifest is not None and not memory.holds_whole(manifest, memory_bytes):
+        devices = 1
     one = Candidate(
         peer=name,
-        memory_bytes=parse_size(str(peer["memory"])),
+        memory_bytes=memory_bytes,
         up_bps=parse_rate(str(peer["up"])) if "up" in peer else 0,
         down_bps=parse_rate(str(peer["down"])) if "down" in peer else 0,
-        speed_flops=parse_speed(str(peer["speed"])) if "speed" in peer else 0,
+        speed_flops=devices * parse_speed(str(peer["speed"])) if "speed" in peer else 0,
         coordinates=tuple(float(x) for x in place),
         presence=float(presence),
         reachable=peer.get("reachable", ""),

@@ -34,7 +34,7 @@ class Ready:
     speed_flops: int
     """Floating-point operations a second that its training reached; 0 while that is unknown."""
     device: str
-    """`cpu`, `cuda` or `mps`."""
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
     reachable: str = ""
     """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not known."""
     name: str = ""

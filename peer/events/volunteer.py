@@ -14,7 +14,7 @@ class Started:
     pid: int
     """Its process id."""
     device: str
-    """`cpu`, `cuda` or `mps`."""
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
     memory_bytes: int
     """What it may use above an idle process."""
     rss_bytes: int

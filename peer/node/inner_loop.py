@@ -35,6 +35,7 @@ from peer.state.storage import Shards
 from peer.training import device, subspace, trainer
 from peer.training import moments as small_moments
 from peer.training.schedule import Pace
+from peer.training.several_devices import SeveralDevicesTrainer
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import memory, pipeline_model
 from protocol.planning.speed import Speedometer
@@ -99,8 +100,10 @@ class StageInnerLoop:
         self._text.expect(slots)
 
     def close(self) -> None:
-        """Ends the worker thread and the trace."""
+        """Ends the worker thread, what trains on other devices, and the trace."""
         self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._trainer is not None:
+            self._trainer.close()
         if self._trace is not None:
             self._trace.close()
 
@@ -368,33 +371,51 @@ class StageInnerLoop:
 
     async def _prepare(self, stage: StageSpec, rank: int, pace: Pace, theta: Shards) -> None:
         """A trainer for this stage with the optimizer state that is still of use, at θ(r-1), for a round at this pace."""
-        shards = memory.stage_shards(self.manifest, stage.first, stage.last)
+        shards, loop = memory.stage_shards(self.manifest, stage.first, stage.last), asyncio.get_running_loop()
         if (shards, rank) != self._shape:
             self._state = {**self._state, **self.optimizer()}
-            self._trainer = None
+            former, self._trainer = self._trainer, None
+            if former is not None:
+                await loop.run_in_executor(self._worker, former.close)
             if rank and (self._basis is None or self._basis.shape[1] < rank):
                 seed, d = self.manifest.seed_bytes, self.manifest.model.d_model
                 self._basis = await asyncio.to_thread(subspace.basis, seed, d, rank, self._config.threads)
 
+            def tell(text: str) -> None:
+                loop.call_soon_threadsafe(self._emit, events.Warning(text=text))
+
             def build() -> trainer.StageTrainer:
-                made = self.trainer_class(
-                    self.manifest.model,
-                    self.manifest.train,
-                    shards,
-                    rank=rank,
-                    basis=self._basis if rank else None,
-                    device=self._config.device,
-                )
+                made = self._make_trainer(shards, rank, tell)
                 made.load_optimizer(self._state)
                 for shard in set(shards) & set(self._inherited):
                     made.add_moments(small_moments.unpack(made.spec, made.train, shard, self._inherited[shard]))
                 return made
 
-            self._trainer = await asyncio.get_running_loop().run_in_executor(self._worker, build)
+            self._trainer = await loop.run_in_executor(self._worker, build)
             self._shape = (shards, rank)
             self._state, self._inherited = {}, {}
         assert self._trainer is not None
-        await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.begin_round, theta, pace)
+        await loop.run_in_executor(self._worker, self._trainer.begin_round, theta, pace)
+
+    def _make_trainer(self, shards: tuple[str, ...], rank: int, tell: Callable[[str], None]) -> trainer.StageTrainer:
+        """On the worker: on all devices, where these shards are the whole model."""
+        manifest, config = self.manifest, self._config
+        if config.more_devices and shards == layout.shard_names(manifest.model):
+            return SeveralDevicesTrainer(
+                manifest.model, manifest.train, config.devices, config.threads, config.folder, tell
+            )
+        if config.more_devices:
+            tell(
+                f"devices: a stage of a chain trains on one device, {config.device}; the others wait for a whole model"
+            )
+        return self.trainer_class(
+            manifest.model,
+            manifest.train,
+            shards,
+            rank=rank,
+            basis=self._basis if rank else None,
+            device=config.device,
+        )
 
     async def _unless(self, stop: asyncio.Event, work: Coroutine[None, None, T]) -> T:
         """`work`, which is given up when the round is over. Raises LocalError then."""

@@ -108,7 +108,7 @@ class Peer:
             memory_bytes=config.memory_bytes,
             up_bps=config.up_bps or 0,
             down_bps=config.down_bps or 0,
-            device=config.device,
+            device=device.name_of(config.devices),
             name=config.name,
         )
         self._directory = Directory(
@@ -199,7 +199,7 @@ class Peer:
             events.Started(
                 peer=self.identity.peer_id,
                 pid=os.getpid(),
-                device=self._config.device,
+                device=device.name_of(self._config.devices),
                 memory_bytes=self._config.memory_bytes,
                 rss_bytes=device.peak_rss(),
             )

@@ -13,6 +13,7 @@ import re
 import resource
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,6 +21,8 @@ import psutil
 from protocol.errors import UsageError
 
 DEVICES = ("auto", "cuda", "mps", "cpu")
+MOST_DEVICES = 64
+"""Of one peer."""
 CPU_SHARE = 0.75
 """The share of the available memory that Potluck may use on a CPU (or on Apple's unified memory)."""
 
@@ -54,6 +57,8 @@ def parse_rate(text: str) -> int:
 
 def choose_device(wanted: str = "auto") -> str:
     """`cuda`, `mps` or `cpu`; `auto` takes the first of them that works here. Raises UsageError."""
+    if wanted.startswith("cuda:"):
+        return choose_devices(wanted.removeprefix("cuda:"))[0]
     if wanted not in DEVICES:
         raise UsageError(f'device "{wanted}": not known; choose one of {", ".join(DEVICES)}')
     if wanted == "cpu":
@@ -68,12 +73,50 @@ def choose_device(wanted: str = "auto") -> str:
     return wanted
 
 
+def choose_devices(text: str) -> tuple[str, ...]:
+    """What the devices in `0,1,2,3`, numbers of GPUs, are called; `cpu,cpu` trains in that many processes, for tests. Raises UsageError."""
+    words = [word.strip() for word in text[: 8 * MOST_DEVICES].split(",")]
+    found = tuple(f"cuda:{int(word)}" if word.isdecimal() else word for word in words)
+    if len(found) > MOST_DEVICES or (set(found) != {"cpu"} and not all(word.isdecimal() for word in words)):
+        raise UsageError(f'devices "{text[:80]}": not numbers of GPUs; write them like 0,1,2,3')
+    if set(found) == {"cpu"}:
+        return found
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if len(set(found)) < len(found) or any(int(word) >= count for word in words):
+        raise UsageError(f'devices "{text[:80]}": PyTorch finds {count} GPUs here; name each of them once, from 0')
+    return found
+
+
+def chosen(device: str, devices: str | None) -> tuple[str, ...]:
+    """What trains, by --device and --devices. Raises UsageError."""
+    if devices is None:
+        return (choose_device(device),)
+    if device != "auto":
+        raise UsageError("devices: --devices takes the place of --device; give one of them")
+    return choose_devices(devices)
+
+
+def name_of(devices: Sequence[str]) -> str:
+    """What is announced and shown of them: `cuda`, `2 x cuda`."""
+    kind = devices[0].partition(":")[0]
+    return kind if len(devices) == 1 else f"{len(devices)} x {kind}"
+
+
+def smallest_budget(devices: Sequence[str]) -> int:
+    """Bytes that Potluck may use on each of these devices; CPUs share their memory."""
+    if devices[0] == "cpu":
+        return memory_budget("cpu") // len(devices)
+    return min(memory_budget(device) for device in devices)
+
+
 def memory_budget(device: str, root: Path = Path("/")) -> int:
-    """Bytes that Potluck may use on `device` (`cuda`, `mps`, `cpu`), counted from now on. `root`: where the system's files are."""
-    if device == "cuda":
+    """Bytes that Potluck may use on `device` (`cuda`, `cuda:1`, `mps`, `cpu`), counted from now on. `root`: where the system's files are."""
+    if device.startswith("cuda"):
         import torch
 
-        return int(torch.cuda.mem_get_info()[0] * GPU_SHARE)
+        return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
     return int(min(int(psutil.virtual_memory().available), cgroup_available(root)) * CPU_SHARE)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +77,7 @@ async def measured(
 ) -> int | None:
     """The speed of this machine, in operations a second, as far as it is known after so many seconds; None where it is not, or the
     machine could not train. `folder`: for a file that is removed again."""
-    path = folder / "speed-test.toml"
+    path = folder / f"speed-test-{secrets.token_hex(4)}.toml"
     path.write_text(manifests.to_toml(manifest), encoding="utf-8")
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "peer.training.speed_test", str(path), device, str(threads), str(memory_bytes)),
@@ -97,6 +99,18 @@ async def measured(
         await child.wait()
         path.unlink(missing_ok=True)
     return found
+
+
+async def together(
+    manifest: Manifest, folder: Path, devices: Sequence[str], threads: int, memory_bytes: int, seconds: float
+) -> int | None:
+    """The same of several devices that train at the same time. Each does as much as every other, so the slowest counts for all; what it takes
+    to add up their gradients is not in it."""
+    speeds = await asyncio.gather(
+        *(measured(manifest, folder, device, threads, memory_bytes, seconds) for device in devices)
+    )
+    known = [speed for speed in speeds if speed is not None]
+    return min(known) * len(devices) if len(known) == len(devices) else None
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ class StageTrainer:
         if self.device.type == "cuda":
             # what autocast leaves in fp32 are projections: 11 bits are enough
             torch.backends.cuda.matmul.allow_tf32 = True
+            if self.device.index is not None:  # else what pins memory takes some of the first GPU's
+                torch.cuda.set_device(self.device)
         blocks = [layout.block_index(name) for name in shards if name.startswith("block.")]
         u_DK = torch.tensor(np.ascontiguousarray(basis[:, :rank])) if rank and basis is not None else None
         self.stage = Stage(
@@ -130,12 +132,19 @@ class StageTrainer:
         The arrays are read again by `delta`: they must not change before that.
         """
         self.stage.load(theta, self._update.load if self._update is not None else None)
-        self.pace = pace or self.pace
-        self.train = replace(self.train, micro_batches=self.pace.micro_batches)
         self._theta = theta
+        self.begin_at(pace or self.pace)
+
+    def begin_at(self, pace: Pace) -> None:
+        """Starts from the parameters that there are."""
+        self.pace = pace
+        self.train = replace(self.train, micro_batches=pace.micro_batches)
         self._pieces.rows = 0
         self.steps = 0
         self.reset()
+
+    def close(self) -> None:
+        """Ends what else it has begun to run, which is nothing on one device."""
 
     def reset(self) -> None:
         """Forgets what an interrupted inner step left behind."""
@@ -195,6 +204,13 @@ class StageTrainer:
         if inward is None:
             return None
         return boundary.compress_grad(inward) if boundary is not None else inward
+
+    def gradient_sums(self) -> list[Tensor]:
+        """The sums so far, of all parameters in their order."""
+        for parameter in self.stage.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return [p.grad for p in self.stage.parameters() if p.grad is not None]
 
     def grad_sumsq(self) -> list[tuple[str, float]]:
         """Sum of the squared gradients of each held shard, canonical order. Raises LocalError if not finite."""

@@ -37,7 +37,7 @@ class PeerView:
     name: str
     """How it is called on the screen."""
     device: str = ""
-    """`cpu`, `cuda` or `mps`."""
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
     memory_bytes: int = 0
     """What Potluck may use there."""
     up_bps: int = 0

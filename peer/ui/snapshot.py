@@ -43,7 +43,7 @@ class SeenPeer:
     refused: int
     """How often it has refused somebody who used too much of it."""
     device: str
-    """`cpu`, `cuda` or `mps`; `bootstrap` for a bootstrap node."""
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer; `bootstrap` for a bootstrap node."""
     reachable: str
     """How others reach it: `direct`, `mapped` by its router, `private` if that lets nobody in; empty while it is not known."""
     serial: int

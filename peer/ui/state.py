@@ -31,7 +31,7 @@ class StatePeer:
     last: int
     """The block after the last one that it trains."""
     device: str
-    """`cpu`, `cuda` or `mps`."""
+    """`cpu`, `cuda` or `mps`; `2 x cuda` where two of them are one peer."""
     memory_bytes: int
     """What Potluck may use there."""
     up_bps: int

@@ -84,6 +84,28 @@ def test_a_machine_that_can_join_is_told_what_it_would_do(swarm: Swarm, tmp_path
     assert announced, "there was a peer whose speed is known"
 
 
+def test_a_machine_with_two_devices_is_told_what_they_would_do_together(swarm: Swarm, tmp_path: Path) -> None:
+    memory = tiny.full_memory(swarm.manifest)
+    options = ("--dir", tmp_path / "b", "--host", "127.0.0.1", "--threads", 1, "--devices", "cpu,cpu")
+    found, works = examined(swarm.addresses[0], *options, "--memory", memory)
+    assert works, found
+    assert found["memory"].text.startswith("2 x cpu, ")
+    assert found["memory"].text.endswith(" would be offered of each")
+    assert found["speed"].text.endswith("TFLOP/s in training, without the time for adding up gradients")
+    assert "devices" not in found
+    assert not list((tmp_path / "b").glob("speed-test*"))
+    found, works = examined(swarm.addresses[0], *options, "--memory", memory - 1)
+    assert works, "with one of them"
+    assert found["devices"].text.startswith("each of the 2 must hold the whole model")
+    assert "only cpu trains" in found["devices"].remedy
+
+
+def test_devices_that_are_not_there(tmp_path: Path) -> None:
+    found, works = examined("--dir", tmp_path / "new", "--devices", "0,99")
+    assert not works
+    assert found["device"].text.startswith('devices "0,99": PyTorch finds ')
+
+
 def test_a_machine_alone(tmp_path: Path) -> None:
     found, works = examined("--dir", tmp_path / "new")
     assert works

@@ -113,7 +113,8 @@ class Swarm:
             arguments += self.options.get(name, [])
         else:
             whole = memory.stage_memory(self.manifest, 0, self.manifest.model.n_layers)
-            offer = ["--device", "cpu", "--memory", self.memory.get(name, whole), "--threads", 1]
+            device = [] if "--devices" in self.options.get(name, []) else ["--device", "cpu"]
+            offer = [*device, "--memory", self.memory.get(name, whole), "--threads", 1]
             offer += [] if name in self.measures else ["--up", "20Mbps", "--down", "100Mbps"]
             arguments = [
                 "join",

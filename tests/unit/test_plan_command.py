@@ -62,6 +62,20 @@ def test_a_list_of_peers_is_planned_and_explained(tmp_path: Path) -> None:
     assert any(line.startswith("  spare  p3: its memory holds no stage: the smallest needs ") for line in said)
 
 
+def test_devices_of_a_peer_add_up_where_each_holds_the_whole_model(tmp_path: Path) -> None:
+    """A peer with three devices is one that is three times as fast; one whose devices are too small has one."""
+    big, small = PEERS.split("[[peers]]")[1:3]
+    three = _said(tmp_path, PEERS.replace(big, f"{big.rstrip()}\ndevices = 3\n\n"))
+    assert three == _said(tmp_path, PEERS.replace(big, big.replace("60TFLOPS", "180TFLOPS")))
+    assert three != _said(tmp_path)
+    assert _said(tmp_path, PEERS.replace(small, f"{small.rstrip()}\ndevices = 3\n\n")) == _said(tmp_path)
+    for wrong in ("devices = 0", "devices = 65", 'devices = "2"'):
+        with pytest.raises(UsageError, match=r"peer 1: devices must be a whole number in 1\.\.64"):
+            _said(tmp_path, PEERS.replace(big, f"{big.rstrip()}\n{wrong}\n\n"))
+    with pytest.raises(UsageError, match=r"peer 3: devices must be .* beside the speed of one of them"):
+        _said(tmp_path, PEERS + "devices = 2\n")
+
+
 def test_what_if_says_what_changes(tmp_path: Path) -> None:
     more = _said(tmp_path, PEERS, "+3:40GB,50Mbps,250Mbps,60TFLOPS")
     assert more[0].startswith("what if: ")
