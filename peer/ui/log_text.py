@@ -143,7 +143,7 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
         if shown.decree.schedule is not None:
-            who = f" {schedule_of(shown.decree.schedule.rounds, shown.decree.schedule.total_steps)}"
+            who = f" {schedule_of(shown.decree.schedule)}"
         if shown.decree.proof is not None:
             two = f"{clean(shown.decree.proof.digest, 12)} and {clean(shown.decree.proof.other, 12)}"
             who += f", which voted for the commits {two} of round {shown.decree.proof.round}"

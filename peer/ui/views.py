@@ -225,3 +225,7 @@ def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
         text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
         yield "info", f"{text}, {x.refused} refused"
     yield "info", f"left out in all rounds: {count(range(health.left_out_total), 'replica')}"
+    yield (
+        "info",
+        f"peers that used too much of a bootstrap node were refused {count(range(health.refused_total), 'time')}",
+    )
