@@ -164,8 +164,8 @@ def _rounds(state: State) -> Sheet:
             Text(why + (f"; {more} more" if more else ""), style=LEVEL_STYLES["warning"]),
         ))  # fmt: skip
     columns = (
-        Column("round"), Column("decided"), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
-        Column("loss"), Column("held out", 80), Column("payloads", 100), Column("left out", left=True, wide=True),
+        Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
+        Column("loss"), Column("held out", 90), Column("payloads", 100), Column("left out", left=True, wide=True),
     )  # fmt: skip
     return Sheet("rounds, the newest first", columns, rows)
 

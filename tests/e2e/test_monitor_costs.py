@@ -77,7 +77,10 @@ async def live(tmp_path: Path) -> None:
                 within_bounds(watched.taken())
                 assert found["peers_total"] == PEERS
                 assert watched.taken().daemon_bytes > 0
-                assert time_taken(watched) <= SHARE * LOOKS * POLLS_A_LOOK * POLL_SECONDS
+                least = min(
+                    time_taken(watched), time_taken(watched)
+                )  # of two: on a core that others use, too, the same work takes longer
+                assert 0.1 < least <= SHARE * LOOKS * POLLS_A_LOOK * POLL_SECONDS
                 assert watched.process.poll() is None
 
         def time_taken(watched: Watching) -> float:
