@@ -212,7 +212,7 @@ def _digests(view: View) -> Text:
 
 
 def _peers(view: View, width: int, rows: int) -> Table:
-    wide = width >= 104
+    wide = width >= 112
     marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
     busy = any(p.activity for p in view.peers.values())
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
@@ -233,7 +233,7 @@ def _peers(view: View, width: int, rows: int) -> Table:
     listed = view.listed()
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
     for p in shown:
-        cells: list[Text | str] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
+        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
         if wide:
             cells += [
                 p.device or "-",
@@ -283,9 +283,20 @@ def _chains(view: View, width: int, rows: int) -> Table:
     return table
 
 
-def _place(view: View, p: PeerView, wide: bool) -> Text:
+class _Fitting:
+    """The longer text where it has room, else the shorter one."""
+
+    def __init__(self, longer: Text, shorter: Text) -> None:
+        self._longer, self._shorter = longer, shorter
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._longer if self._longer.cell_len <= options.max_width else self._shorter
+
+
+def _place(view: View, p: PeerView, wide: bool) -> RenderableType:
     mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", "bright_black"))
-    return Text.assemble((mark, style), f" {view.place(p, short=not wide)}", no_wrap=True)
+    longer, shorter = (Text.assemble((mark, style), f" {view.place(p, x)}", no_wrap=True) for x in (False, True))
+    return _Fitting(longer, shorter) if wide else shorter
 
 
 def _share(p: PeerView, mark: str) -> Text:
