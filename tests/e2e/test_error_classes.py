@@ -119,8 +119,10 @@ def test_local_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.slow
 def test_transport_lost(run_file: Path) -> None:
-    """The daemon of a bootstrap node is killed."""
+    """The daemon of a bootstrap node is killed. Before that it has told its operator that his schedule does not fit the run."""
+    run_file.write_text(re.sub(r"(?m)^total_steps = ", "total_steps = 1", run_file.read_text()))
     with running("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--json") as node:
+        assert str(until(node, "warning")["text"]).startswith("train.total_steps: is 1")
         until(node, "listening")
         for child in psutil.Process(node.pid).children(recursive=True):
             if "p2pd" in child.name():

@@ -28,10 +28,6 @@ def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
         for name in swarm.nodes:
             swarm.start_node(name)
         peers = {}
-        odd = swarm.wait(
-            "node-0", lambda e: e.kind == "warning" and "train.total_steps" in e.fields["text"], "a word on that"
-        )
-        assert "so the learning rate is at its lowest after 0.0" in odd.fields["text"], "a million rounds"
         for name in ("one", "two"):
             swarm.start(name)
         for name in ("one", "two"):
