@@ -36,7 +36,7 @@ class Doorman:
         """What `peer` is told where as many strangers as may be have a session, of the `others` from its range of addresses; None: it has
         one, too."""
         standing = self._leader.standing
-        most = standing.manifest.admission.range_sessions
+        most = standing.limits.range_sessions
         if not most or standing.is_exempt(peer):
             return None
         if sum(not standing.is_exempt(other) for other in others) < most:

@@ -3,10 +3,13 @@ every check, and announcements that their peers have signed. Nobody trains."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from bootstrap.archive import Archive
@@ -25,6 +28,8 @@ from protocol.wire.commit import Commit, Contribution, Part, Record
 from tests import tiny
 from tests.watched import BEGAN, ROUND_SECONDS, MadeUp
 
+DEADLINE = 120.0
+"""Seconds for it to be there."""
 PARTS = (Part(shard="embed", digest="0" * 64, size=70, norm=1.0),)
 
 
@@ -153,3 +158,26 @@ async def node(made: Signing, folder: Path) -> AsyncIterator[Node]:
     finally:
         await transport.aclose()
         found.archive.close()
+
+
+@contextlib.contextmanager
+def living(folder: Path, spoil: Callable[[Node], None] = lambda node: None) -> Iterator[str]:
+    """The line of a node with three peers and two rounds, which lives on another thread; `spoil` changes what it says."""
+    loop, found, over = asyncio.new_event_loop(), queue.SimpleQueue[str](), asyncio.Event()
+
+    async def live() -> None:
+        async with node(Signing(3), folder) as made:
+            made.decide(3)
+            made.hear(1)
+            spoil(made)
+            found.put(made.line)
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(live(),))
+    thread.start()
+    try:
+        yield found.get(timeout=DEADLINE)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()

@@ -50,7 +50,7 @@ from peer.ui.names import LONGEST, harmless_name
 from peer.ui.text import clean
 from protocol.errors import UsageError
 from protocol.identity import Identity
-from protocol.rounds import invitations
+from protocol.rounds import invitations, schedule
 from protocol.rounds.invitations import Ticket
 from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
@@ -147,6 +147,8 @@ async def bootstrap(options: NodeOptions) -> None:
             )
         emit = Emitter("bootstrap", _sink(options.json))
         _raise_limits(emit)
+        if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
+            emit(events.Warning(text=odd))
         transport = await start_transport(folder, found.door, manifest.run_id)
         try:
             together = relay_bps * len(manifest.operators)  # others are taken to allow as much

@@ -23,8 +23,10 @@ from peer.ui.text import clean, schedule_of
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
+from protocol.rounds import schedule
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints
+from protocol.wire.bounds import LEAST_SHARE, MAX_PROBATION, MAX_SESSIONS
 from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, OUST, SET, Decree, Motion, Motions, Schedule
 from protocol.wire.sealed import seal
 
@@ -35,7 +37,7 @@ CALL_SECONDS = 10.0
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Change who may take part in a run, how long it is, and who operates it: as an operator, with the key of your bootstrap node. With several operators, enough of them"
+    help="Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the key of your bootstrap node. With several operators, enough of them"
     " type the same.",
 )
 
@@ -93,7 +95,12 @@ def oust(
     running.run(_decree(run, OUST, operator, reason, dir), interrupted=1)
 
 
-@app.command(name="set", epilog="Example: potluck run set my-run.toml --rounds 400")
+@app.command(
+    name="set",
+    help="Make a run longer or shorter, change its learning rate's schedule, or what strangers may have in it. While it goes on: a run that"
+    " is over stays over.",
+    epilog="Example: potluck run set my-run.toml --rounds 400",
+)
 def set_(
     run: Run,
     rounds: Annotated[
@@ -108,19 +115,48 @@ def set_(
             show_default=False,
         ),
     ] = None,
+    probation: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=MAX_PROBATION, help="Rounds in which a newcomer's work has no weight.", show_default=False
+        ),
+    ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(min=LEAST_SHARE, max=1, help="Of a round's weight, for one peer.", show_default=False),
+    ] = None,
+    range_sessions: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_SESSIONS,
+            help="Sessions for strangers from one range of addresses; 0: all.",
+            show_default=False,
+        ),
+    ] = None,
+    range_share: Annotated[
+        float | None,
+        typer.Option(min=LEAST_SHARE, max=1, help="Of the plan, for strangers from one range.", show_default=False),
+    ] = None,
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
-    """Make a run longer or shorter, or change its learning rate's schedule. While it goes on: a run that is over stays over."""
+    """`potluck run set`.
+
+    Long because typer reads a command's options from its function's parameters.
+    """
+    limits = {"probation": probation, "share": share, "range_sessions": range_sessions, "range_share": range_share}
+    given = {name: value for name, value in limits.items() if value is not None}
     with running.reporting():
-        if rounds is None and total_steps is None:
-            raise UsageError("--rounds: is not given, nor --total-steps; give one of them, or both")
+        if rounds is None and total_steps is None and not given:
+            raise UsageError("potluck run set: nothing is given; see --help, and give what is to be changed")
 
     def wanted(manifest: Manifest, now: Schedule) -> Schedule:
         found = now.rounds if rounds is None else rounds
         ends = now.total_steps == now.rounds * manifest.train.inner_steps
         steps = total_steps or (found * manifest.train.inner_steps if ends else now.total_steps)
-        return Schedule(rounds=found, total_steps=steps)
+        changed = dataclasses.replace(schedule.limits(manifest, now), **given) if given else now.limits  # type: ignore[arg-type]
+        return Schedule(rounds=found, total_steps=steps, limits=changed)
 
     running.run(_decree(run, SET, "", reason, dir, wanted), interrupted=1)
 
@@ -158,14 +194,14 @@ async def _decree(
                 subject = await _whole(
                     manifest, reader.Remote(transport, [node], BlobStore(Path(name) / "blobs")), subject
                 )
-            schedule = None if wanted is None else wanted(manifest, now.schedule)
+            lasts = None if wanted is None else wanted(manifest, now.schedule)
             decree = Decree(
                 run=manifest.run_id,
                 number=now.number,
                 action=action,
                 subject=subject,
                 reason=reason,
-                schedule=schedule,
+                schedule=lasts,
                 proof=now.proof if action == OUST else None,
                 after=now.after if action == OUST else None,
             )
@@ -211,7 +247,7 @@ async def _until_decided(transport: Transport, node: str, decree: Decree, operat
     motion = Motion(sealed=seal(operator, decree))
     what, told = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
     if decree.schedule is not None:
-        what = f"set {schedule_of(decree.schedule.rounds, decree.schedule.total_steps)}"
+        what = f"set {schedule_of(decree.schedule)}"
     while True:
         answer = await _ask(transport, node, motion)
         if answer.number > decree.number:

@@ -29,9 +29,9 @@ from peer.cli.dry_run import REACHED, part_lines
 from peer.cli.plan import known_by
 from peer.config import JoinConfig, why_one_device
 from peer.net import descriptors, keyfile
-from peer.net.base import Transport
+from peer.net.base import ClockWrong, Transport
 from peer.net.clock import Clock
-from peer.net.disk import Disk, LocalDisk
+from peer.net.disk import LocalDisk
 from peer.net.relay import RelayedTransport
 from peer.node.open_run import KEY, Door, Run, manifest_of, parse_run
 from peer.node.way_in import WayIn
@@ -153,9 +153,11 @@ async def examine(options: Options, run: Run | None, clock: Clock, find: Find) -
         return
     _files(find)
     config = _memory(options, find)
-    if _port(options.door, find) & check_disk(options.folder, find) and run is not None and config is not None:
+    if _port(options.door, find) & _disk(options.folder, find) and run is not None and config is not None:
         try:
             await _swarm(options, run, config, clock, find)
+        except ClockWrong as error:
+            find(Finding("clock", BAD, *_split(str(error).removeprefix("clock: "))))
         except PotluckError as error:
             find(Finding("run", BAD, *_split(str(error))))
 
@@ -216,20 +218,18 @@ def _files(find: Find) -> None:
         find(Finding("leftovers", GOOD, f"sockets of killed processes, {left} of them, were removed"))
 
 
-def check_disk(
-    folder: Path, find: Find, disk: Disk | None = None, steady: Callable[[], float] = time.perf_counter
-) -> bool:
-    """Whether there is a folder to write to, which nobody else uses. `disk`: the system's, by default; `steady`: seconds."""
+def _disk(folder: Path, find: Find) -> bool:
+    """Whether there is a folder to write to, which nobody else uses."""
     from peer.training.device import free_disk
 
-    disk, probe = disk or LocalDisk(), folder / f".probe-{secrets.token_hex(4)}"
+    disk, probe = LocalDisk(), folder / f".probe-{secrets.token_hex(4)}"
     made = not folder.exists()
     try:
         disk.make_folder(folder)
         disk.lock(folder, "potluck process").close()
-        free, began = free_disk(folder), steady()
+        free, began = free_disk(folder), time.perf_counter()
         disk.write(probe, os.urandom(PROBE_BYTES))
-        speed = PROBE_BYTES / max(steady() - began, 1e-6)
+        speed = PROBE_BYTES / max(time.perf_counter() - began, 1e-6)
     except PotluckError as error:
         find(Finding("folder", BAD, *_split(str(error))))
         return False

@@ -87,12 +87,8 @@ class _Seen:
             )
 
 
-class Stopped(LocalError):
-    """The build was asked to stop."""
-
-
 def build(request: Request, disk: Disk, say: Callable[[str], None], stop: threading.Event) -> CorpusIndex:
-    """The index of the corpus that is in `request.out` afterwards. Raises UsageError; Stopped after `stop` was set."""
+    """The index of the corpus that is in `request.out` afterwards. Raises UsageError; LocalError after `stop` was set."""
     out, building = request.out, request.out / BUILDING
     tokenizer = parse_tokenizer(request.tokenizer, "tokenizer")
     vocab_size = vocabulary(tokenizer)
@@ -214,7 +210,7 @@ def _read_all(
 
 def _unless_stopped(request: Request, stop: threading.Event) -> None:
     if stop.is_set():
-        raise Stopped(f"folder {request.out}: stopped; start the same command again: it goes on where it was")
+        raise LocalError(f"folder {request.out}: stopped; start the same command again: it goes on where it was")
 
 
 class _Gathered:

@@ -266,6 +266,7 @@ def decreed(round: int, enacted: Enacted) -> Decreed:
         operators=tuple(sorted(enacted.signatures)),
         rounds=None if decree.schedule is None else decree.schedule.rounds,
         total_steps=None if decree.schedule is None else decree.schedule.total_steps,
+        limits=None if decree.schedule is None else decree.schedule.limits,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from protocol.wire.commit import Diverged as DivergedShard
 from protocol.wire.commit import LeftOut
+from protocol.wire.decree import Limits
 from protocol.wire.plan import Plan
 
 
@@ -220,13 +221,13 @@ class Forked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decreed:
-    """The operators have changed who may take part in the run, or how long it is (docs/guides/operator.md)."""
+    """The operators have changed who may take part in the run, how long it is, or its limits (docs/guides/operator.md)."""
 
     round: int
     """Of the commit that says so; it holds from the next round on."""
     action: str
     """`ban` or `admit` one peer, `open` the run for all who are not banned, or `close` it for all who are not admitted;
-    or `set` how long it is."""
+    or `set` how long it is, and what strangers may have."""
     peer: str | None
     """The peer that it is about, if it is about one."""
     reason: str
@@ -237,6 +238,8 @@ class Decreed:
     """How many rounds the run has now, where that was set."""
     total_steps: int | None = None
     """The inner steps of the learning rate's schedule, where that was set."""
+    limits: Limits | None = None
+    """What strangers may have, where that was set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,6 +213,8 @@ class Announced:
     """All bytes that it has received since it was started, as of its last whole round."""
     load: AnnouncedLoad | None
     """Of its newest inner step in a chain, where that is news."""
+    refused: int = 0
+    """How often it has refused somebody who used too much of it, since it was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,10 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 ASSETS = Path(__file__).parent.parent / "assets"
 
 
+REACH_SECONDS = 14.0
+"""In which somebody answers. Whoever typed a line where nobody does is told so in less than twenty seconds."""
+
+
 class NobodyThere(UsageError):
     """Nobody answers where the run should be: what was typed is wrong, or the network is away, or the node."""
 
@@ -139,7 +143,7 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
     """Connects to the run and gives its manifest, from its file or from the bootstrap node. Raises NobodyThere,
     UsageError, RemoteError."""
     try:
-        await transport.connect(run.bootstrap, timeout=20.0)
+        await transport.connect(run.bootstrap, timeout=REACH_SECONDS)
     except RemoteError as error:
         raise NobodyThere(str(error)) from None
     if run.manifest is not None:

@@ -17,6 +17,7 @@ from peer.events import Event, Sink
 from peer.ui.names import Names
 from peer.ui.text import blocks, called, clean, clock, count, duration, mean_loss, rate, readable, schedule_of, size
 from protocol.wire.commit import LeftOut
+from protocol.wire.decree import Schedule
 
 MARKS = {"info": "·", "good": "✓", "warning": "!", "error": "✗"}
 """How a line begins, by its level."""
@@ -83,7 +84,8 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Decreed() as decree:
             who = "" if decree.peer is None else f" {called(decree.peer, names)}"
             if decree.rounds is not None:
-                who = f" {schedule_of(decree.rounds, decree.total_steps)}"
+                lasts = Schedule(rounds=decree.rounds, total_steps=decree.total_steps or 0, limits=decree.limits)
+                who = f" {schedule_of(lasts)}"
             why = f": {clean(decree.reason)}" if decree.reason else ""
             return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
         case events.Evaluated(round=round, evaluations=found):

@@ -152,7 +152,7 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         why = f": {readable(shown.decree.reason, {})}" if shown.decree.reason else ""
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
         if shown.decree.schedule is not None:
-            who = f" {schedule_of(shown.decree.schedule.rounds, shown.decree.schedule.total_steps)}"
+            who = f" {schedule_of(shown.decree.schedule)}"
         if shown.decree.proof is not None:
             who += f", which {what_it_did(shown.decree.proof)}"
         lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")

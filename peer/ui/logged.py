@@ -109,7 +109,7 @@ class LoggedDecree:
     reason: str
     """Why, for a reader."""
     schedule: Schedule | None
-    """How long the run is from the round after on, where it says that."""
+    """How long the run is, and what strangers may have, from the round after on; where it says that."""
     proof: LoggedProof | None
     """What the operator has done who is taken out."""
     after: int | None

@@ -98,6 +98,12 @@ METRICS = (
         lambda s: s.recent[0].left_out_total if s.recent else None,
     ),
     _one(
+        "potluck_refused_total",
+        "counter",
+        "How often bootstrap nodes have refused somebody who used too much of them, as they announce.",
+        lambda s: s.health.refused_total,
+    ),
+    _one(
         "potluck_operators_here",
         "gauge",
         "Bootstrap nodes that are there.",

@@ -62,6 +62,7 @@ class MonitorScreen(Screen):
     def say(self, text: str) -> None:
         """Tells the watcher something that is no event."""
         with self._lock:
+            self._news = True
             self.view.notes.append(Note(time.time(), "good", text))
         if self._live is None:
             print(f"{MARKS['good']} {text}", file=sys.stderr, flush=True)
@@ -70,6 +71,7 @@ class MonitorScreen(Screen):
         """A key was typed."""
         with self._lock:
             assert self.browsing is not None
+            self._news = True
             self.browsing.press(key)
             if not self.browsing.paused:
                 self._paused = None
@@ -97,6 +99,7 @@ class MonitorScreen(Screen):
         super().__exit__(kind, error, trace)
 
     def _take(self, event: Event) -> None:
+        self._news = True
         self.watched.feed(event)
 
     def _drawn(self, width: int, height: int) -> RenderableType:

@@ -8,9 +8,9 @@ on; one of fewer than 20 lines has no curve.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -37,8 +37,8 @@ LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {R
 MANY_FACTS, LONGEST_WRITTEN = 12, 120
 """Lines that the facts need before there is one for what the model writes, and so many characters of it."""
 WIDEST_NAME = LONGEST + 1 + END
-LEAST_FACT = 25
-"""Characters that a line of the figures beside the curve has at least."""
+LABEL = 13
+"""Characters of a line of the figures beside the curve that its label, the border and the space between take."""
 _WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """How the table of peers marks what a chain waits for."""
 _LEAST_PLOT = 8
@@ -63,7 +63,7 @@ def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
         grid.add_column(width=facts)
         grid.add_row(
             _curve(view, width - facts, plot, ascii_only),
-            _panel("run", _facts(view, plot - 2), facts, plot, ascii_only),
+            _panel("run", _facts(view, plot - 2, facts - LABEL), facts, plot, ascii_only),
         )
         parts.append(grid)
     parts.append(_panel("peers", _peers(view, width - 4, rows - 3), width, rows, ascii_only))
@@ -149,7 +149,7 @@ def _curve(view: View, width: int, height: int, ascii_only: bool) -> Panel:
     return _panel("loss, nats per token", Group(*lines), width, height, ascii_only)
 
 
-def _facts(view: View, rows: int) -> Table:
+def _facts(view: View, rows: int, width: int) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="bright_black", no_wrap=True, min_width=8)
     table.add_column(overflow="ellipsis" if rows < 10 else "fold", no_wrap=rows < 10)
@@ -157,7 +157,7 @@ def _facts(view: View, rows: int) -> Table:
     chains = len(view.replicas) - full
     spares = sum(p.role == "spare" and p.here for p in view.peers.values())
     counted = f"{full} full, {chains} chain" + (f", {spares} spare" if spares else "")
-    table.add_row("replicas", counted if len(counted) <= LEAST_FACT else counted.replace(" full,", " +"))
+    table.add_row("replicas", counted if len(counted) <= width else counted.replace(" full,", " +"))
     table.add_row("loss", _loss(view))
     measured = view.held_out.newest
     if measured is not None:
@@ -173,7 +173,8 @@ def _facts(view: View, rows: int) -> Table:
     else:
         sent, dense = traffic
         table.add_row("sent", Text.assemble((size(sent), "bold"), " in a round"))
-        table.add_row("in fp32", Text.assemble(size(dense), (f"  {times(dense / sent)} as much", f"bold {GREEN}")))
+        more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
+        table.add_row("in fp32", Text.assemble(size(dense), more))
     for who, reason in view.left_out[: max(1, rows // 4)]:
         table.add_row("left out", Text(f"! {who}: {reason}", style=ORANGE))
     if not view.left_out:
@@ -211,7 +212,7 @@ def _digests(view: View) -> Text:
 
 
 def _peers(view: View, width: int, rows: int) -> Table:
-    wide = width >= 104
+    wide = width >= 112
     marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
     busy = any(p.activity for p in view.peers.values())
     table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
@@ -232,7 +233,7 @@ def _peers(view: View, width: int, rows: int) -> Table:
     listed = view.listed()
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
     for p in shown:
-        cells: list[Text | str] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
+        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
         if wide:
             cells += [
                 p.device or "-",
@@ -282,9 +283,20 @@ def _chains(view: View, width: int, rows: int) -> Table:
     return table
 
 
-def _place(view: View, p: PeerView, wide: bool) -> Text:
+class _Fitting:
+    """The longer text where it has room, else the shorter one."""
+
+    def __init__(self, longer: Text, shorter: Text) -> None:
+        self._longer, self._shorter = longer, shorter
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._longer if self._longer.cell_len <= options.max_width else self._shorter
+
+
+def _place(view: View, p: PeerView, wide: bool) -> RenderableType:
     mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", "bright_black"))
-    return Text.assemble((mark, style), f" {view.place(p, short=not wide)}", no_wrap=True)
+    longer, shorter = (Text.assemble((mark, style), f" {view.place(p, x)}", no_wrap=True) for x in (False, True))
+    return _Fitting(longer, shorter) if wide else shorter
 
 
 def _share(p: PeerView, mark: str) -> Text:
@@ -306,6 +318,18 @@ def _notes(view: View, width: int, rows: int) -> Group:
     return Group(*lines())
 
 
+class _Seldom(Live):
+    """Draws where there is `news`: to draw costs more than all else that a screen does."""
+
+    def __init__(self, news: Callable[[], bool], **how: Any) -> None:
+        self._has_news = news
+        super().__init__(**how)
+
+    def refresh(self) -> None:
+        if self._has_news():
+            super().refresh()
+
+
 class Screen:
     """Shows a run while events arrive: `with Screen(manifest) as screen: … screen.feed(event)`. Any thread may feed.
 
@@ -323,6 +347,8 @@ class Screen:
         self._print = printer(Lines(names), cast(TextIO, self.console.file))
         self._lock = threading.Lock()
         self._live: Live | None = None
+        self._news = True
+        self._size = self.console.size
 
     def feed(self, event: Event) -> None:
         """A Sink."""
@@ -338,14 +364,23 @@ class Screen:
             return self._drawn(width, height or full)
 
     def _take(self, event: Event) -> None:
+        self._news = True
         self.view.feed(event)
+
+    def _has_news(self) -> bool:
+        """Whether the screen looks otherwise than when this was asked last."""
+        with self._lock:
+            news, self._news = self._news or self.console.size != self._size, False
+            self._size = self.console.size
+            return news
 
     def _drawn(self, width: int, height: int) -> RenderableType:
         return render(self.view, width, height, ascii_only=self.console.options.ascii_only)
 
     def __enter__(self) -> Screen:
         if self.console.is_terminal and not self.console.is_dumb_terminal:
-            self._live = Live(
+            self._live = _Seldom(
+                self._has_news,
                 get_renderable=self.frame,
                 console=self.console,
                 screen=True,

@@ -220,6 +220,8 @@ class StateHealth:
     """Nodes that relay, as far as they have told."""
     left_out_total: int
     """Replicas that all rounds left out."""
+    refused_total: int
+    """How often the operators' nodes have refused somebody who used too much of them, as they say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

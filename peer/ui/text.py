@@ -9,6 +9,7 @@ from typing import Protocol
 
 from protocol.identity import short_peer
 from protocol.wire.bounds import MAX_TIME
+from protocol.wire.decree import Schedule
 
 _ID = re.compile(r"(?<!\w)(?:peer )?(\w{1,8})(?!\w)")
 """What may be a short form of a peer's id."""
@@ -62,9 +63,16 @@ def count(items: Sized, noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
-def schedule_of(rounds: int, total_steps: int | None) -> str:
-    """`400 rounds, a schedule of 8,000 inner steps`."""
-    return f"{rounds:,} rounds, a schedule of {total_steps or 0:,} inner steps"
+def schedule_of(said: Schedule) -> str:
+    """`400 rounds, a schedule of 8,000 inner steps`, and the limits, where they were decreed."""
+    text = f"{said.rounds:,} rounds, a schedule of {said.total_steps:,} inner steps"
+    if (now := said.limits) is None:
+        return text
+    sessions = f"{now.range_sessions:,} sessions" if now.range_sessions else "any number of sessions"
+    return (
+        f"{text}, a probation of {now.probation:,} rounds, at most {now.share:.1%} of a round for a peer, {sessions} and"
+        f" {now.range_share:.1%} of the plan for strangers of one range"
+    )
 
 
 def blocks(first: int, end: int) -> str:

@@ -164,8 +164,8 @@ def _rounds(state: State) -> Sheet:
             Text(why + (f"; {more} more" if more else ""), style=LEVEL_STYLES["warning"]),
         ))  # fmt: skip
     columns = (
-        Column("round"), Column("decided"), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
-        Column("loss"), Column("held out", 80), Column("payloads", 100), Column("left out", left=True, wide=True),
+        Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
+        Column("loss"), Column("held out", 90), Column("payloads", 100), Column("left out", left=True, wide=True),
     )  # fmt: skip
     return Sheet("rounds, the newest first", columns, rows)
 
@@ -225,3 +225,7 @@ def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
         text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
         yield "info", f"{text}, {x.refused} refused"
     yield "info", f"left out in all rounds: {count(range(health.left_out_total), 'replica')}"
+    yield (
+        "info",
+        f"peers that used too much of a bootstrap node were refused {count(range(health.refused_total), 'time')}",
+    )

@@ -41,6 +41,8 @@ _MOST_ROUNDS = 4_000
 _RECENT = 60
 """Rounds that are kept with who was left out."""
 _MOST_FORKS = 5
+RECORDED = "bootstrap"
+"""The source of what a bootstrap node tells of itself."""
 MOST_LEFT_OUT = 5
 """Of a round, that are named."""
 _PACE = 5
@@ -102,6 +104,9 @@ class Watched:
         """How others reach a peer, by peer id."""
         self.relays: dict[str, RelayFigures] = {}
         """By the node that relays."""
+        self.refused = 0
+        """How often the operators' nodes have refused somebody, as they say; a recording of a node's events tells of that one."""
+        self._refused: dict[str, int] = {}  # by each since its start
         self.forks: list[str] = []
         """Rounds with two decided commits, for a reader."""
         self.leader = ""
@@ -119,6 +124,12 @@ class Watched:
                 self.reachable[peer] = clean(reachable, 12)
             case events.Gone(peer=peer):
                 self.reachable.pop(peer, None)
+            case events.Announced(refused=told) if event.source in self.view.manifest.operators:
+                before = self._refused.get(event.source, 0)
+                self.refused += told - before if told >= before else told
+                self._refused[event.source] = told
+            case events.Refused() if event.source == RECORDED:
+                self.refused += 1
             case events.Relayed(circuits=circuits, bps=bps, bytes=passed, refused=refused):
                 if event.source in self.relays or len(self.relays) < len(self.view.manifest.operators):
                     self.relays[event.source] = RelayFigures(circuits, bps, passed, refused)
@@ -354,4 +365,5 @@ def _health(watched: Watched, listed: list[PeerView]) -> StateHealth:
             for node, r in watched.relays.items()
         ),
         left_out_total=view.left_out_total,
+        refused_total=watched.refused,
     )

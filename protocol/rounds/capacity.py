@@ -33,7 +33,7 @@ from protocol.wire.commit import (
     LeftOut,
     Share,
 )
-from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Schedule
+from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Limits, Schedule
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 from protocol.wire.grounds import MAX_GROUNDS, Sworn
@@ -67,7 +67,8 @@ _PROOF = DoubleVote(
     accepted=_INTEGER,
 )
 _SWORN = Sworn(peer=_PEER, ballot=_INTEGER, accepted=_INTEGER, digest=_DIGEST, signature=bytes(64))
-_SCHEDULE = Schedule(rounds=_INTEGER, total_steps=_INTEGER)
+_LIMITS = Limits(probation=_INTEGER, share=_NUMBER, range_sessions=_INTEGER, range_share=_NUMBER)
+_SCHEDULE = Schedule(rounds=_INTEGER, total_steps=_INTEGER, limits=_LIMITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +128,8 @@ def budget(manifest: Manifest) -> Cost:
         schedule=_SCHEDULE,
         out=(_PEER,) * len(manifest.operators),
     )
-    votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
-    envelope = cost(
-        {"t": "longest name", "round": _INTEGER, "c": None, "n": _INTEGER, "l": [b""], "v": votes, "pledged": _DIGEST}
-        | {"grounds": [packed(_SWORN)] * MAX_GROUNDS, "signature": bytes(64)}
-    )
     reserved = [
-        envelope,
+        _envelope(),
         cost(empty),
         reserved_for_a_decree(),
         _longest_evaluation().times(MAX_EVALUATIONS),
@@ -145,6 +141,24 @@ def budget(manifest: Manifest) -> Cost:
         Cost(REASONS + 64, 0),  # and what the heads of seven long lists and maps take
     ]
     return functools.reduce(Cost.__sub__, reserved, Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
+
+
+@functools.cache
+def _envelope() -> Cost:
+    """Whatever a commit travels in: a record with all its votes, or a message of the quorum."""
+    votes = {f"{_PEER[4:]}{index:04}": bytes(64) for index in range(encoding.MAX_VOTES)}
+    return cost(
+        {"t": "longest name", "round": _INTEGER, "c": None, "n": _INTEGER, "l": [b""], "v": votes, "pledged": _DIGEST}
+        | {"grounds": [packed(_SWORN)] * MAX_GROUNDS, "signature": bytes(64)}
+    )
+
+
+def can_be_read(commit: Commit) -> bool:
+    """Whether its record can be read, whoever votes for it. A commit that came as another message may be too long for that."""
+    try:
+        return (cost(commit) + _envelope()).is_within(Cost(framing.MAX_MESSAGE, framing.MAX_VALUES))
+    except framing.FrameError:
+        return False
 
 
 def reserved_for_a_decree() -> Cost:

@@ -28,6 +28,7 @@ from protocol.planning.planner import arranged
 from protocol.rounds import (
     access,
     audits,
+    capacity,
     evaluation,
     grace,
     judging,
@@ -124,6 +125,8 @@ def doubt_in(sight: Sight, commit: Commit) -> Unfair | None:
 
 
 def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
+    if not capacity.can_be_read(commit):
+        yield "is so long that nobody could read its record"
     yield from validation.problems(sight.manifest, sight.plan, commit)
     unlawful = access.why_unlawful(sight.manifest, sight.head, commit)
     if unlawful is not None:
@@ -214,7 +217,7 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
         yield from _feasible(sight, commit.plan)
         yield from _worth(sight, commit, commit.plan)
         of = {peer: known.range for peer, known in sight.ready.items()}
-        part, most = ranges.largest(sight.manifest, commit.plan, of)
+        part, most = ranges.largest(sight.manifest, commit.plan, of, _range_share(sight, commit))
         if part > RANGES * most:
             yield f"plans {part:.0%} for one range of addresses"
 
@@ -255,9 +258,8 @@ def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
     """What is planned brings about as much as this node's own planner makes of the same peers."""
     if not plan.peers <= sight.ready.keys():
         return  # it has not heard of all: it cannot tell
-    limited = (
-        sight.manifest.admission.range_share < 1
-    )  # then strangers may be spares, of whom another node sees a range
+    share = _range_share(sight, commit)
+    limited = share < 1  # then strangers may be spares, of whom another node sees a range
     idle = {peer for peer in plan.spares if limited and not (sight.standing and sight.standing.is_exempt(peer))}
     there = tuple(sight.ready[peer] for peer in sorted(plan.peers - idle))
     if not plan.spares and sight.chains is not None and _alike(plan.replicas, sight.chains.replicas):
@@ -270,6 +272,7 @@ def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
         contributions=commit.contributions,
         left_out=commit.left_out,
         attested=None,
+        range_share=share,
     )
     own = question.answer()
     if own is None:
@@ -277,6 +280,11 @@ def _worth(sight: Sight, commit: Commit, plan: Plan) -> Iterator[str]:
     value, most = _rate(sight.manifest, there, plan), _rate(sight.manifest, there, own)
     if value < WORTH * most:
         yield f"plans {value:.4g} tokens a second where {most:.4g} are possible"
+
+
+def _range_share(sight: Sight, commit: Commit) -> float:
+    """What strangers of one range of addresses may have of the plan that `commit` brings."""
+    return schedule.limits(sight.manifest, commit.schedule).range_share
 
 
 def _alike(some: tuple[ReplicaSpec, ...], others: tuple[ReplicaSpec, ...]) -> bool:

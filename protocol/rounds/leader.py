@@ -374,10 +374,11 @@ class Leader:
 
     def _has_room(self, peer: str) -> bool:
         """Whether its range of addresses has room for a seat."""
-        if self.manifest.admission.range_share >= 1:
+        share = self.standing.limits.range_share
+        if share >= 1:
             return True
         of = {c.peer: c.range for c in self.standing.marked(self.ready.values())}
-        return ranges.has_room(self.manifest, self.roster.plan, of, peer)
+        return ranges.has_room(self.manifest, self.roster.plan, of, peer, share)
 
     def _offer(self, peer: str, offer: Offer) -> list[Effect]:
         spec = self.roster.offered_by(peer, offer.replica)

@@ -25,7 +25,7 @@ class Question:
     """`round`: the plan's. `resting`: who is planned only where the `candidates` make not even one replica (protocol/rounds/promises.py), and `fallen`
     who only where those do not either (protocol/rounds/standing.py). `previous`: the last plan, with its chains as they were repaired. `contributions`, `left_out`: what the commit
     that brings the plan says of the round before. `attested`: of the state
-    before that round; None: everybody has what the first plan needs."""
+    before that round; None: everybody has what the first plan needs. `range_share`: what strangers of one range of addresses may have of it."""
 
     manifest: Manifest
     candidates: tuple[Candidate, ...]
@@ -36,6 +36,7 @@ class Question:
     contributions: tuple[Contribution, ...]
     left_out: tuple[LeftOut, ...]
     attested: Attested | None
+    range_share: float = 1.0
 
     def answer(self, relay_bps: float = math.inf) -> Plan | None:
         """The plan, no longer than a commit can say; None where the candidates make not even one replica. `relay_bps`: what all relays
@@ -46,7 +47,7 @@ class Question:
         if plan is None and self.fallen:
             plan = self._plan((*self.candidates, *self.resting, *self.fallen), relay_bps)
         of = {c.peer: c.range for c in (*self.candidates, *self.resting, *self.fallen)}
-        plan = plan and ranges.limited(self.manifest, plan, of)
+        plan = plan and ranges.limited(self.manifest, plan, of, self.range_share)
         return plan and capacity.bounded(self.manifest, plan, self.contributions, self.left_out)
 
     def _plan(self, candidates: tuple[Candidate, ...], relay_bps: float) -> Plan | None:

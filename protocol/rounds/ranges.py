@@ -2,7 +2,7 @@
 
 A provider gives a customer one IPv4 address, or a few out of one /24 where he rents machines; and of IPv6 a /48 to a site, a /56 or /64
 to a home. So whoever has one contract has a /24 or a /48 at most, and larger ones cost money. Peers of one home, one office or one
-lecture hall share a range, too. What is limited for a range (`admission.range_sessions`, `admission.range_share` of the manifest)
+lecture hall share a range, too. What is limited for a range (`range_sessions` and `range_share` of schedule.limits)
 therefore holds for strangers only, and never for those for whom an operator has vouched.
 
 An address of this machine or of a private network says nothing about who it is: labs, containers and tests have no range. All who come
@@ -42,14 +42,15 @@ def range_of(where: str) -> str:
     return str(ipaddress.ip_network((host, _BITS[host.version]), strict=False))
 
 
-def limited(manifest: Manifest, plan: Plan, of: Mapping[str, str]) -> Plan:
+def limited(manifest: Manifest, plan: Plan, of: Mapping[str, str], share: float) -> Plan:
     """`plan`, in which no range has more than its share: of each that has, replicas are cut, the youngest first, and their members are
-    spares. Every range keeps one. `of`: the range of each peer, empty or lacking where none is limited."""
-    if manifest.admission.range_share >= 1:
+    spares. Every range keeps one. `of`: the range of each peer, empty or lacking where none is limited; `share`: what a
+    range may have."""
+    if share >= 1:
         return plan
     planned = (*plan.replicas, *plan.forming)
     weight = Counter(_weights(manifest, plan, of))
-    most, cut = _most(manifest, planned, of), set[int]()
+    most, cut = _most(planned, of, share), set[int]()
     for name in sorted(filter(None, weight)):
         theirs = [i for i, replica in enumerate(planned) if any(of.get(p) == name for p in replica.peers)]
         theirs.sort(key=lambda i: (i >= len(plan.replicas), planned[i].number))
@@ -60,26 +61,26 @@ def limited(manifest: Manifest, plan: Plan, of: Mapping[str, str]) -> Plan:
     return _without(plan, cut) if cut else plan
 
 
-def largest(manifest: Manifest, plan: Plan, of: Mapping[str, str]) -> tuple[float, float]:
-    """The largest part of what is planned that one range has, and the most that it may have. `of` as above."""
+def largest(manifest: Manifest, plan: Plan, of: Mapping[str, str], share: float) -> tuple[float, float]:
+    """The largest part of what is planned that one range has, and the most that it may have. `of`, `share` as above."""
     weight = _weights(manifest, plan, of)
     found = max((part for name, part in weight.items() if name), default=0)
-    return found / max(1, weight.total()), _most(manifest, (*plan.replicas, *plan.forming), of)
+    return found / max(1, weight.total()), _most((*plan.replicas, *plan.forming), of, share)
 
 
-def has_room(manifest: Manifest, plan: Plan | None, of: Mapping[str, str], peer: str) -> bool:
+def has_room(manifest: Manifest, plan: Plan | None, of: Mapping[str, str], peer: str, share: float) -> bool:
     """Whether a seat for `peer` leaves its range within its share."""
-    if plan is None or not plan.seats or manifest.admission.range_share >= 1:
+    if plan is None or not plan.seats or share >= 1:
         return True
     whole = (StageSpec(peer=peer, first=0, last=manifest.model.n_layers),)
     seated = plan.seated(ReplicaSpec(number=plan.next_number, stages=whole, work=plan.seats[0].work))
-    return limited(manifest, seated, of).replica_of(peer) is not None
+    return limited(manifest, seated, of, share).replica_of(peer) is not None
 
 
-def _most(manifest: Manifest, planned: Iterable[ReplicaSpec], of: Mapping[str, str]) -> float:
+def _most(planned: Iterable[ReplicaSpec], of: Mapping[str, str], share: float) -> float:
     """The share of a range; an equal one for each range, and for each replica of others, at least."""
     groups = {name for replica in planned for p in replica.peers for name in [of.get(p) or f"peer {replica.peers[0]}"]}
-    return max(manifest.admission.range_share, 1 / max(1, len(groups)))
+    return max(share, 1 / max(1, len(groups)))
 
 
 def _weights(manifest: Manifest, plan: Plan, of: Mapping[str, str]) -> Counter[str]:

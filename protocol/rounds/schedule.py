@@ -1,4 +1,4 @@
-"""How long a run is: pure, from the manifest and the newest commit.
+"""How long a run is, and what strangers may have in it: pure, from the manifest and the newest commit.
 
 The manifest says it at first. The operators may decree otherwise (protocol/rounds/access.py), as long as the run goes on: then every commit
 from that one on carries what they decreed. So whoever knows one commit knows it, and a commit that says something else is refused.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
-from protocol.wire.decree import Enacted, Schedule
+from protocol.wire.decree import Enacted, Limits, Schedule
 
 
 def of(manifest: Manifest, head: Commit | None) -> Schedule:
@@ -16,6 +16,16 @@ def of(manifest: Manifest, head: Commit | None) -> Schedule:
     if head is None or head.schedule is None:
         return Schedule(rounds=manifest.rounds, total_steps=manifest.train.total_steps)
     return head.schedule
+
+
+def limits(manifest: Manifest, now: Schedule | None) -> Limits:
+    """What strangers may have, by the schedule that holds; None: none was decreed."""
+    if now is not None and now.limits is not None:
+        return now.limits
+    said = manifest.admission
+    return Limits(
+        probation=said.probation, share=said.share, range_sessions=said.range_sessions, range_share=said.range_share
+    )
 
 
 def is_over(manifest: Manifest, head: Commit | None) -> bool:
@@ -40,3 +50,18 @@ def why_not(manifest: Manifest, head: Commit | None, wanted: Schedule) -> str | 
     if wanted.total_steps <= manifest.train.warmup_steps:
         return f"total_steps must be more than the {manifest.train.warmup_steps} of the warm-up"
     return None
+
+
+def misfit(manifest: Manifest) -> str | None:
+    """What is odd about the schedule of a manifest, as a line for its operator; None where the learning rate's cosine ends with the run."""
+    asked, inner = manifest.train.total_steps, manifest.train.inner_steps
+    there = manifest.rounds * inner
+    if asked == there:
+        return None
+    how = f"the learning rate is at its lowest after {asked / there:.2%} of the run"
+    if asked > there:
+        how = f"the run ends when the learning rate has gone {there / asked:.2%} of its way"
+    return (
+        f"train.total_steps: is {asked:,}, and {manifest.rounds:,} rounds of {inner:,} inner steps are {there:,}, so {how}; write"
+        f" {there} before the run begins, unless that is meant"
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import capacity, judging, standing
+from protocol.rounds import capacity, judging, schedule, standing
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.judging import Case, Judged
 from protocol.rounds.questions import Question
@@ -153,4 +153,5 @@ def question(
         contributions=commit.contributions,
         left_out=commit.left_out,
         attested=attestations.snapshot(commit.round - 1) if commit.round else None,
+        range_share=schedule.limits(manifest, commit.schedule).range_share,
     )

@@ -2,7 +2,7 @@
 
 Three things follow from it, which leader, voters, peers and `log verify` all take from here.
 
-    probation     The work of a newcomer has weight zero for the manifest's `admission.probation` rounds. It is judged as all work is
+    probation     The work of a newcomer has weight zero for the run's `probation` rounds (schedule.limits). It is judged as all work is
                   (protocol/rounds/judging.py), named in the commit (LeftOut.probation), and goes back into its maker's error feedback.
                   So it costs its maker that it counts later, and costs a stranger that rounds of real work under each of its names.
     reputation    A number from 0 to 1 that a peer's weight is multiplied by. What is found against a peer takes half of it at once, and
@@ -10,7 +10,7 @@ Three things follow from it, which leader, voters, peers and `log verify` all ta
                   (protocol/rounds/audits.py). Below FLOOR the peer *rests*: it is in no plan for REST rounds.
                   Then it begins anew, on probation and with the reputation RETURNING.
                   Whose work was scored, and found bad in round after round (protocol/rounds/marks.py), rests at once.
-    share         No peer has more than the manifest's `admission.share` of a round's weight, and everybody may have an equal share.
+    share         No peer has more than the run's `share` of a round's weight, and everybody may have an equal share.
 
 A round of probation is *served* by work with which nothing is wrong, in a round in which that could be seen: as many established replicas
 counted in it as it takes to compare (judging.LEAST), or the plan had fewer than that, so that nobody could have compared.
@@ -33,13 +33,13 @@ from typing import NamedTuple
 
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, audits, chain_repair, judging, scoring
+from protocol.rounds import access, audits, chain_repair, judging, schedule, scoring
 from protocol.rounds.access import Access
 from protocol.rounds.audits import Audits
 from protocol.rounds.scoring import Scoring
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit, Contribution, LeftOut
-from protocol.wire.decree import ADMIT
+from protocol.wire.decree import ADMIT, Limits
 from protocol.wire.plan import Plan, ReplicaSpec
 
 REMEMBERED = 20_000
@@ -91,10 +91,11 @@ NEW = Known()
 @dataclass(frozen=True)
 class Standing:
     """Of all peers, after the commits so far. `plan`: of the open round; `founders`: who had work in the first plan; `known`: those of whom
-    the log says something, the one with the oldest news first; `scoring`: what is to be scored, and what scores have come to; `audits`: what is
+    the log says something, the one with the oldest news first; `limits`: what strangers may have; `scoring`: what is to be scored, and what scores have come to; `audits`: what is
     to be trained again."""
 
     manifest: Manifest
+    limits: Limits
     access: Access
     scoring: Scoring
     audits: Audits
@@ -119,7 +120,7 @@ class Standing:
 
     def left(self, peer: str) -> int:
         """Rounds of probation that `peer` still has to serve."""
-        return 0 if self.is_exempt(peer) else max(0, self.manifest.admission.probation - self.of(peer).served)
+        return 0 if self.is_exempt(peer) else max(0, self.limits.probation - self.of(peer).served)
 
     def rests(self, peer: str) -> bool:
         """Whether `peer` has no place in the next plan, for what was found against it."""
@@ -138,7 +139,7 @@ class Standing:
 
     def is_new(self, replica: ReplicaSpec) -> bool:
         """Whether most of its blocks are trained by peers on probation."""
-        if not self.manifest.admission.probation:
+        if not self.limits.probation:
             return False
         blocks = zip(replica.peers, replica.blocks, strict=True)
         return 2 * sum(count for peer, count in blocks if self.left(peer)) > sum(replica.blocks)
@@ -181,7 +182,7 @@ class Standing:
 
     def is_on_probation(self, number: int, peers: tuple[str, ...]) -> bool:
         """Whether the work that `peers` made as this replica of the open round has no weight, whatever it is like."""
-        if not self.manifest.admission.probation or not self.established:
+        if not self.limits.probation or not self.established:
             return False
         spec = self.spec_of(number, peers)
         return spec is not None and self.is_new(spec)
@@ -198,7 +199,7 @@ class Standing:
     def weigh(self, contributions: Sequence[Contribution]) -> tuple[float, ...]:
         """What reputation and shares leave of the weight of each of the open round's contributions that count."""
         total = sum(c.tokens for c in contributions)
-        most = max(self.manifest.admission.share, 1 / len(contributions)) if contributions else 1.0
+        most = max(self.limits.share, 1 / len(contributions)) if contributions else 1.0
         return tuple(self._weight(c, most, c.tokens / total) for c in contributions)
 
     def _weight(self, contribution: Contribution, most: float, part: float) -> float:
@@ -246,6 +247,7 @@ class Standing:
             founders = frozenset(peer for replica in working for peer in replica.peers)
         return Standing(
             manifest=self.manifest,
+            limits=schedule.limits(self.manifest, commit.schedule),
             access=self.access.after(commit.decree, commit.joined),
             scoring=scored,
             audits=self.audits.after(commit),
@@ -274,7 +276,9 @@ class Standing:
 
 def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
     """After these commits, which are the log's first."""
-    found = Standing(manifest, access.of(manifest), Scoring(manifest), audits.of(manifest))
+    found = Standing(
+        manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), audits.of(manifest)
+    )
     known = dict[str, Known]()
     for commit in commits:
         found = found._after(commit, known)

@@ -24,6 +24,7 @@ from protocol.errors import UsageError, shown
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.wire import framing
+from protocol.wire.bounds import LEAST_SHARE, MAX_PROBATION, MAX_SESSIONS
 from protocol.wire.schema import LATER, SchemaError, brief, build
 
 LONGEST = 0.8
@@ -34,9 +35,6 @@ QUORUMS = (1, 3, 4, 5, 7)
 MAX_BYTES = 64 * 1024
 ADMISSIONS = ("open", "listed")
 MAX_KEYS = 500
-MAX_PROBATION = 1000
-MAX_SESSIONS = 65_536
-LEAST_SHARE = 0.001
 MAX_EVALUATED = 1 << 20
 EVALUATED = 0.06
 """Of the sequences that a replica trains on until it measures again, so many are measured at most: without gradients, each costs about a third

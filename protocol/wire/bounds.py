@@ -28,6 +28,11 @@ MAX_SHARDS = 4098
 MAX_TIME = 2.0**34
 """Unix seconds, in the year 2514: every clock and calendar can show it."""
 
+MAX_PROBATION = 1000
+"""Rounds."""
+MAX_SESSIONS = 65_536
+LEAST_SHARE = 0.001
+
 Count = Annotated[int, Within(0, 2**53)]
 """Of what is counted one by one: steps, tokens, replicas, serial numbers."""
 Number = Annotated[int, Within(-1, 2**53)]
@@ -61,6 +66,11 @@ Scale = Annotated[float, Within(LEAST_SCALE, 1.0)]
 """What an update is multiplied by before it enters the mean."""
 Agreement = Annotated[float, Within(-MAX_AGREEMENT, MAX_AGREEMENT)]
 """Standard deviations (peer/training/again.py)."""
+Probation = Annotated[int, Within(0, MAX_PROBATION)]
+Sessions = Annotated[int, Within(0, MAX_SESSIONS)]
+"""From one range of addresses, at a time; 0: all."""
+PartOfAll = Annotated[float, Within(LEAST_SHARE, 1.0)]
+"""Of a round's weight, or of what is planned."""
 Time = Annotated[float, Within(0.0, MAX_TIME)]
 Magnitude = Annotated[float, Within(0.0, 1e39)]
 """Of values in fp32."""

@@ -9,26 +9,42 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import Count, PeerId, Round, RunId, Signature, Since, Word
+from protocol.wire.bounds import Count, PartOfAll, PeerId, Probation, Round, RunId, Sessions, Signature, Since, Word
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.schema import AtMost
 
 BAN, ADMIT, OPEN, CLOSE, SET, OUST = "ban", "admit", "open", "close", "set", "oust"
 ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, OUST)
 """`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
-who is admitted; `set` gives the run another schedule; `oust` takes an operator out who voted twice (protocol/rounds/ousting.py)."""
+who is admitted; `set` gives the run another schedule, or other limits; `oust` takes an operator out who voted twice (protocol/rounds/ousting.py)."""
 OF_PEERS = (BAN, ADMIT, OUST)
 LONGEST_REASON = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What strangers may have, as in the manifest's `admission` (protocol/rounds/standing.py, protocol/rounds/ranges.py)."""
+
+    probation: Probation
+    """The work of a newcomer has no weight for so many rounds."""
+    share: PartOfAll
+    """Of a round's weight, for one peer."""
+    range_sessions: Sessions
+    """With a node, for strangers from one range of addresses."""
+    range_share: PartOfAll
+    """Of what is planned, for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How long a run is (protocol/rounds/schedule.py)."""
+    """How long a run is, and what strangers may have in it (protocol/rounds/schedule.py)."""
 
     rounds: Round
     """It is over after so many."""
     total_steps: Count
     """The inner steps of the learning rate's schedule, as in the manifest's `train`."""
+    limits: Limits | None = None
+    """What strangers may have; None: what the manifest says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,10 +48,6 @@ class MessageError(RemoteError):
     """A peer sent what is not a message, or one with a wrong signature."""
 
 
-class UnreadableRecord(LocalError):
-    """A record that would be refused when it is read."""
-
-
 Message = (
     Offer
     | Offered
@@ -124,8 +120,8 @@ def expect(cls: type[T], message: Any, peer: str) -> T:
 
 
 def encode_record(record: Record) -> bytes:
-    """A record as it is stored and sent: one that `decode_record` reads. Raises UnreadableRecord for any other, which nobody could
-    get over if it were appended."""
+    """A record as it is stored and sent: one that `decode_record` reads. Raises LocalError for any other, which nobody could get over
+    if it were appended: a bug of this node, since nobody votes for such a commit (protocol/rounds/fairness.py)."""
     try:
         data = {"c": packed(record.commit), "n": record.ballot, "v": record.votes}
         if record.grounds:
@@ -133,7 +129,7 @@ def encode_record(record: Record) -> bytes:
         raw = framing.pack_message(data)
         _record(raw)
     except (SchemaError, framing.FrameError) as error:
-        raise UnreadableRecord(
+        raise LocalError(
             f"commit of round {record.commit.round}: nobody could read its record ({error}); it was not written, tell the operator"
         ) from None
     return raw

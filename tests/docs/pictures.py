@@ -77,7 +77,7 @@ def view_of(watched: Watched, view: str, width: int, height: int) -> RenderableT
 
 def watched(folder: Path) -> MonitorScreen:
     """Runs the demo in `folder`; what a monitor knows of it when MOMENT has come."""
-    command = [str(Path(sys.executable).with_name("potluck")), "demo", "--no-screen", "--out", str(folder)]
+    command = [sys.executable, "-m", "peer.cli", "demo", "--no-screen", "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         return asyncio.run(_watch(_join_line(process)))

@@ -25,7 +25,7 @@ from protocol.run import manifest as manifests
 from protocol.run.layout import RopeScaling
 from protocol.run.manifest import Manifest
 from tests import tiny
-from tests.docs import errors
+from tests.docs import errors, plans
 from tests.docs.pictures import DEMO, svg
 
 Command = TyperCommand | TyperGroup
@@ -427,6 +427,10 @@ def test_the_list_of_machines_that_a_guide_shows_is_read(tmp_path: Path) -> None
     (tmp_path / "my-peers.toml").write_text(found[1])
     counts = [int(peer.get("count", 1)) for peer in tomllib.loads(found[1])["peers"]]
     assert len(read_peers(tmp_path / "my-peers.toml")) == sum(counts) == 9
+
+
+def test_the_plans_that_a_guide_shows_are_todays() -> None:
+    assert plans.PATH.read_text(encoding="utf-8") == plans.documentation(), "python -m tests.docs.plans"
 
 
 # --- images and pictures

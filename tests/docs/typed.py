@@ -49,6 +49,65 @@ class Ended:
     said: str
 
 
+class Terminal:
+    """A window in which one command runs. `text`: what is typed into it."""
+
+    def __init__(self, process: subprocess.Popen[str], text: str | None) -> None:
+        self._process = process
+        self._lines: list[str] = []
+        self._news = threading.Condition()
+        self._over = False
+        self._watchdog = threading.Timer(DEADLINE, process.kill)
+        self._watchdog.start()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        if text is not None:
+            assert process.stdin is not None
+            process.stdin.write(text)
+            process.stdin.close()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with self._news:
+                self._lines.append(line)
+                self._news.notify_all()
+        with self._news:
+            self._over = True
+            self._news.notify_all()
+
+    @property
+    def said(self) -> str:
+        """All of it until now."""
+        with self._news:
+            return "".join(self._lines)
+
+    def until(self, sign: str) -> re.Match[str]:
+        """Where it says `sign`, a regular expression, first. Fails where it ends without."""
+        with self._news:
+            while (found := re.search(sign, "".join(self._lines))) is None:
+                assert not self._over, (sign, self._process.args, "".join(self._lines)[-2000:])
+                self._news.wait()
+        return found
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self._process.send_signal(signal.SIGINT)
+
+    def ended(self) -> Ended:
+        """Waits for its end."""
+        code = self._process.wait()
+        self.close()
+        return Ended(code, self.said)
+
+    def close(self) -> None:
+        """Ends it, if it runs."""
+        self._watchdog.cancel()
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+
 @dataclass(frozen=True)
 class Shell:
     """Of somebody whose `potluck` is this checkout's, with programs of his own before the system's. `home`: where he is at home."""
@@ -67,8 +126,8 @@ class Shell:
             (folder / "bin" / name).chmod(0o755)
         return Shell(folder / "home", folder / "bin")
 
-    def type(self, command: str, at: Path, sign: str | None = None, text: str | None = None) -> Ended:
-        """Runs it in the folder `at`. `sign`: what it says, as a regular expression, before Ctrl-C ends it; `text`: what is typed into it."""
+    def open(self, command: str, at: Path, text: str | None = None) -> Terminal:
+        """Starts it in the folder `at`. `text`: what is typed into it."""
         env = os.environ | {
             "HOME": str(self.home),
             "XDG_CONFIG_HOME": str(self.home / "settings"),
@@ -85,21 +144,15 @@ class Shell:
             stderr=subprocess.STDOUT,
             text=True,
         )
-        watchdog = threading.Timer(DEADLINE, process.kill)
-        watchdog.start()
-        assert process.stdout is not None
-        said = []
+        return Terminal(process, text)
+
+    def type(self, command: str, at: Path, sign: str | None = None, text: str | None = None) -> Ended:
+        """Runs it in the folder `at`. `sign`: what it says, as a regular expression, before Ctrl-C ends it; `text`: what is typed into it."""
+        terminal = self.open(command, at, text)
         try:
-            if text is not None:
-                assert process.stdin is not None
-                process.stdin.write(text)
-                process.stdin.close()
-            for line in process.stdout:
-                said.append(line)
-                if sign is not None and re.search(sign, line):
-                    process.send_signal(signal.SIGINT)
-                    sign = None
-            return Ended(process.wait(), "".join(said))
+            if sign is not None:
+                terminal.until(sign)
+                terminal.interrupt()
+            return terminal.ended()
         finally:
-            watchdog.cancel()
-            process.kill()
+            terminal.close()

@@ -5,15 +5,13 @@ Which classes there are is not written down: a new one that is neither provoked 
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import queue
+import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -39,8 +37,6 @@ INSIDE = {
     "Absent", "Busy", "Corrupt", "Lie", "NotTaken",  # another peer is asked, or it is tried again
     "Closed", "Ended", "NotServed", "Timeout", "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault", "RemoteError",  # likewise
     "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends, or the update is refused
-    "UnreadableRecord",  # the node warns and goes on: tests/unit/test_archive.py
-    "Stopped",  # ends the work of a build, whose command has said "stopping" and ended before: tests/unit/test_data_command.py
 }  # fmt: skip
 """Those that end no command; other tests provoke them."""
 
@@ -123,8 +119,10 @@ def test_local_error(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
 
 @pytest.mark.slow
 def test_transport_lost(run_file: Path) -> None:
-    """The daemon of a bootstrap node is killed."""
+    """The daemon of a bootstrap node is killed. Before that it has told its operator that his schedule does not fit the run."""
+    run_file.write_text(re.sub(r"(?m)^total_steps = ", "total_steps = 1", run_file.read_text()))
     with running("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--json") as node:
+        assert str(until(node, "warning")["text"]).startswith("train.total_steps: is 1")
         until(node, "listening")
         for child in psutil.Process(node.pid).children(recursive=True):
             if "p2pd" in child.name():
@@ -133,29 +131,6 @@ def test_transport_lost(run_file: Path) -> None:
     assert node.returncode == base.TransportLost.exit_code == 1
     assert said.splitlines()[-1].startswith("potluck: network daemon: ")
     assert "start" in said.splitlines()[-1]
-
-
-@contextlib.contextmanager
-def node_of(folder: Path, spoil: Callable[[crowd.Node], None] = lambda node: None) -> Iterator[str]:
-    """The line of a node with two rounds, which lives on another thread; `spoil` changes what it says."""
-    loop, found, over = asyncio.new_event_loop(), queue.SimpleQueue[str](), asyncio.Event()
-
-    async def live() -> None:
-        async with crowd.node(crowd.Signing(3), folder) as node:
-            node.decide(3)
-            node.hear(1)
-            spoil(node)
-            found.put(node.line)
-            await over.wait()
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(live(),))
-    thread.start()
-    try:
-        yield found.get(timeout=DEADLINE)
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join()
-        loop.close()
 
 
 @pytest.mark.parametrize(
@@ -171,7 +146,7 @@ def test_bad_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tupl
         else:
             records[2] = records[1]
 
-    with node_of(tmp_path / "node", spoil) as line:
+    with crowd.living(tmp_path / "node", spoil) as line:
         said = typed(capsys, BadLog, words[0], line, *words[1:])
     assert f"the commit of round {round} " in said
     assert said.endswith("; ask another bootstrap node")
@@ -183,7 +158,7 @@ def test_clock_wrong(tmp_path: Path, hours: int) -> None:
     (tmp_path / "peer").mkdir()
     (tmp_path / "peer" / "wall").write_text(str(3600 * hours))
     offer = ("--device", "cpu", "--memory", "1GB", "--up", "20Mbps", "--down", "100Mbps", "--host", "127.0.0.1")
-    with node_of(tmp_path / "node") as line:
+    with crowd.living(tmp_path / "node") as line:
         done = subprocess.run(
             [sys.executable, "-m", "tests.faults.wall_clock", "join", line, "--dir", str(tmp_path / "peer"), *offer],
             capture_output=True,
@@ -194,6 +169,39 @@ def test_clock_wrong(tmp_path: Path, hours: int) -> None:
     assert done.returncode == base.ClockWrong.exit_code == 1
     assert said.startswith("potluck: clock: it differs by more than 3 s from that of ")
     assert said.endswith("; set it right (NTP), try again")
+
+
+WRONG: dict[str, Callable[[str, str, str], str]] = {
+    "dead": lambda line, dead, silent: re.sub(r"/tcp/\d+", f"/tcp/{dead}", line),
+    "silent": lambda line, dead, silent: re.sub(r"/tcp/\d+", f"/tcp/{silent}", line),
+    "of another key": lambda line, dead, silent: re.sub(r"/p2p/\w+", f"/p2p/{tiny.OPERATORS[1].peer_id}", line),
+    "of another run": lambda line, dead, silent: re.sub(r"#\w+", "#" + "0" * 64, line),
+    "cut off": lambda line, dead, silent: line[:-3],
+    "misspelt": lambda line, dead, silent: line.replace("/tcp/", "/tpc/"),
+}
+"""What may be wrong with a line, from a right one, a port where nobody listens and one where somebody listens and says nothing."""
+SECONDS = 20.0
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_line_is_told_in_one_line_in_twenty_seconds(
+    fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with crowd.living(tmp_path / "node") as line, socket.create_server(("127.0.0.1", 0)) as silent:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            dead = free.getsockname()[1]
+        wrong = WRONG[fault](line, str(dead), str(silent.getsockname()[1]))
+        assert wrong != line
+        offer = ("--device", "cpu", "--memory", "1GB", "--host", "127.0.0.1")
+        began = time.monotonic()
+        with pytest.raises(SystemExit) as end:
+            main.main(["join", wrong, "--dir", str(tmp_path / "peer"), *offer])
+        seconds = time.monotonic() - began
+    (said,) = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith("potluck: ")
+    assert ";" in said, f"no remedy: {said}"
+    assert end.value.code in (1, 2)
+    assert seconds < SECONDS, said
 
 
 PROVOKED = {BadLog, base.ClockWrong, UsageError, IdentityError, base.BadAddress, NobodyThere, base.PortInUse, base.StartFailed, logfile.Damaged, LocalError, base.TransportLost}  # fmt: skip

@@ -1,4 +1,4 @@
-"""`potluck init`: from nothing to rounds of one's own run, with real processes."""
+"""`potluck init`: from a text to the manifest of one's own run. That the run trains: test_new_user.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from peer.cli.init import CORPUS, MANIFEST, NODE, commented
 from peer.node.open_run import read_manifest
 from protocol.run import manifest as manifests
 from protocol.run.presets import PRESETS, PROBATION, RANGE_SESSIONS
-from tests.e2e.typed import running, until
 from tests.texts import write_corpus
 
 TEXT = "Strangers cook one meal together. Each brings what there is at home, and nobody leaves hungry.\n"
@@ -33,26 +32,14 @@ def potluck(*arguments: object) -> int:
     return end.value.code
 
 
-def test_what_it_ends_with_starts_a_run_that_trains(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_ends_with_the_line_that_starts_the_run(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert potluck("init", "ours", "text.txt", "--rounds", 2) == 0
     said = capsys.readouterr().out
     manifest = read_manifest(at_home / "ours" / MANIFEST)
     assert manifest.rounds == 2
     assert manifest.admission.probation == 0, "it would last longer than the run"
     assert f"run ours {manifest.run_id[:12]}" in said
-    last = said.splitlines()[-1].split()
-    assert last[:2] == ["potluck", "bootstrap"]
-    with running(*last[1:], "--host", "127.0.0.1", "--port", 0, "--json") as node:
-        address = until(node, "listening")["address"]
-        options = ("--dir", "peer", "--host", "127.0.0.1", "--memory", "1GB", "--threads", 1, "--name", "Ada", "--json")
-        with running("join", address, *options) as peer:
-            until(node, "ready", name="Ada")
-            until(peer, "round", round=1)
-            for words, told in ((("log", "credits", address), "  Ada·"), (("me", address, "--dir", "peer"), "; Ada·")):
-                assert potluck(*words) == 0
-                assert told in capsys.readouterr().out
-            assert potluck("log", "credits", "ours/node", "--json") == 0
-            assert "Ada" not in capsys.readouterr().out, "a folder has no names"
+    assert said.splitlines()[-1] == "    potluck bootstrap ours/run.toml --dir ours/node --corpus ours/corpus"
 
 
 def test_it_is_made_again_where_it_was_interrupted(at_home: Path, capsys: pytest.CaptureFixture[str]) -> None:

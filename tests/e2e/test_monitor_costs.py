@@ -1,6 +1,9 @@
-"""What a monitor of 500 peers keeps in memory, with its screen, its page and its network daemon: live, and from a recording.
+"""What a monitor of 500 peers keeps in memory, and how much processor time it takes, with its screen, its page and its network daemon: live,
+and from a recording.
 
-What happens is the same each time, and is counted in rounds and announcements that the page has shown, not in seconds.
+What happens is the same each time, and is counted in rounds and announcements that the page has shown, not in seconds. A monitor that has
+looked at the announcements LOOKS times has polled the log a number of times that follows from its code, once a second at most. So its
+processor time for that is a share of a core that another program's work does not change.
 """
 
 from __future__ import annotations
@@ -16,24 +19,32 @@ from typing import Any
 
 import pytest
 
+from peer.ui.monitor import PEERS_A_POLL, POLL_SECONDS
 from protocol.run import manifest as manifests
 from tests import crowd
 from tests.watched import MadeUp
 from tests.watching import DEADLINE, Taken, Watching, watching
 
 PEERS, ROUNDS, MORE_ROUNDS = 500, 20, 6
+LOOKS = 2
+"""At the announcements of all, with a decided round between: a real run has no round every twenty seconds."""
+SHARE = 0.03
+"""Of a core."""
+BROWSER_SECONDS = 2.0
+"""How often a page asks."""
+POLLS_A_LOOK = PEERS // PEERS_A_POLL
 MOST = 150_000_000
 """Bytes that the monitor's own process may have in memory, and that it and its network daemon may have for themselves alone."""
 
 
-def until(watched: Watching, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The first state of the page that is `wanted`."""
+def until(watched: Watching, wanted: Callable[[dict[str, Any]], bool], every: float = 0.2) -> dict[str, Any]:
+    """The first state of the page that is `wanted`; it is asked for `every` so many seconds, since a page has no other sign of news."""
     end = time.monotonic() + DEADLINE
     while time.monotonic() < end:
         found = dict(json.loads(watched.get("state.json")))
         if wanted(found):
             return found
-        time.sleep(0.2)  # a page has no other sign of news
+        time.sleep(every)
     raise AssertionError(f"not shown: round {found['round']}, {found['peers_here']} peers")
 
 
@@ -66,11 +77,32 @@ async def live(tmp_path: Path) -> None:
                 within_bounds(watched.taken())
                 assert found["peers_total"] == PEERS
                 assert watched.taken().daemon_bytes > 0
+                least = min(
+                    time_taken(watched), time_taken(watched)
+                )  # of two: on a core that others use, too, the same work takes longer
+                assert 0.1 < least <= SHARE * LOOKS * POLLS_A_LOOK * POLL_SECONDS
                 assert watched.process.poll() is None
 
-        def more() -> None:
-            node.decide()
-            node.hear(4)
+        def time_taken(watched: Watching) -> float:
+            """Processor seconds from when the page shows one look at the announcements to when it shows the last of LOOKS more."""
+
+            def shows(step: int) -> None:
+                until(
+                    watched,
+                    lambda s: all(p["step"] == step for p in s["peers"] if p["role"] in ("full", "stage")),
+                    BROWSER_SECONDS,
+                )
+
+            before = watched.taken().seconds
+            for step in range(1, LOOKS + 1):
+                loop.call_soon_threadsafe(more, step)
+                shows(step)
+            return watched.taken().seconds - before
+
+        def more(step: int = 4) -> None:
+            if step in (1, 4):
+                node.decide()
+            node.hear(step)
 
         loop = asyncio.get_running_loop()
         await asyncio.to_thread(watch)

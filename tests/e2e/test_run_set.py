@@ -19,7 +19,7 @@ def test_a_run_is_not_set_to_nothing() -> None:
     typed = [sys.executable, "-m", "peer.cli", "run", "set", "my-run.toml"]
     refused = subprocess.run(typed, capture_output=True, text=True, timeout=DEADLINE, check=False)
     assert refused.returncode == 2
-    assert refused.stderr == "potluck: --rounds: is not given, nor --total-steps; give one of them, or both\n"
+    assert refused.stderr == "potluck: potluck run set: nothing is given; see --help, and give what is to be changed\n"
 
 
 def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
@@ -44,10 +44,17 @@ def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
         assert "that decree cannot be: round" in refused.stderr
         assert refused.stderr.count("\n") == 1
 
-        for told in both(swarm, "set", "--rounds", str(last), "--total-steps", "500", "--reason", "enough"):
-            assert f"set {last:,} rounds, a schedule of 500 inner steps: decided" in told
+        for told in both(
+            swarm, "set", "--rounds", str(last), "--total-steps", "500", "--share", "0.9", "--reason", "enough"
+        ):
+            assert (
+                f"set {last:,} rounds, a schedule of 500 inner steps, a probation of 0 rounds, at most 90.0% of a"
+                in told
+            )
+            assert "strangers of one range: decided" in told
         said = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
         assert (said["action"], said["rounds"], said["total_steps"], said["reason"]) == ("set", last, 500, "enough")
+        assert said["limits"] == {"probation": 0, "share": 0.9, "range_sessions": 0, "range_share": 1.0}
         for name in peers:
             swarm.start(name)
         for name in peers:

@@ -20,7 +20,7 @@ from protocol.rounds.leader_events import Gone, Petition, Phase, Propose
 from protocol.run.manifest import AdmissionSpec, Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.commit import DOMAIN, Commit, Record
-from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, SET, Decree, Enacted, Motion, Schedule
+from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, SET, Decree, Enacted, Limits, Motion, Schedule
 from protocol.wire.schema import packed
 from protocol.wire.sealed import seal
 from tests import tiny
@@ -141,7 +141,8 @@ def test_the_log_cannot_have_what_is_unlawful() -> None:
 
 
 def test_the_longest_decree_has_its_place_in_every_commit() -> None:
-    schedule = Schedule(rounds=2**53, total_steps=2**53)
+    limits = Limits(probation=2**53, share=1 / 3, range_sessions=2**53, range_share=1 / 3)
+    schedule = Schedule(rounds=2**53, total_steps=2**53, limits=limits)
     longest = Decree(
         run="f" * 64,
         number=2**53,
@@ -339,6 +340,16 @@ def test_a_run_goes_on_for_a_round_at_least_and_is_not_over_already() -> None:
     no_warm_up = longer(ONE.rounds, steps=ONE.train.warmup_steps)
     warm = f"total_steps must be more than the {ONE.train.warmup_steps} of the warm-up"
     assert set_by(no_warm_up) == late + warm
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(0.5, "at its lowest after 50.00% of the run"), (1.0, None), (2.0, "has gone 50.00% of its way")]
+)
+def test_a_schedule_that_does_not_end_with_the_run_is_said(part: float, said: str | None) -> None:
+    steps = int(part * ONE.rounds * ONE.train.inner_steps)
+    found = schedule.misfit(dataclasses.replace(ONE, train=dataclasses.replace(ONE.train, total_steps=steps)))
+    assert (found is None) == (said is None)
+    assert found is None or said in found  # type: ignore[operator]
 
 
 def test_a_node_tells_an_operator_who_comes_too_late() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from bootstrap.archive import Archive
 from peer.net.disk import LocalDisk
-from protocol.errors import UsageError
+from protocol.errors import LocalError, UsageError
 from protocol.wire import encoding, framing, logfile
 from protocol.wire.commit import Commit
 from protocol.wire.decree import OUST, Decree, Enacted
@@ -98,7 +98,7 @@ def test_a_commit_that_could_not_be_read_again_is_not_appended(tmp_path: Path) -
     node = open_archive(tmp_path)
     first, second, _ = commits(3)
     node.append(tiny.record(first))
-    with pytest.raises(encoding.UnreadableRecord, match="commit of round 1: nobody could read its record"):
+    with pytest.raises(LocalError, match="commit of round 1: nobody could read its record"):
         node.append(tiny.record(dataclasses.replace(second, members=("m",) * 70_000)))
     node.close()
     assert (tmp_path / "log").read_bytes() == written(raws(1))

@@ -265,7 +265,7 @@ def test_a_build_that_was_asked_to_stop_goes_on(source: Path, tmp_path: Path) ->
 
     stop, lines = threading.Event(), list[str]()
     asked = request(tmp_path / "out", source, spill_ids=1)
-    with pytest.raises(build.Stopped, match="start the same command again: it goes on where it was"):
+    with pytest.raises(LocalError, match="start the same command again: it goes on where it was"):
         build.build(asked, Stopping(), lines.append, stop)
     assert len(list((tmp_path / "out" / build.BUILDING).glob("spill-*"))) == 1
     assert made(asked, say=lines.append) == made(request(tmp_path / "plain", source))

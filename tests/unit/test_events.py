@@ -25,7 +25,7 @@ from protocol.rounds import invitations, part_lists
 from protocol.wire.announcement import Announcement
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
-from protocol.wire.decree import Decree, Enacted, Schedule
+from protocol.wire.decree import Decree, Enacted, Limits, Schedule
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, Seat, Work
@@ -57,7 +57,7 @@ def example(hint: Any, name: str = "") -> Any:
         return hint(**{f.name: example(hints[f.name], f.name) for f in dataclasses.fields(hint)})  # type: ignore[operator]
     if hint is str:
         return {"peer": PEERS[1], "role": "full", "how": "direct"}.get(name, "text")
-    return {int: {"first": 0, "last": 2}.get(name, 1), float: 1.5, bool: True}[hint]
+    return {int: {"first": 0, "last": 2}.get(name, 1), float: 0.5, bool: True}[hint]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=events.kind_of)
@@ -264,7 +264,11 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
             action="ban",
             subject=BOB.peer_id,
             reason="noise",
-            schedule=Schedule(rounds=2, total_steps=3),
+            schedule=Schedule(
+                rounds=2,
+                total_steps=3,
+                limits=Limits(probation=4, share=0.5, range_sessions=6, range_share=0.75),
+            ),
             proof=PROOF,
             after=1,
         ),

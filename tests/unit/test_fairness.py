@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
+from protocol.errors import LocalError
 from protocol.rounds import fairness, judging
 from protocol.rounds.fairness import FORGIVEN, Doubts, Sight
 from protocol.rounds.leader_events import Received
 from protocol.rounds.unfair import Unfair
+from protocol.wire import encoding, framing
+from protocol.wire.ballot import Accept
 from protocol.wire.commit import Commit, LeftOut
 from protocol.wire.plan import Plan, StageSpec, Work
 from tests import tiny
@@ -140,6 +143,33 @@ def test_what_nobody_honest_writes_is_a_lie_for_every_member(reason: str, lie: C
         assert unfair is not None
         assert unfair.lie
         assert reason in unfair.reason
+
+
+def test_a_commit_that_fits_in_a_message_and_not_in_a_record_gets_no_vote() -> None:
+    """A lying leader fills a commit with made-up spares, so that only its record, with the votes, is too long. Appending it would end nodes."""
+    round = Round()
+    honest = dataclasses.replace(round.commit(), digests={})
+    assert honest.plan is not None
+    names = [f"{i:064}" for i in range(65_000)]
+
+    def filled(count: int, more: int) -> Commit:
+        spares = (*names[:count], "x" * more)
+        return dataclasses.replace(honest, plan=dataclasses.replace(honest.plan, spares=spares))  # type: ignore[type-var]
+
+    def size(commit: Commit) -> int:
+        return len(encoding.encode(Accept(round=commit.round, ballot=1, commit=commit)))
+
+    room = framing.MAX_MESSAGE - size(filled(1000, 1))
+    each = (size(filled(2000, 1)) - size(filled(1000, 1))) // 1000
+    commit = filled(1000 + room // each, 1 + room % each - each // 2)
+    raw = encoding.encode(Accept(round=commit.round, ballot=1, commit=commit))
+    assert encoding.expect(Accept, encoding.decode(raw, "p"), "p").commit == commit, "it arrives"
+    with pytest.raises(LocalError, match="nobody could read its record"):
+        encoding.encode_record(tiny.record(commit, *tiny.OPERATORS[:3]))
+    unfair = found(round.sight("a", "b", "c"), commit)
+    assert unfair is not None
+    assert unfair == Unfair("is so long that nobody could read its record", True)
+    assert found(round.sight("a", "b", "c"), honest) is None
 
 
 DOUBTS: list[tuple[str, Change]] = [

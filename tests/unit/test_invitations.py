@@ -17,7 +17,7 @@ from peer.net.clock import Clock
 from peer.node.open_run import parse_run
 from peer.ui import log_text, monitor
 from peer.ui.lines import describe
-from protocol.errors import UsageError
+from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
 from protocol.rounds import access, capacity, fairness, invitations, validation
 from protocol.rounds.access import ASKED_SECONDS, MAX_WAITING, Access, Guests
@@ -213,7 +213,7 @@ def test_the_longest_have_their_place_in_every_commit_and_hello() -> None:
     assert with_them - without <= capacity.longest_joined().times(MAX_JOINED).size
     hello = encoding.encode(Hello(run="f" * 64, version=2**53, joining=longest))
     assert len(hello) <= 2048
-    with pytest.raises(encoding.UnreadableRecord):
+    with pytest.raises(LocalError, match="nobody could read"):
         encoding.encode_record(Record(commit=commit_of(*(longest,) * (MAX_JOINED + 1)), ballot=0, votes={}))
 
 

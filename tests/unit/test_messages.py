@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.errors import LocalError
 from protocol.identity import Identity
 from protocol.rounds.part_lists import root_of, share_of
 from protocol.wire import encoding, framing
@@ -17,13 +18,12 @@ from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
-from protocol.wire.decree import Decree, Enacted, Motion, Motions, Schedule
+from protocol.wire.decree import Decree, Enacted, Limits, Motion, Motions, Schedule
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.encoding import (
     Message,
     MessageError,
-    UnreadableRecord,
     decode,
     decode_any,
     decode_record,
@@ -79,7 +79,9 @@ PLAN = Plan(
     spares=("d",),
     seats=(Seat(number=5, work=Work(slot=50, steps=5)),),
 )
-SCHEDULE = Schedule(rounds=9, total_steps=450)
+SCHEDULE = Schedule(
+    rounds=9, total_steps=450, limits=Limits(probation=4, share=0.5, range_sessions=6, range_share=0.25)
+)
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
 SCORE = Score(peer="p", round=1, marks=(Mark(replica=0, assigned=-0.5, other=0.25),), signature=b"s")
 AUDIT = Audit(peer="p", round=1, replica=2, agreement=-1.5, signature=b"s")
@@ -205,7 +207,7 @@ def test_a_record_that_nobody_could_read_is_not_made() -> None:
         ),
         dataclasses.replace(COMMIT, leader="l" * framing.MAX_MESSAGE),
     ):
-        with pytest.raises(UnreadableRecord, match=r"nobody could read .*; it was not written, tell the operator"):
+        with pytest.raises(LocalError, match=r"nobody could read .*; it was not written, tell the operator"):
             encode_record(Record(commit=commit, ballot=0, votes={}))
 
 

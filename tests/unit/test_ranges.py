@@ -12,11 +12,14 @@ from bootstrap.doorman import Doorman
 from peer.net.clock import Clock
 from protocol.planning import memory
 from protocol.planning.partition import Candidate
-from protocol.rounds import fairness, ranges
+from protocol.rounds import access, fairness, ranges, schedule, standing
 from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Ready
-from protocol.rounds.ranges import RELAYED, limited, range_of
+from protocol.rounds.leader_events import Petition, Propose, Ready
+from protocol.rounds.ranges import RELAYED, range_of
 from protocol.run.manifest import AdmissionSpec, Manifest
+from protocol.wire import encoding
+from protocol.wire.commit import DOMAIN, Commit
+from protocol.wire.decree import SET, Decree, Limits, Schedule
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
 from tests import tiny
 from tests.unit.test_leader import FULL, Driver
@@ -55,6 +58,11 @@ def manifest(**admission: Any) -> Manifest:
 
 
 M = manifest()
+SHARE = M.admission.range_share
+
+
+def limited(where: dict[str, str], planned: Plan, share: float = SHARE) -> Plan:
+    return ranges.limited(M, planned, where, share)
 
 
 def replica(number: int, *peers: str, steps: int = 4) -> ReplicaSpec:
@@ -82,33 +90,33 @@ def shares(of: Plan, where: dict[str, str]) -> float:
 def test_of_a_range_that_has_too_much_the_youngest_are_spares() -> None:
     full = [replica(i, f"p{i}") for i in range(10)]
     where = {f"p{i}": HOME for i in range(4, 10)}
-    found = limited(M, plan(*full), where)
+    found = limited(where, plan(*full))
     assert [r.number for r in found.replicas] == [0, 1, 2, 3, 4]
     assert found.spares == ("p5", "p6", "p7", "p8", "p9")
     assert shares(found, where) <= 0.25
-    assert limited(M, found, where) is found
-    assert limited(manifest(range_share=1.0), plan(*full), where).count == 10
+    assert limited(where, found) is found
+    assert limited(where, plan(*full), 1.0).count == 10
 
 
 def test_everybody_may_have_an_equal_share() -> None:
     where = {"a": HOME, "b": HOME, "c": "1.1.1.0/24"}
     two = plan(replica(0, "a"), replica(1, "b"), replica(2, "c"))
-    assert [r.peers for r in limited(M, two, where).replicas] == [("a",), ("c",)]
+    assert [r.peers for r in limited(where, two).replicas] == [("a",), ("c",)]
     alone = plan(replica(0, "a"), replica(1, "b"))
-    assert limited(M, alone, where) is alone, "nobody else is there"
-    assert limited(M, plan(replica(0, "a", steps=4), replica(1, "c", steps=1)), where).count == 2, "one of each stays"
+    assert limited(where, alone) is alone, "nobody else is there"
+    assert limited(where, plan(replica(0, "a", steps=4), replica(1, "c", steps=1))).count == 2, "one of each stays"
 
 
 def test_chains_and_what_is_forming_count_by_blocks() -> None:
     where = dict.fromkeys(("x", "y", "z", "w"), HOME)
     mixed = plan(replica(0, "a"), replica(1, "b"), replica(2, "x", "c"), replica(3, "y", "d"), replica(4, "z", "e"))
-    found = limited(M, mixed, where)
+    found = limited(where, mixed)
     assert [r.number for r in found.replicas] == [0, 1, 2, 3]
     assert found.spares == ("e", "z")
     coming = plan(
         replica(0, "a"), replica(1, "b"), replica(2, "x"), forming=(replica(-1, "y", "z"), replica(-1, "c", "d"))
     )
-    found = limited(M, coming, where)
+    found = limited(where, coming)
     assert ([r.number for r in found.replicas], [r.peers for r in found.forming]) == ([0, 1, 2], [("c", "d")])
     assert len(found.forming_since) == 1
 
@@ -119,18 +127,27 @@ def test_a_seat_goes_to_nobody_whose_range_has_its_share() -> None:
         plan(*(replica(i, p) for i, p in enumerate("abcx"))),
         seats=(Seat(number=5, work=Work(steps=4, micro_batches=2)),),
     )
-    assert not ranges.has_room(M, some, where, "y")
-    assert ranges.has_room(M, some, where, "z")
-    assert ranges.has_room(M, some, where, "b-friend")
+    assert not ranges.has_room(M, some, where, "y", SHARE)
+    assert ranges.has_room(M, some, where, "z", SHARE)
+    assert ranges.has_room(M, some, where, "b-friend", SHARE)
 
 
 # --- the leader
 
 
+class Operated(Driver):
+    """One whose commits name who decides what comes next, as the quorum adds it."""
+
+    def decide(self, effects: list[Any]) -> Commit:
+        (found,) = [e.commit for e in effects if isinstance(e, Propose)]
+        members = self.manifest.first_members
+        return super().decide([Propose(dataclasses.replace(found, leader=members[0], members=members))])
+
+
 def thirty(**admission: Any) -> tuple[Driver, list[str]]:
     """Four founders and thirty identities of one range, after the plan that has seen all."""
     names = [f"x{i:02}" for i in range(30)]
-    driver = Driver(dict.fromkeys((*"abcd", *names), FULL), manifest(**admission))
+    driver = Operated(dict.fromkeys((*"abcd", *names), FULL), manifest(**admission))
     driver.decide(driver.ready(*"abcd"))
     driver.attest(*"abcd")
     shards = memory.held_shards(driver.manifest, 0, tiny.LAYERS)
@@ -178,6 +195,56 @@ def test_a_plan_for_one_range_is_doubted_by_whoever_sees_it() -> None:
     )
     unseen = dataclasses.replace(sight, ready={p: dataclasses.replace(c, range="") for p, c in sight.ready.items()})
     assert fairness.doubt_in(unseen, dataclasses.replace(commit, plan=honest.commits[-1].plan)) is None, "nor here"
+
+
+def decreed(driver: Driver, **changes: Any) -> Limits:
+    """The operator sets these limits with the next commit."""
+    now, last = driver.manifest, schedule.limits(driver.manifest, None)
+    limits = dataclasses.replace(last, **changes)
+    lasts = Schedule(rounds=now.rounds, total_steps=now.train.total_steps, limits=limits)
+    wish, key = Decree(run=now.run_id, number=0, action=SET, schedule=lasts), tiny.OPERATOR
+    driver.do(Petition(key.peer_id, wish, key.sign(DOMAIN + encoding.encode(wish))))
+    return limits
+
+
+def test_limits_that_are_decreed_hold_from_the_commit_that_brings_them() -> None:
+    driver, names = thirty(range_share=1.0)
+    before = tuple(driver.commits)
+    limits = decreed(driver, range_share=0.25, range_sessions=2, probation=9)
+    driver.attest(*driver.memory, shards=memory.held_shards(driver.manifest, 0, tiny.LAYERS))
+    there = [
+        p for p in driver.memory if driver.leader.plan is not None and driver.leader.plan.replica_of(p) is not None
+    ]
+    commit = driver.decide(driver.offered(*there))
+    assert before[-1].plan is not None
+    assert commit.plan is not None
+    where = dict.fromkeys(names, HOME)
+    assert shares(before[-1].plan, where) > 0.8
+    assert shares(commit.plan, where) <= 0.25
+    assert driver.leader.standing.limits == standing.of(driver.manifest, driver.commits).limits == limits
+    assert driver.leader.standing.left(names[0]) > 0, "who had served what was asked has more to serve"
+
+    async def hand_in(event: object) -> None:
+        """Nobody is invited."""
+
+    refused = Doorman(driver.leader, hand_in, Clock()).crowded("x", ["y", "z"])
+    assert refused is not None
+    other = Driver(driver.memory, driver.manifest, before)
+    other.ready(*"abcd")
+    for name in names:
+        other.do(Ready(Candidate(peer=name, memory_bytes=FULL, up_bps=10**7, range=HOME)))
+    sight = fairness.sight_of(other.leader, commit.time, 1.0, True)
+    large = dataclasses.replace(before[-1].plan, round=commit.plan.round)
+    found = fairness.doubt_in(sight, dataclasses.replace(commit, plan=large))
+    assert found is not None
+    assert "for one range of addresses" in found.reason
+    assert fairness.doubt_in(sight, commit) is None
+    assert access.why_unlawful(driver.manifest, before[-1], commit) is None
+    otherwise = dataclasses.replace(commit, schedule=schedule.of(driver.manifest, None))
+    assert access.why_unlawful(driver.manifest, before[-1], otherwise) is not None
+    driver.attest(*driver.memory, shards=memory.held_shards(driver.manifest, 0, tiny.LAYERS))
+    after = driver.decide(driver.offered(*(peer for replica in commit.plan.replicas for peer in replica.peers)))
+    assert after.schedule == commit.schedule, "they stay"
 
 
 def test_those_for_whom_an_operator_vouches_are_limited_by_no_range() -> None:

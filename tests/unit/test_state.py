@@ -81,6 +81,7 @@ def test_every_field_of_the_state_has_a_source() -> None:
         ("bootstrap", dataclasses.replace(commit, left_out=left, diverged=wrong)),
         ("bootstrap", events.Forked(round=3, liars=(made.ids[0],))),
         (made.manifest.operators[0], events.Relayed(circuits=3, bytes=10, bps=5.0, refused=1)),
+        ("bootstrap", events.Refused(peer=made.ids[4], address="", reason="says too much", seconds=60.0)),
         ("bootstrap", events.Gone(peer=made.ids[4])),
         ("bootstrap", events.RunFinished(round=10, state_digest=None)),
     ):
@@ -189,6 +190,27 @@ def test_before_anything_happened() -> None:
     found = json.loads(to_json(state(Watched(tiny.manifest()), NOW)))
     assert (found["round"], found["loss"], found["peers"], found["recent"]) == (0, None, [], [])
     assert found["health"]["operators"][0]["here"] is False
+
+
+def test_refusals_of_the_operators_nodes_are_counted_across_their_restarts() -> None:
+    """Not those of peers, who may say what they like."""
+    one = watched(MadeUp(5), 2)
+    node, peer = one.view.manifest.operators[0], one.view.listed()[0].peer
+
+    def told(source: str, refused: int) -> None:
+        body = events.Announced(
+            phase="", round=0, step=0, loss=None, bytes_sent=0, bytes_received=0, load=None, refused=refused
+        )
+        one.feed(Event(NOW, source, body))
+
+    for refused in (0, 3, 3, 8, 2):
+        told(node, refused)
+    told(peer, 10**9)
+    shown = state(one, NOW)
+    assert shown.health.refused_total == 8 + 2
+    assert f'potluck_refused_total{{run="{one.view.manifest.run_id[:12]}"}} 10\n' in metrics.exposition(shown)
+    one.feed(Event(NOW, "bootstrap", events.Refused(peer=peer, address="", reason="says too much", seconds=60.0)))
+    assert state(one, NOW).health.refused_total == 11, "a node's own recording"
 
 
 def test_metrics_are_what_prometheus_reads() -> None:

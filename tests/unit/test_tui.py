@@ -21,6 +21,7 @@ from protocol.identity import Identity, short_peer
 from protocol.wire.commit import LeftOut
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
+from tests.watched import MadeUp
 
 PEERS = [Identity(bytes([i] * 32)).peer_id for i in range(1, 7)]
 NAMES = dict(zip(PEERS, ("full-0", "full-1", "a", "b", "c", "spare"), strict=True))
@@ -554,3 +555,19 @@ def test_a_replica_on_probation_is_no_warning() -> None:
     )
     said = [line[9:] for line in Lines().of(Event(0.0, "bootstrap", commit))]
     assert said[1:] == ["· round 4 without replica 2: on probation", "! round 4 without replica 3: late"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (104, 30), (110, 30), (120, 40), (122, 36), (200, 60)])
+def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
+    """With a line's rate, a share that is computed and a sum that has been sent as wide as they come."""
+    made = MadeUp(5)
+    view = View(made.manifest)
+    for event in made.all(20):
+        if isinstance(event.body, events.Ready):
+            event = dataclasses.replace(event, body=dataclasses.replace(event.body, up_bps=20_200_000))
+        view.feed(event)
+    console = Console(file=io.StringIO(), width=width, height=height)
+    console.print(render(view, width, height))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "blocks 2-3" in shown
+    assert "…" not in shown, shown

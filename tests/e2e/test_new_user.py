@@ -1,0 +1,184 @@
+"""A new user in an empty home: the tutorial, each command typed as it is written and in its order, in one run with three peers.
+
+All are stopped in between, and started again by the same commands. What is added to a command keeps it on this machine and at one port. The
+operator makes the run shorter than the tutorial's six rounds while it goes on, by the README's `potluck run set`; so it ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import systemd
+from tests.docs import typed
+from tests.docs.typed import Ended, Terminal
+
+TUTORIAL, README = typed.ROOT / "docs" / "tutorial.md", typed.ROOT / "README.md"
+FIVE_MINUTES = 300.0
+THIRD = "potluck join ADDRESS"
+"""The README's: in the folder that a peer has unless it is told another one."""
+STAYS_HERE = {
+    "bootstrap": " --host 127.0.0.1 --port {port}",
+    "join": " --host 127.0.0.1",
+    "doctor": " --host 127.0.0.1",
+}
+
+
+class User:
+    """Somebody with a working folder, who has terminals open. `address`: what to put in for ADDRESS."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._shell = typed.Shell.of(folder / "user", {"systemctl": systemd.PROGRAM.format(calls=folder / "calls")})
+        self._at, self._port = folder / "work", port
+        self._at.mkdir()
+        self._terminals = contextlib.ExitStack()
+        self.address = ""
+
+    @property
+    def home(self) -> Path:
+        return self._shell.home
+
+    @property
+    def folder(self) -> Path:
+        return self._at
+
+    def _filled_in(self, command: str) -> str:
+        more = STAYS_HERE.get(command.split()[1], "").format(port=self._port)
+        return command.replace("ADDRESS", f"'{self.address}'") + more
+
+    def open(self, command: str) -> Terminal:
+        """In a terminal of its own."""
+        terminal = self._shell.open(self._filled_in(command), self._at)
+        self._terminals.callback(terminal.close)
+        return terminal
+
+    def run(self, command: str, sign: str | None = None) -> Ended:
+        """To its end, or until Ctrl-C ends it when it has said `sign`."""
+        return self._shell.type(self._filled_in(command), self._at, sign)
+
+    def type(self, command: str, sign: str | None = None, code: int = 0) -> Ended:
+        """It does what it is to do; `sign`: what it says before Ctrl-C ends it; `code`: with which it ends."""
+        ended = self.run(command, sign)
+        assert ended.code == code, (command, ended)
+        assert "Traceback" not in ended.said, (command, ended)
+        return ended
+
+    def close(self) -> None:
+        self._terminals.close()
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Iterator[User]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = User(tmp_path, port)
+    yield found
+    found.close()
+
+
+def stopped(*terminals: Terminal) -> None:
+    """Ctrl-C in each, until it has ended."""
+    for terminal in terminals:
+        terminal.interrupt()
+    for terminal in terminals:
+        ended = terminal.ended()
+        assert (ended.code, "Traceback" in ended.said) == (0, False), ended
+
+
+@pytest.mark.slow
+def test_the_tutorial_is_typed_from_its_first_line_to_its_last(user: User) -> None:
+    commands = typed.shown(TUTORIAL)
+    assert THIRD in typed.shown(README)
+
+    def step(begins: str) -> str:
+        """The tutorial's next command."""
+        command = next(commands)
+        assert command.startswith(f"potluck {begins} "), command
+        return command
+
+    assert not list(user.home.iterdir()), "an empty home"
+    began = time.monotonic()
+    made = user.type(step("init"))
+    start = step("bootstrap")
+    assert made.said.splitlines()[-1].strip() == start, "it ends with the next command"
+    node = user.open(start)
+    user.address = node.until(r"to join: potluck join (\S+)")[1]
+    assert re.search(r"✓ role: it would be a full replica: [\d,]+ tokens per second", user.type(step("doctor")).said)
+    joins = step("join"), step("join"), THIRD
+    peers = [user.open(command) for command in joins]
+    for peer in peers:
+        peer.until(r"is here: ")
+    shortened(user)
+    peers[0].until(r"round 1 is applied")
+    assert time.monotonic() - began < FIVE_MINUTES
+    (twice,) = user.type(joins[0], code=2).said.splitlines()
+    assert "another potluck process uses it" in twice, "one folder is one peer's"
+    user.type(step("monitor"), sign=r"round \d+")
+    assert re.search(r"you trained [\d,]+ tokens, [\d.]+% of the run: rank \d of 3; Ada·", user.type(step("me")).said)
+    credits = user.type("potluck log credits ADDRESS").said
+    assert re.search(r"  Ada·\w{4}", credits), credits
+    assert re.search(r"  Bob·\w{4}", credits), credits
+    assert "Ada" not in user.type("potluck log credits my-run/node --json").said, "a folder has no names"
+
+    stopped(*peers)
+    stopped(node)
+    node = user.open(start)
+    assert node.until(r"to join: potluck join (\S+)")[1] == user.address, "the line with which everybody joins stays"
+    peers = [user.open(command) for command in joins]
+    ends = [peer.ended() for peer in peers]
+    assert [ended.code for ended in ends] == [0, 0, 0], ends
+    assert all("the run is over after round" in ended.said for ended in ends), ends
+
+    checked = re.search(
+        r"(\d+) of (\d+) attested digests of shards are what the replay gives", user.type(step("log verify")).said
+    )
+    assert checked is not None
+    assert checked[1] == checked[2] != "0"
+    assert user.type(step("sample")).said.startswith("We the people")
+    user.type(step("export"))
+    assert not list(commands), "all of the tutorial was typed"
+    loads(user.folder / "model")
+    stopped(node)
+
+
+def shortened(user: User) -> None:
+    """The run ends after the next round, or one later where that is decided meanwhile."""
+    said = []
+    for rounds in (2, 3, 4):
+        ended = user.run(f"potluck run set ADDRESS --rounds {rounds} --dir my-run/node")
+        if ended.code == 0:
+            return
+        said.append(ended.said)
+    raise AssertionError(said)
+
+
+def loads(folder: Path) -> None:
+    """transformers takes the folder, as README and tutorial say."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = torch.tensor([words("We the people of the United States")["input_ids"]])
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert logits.shape == (1, ids.shape[1], model.config.vocab_size)
+    assert bool(torch.isfinite(logits).all())
+
+
+def test_make_demo_is_the_demo() -> None:
+    """The README's first command; what `potluck demo` does is in test_demo.py."""
+    readme = README.read_text(encoding="utf-8")
+    assert re.search(r"^    make demo$", readme, re.MULTILINE)
+    printed = subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo"], cwd=typed.ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.splitlines()[-1].endswith("potluck demo --out demo-run --json demo-run.json")
