@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from peer.training import muon
 from protocol.codec import sparse
 from protocol.codec.sparse import Codec, PayloadError
 from protocol.run import layout
@@ -33,6 +32,8 @@ from protocol.run.manifest import TrainSpec
 Array = NDArray[np.float32]
 CODEC = Codec(1024)
 _HEADER = struct.Struct("<IQ")
+MOMENTUM = "momentum_buffer"
+"""What the one moment of Muon is called where moments are kept; AdamW's are `step`, `exp_avg` and `exp_avg_sq`."""
 MOST_UPDATES = 1 << 24
 """fp32 counts exactly up to here."""
 
@@ -71,7 +72,7 @@ def unpack(spec: ModelSpec, train: TrainSpec, shard: str, data: bytes) -> dict[s
     ):
         found[key] = np.zeros(shape, np.float32)
         found[key].reshape(-1)[x.index] = x.values
-    _short(train, sum(float(np.square(x, dtype=np.float64).sum()) for k, x in found.items() if k.endswith(muon.STATE)))
+    _short(train, sum(float(np.square(x, dtype=np.float64).sum()) for k, x in found.items() if k.endswith(MOMENTUM)))
     at = size
     for name, shape in adamw:
         end = at + 4 * _means(shape)
@@ -90,7 +91,7 @@ def _by_adamw(spec: ModelSpec, train: TrainSpec, shard: str) -> list[tuple[str, 
 def _first(spec: ModelSpec, train: TrainSpec, shard: str) -> list[str]:
     """What the first moments of a shard's tensors are called."""
     return [
-        f"{name}/{muon.STATE if train.has_one_moment(shard, shape) else 'exp_avg'}"
+        f"{name}/{MOMENTUM if train.has_one_moment(shard, shape) else 'exp_avg'}"
         for name, shape in layout.tensors(spec, shard)
     ]
 

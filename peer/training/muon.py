@@ -23,8 +23,6 @@ from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import TrainSpec
 
-STATE = "momentum_buffer"
-"""B, the one moment of a matrix, as it is called where moments are kept."""
 STEPS = 5
 A, B, C = 3.4445, -4.7750, 2.0315
 """Steepest at zero, so that small singular values grow; all end between 0.7 and 1.2, but for tiny ones."""

@@ -230,7 +230,12 @@ class StageTrainer:
                 self._moments[name] = {key: torch.zeros(shape, device=self.device) for key, shape in shapes.items()}
         rate = self.pace.rate(self.train, step)
         if matrices := {name: parameters.pop(name) for name in list(parameters) if name in self._muon}:
-            muon.step(list(matrices.values()), [self._moments[name][muon.STATE] for name in matrices], self.train, rate)
+            muon.step(
+                list(matrices.values()),
+                [self._moments[name][small_moments.MOMENTUM] for name in matrices],
+                self.train,
+                rate,
+            )
         if self.train.scale_embedding_lr and COORDINATES in parameters:
             self._adamw({COORDINATES: parameters.pop(COORDINATES)}, rate, math.sqrt(self.spec.d_model / self.rank))
         self._adamw(parameters, rate)
@@ -293,7 +298,7 @@ class StageTrainer:
     def _state_shapes(self, name: str, parameter: Parameter) -> dict[str, tuple[int, ...]]:
         """The shapes of the moments of a parameter."""
         if name in self._muon:
-            return {muon.STATE: tuple(parameter.shape)}
+            return {small_moments.MOMENTUM: tuple(parameter.shape)}
         return {key: () if key == "step" else tuple(parameter.shape) for key in _ADAMW}
 
     def moments(self, shard: str) -> bytes | None:
