@@ -38,14 +38,17 @@ def trained(spec: ModelSpec, train: TrainSpec, shards: Sequence[str]) -> frozens
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """O of a matrix of the same shape; the same bits for the same matrix."""
+    """O of a matrix, of the same shape; the same bits for the same matrix. Uses the matrix for what it computes."""
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x  # the product of rows is the smaller one then
     x = x.bfloat16() if x.is_cuda else x
-    x = x / x.norm().clamp(min=_SMALL)
+    x.div_(x.norm().clamp(min=_SMALL))
+    gram, inner, following = x.new_empty(len(x), len(x)), x.new_empty(len(x), len(x)), torch.empty_like(x)
     for _ in range(STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=B, alpha=C), x, beta=A)
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=B, alpha=C, out=inner)
+        torch.addmm(x, inner, x, beta=A, out=following)
+        x, following = following, x
     return x.T if is_tall else x
 
 
