@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.muon --keep ROWS.jsonl
     python -m tests.benchmarks.muon --keep ROWS.jsonl --replicas 1 --rates 3e-3 6e-3 --seeds 1
+    python -m tests.benchmarks.muon --time          # what an inner step costs with each, at d = 512
 
 Full replicas of the demo's model in one process, with the project's own trainer, data order and outer step (tests/benchmarks/weights.py).
 Every run reads as many tokens in as many steps and rounds: a step's sequences are divided among the replicas, so that more
@@ -29,9 +30,11 @@ import torch
 
 from peer.demo import recipe
 from peer.demo.text import demo_corpus
+from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError
+from protocol.run import init, layout
 from protocol.run.manifest import OPTIMIZERS, Manifest
-from tests.benchmarks import weights
+from tests.benchmarks import overhead, weights
 from tests.benchmarks.weights import Arm
 from tests.e2e.swarms import options
 
@@ -125,6 +128,31 @@ def print_tables(found: Found) -> None:
         )
 
 
+def print_times(steps: int) -> None:
+    """Of an inner step of 2,048 tokens of 8 blocks 512 wide (tests/benchmarks/overhead.py), both optimizers by turns."""
+    spec, shards = overhead.MODEL, layout.shard_names(overhead.MODEL)
+    theta = {shard: init.initial_shard(spec, b"muon", shard) for shard in shards}
+    trainers = {o: StageTrainer(spec, replace(overhead.TRAIN, optimizer=o), shards) for o in OPTIMIZERS}
+    took: dict[str, list[tuple[float, float]]] = {optimizer: [] for optimizer in OPTIMIZERS}
+    for trainer in trainers.values():
+        trainer.begin_round(theta)
+    for step in range(steps + 1):
+        for optimizer, trainer in trainers.items():
+            began = time.process_time()
+            for micro in range(trainer.train.micro_batches):
+                trainer.forward(micro, torch.randint(spec.vocab_size, (trainer.train.rows, trainer.train.sequence + 1)))
+                trainer.backward(micro)
+            norm = math.sqrt(sum(square for _, square in trainer.grad_sumsq()))
+            done = time.process_time()
+            trainer.step(step + 1, norm)
+            if step:  # memory is taken in the first
+                took[optimizer].append((done - began, time.process_time() - done))
+    print("| optimizer | forward and backward | optimizer |\n|---|---|---|")
+    for optimizer, found in took.items():
+        model, own = (statistics.median(times) for times in zip(*found, strict=True))
+        print(f"| {optimizer} | {model:.2f} s | {own:.2f} s |")
+
+
 def read(path: Path | None, rounds: int) -> Found:
     """What a file has of runs of so many rounds."""
     lines = path.read_text().splitlines() if path is not None and path.exists() else []
@@ -138,9 +166,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--keep", type=Path, help="JSON lines of what was run; it is not run again")
+    parser.add_argument("--time", action="store_true", help="measure an inner step instead")
     parser.add_argument("--table", action="store_true", help="only print what was run")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    if chosen.time:
+        print_times(steps=5)
+        return 0
     found = read(chosen.keep, chosen.rounds)
     for run in () if chosen.table else todo(found, chosen.replicas, chosen.rates, chosen.seeds):
         if run not in found:
