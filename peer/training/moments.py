@@ -67,12 +67,15 @@ def unpack(spec: ModelSpec, train: TrainSpec, shard: str, data: bytes) -> dict[s
     view = memoryview(data)[_HEADER.size :]
     shapes = layout.shapes(spec, shard)
     found: dict[str, Array] = {}
+    squares = 0.0
     for key, shape, x in zip(
         _first(spec, train, shard), shapes, sparse.decode(CODEC, shapes, view[:size]), strict=True
     ):
         found[key] = np.zeros(shape, np.float32)
         found[key].reshape(-1)[x.index] = x.values
-    _short(train, sum(float(np.square(x, dtype=np.float64).sum()) for k, x in found.items() if k.endswith(MOMENTUM)))
+        if key.endswith(MOMENTUM):
+            squares += float(np.square(x.values, dtype=np.float64).sum())
+    _short(train, squares)
     at = size
     for name, shape in adamw:
         end = at + 4 * _means(shape)

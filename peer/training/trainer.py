@@ -1,9 +1,10 @@
 """The inner loop's arithmetic for one stage. A full replica is a stage that has everything: one code path.
 
 Inner optimizer of SparseLoCo: AdamW with weight decay on all parameters, or Muon (peer/training/muon.py) for the matrices inside
-blocks and AdamW for the others; clip by the whole replica's global norm, linear warm-up, cosine to a tenth of the peak. The loss of a step is the mean over its tokens: micro-batches are equal,
-so each one's gradient counts 1 / micro_batches, and they are added in micro-batch order. bf16 autocast on CUDA only;
-boundaries, loss and parameters stay fp32. Nothing waits for the device but what reads a result: `mean_loss`, `grad_sumsq`.
+blocks and AdamW for the others; clip by the whole replica's global norm, linear warm-up, cosine to a tenth of the peak.
+The loss of a step is the mean over its tokens: micro-batches are equal, so each one's gradient counts 1 / micro_batches, and they
+are added in micro-batch order. bf16 autocast on CUDA only; boundaries, loss and parameters stay fp32. Nothing waits for the device but
+what reads a result: `mean_loss`, `grad_sumsq`.
 
 Not thread-safe: every call belongs on one worker thread (`make_worker`).
 
