@@ -103,7 +103,7 @@ def losses(found: Found, optimizer: str, replicas: int, rate: float) -> dict[int
 def print_tables(found: Found) -> None:
     """What there is."""
     rates = sorted({run.rate for run in found})
-    print("| replicas | optimizer |" + "".join(f" {rate:.2e} |" for rate in rates) + " seconds |")
+    print("| replicas | optimizer |" + "".join(f" {rate:g} |" for rate in rates) + " seconds |")
     print("|---|---|" + "---|" * (len(rates) + 1))
     pairs = [(o, n) for n in sorted({run.replicas for run in found}) for o in OPTIMIZERS]
     pairs = [(o, n) for o, n in pairs if any((run.optimizer, run.replicas, run.seed) == (o, n, 0) for run in found)]
@@ -123,7 +123,7 @@ def print_tables(found: Found) -> None:
         error = f" ± {statistics.stdev(gains) / math.sqrt(len(gains)):.4f}" if len(gains) > 1 else ""
         less = f" {statistics.mean(gains):.4f}{error} " if optimizer != OPTIMIZERS[0] and gains else " "
         print(
-            f"| {replicas} | {optimizer} | {rate:.2e} | {', '.join(f'{x:.4f}' for x in values.values())} |"
+            f"| {replicas} | {optimizer} | {rate:g} | {', '.join(f'{x:.4f}' for x in values.values())} |"
             f" {statistics.mean(values.values()):.4f} |{less}|"
         )
 
