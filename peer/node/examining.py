@@ -1,7 +1,7 @@
 """Trains another replica's contribution again, when it is this peer's turn, and tells the nodes what it found (protocol/rounds/audits.py).
 
 It goes on beside the rounds, with a trainer of its own on a thread that lets whoever computes go first, and holds nothing up. It begins with a
-copy of this peer's own moments of AdamW, and changes nothing of this peer's training. What comes late has a place in a later commit.
+copy of this peer's own moments, and changes nothing of this peer's training. What comes late has a place in a later commit.
 
 The state before the round is needed, which nobody has any more when the round is applied. So whoever is named as an examiner keeps it, from
 the moment that the commit comes: until it has trained, or, where it is named only for the case that the first one finds too little, until

@@ -56,7 +56,7 @@ PACES = 32
 
 class StageInnerLoop:
     """Trains what the plan says on `text`; remembers the optimizer's state from round to round. `pipes` lead to the neighbours in a chain,
-    `announce(field=value)` changes what the peer says of itself, `optimizer` is AdamW's state by parameter name."""
+    `announce(field=value)` changes what the peer says of itself, `optimizer` is the optimizer's state by parameter name."""
 
     trainer_class: type[trainer.StageTrainer] = trainer.StageTrainer
     """What computes the stage."""
@@ -125,19 +125,19 @@ class StageInnerLoop:
             self._trainer.release()
 
     def optimizer(self) -> dict[str, NDArray[np.generic]]:
-        """AdamW's moments, by parameter name; for any thread but the worker. They are copies while a round is trained."""
+        """The optimizer's moments, by parameter name; for any thread but the worker. They are copies while a round is trained."""
         trainer = self._trainer
         if trainer is None:
             return self._state
         return dict(self._worker.submit(trainer.optimizer_state, copy=self._training).result())
 
     def lacks_moments(self, shard: str) -> bool:
-        """Whether AdamW would begin to train this shard without moments."""
+        """Whether the optimizer would begin to train this shard without moments."""
         known = any(f"{name}/step" in self._state for name, _ in layout.tensors(self.manifest.model, shard))
         return not known and shard not in self._inherited and not (self._trainer and self._trainer.has_moments(shard))
 
     async def moments(self, shard: str) -> bytes | None:
-        """AdamW's moments of a shard, for a peer that begins to train it; None where there are none."""
+        """The optimizer's moments of a shard, for a peer that begins to train it; None where there are none."""
         trainer = self._trainer
         if trainer is None:
             return None

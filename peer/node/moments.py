@@ -1,4 +1,4 @@
-"""AdamW's moments for a peer that begins to train a shard, from one that trains it already (peer/training/moments.py).
+"""The optimizer's moments for a peer that begins to train a shard, from one that trains it already (peer/training/moments.py).
 
 Nobody waits for them. They are asked for as soon as a plan names the shard, which is a round or more before it is trained
 (docs/protocol.md, forming), or as soon as a newcomer holds it whom no plan names yet; what has not come by then is not used. Each trainer
@@ -83,7 +83,7 @@ class MomentsExchange:
         request = calls.write(MomentsRequest(shard=shard))
         raw = await self._exchange.ask(trainer, endpoints.MOMENTS, request, ANSWER_BYTES)
         found = calls.read(MomentsAnswer, raw, trainer, "moments")
-        if not 0 < found.size <= moments.largest(self.manifest.model, shard):
+        if not 0 < found.size <= moments.largest(self.manifest.model, self.manifest.train, shard):
             return False
         data = await self._exchange.take(found.blob, found.size, trainer)
         with contextlib.suppress(PayloadError):

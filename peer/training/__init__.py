@@ -1,1 +1,1 @@
-"""The inner loop: the model, its text, AdamW, and the device that computes."""
+"""The inner loop: the model, its text, the optimizer, and the device that computes."""

@@ -1,7 +1,7 @@
 """A contribution compared with what another replica learned from the same text (protocol/rounds/audits.py).
 
 The examiner learns d from the text that the contribution's maker was assigned, and d' from other text, both from the same state and the same
-moments of AdamW, its own. For each contribution s of the round, at the places that it sends,
+moments, its own. For each contribution s of the round, at the places that it sends,
 
     x(s) = cos(s, d - d')
 

@@ -1,16 +1,17 @@
-"""AdamW's moments of a shard, small enough to be sent to a peer that begins to train it (docs/results/churn.md).
+"""The optimizer's moments of a shard, small enough to be sent to a peer that begins to train it (docs/results/churn.md).
 
 First moments m: one payload of the update codec with a quarter of the entries, at 2 bits. Second moments v: of a matrix the means of its
 rows r_i and of its columns c_j, from which v_ij = r_i c_j / mean(r) (Shazeer and Stern 2018, Adafactor, algorithm 1); of a vector all.
-About 0.16 bytes a parameter instead of 8.
+What Muon trains has first moments only, its momentum. About 0.16 bytes a parameter instead of 8.
 
     u32   updates so far
     u64   bytes of the payload; the payload (protocol/codec/sparse.py)
-    fp32  the second moments: for each tensor of the shard, in its order, r and c, or all
+    fp32  the second moments: for each tensor of the shard that AdamW trains, in its order, r and c, or all
 
 Who sends it may be an enemy, so what comes is bounded by what is true of every honest sender. Gradients are clipped, so that the sum of
 all v is at most clip². And |m| <= c sqrt(v) for each element, with c² = (1 - b1)² / ((1 - b2) (1 - b1² / b2)) (Cauchy and Schwarz): the
-first updates are no larger than others are.
+first updates are no larger than others are. The sum of all squares of Muon's momentum, which is a mean of clipped gradients, is at most
+clip², too; the length of Muon's update is the same whatever the momentum is.
 """
 
 from __future__ import annotations
@@ -31,63 +32,88 @@ from protocol.run.manifest import TrainSpec
 Array = NDArray[np.float32]
 CODEC = Codec(1024)
 _HEADER = struct.Struct("<IQ")
+MOMENTUM = "momentum_buffer"
+"""What the one moment of Muon is called where moments are kept; AdamW's are `step`, `exp_avg` and `exp_avg_sq`."""
 MOST_UPDATES = 1 << 24
 """fp32 counts exactly up to here."""
 
 
-def largest(spec: ModelSpec, shard: str) -> int:
+def largest(spec: ModelSpec, train: TrainSpec, shard: str) -> int:
     """The most bytes that a shard's moments have."""
-    shapes = layout.shapes(spec, shard)
-    return _HEADER.size + sparse.max_payload_size(CODEC, shapes) + 4 * sum(_means(shape) for shape in shapes)
+    means = sum(_means(shape) for _, shape in _by_adamw(spec, train, shard))
+    return _HEADER.size + sparse.max_payload_size(CODEC, layout.shapes(spec, shard)) + 4 * means
 
 
-def pack(spec: ModelSpec, shard: str, state: Mapping[str, NDArray[np.generic]]) -> bytes | None:
+def pack(spec: ModelSpec, train: TrainSpec, shard: str, state: Mapping[str, NDArray[np.generic]]) -> bytes | None:
     """The moments of `shard` in `state` (`<parameter>/<moment>`); None where they are not all there."""
-    names = [name for name, _ in layout.tensors(spec, shard)]
-    if not all(f"{name}/exp_avg_sq" in state for name in names):
+    adamw, first = [name for name, _ in _by_adamw(spec, train, shard)], _first(spec, train, shard)
+    if not all(key in state for key in (*first, *(f"{name}/exp_avg_sq" for name in adamw))):
         return None
-    first = [np.asarray(state[f"{name}/exp_avg"], dtype=np.float32) for name in names]
-    payload = sparse.encode(CODEC, first)
-    second = b"".join(_factors(np.asarray(state[f"{name}/exp_avg_sq"], dtype=np.float32)) for name in names)
-    updates = min(MOST_UPDATES, *(int(float(state[f"{name}/step"])) for name in names))
+    payload = sparse.encode(CODEC, [np.asarray(state[key], dtype=np.float32) for key in first])
+    second = b"".join(_factors(np.asarray(state[f"{name}/exp_avg_sq"], dtype=np.float32)) for name in adamw)
+    updates = min(MOST_UPDATES, *(int(float(state[f"{name}/step"])) for name in adamw))
     return _HEADER.pack(updates, len(payload)) + payload + second
 
 
 def unpack(spec: ModelSpec, train: TrainSpec, shard: str, data: bytes) -> dict[str, Array]:
     """What `pack` made of it, within bounds. Raises PayloadError."""
-    tensors = layout.tensors(spec, shard)
-    means = 4 * sum(_means(shape) for _, shape in tensors)
+    adamw = _by_adamw(spec, train, shard)
+    means = 4 * sum(_means(shape) for _, shape in adamw)
     if len(data) < _HEADER.size:
         raise PayloadError("moments: shorter than their header")
     updates, size = _HEADER.unpack_from(data)
     if not 1 <= updates <= MOST_UPDATES or len(data) != _HEADER.size + size + means:
         raise PayloadError("moments: not as long as they say")
     view = memoryview(data)[_HEADER.size :]
-    sent = sparse.decode(CODEC, [shape for _, shape in tensors], view[:size])
+    shapes = layout.shapes(spec, shard)
     found: dict[str, Array] = {}
+    squares = 0.0
+    for key, shape, x in zip(
+        _first(spec, train, shard), shapes, sparse.decode(CODEC, shapes, view[:size]), strict=True
+    ):
+        found[key] = np.zeros(shape, np.float32)
+        found[key].reshape(-1)[x.index] = x.values
+        if key.endswith(MOMENTUM):
+            squares += float(np.square(x.values, dtype=np.float64).sum())
+    _short(train, squares)
     at = size
-    for (name, shape), x in zip(tensors, sent, strict=True):
+    for name, shape in adamw:
         end = at + 4 * _means(shape)
         v = _product(np.frombuffer(view[at:end], dtype="<f4").astype(np.float32), shape)
         at = end
-        m = np.zeros(shape, np.float32)
-        m.reshape(-1)[x.index] = x.values
-        found |= {f"{name}/exp_avg": m, f"{name}/exp_avg_sq": v, f"{name}/step": np.array(updates, np.float32)}
-    _bound(train, [(found[f"{name}/exp_avg"], found[f"{name}/exp_avg_sq"]) for name, _ in tensors])
+        found |= {f"{name}/exp_avg_sq": v, f"{name}/step": np.array(updates, np.float32)}
+    _bound(train, [(found[f"{name}/exp_avg"], found[f"{name}/exp_avg_sq"]) for name, _ in adamw])
     return found
 
 
+def _by_adamw(spec: ModelSpec, train: TrainSpec, shard: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors of a shard that AdamW trains."""
+    return [(name, shape) for name, shape in layout.tensors(spec, shard) if not train.has_one_moment(shard, shape)]
+
+
+def _first(spec: ModelSpec, train: TrainSpec, shard: str) -> list[str]:
+    """What the first moments of a shard's tensors are called."""
+    return [
+        f"{name}/{MOMENTUM if train.has_one_moment(shard, shape) else 'exp_avg'}"
+        for name, shape in layout.tensors(spec, shard)
+    ]
+
+
 def _bound(train: TrainSpec, pairs: Sequence[tuple[Array, Array]]) -> None:
-    """Makes the moments what an honest sender's can be. Raises PayloadError."""
-    total = sum(float(np.sum(v, dtype=np.float64)) for _, v in pairs)
-    if not total <= 1.01 * train.clip**2:
-        raise PayloadError("moments: larger than clipped gradients have")
+    """Makes AdamW's moments what an honest sender's can be. Raises PayloadError."""
+    _short(train, sum(float(np.sum(v, dtype=np.float64)) for _, v in pairs))
     b1, b2 = train.beta1, train.beta2
     most = (1 - b1) / math.sqrt((1 - b2) * (1 - b1**2 / b2)) if b1**2 < b2 else 1.0
     for m, v in pairs:
         limit = np.sqrt(v)
         limit *= np.float32(most)
         np.clip(m, -limit, limit, out=m)
+
+
+def _short(train: TrainSpec, squares: float) -> None:
+    """Raises PayloadError where the sum of squares is larger than that of clipped gradients."""
+    if not squares <= 1.01 * train.clip**2:
+        raise PayloadError("moments: larger than clipped gradients have")
 
 
 def _means(shape: Sequence[int]) -> int:

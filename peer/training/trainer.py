@@ -1,9 +1,10 @@
 """The inner loop's arithmetic for one stage. A full replica is a stage that has everything: one code path.
 
-Inner optimizer of SparseLoCo: AdamW with weight decay on all parameters, clip by the whole replica's global norm,
-linear warm-up, cosine to a tenth of the peak. The loss of a step is the mean over its tokens: micro-batches are equal,
-so each one's gradient counts 1 / micro_batches, and they are added in micro-batch order. bf16 autocast on CUDA only;
-boundaries, loss and parameters stay fp32. Nothing waits for the device but what reads a result: `mean_loss`, `grad_sumsq`.
+Inner optimizer of SparseLoCo: AdamW with weight decay on all parameters, or Muon (peer/training/muon.py) for the matrices inside
+blocks and AdamW for the others; clip by the whole replica's global norm, linear warm-up, cosine to a tenth of the peak.
+The loss of a step is the mean over its tokens: micro-batches are equal, so each one's gradient counts 1 / micro_batches, and they
+are added in micro-batch order. bf16 autocast on CUDA only; boundaries, loss and parameters stay fp32. Nothing waits for the device but
+what reads a result: `mean_loss`, `grad_sumsq`.
 
 Not thread-safe: every call belongs on one worker thread (`make_worker`).
 
@@ -17,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from torch.optim.adamw import adamw
 
 from peer.state.outer_optimizer import Accumulate, difference
 from peer.training import moments as small_moments
+from peer.training import muon
 from peer.training.model import Stage, Theta
 from peer.training.pieces import Deferred, Kept, Pieces, Work
 from peer.training.schedule import Pace
@@ -38,6 +40,8 @@ from protocol.run.manifest import TrainSpec
 
 COORDINATES = "model.embed_tokens.coordinates"
 _EVALUATION_ROWS = 16
+_ADAMW = ("step", "exp_avg", "exp_avg_sq")
+"""AdamW's state of a parameter: how often it was updated, running means of the gradient and of its square."""
 _NORM_PART = 1 << 18
 """Elements of a gradient whose norm is computed at a time on a CPU, where torch makes a copy of them in fp64."""
 
@@ -45,15 +49,6 @@ _NORM_PART = 1 << 18
 def make_worker(threads: int = 1) -> ThreadPoolExecutor:
     """The one thread for all tensor work, with `threads` cores for each operation."""
     return ThreadPoolExecutor(1, "tensor", initializer=torch.set_num_threads, initargs=(threads,))
-
-
-@dataclass(frozen=True, slots=True)
-class _Moments:
-    """AdamW's state of one parameter: how often it was updated, running means of the gradient and of its square."""
-
-    step: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:
@@ -113,7 +108,8 @@ class StageTrainer:
             device=self.device,
         )
         self._update = DeviceUpdate(self.device) if self.device.type in self.update_devices else None
-        self._moments: dict[str, _Moments] = {}
+        self._moments: dict[str, dict[str, Tensor]] = {}  # by parameter, and by what it is
+        self._muon = muon.trained(spec, train, shards)
         self.steps = 0
         self.pace = Pace(0, train.inner_steps, train.micro_batches)
         self._theta: Theta | None = None
@@ -239,7 +235,7 @@ class StageTrainer:
 
     @torch.no_grad()
     def step(self, step: int, total_norm: float) -> None:
-        """Clips by the replica's gradient norm and lets AdamW take inner step `step`; the round's first one is `pace.before` + 1."""
+        """Clips by the replica's gradient norm and lets the optimizer take inner step `step`; the round's first one is `pace.before` + 1."""
         scale = min(1.0, self.train.clip / (total_norm + 1e-6))
         parameters = {name: p for name, p in self.stage.named_parameters() if p.grad is not None}
         gradients = [p.grad for p in parameters.values() if p.grad is not None]
@@ -247,11 +243,16 @@ class StageTrainer:
             torch._foreach_mul_(gradients, scale)
         for name, parameter in parameters.items():
             if name not in self._moments:
-                zeros = torch.zeros_like
-                self._moments[name] = _Moments(
-                    torch.tensor(0.0, device=self.device), zeros(parameter), zeros(parameter)
-                )
+                shapes = self._state_shapes(name, parameter)
+                self._moments[name] = {key: torch.zeros(shape, device=self.device) for key, shape in shapes.items()}
         rate = self.pace.rate(self.train, step)
+        if matrices := {name: parameters.pop(name) for name in list(parameters) if name in self._muon}:
+            muon.step(
+                list(matrices.values()),
+                [self._moments[name][small_moments.MOMENTUM] for name in matrices],
+                self.train,
+                rate,
+            )
         if self.train.scale_embedding_lr and COORDINATES in parameters:
             self._adamw({COORDINATES: parameters.pop(COORDINATES)}, rate, math.sqrt(self.spec.d_model / self.rank))
         self._adamw(parameters, rate)
@@ -264,10 +265,10 @@ class StageTrainer:
         adamw(  # the function, not the class: that imports the compiler (seconds, and 100 MB)
             list(parameters.values()),
             [p.grad for p in parameters.values() if p.grad is not None],
-            [m.exp_avg for m in moments],
-            [m.exp_avg_sq for m in moments],
+            [m["exp_avg"] for m in moments],
+            [m["exp_avg_sq"] for m in moments],
             [],
-            [m.step for m in moments],
+            [m["step"] for m in moments],
             fused=True,
             amsgrad=False,
             beta1=self.train.beta1,
@@ -303,27 +304,33 @@ class StageTrainer:
         self._theta = self.stage.boundary = None
 
     def optimizer_state(self, copy: bool = True) -> dict[str, np.ndarray]:
-        """AdamW's moments as `<parameter>/<moment>`: fp32 arrays. Without `copy` the next step may change them."""
+        """The optimizer's moments as `<parameter>/<moment>`: fp32 arrays. Without `copy` the next step may change them."""
         found: dict[str, np.ndarray] = {}
         for name, moments in self._moments.items():
-            for moment in _Moments.__slots__:
-                value = getattr(moments, moment).cpu().numpy()
+            for moment, tensor in moments.items():
+                value = tensor.cpu().numpy()
                 found[f"{name}/{moment}"] = value.copy() if copy else value
         return found
 
+    def _state_shapes(self, name: str, parameter: Parameter) -> dict[str, tuple[int, ...]]:
+        """The shapes of the moments of a parameter."""
+        if name in self._muon:
+            return {small_moments.MOMENTUM: tuple(parameter.shape)}
+        return {key: () if key == "step" else tuple(parameter.shape) for key in _ADAMW}
+
     def moments(self, shard: str) -> bytes | None:
-        """AdamW's moments of a held shard, made small (peer/training/moments.py); None before the first step."""
+        """The optimizer's moments of a held shard, made small (peer/training/moments.py); None before the first step."""
         names = {name for name, _ in layout.tensors(self.spec, shard)} if shard in self.shards else set()
         state = {
-            f"{name}/{moment}": getattr(moments, moment).cpu().numpy()
+            f"{name}/{moment}": tensor.cpu().numpy()
             for name, moments in self._moments.items()
             if name in names
-            for moment in _Moments.__slots__
+            for moment, tensor in moments.items()
         }
-        return small_moments.pack(self.spec, shard, state) if state else None
+        return small_moments.pack(self.spec, self.train, shard, state) if state else None
 
     def has_moments(self, shard: str) -> bool:
-        """Whether AdamW has moments of this shard."""
+        """Whether the optimizer has moments of this shard."""
         return any(name in self._moments for name, _ in layout.tensors(self.spec, shard))
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
@@ -339,14 +346,17 @@ class StageTrainer:
         for name, parameter in self.stage.named_parameters():
             if name in self._moments:
                 continue
-            found = [state[key] for moment in _Moments.__slots__ if (key := f"{name}/{moment}") in state]
-            if len(found) < len(_Moments.__slots__):
+            shapes = self._state_shapes(name, parameter)
+            found = {moment: state[key] for moment in shapes if (key := f"{name}/{moment}") in state}
+            if len(found) < len(shapes):
                 continue
-            if [array.shape for array in found] != [(), parameter.shape, parameter.shape]:
+            if {moment: array.shape for moment, array in found.items()} != shapes:
                 if name == COORDINATES:
                     continue
                 raise LocalError(f"optimizer state of {name}: has another shape; delete the saved optimizer state")
-            self._moments[name] = _Moments(*(torch.tensor(a, dtype=torch.float32, device=self.device) for a in found))
+            self._moments[name] = {
+                moment: torch.tensor(array, dtype=torch.float32, device=self.device) for moment, array in found.items()
+            }
 
     def _whole(self) -> None:
         if self.shards != layout.shard_names(self.spec):

@@ -2,7 +2,7 @@
 
 Memory, in bytes above an idle process (P parameters of the stage, E = V d of the embedding, k the highest allowed rank):
 
-    parameters  16 P       local copy, gradient, two AdamW moments: fp32 each
+    parameters  16 P       local copy, gradient, two AdamW moments: fp32 each; of what Muon trains 12: it has one moment
     first stage 20 V k     of a compressed chain, instead of 16 E: A, A0, and of A the gradient and two moments
     overlap      4 P       where the next round's inner steps begin
     state        8 P + 4 E  theta and error feedback, and the embedding where it is only read; in files: nothing (below)
@@ -16,6 +16,7 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     loss         8 min(r L V, LOGITS) + 4 E  in the last stage: logits and their logarithms of a slice of the tokens, and the gradient of the
                            head; in a full replica that, or the embedding's gradient, if it is more
     or, if more  4 E       (8 E of tied embeddings) than in flight, frames, reader, backward and loss: what the embedding of a compressed chain moved, in its first stage
+    or, if more  12 W      where Muon trains: the largest matrix of a block (W parameters) while its update is made orthogonal
     later role   4 Q       θ of what it lacks for another role (Q parameters), while it trains in the one that it has; in files: nothing
     spare        4 M + scratch  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
@@ -39,6 +40,7 @@ possible.
 from __future__ import annotations
 
 import functools
+import math
 
 from protocol.codec import boundary_formats
 from protocol.planning.pipeline_model import Depths
@@ -124,7 +126,7 @@ def stage_memory(manifest: Manifest, first: int, last: int) -> int:
 def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int, *, in_files: bool) -> int:
     """The same with all activations of `plain` micro-batches and `most` of them in flight."""
     flight = activation_bytes(manifest, first, last) * plain + frame_bytes(manifest, first, last) * most
-    moved = _moved(manifest, first, last)
+    moved = max(_moved(manifest, first, last), 12 * max(_muon(manifest, "block.0"), default=0))
     return _kept(manifest, first, last, in_files) + max(flight + _backward(manifest, first, last), moved)
 
 
@@ -158,13 +160,21 @@ def in_files(manifest: Manifest, memory_bytes: int) -> bool:
 def _kept(manifest: Manifest, first: int, last: int, in_files: bool) -> int:
     """What stays from step to step."""
     spec, widths = manifest.model, manifest.chains.rank
-    params = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last))
+    shards = stage_shards(manifest, first, last)
+    params = sum(layout.parameters(spec, s) for s in shards)
+    one_less = sum(size for s in shards for size in _muon(manifest, s))
     embed = spec.vocab_size * spec.d_model
     instead = 0  # of the embedding's parameters
     if first == 0 and last < spec.n_layers:
         instead = max(20 * spec.vocab_size * k - 16 * embed if k else 0 for k in widths)
     state = 0 if in_files else 8 * params + (4 * embed if first else 0) + _scratch(manifest)
-    return (16 + 4 * manifest.outer.overlap) * params + instead + state
+    return (16 + 4 * manifest.outer.overlap) * params - 4 * one_less + instead + state
+
+
+def _muon(manifest: Manifest, shard: str) -> list[int]:
+    """The parameters of each tensor of a shard that Muon trains."""
+    shapes, train = layout.shapes(manifest.model, shard), manifest.train
+    return [math.prod(shape) for shape in shapes if train.has_one_moment(shard, shape)]
 
 
 def _backward(manifest: Manifest, first: int, last: int) -> int:

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ QUORUMS = (1, 3, 4, 5, 7)
 """How many nodes may decide: a majority of 1, 3 or 5, which bears crashes; 2f + 1 of 3f + 1, which bears f liars."""
 MAX_BYTES = 64 * 1024
 ADMISSIONS = ("open", "listed")
+OPTIMIZERS = ("adamw", "muon")
 MAX_KEYS = 500
 MAX_EVALUATED = 1 << 20
 EVALUATED = 0.06
@@ -82,12 +83,13 @@ class DataSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSpec:
-    """The inner optimizer: AdamW over all parameters, global-norm clip, linear warm-up, cosine to a tenth.
+    """The inner optimizer: AdamW, or Muon for the matrices inside blocks and AdamW for all else; global-norm clip, linear warm-up, cosine to a tenth.
 
     A replica does at most `inner_steps` inner steps a round. One inner step has `micro_batches` x `rows` sequences of
     `sequence` tokens; slow replicas may have fewer micro-batches. The learning rate follows the run's rounds: each counts as
     `inner_steps`, however many a replica does. `scale_embedding_lr`: the embedding of a compressed chain, of which k coordinates a token are trained in
-    place of d values, learns at sqrt(d / k) times the rate, with the same weight decay (docs/adr/0042-the-architecture.md).
+    place of d values, learns at sqrt(d / k) times the rate, with the same weight decay (docs/adr/0042-the-architecture.md). `optimizer`: one of
+    OPTIMIZERS, `momentum`: of Muon (peer/training/muon.py).
     """
 
     inner_steps: int
@@ -102,6 +104,8 @@ class TrainSpec:
     beta2: float = 0.95
     clip: float = 1.0
     scale_embedding_lr: bool = field(default=False, metadata=LATER)
+    optimizer: str = field(default="adamw", metadata=LATER)
+    momentum: float = field(default=0.95, metadata=LATER)
 
     def __post_init__(self) -> None:
         for name in ("inner_steps", "micro_batches", "rows", "sequence", "total_steps"):
@@ -113,6 +117,14 @@ class TrainSpec:
             raise ValueError("lr and clip must be positive, weight_decay at least 0")
         if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
             raise ValueError("beta1 and beta2 must be in [0, 1)")
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f'optimizer must be one of {", ".join(OPTIMIZERS)}, not "{self.optimizer}"')
+        if not 0 <= self.momentum < 1:
+            raise ValueError("momentum must be in [0, 1)")
+
+    def has_one_moment(self, shard: str, shape: Sequence[int]) -> bool:
+        """Whether Muon trains this tensor of a shard, which keeps one running mean where AdamW keeps two: a matrix inside a block."""
+        return self.optimizer == "muon" and len(shape) == 2 and shard.startswith("block.")
 
     @property
     def step_rows(self) -> int:

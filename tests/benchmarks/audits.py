@@ -227,7 +227,7 @@ def begun(how: str, sender: State, auditor: State, train: Any) -> State:
         case "packed":
             found: State = {}
             for shard in SHARDS:
-                data = small_moments.pack(MODEL, shard, sender)
+                data = small_moments.pack(MODEL, train, shard, sender)
                 found |= small_moments.unpack(MODEL, train, shard, data) if data is not None else {}
             return found
         case "fresh":

@@ -1,6 +1,6 @@
 """What it costs the loss when replicas are replaced. Prints the tables of docs/results/churn.md.
 
-    python -m tests.benchmarks.churn [--rounds 12] [--seeds 3] [--topk 256] [--arms NAME ...]
+    python -m tests.benchmarks.churn [--rounds 12] [--seeds 3] [--topk 256] [--optimizer muon] [--arms NAME ...]
 
 Four full replicas of a small model on the demo's text, in one process, with the project's own trainer and outer step. After every round
 one of them, in turn, is replaced, so each one every four rounds. All arms of a seed see the same text in the same order and the same
@@ -33,7 +33,7 @@ from protocol.codec import sparse
 from protocol.codec.sparse import Codec
 from protocol.run import data_order, init, layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import Manifest
+from protocol.run.manifest import OPTIMIZERS, Manifest
 from tests.e2e.swarms import options
 
 REPLICAS = 4
@@ -223,7 +223,7 @@ class Swarm:
         model, train = self.manifest.model, self.manifest.train
         found: dict[str, NDArray[np.generic]] = {}
         for shard in self.shards:
-            data = moments.pack(model, shard, state)
+            data = moments.pack(model, train, shard, state)
             assert data is not None
             found |= moments.unpack(model, train, shard, data)
         return found
@@ -245,24 +245,24 @@ def _factored(moment: Array) -> Array:
     return (np.outer(rows, columns) / max(float(rows.mean()), 1e-300)).astype(np.float32)
 
 
-def make_manifest(seed: int, topk: int) -> Manifest:
+def make_manifest(seed: int, topk: int, optimizer: str) -> Manifest:
     """The demo's recipe with MODEL and half the text a step."""
     made = recipe.make_manifest(
         options(Path("unused"), rounds=None, full=4, inner_steps=None, seed=seed), demo_corpus().digest, MODEL
     )
     outer, train = (
         dataclasses.replace(made.outer, topk=topk),
-        dataclasses.replace(made.train, micro_batches=1),
+        dataclasses.replace(made.train, micro_batches=1, optimizer=optimizer),
     )
     return dataclasses.replace(made, outer=outer, train=train)
 
 
-def _read(path: Path | None, topk: int) -> dict[tuple[str, int], Result]:
+def _read(path: Path | None, topk: int, optimizer: str) -> dict[tuple[str, int], Result]:
     """The results that a file has, by arm and seed."""
     found = {}
     for text in path.read_text().splitlines() if path is not None and path.exists() else ():
         line = json.loads(text)
-        if line.pop("topk") == topk:
+        if (line.pop("topk"), line.pop("optimizer", "adamw")) == (topk, optimizer):
             key = line.pop("arm"), line.pop("seed")
             found[key] = Result(**{**line, "losses": {int(r): loss for r, loss in line["losses"].items()}})
     return found
@@ -273,19 +273,21 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--topk", type=int, default=256)
+    parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
     parser.add_argument("--arms", nargs="*", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--out", type=Path, help="a line of JSON for each result; what it has is not done again")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    known = _read(chosen.out, chosen.topk)
+    known = _read(chosen.out, chosen.topk, chosen.optimizer)
     table: dict[str, list[Result]] = {}
     for arm in chosen.arms:
         for seed in range(chosen.seeds):
             found = known.get((arm, seed))
             if found is None:
-                manifest = make_manifest(seed, chosen.topk)
+                manifest = make_manifest(seed, chosen.topk, chosen.optimizer)
                 found = Swarm(manifest, demo_corpus(), ARMS[arm]).run(chosen.rounds)
-                line = json.dumps({"arm": arm, "seed": seed, "topk": chosen.topk, **dataclasses.asdict(found)})
+                of = {"arm": arm, "seed": seed, "topk": chosen.topk, "optimizer": chosen.optimizer}
+                line = json.dumps({**of, **dataclasses.asdict(found)})
                 print(line, flush=True)
                 if chosen.out is not None:
                     with chosen.out.open("a") as file:

@@ -3,6 +3,7 @@
     python -m tests.benchmarks.memory                  # the grid (about 20 minutes)
     python -m tests.benchmarks.memory --shape wide --stage last --depth 16
     python -m tests.benchmarks.memory --shape grouped qk-norm documents tied --depth 1 4    # options of the architecture
+    python -m tests.benchmarks.memory --shape muon --depth 1 4
     python -m tests.benchmarks.memory --memory         # of peers that keep everything in memory; else state is in mapped files
     python -m tests.benchmarks.memory --shape 7b --stage middle --depth 2     # one block of a 7B model: half an hour, 8 GB of disk
 
@@ -65,7 +66,8 @@ WHOLE = "whole"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A chain of three equal stages of `blocks` blocks. `k`: 0 for whole activations. `options`: further fields of the model."""
+    """A chain of three equal stages of `blocks` blocks. `k`: 0 for whole activations. `options`: further fields of the model;
+    `optimizer`: of the manifest."""
 
     vocab: int
     d: int
@@ -76,6 +78,7 @@ class Shape:
     wire: str = "int4"
     ff: int = 0
     options: tuple[tuple[str, Any], ...] = ()
+    optimizer: str = "adamw"
 
     def manifest(self, depth: int = MICRO_BATCHES) -> Manifest:
         """Of a step that keeps so many micro-batches under way for a while."""
@@ -86,7 +89,7 @@ class Shape:
         )  # fmt: skip
         train = TrainSpec(
             inner_steps=1, micro_batches=depth if self.ff else min(2 * depth + 2, MICRO_BATCHES), rows=self.rows, sequence=self.sequence, lr=1e-3,
-            warmup_steps=0, total_steps=9,
+            warmup_steps=0, total_steps=9, optimizer=self.optimizer,
         )  # fmt: skip
         return tiny.manifest(
             model=model, train=train, chains=ChainSpec(rank=(self.k,), forward=self.wire, backward=self.wire)
@@ -113,9 +116,10 @@ OPTIONS = {
     "grouped": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("num_key_value_heads", 2),)),
     "qk-norm": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("use_qk_norm", True),)),
     "documents": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=1024, k=64, options=(("document_end_id", 0),)),
+    "muon": Shape(vocab=4096, d=512, blocks=2, rows=1, sequence=256, k=64, optimizer="muon"),
     "tied": Shape(vocab=32768, d=512, blocks=1, rows=1, sequence=256, k=0, options=(("tie_word_embeddings", True),)),
 }
-"""Of the architecture; measured where they are named."""
+"""Of the architecture, and Muon; measured where they are named."""
 FEW = (1, 2, 4, 8, 16)
 
 

@@ -124,9 +124,8 @@ def _train(manifest: Manifest, corpus: CorpusReader, trainer: StageTrainer, work
         trainer.step(before + step + 1, norm)
 
 
-def loss(arm: Arm, seed: int, rounds: int) -> float:
+def loss(arm: Arm, manifest: Manifest) -> float:
     """Nats per held-out token after one run."""
-    manifest = _manifest(seed, rounds)
     model, train, shards = manifest.model, manifest.train, layout.shard_names(manifest.model)
     corpus = demo_corpus()
     shared, *others = (Outer(model, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta) for _ in arm.work)
@@ -134,7 +133,7 @@ def loss(arm: Arm, seed: int, rounds: int) -> float:
     shared.theta = {shard: init.initial_shard(model, manifest.seed_bytes, shard) for shard in shards}
     trainers = [StageTrainer(model, train, shards) for _ in arm.work]
     slot = 0
-    for r in range(1, rounds + 1):
+    for r in range(1, manifest.rounds + 1):
         there: list[tuple[int, int, dict[str, bytes]]] = []
         for m, (steps, micro_batches) in enumerate(arm.work):
             work = Work(slot=slot, steps=steps, micro_batches=micro_batches)
@@ -179,7 +178,7 @@ def main() -> int:
     arms = tuple(dict.fromkeys(("equal paces", *chosen.arms)))
     for key in [(name, seed, chosen.rounds) for seed in range(chosen.seeds) for name in arms]:
         if key not in kept:
-            kept[key] = loss(ARMS[key[0]], seed=key[1], rounds=key[2])
+            kept[key] = loss(ARMS[key[0]], _manifest(seed=key[1], rounds=key[2]))
             if chosen.keep is not None:
                 with chosen.keep.open("a") as file:
                     file.write(json.dumps([*key, kept[key]]) + "\n")

@@ -45,6 +45,7 @@ from protocol.identity import Identity
 from protocol.rounds import handover, part_lists, validation
 from protocol.run import layout
 from protocol.run import manifest as manifests
+from protocol.run.manifest import TrainSpec
 from protocol.wire import calls, encoding, endpoints, framing, logfile, relaying, sealed
 from protocol.wire.announcement import Announcement
 from protocol.wire.commit import DOMAIN, Commit, Part, Record, body_of
@@ -535,6 +536,7 @@ HANDOVER_ANSWERS = [framing.pack_message(plain(HandoverAnswer(step=step, reason=
 # --- moments
 
 MOMENTS_SHARD = "block.0"
+BY_MUON = dataclasses.replace(MANIFEST.train, optimizer="muon")
 
 
 def adam(raw: bytes) -> object:
@@ -552,13 +554,31 @@ def adam(raw: bytes) -> object:
     return len(found)
 
 
-def _moments() -> list[bytes]:
+def muon(raw: bytes) -> object:
+    """The moments that another peer of a run with Muon sends."""
+    found = moments.unpack(MANIFEST.model, BY_MUON, MOMENTS_SHARD, raw)
+    total = 0.0
+    for name, shape in layout.tensors(MANIFEST.model, MOMENTS_SHARD):
+        if BY_MUON.has_one_moment(MOMENTS_SHARD, shape):
+            m = found[f"{name}/momentum_buffer"]
+            check(
+                m.shape == tuple(shape) and bool(np.isfinite(m).all()), "a momentum is no number, or of another shape"
+            )
+            total += float(np.square(m, dtype=np.float64).sum())
+        else:
+            check(found[f"{name}/exp_avg"].shape == found[f"{name}/exp_avg_sq"].shape == tuple(shape), "another shape")
+    check(total <= 1.01 * BY_MUON.clip**2, "more than clipped gradients have")
+    return len(found)
+
+
+def _moments(train: TrainSpec) -> list[bytes]:
     rng, state = np.random.default_rng(0), {}
     for name, shape in layout.tensors(MANIFEST.model, MOMENTS_SHARD):
+        state[f"{name}/momentum_buffer"] = 1e-4 * rng.standard_normal(shape).astype(np.float32)
         state[f"{name}/exp_avg"] = 1e-4 * rng.standard_normal(shape).astype(np.float32)
         state[f"{name}/exp_avg_sq"] = np.square(1e-4 * rng.standard_normal(shape).astype(np.float32))
         state[f"{name}/step"] = np.array(7, np.float32)
-    packed_moments = moments.pack(MANIFEST.model, MOMENTS_SHARD, state)
+    packed_moments = moments.pack(MANIFEST.model, train, MOMENTS_SHARD, state)
     assert packed_moments is not None
     return [packed_moments]
 
@@ -692,7 +712,8 @@ TARGETS = [
     Target("small calls", small_call, (RemoteError,), CALLS, change_call, 4),
     Target("hand-overs", hand_over, (FrameError, SchemaError), HANDOVERS, change_msgpack, 3),
     Target("answers to hand-overs", hand_over_answer, (FrameError, SchemaError, ValueError), HANDOVER_ANSWERS, change_msgpack, 2),
-    Target("moments", adam, (PayloadError,), _moments(), change_bytes, 4),
+    Target("moments", adam, (PayloadError,), _moments(MANIFEST.train), change_bytes, 4),
+    Target("moments of muon", muon, (PayloadError,), _moments(BY_MUON), change_bytes, 4),
     Target("log file", log_file, (logfile.Damaged,), [_records(RECORDS * 3), b""], change_log, 6),
     Target("addresses", addresses, (address.BadAddress,), [
         f"/ip4/203.0.113.5/tcp/4001/p2p/{KEY.peer_id}".encode(),

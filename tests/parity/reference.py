@@ -6,6 +6,7 @@ fp32 rounding in the first rounds, and statistically later, since rounding can m
 
 Options of the model have the names that they have in configurations of Hugging Face, and are off where a config leaves them out:
 `num_key_value_heads`, `tie_word_embeddings`, `use_qk_norm`, `rope_scaling`; `document_end_id`: no token sees what is before the last such id before it.
+`optimizer`: "muon" trains the matrices inside blocks by Muon, with `momentum`; else all parameters are AdamW's.
 
 A compressed chain is the whole model with X_hat = (X - T_perp[x]) U U^T + T_perp[x] inserted at every stage boundary.
 
@@ -184,7 +185,20 @@ def learning_rate(config: dict[str, Any], step: int) -> float:
     return float(peak * (0.1 + 0.9 * (1 + math.cos(math.pi * progress)) / 2))
 
 
-class AdamW:
+def orthogonal(g: np.ndarray) -> np.ndarray:
+    """What five Newton-Schulz steps X <- a X + b (X X^T) X + c (X X^T)^2 X from g / |g| come to: they change singular values only, each by
+    the same polynomial. Coefficients of Jordan and others, 2024."""
+    u, s, vt = np.linalg.svd(g.astype(np.float64), full_matrices=False)
+    s = s / max(math.sqrt(float((s**2).sum())), 1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ vt  # type: ignore[no-any-return]
+
+
+class Inner:
+    """AdamW, and Muon for the matrices inside blocks where the config says so. Nesterov momentum; an update has the root mean square
+    0.2 lr, as AdamW's about have (Liu and others, 2025)."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.m: Params = {}
@@ -199,6 +213,14 @@ class AdamW:
         for name, w in p.items():
             assert w.grad is not None
             g = w.grad * scale
+            if c.get("optimizer") == "muon" and name.startswith("model.layers.") and w.dim() == 2:
+                mu = c["momentum"]
+                self.m[name] = mu * self.m.get(name, torch.zeros_like(w)) + (1 - mu) * g
+                ahead = mu * self.m[name] + (1 - mu) * g
+                w.mul_(1 - lr * c["weight_decay"])
+                w.sub_(torch.tensor(0.2 * lr * math.sqrt(max(w.shape)) * orthogonal(ahead.numpy()), dtype=w.dtype))
+                w.grad = None
+                continue
             if name not in self.m:
                 self.m[name], self.v[name] = torch.zeros_like(w), torch.zeros_like(w)
             m, v = self.m[name], self.v[name]
@@ -264,7 +286,7 @@ def run(
     """
     theta = {name: torch.tensor(w, dtype=torch.float32) for name, w in theta0.items()}
     members = config["replicas"]
-    inner = [AdamW(config) for _ in members]
+    inner = [Inner(config) for _ in members]
     feedback: list[Params] = [{name: torch.zeros_like(w) for name, w in theta.items()} for _ in members]
     outer, H = config["outer"], config["inner_steps"]
     first_losses: list[list[float]] = []

@@ -130,6 +130,18 @@ def test_an_embedding_whose_rate_is_scaled_agrees_with_the_reference() -> None:
     assert scaled[1][0] != plain[1][0], "what the chain moved is felt by all"
 
 
+@pytest.mark.parametrize(("values", "wire"), [("sym2", "bf16"), ("fp32", "fp32")])
+def test_muon_agrees_with_the_reference(values: str, wire: str) -> None:
+    """Of a full replica, and of chains with and without compression."""
+    fast = dataclasses.replace(TRAIN, lr=1e-2)
+    by_muon = agree(values, wire, SPEC, grown=3, train=dataclasses.replace(fast, optimizer="muon"))
+    plain = agree(values, wire, SPEC, grown=3, train=fast)
+    assert by_muon[0] == plain[0], "nothing has moved yet"
+    assert np.abs(np.array(by_muon[1:]) / plain[1:] - 1).min() > 1e-4, (
+        "the optimizer is felt by all, more than what may differ"
+    )
+
+
 def agree(values: str, wire: str, spec: ModelSpec, grown: float = 1.0, train: TrainSpec = TRAIN) -> list[list[float]]:
     """Some rounds of the trainer, the codec and the outer step are those of the reference; their losses. Tied embeddings have no chains. `grown`: how
     many times as large the first weights are as usual, so that attention is no mean of all."""

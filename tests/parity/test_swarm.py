@@ -28,8 +28,8 @@ TODAY = {
 
 @pytest.mark.parametrize(
     ("overlap", "model", "train"),
-    [(0, {}, {}), (1, {}, {}), (0, TODAY, {"scale_embedding_lr": True})],
-    ids=["waits", "overlaps", "today's architecture"],
+    [(0, {}, {}), (1, {}, {}), (0, TODAY, {"scale_embedding_lr": True}), (0, {}, {"optimizer": "muon"})],
+    ids=["waits", "overlaps", "today's architecture", "muon"],
 )
 def test_the_swarm_computes_what_the_equations_say(
     tmp_path: Path, overlap: int, model: dict[str, Any], train: dict[str, Any]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from peer.config import JoinConfig
 from peer.node.audit import NoText
@@ -23,7 +24,7 @@ from protocol.rounds.audits import Turn
 from protocol.rounds.member_events import TrainOrder
 from protocol.run import init, layout
 from protocol.run.corpus import CorpusIndex
-from protocol.run.manifest import JudgingSpec, TrainSpec
+from protocol.run.manifest import JudgingSpec, Manifest, TrainSpec
 from protocol.wire.audit import Audit
 from protocol.wire.bounds import MAX_AGREEMENT
 from protocol.wire.commit import Commit, Contribution, Share
@@ -39,6 +40,7 @@ TRAIN = TrainSpec(
     inner_steps=6, micro_batches=2, rows=2, sequence=LENGTH, lr=2e-3, warmup_steps=0, total_steps=600
 )  # fmt: skip
 RUN = tiny.manifest(model=MODEL, train=TRAIN, rounds=100, judging=JudgingSpec(audit_share=1.0))
+MUON = dataclasses.replace(RUN, train=dataclasses.replace(TRAIN, optimizer="muon"))
 KEYS = tuple(Identity(bytes([9, i] * 16)) for i in range(5))
 NAMES = tuple(key.peer_id for key in KEYS)
 SHARDS = layout.shard_names(MODEL)
@@ -84,10 +86,10 @@ def plan(round: int) -> Plan:
     return Plan(round=round, replicas=replicas)
 
 
-def inner_loop(folder: Path, place: int) -> StageInnerLoop:
+def inner_loop(folder: Path, place: int, run: Manifest = RUN) -> StageInnerLoop:
     config = JoinConfig(folder=folder, memory_bytes=10**9, up_bps=1, down_bps=1)
     pipes: Any = NoPipes()
-    return StageInnerLoop(RUN, NAMES[place], config, Text(), pipes, lambda **_: None, {}, lambda _: None)
+    return StageInnerLoop(run, NAMES[place], config, Text(), pipes, lambda **_: None, {}, lambda _: None)
 
 
 async def trained(loop: StageInnerLoop, place: int, round: int, theta: Shards) -> int:
@@ -105,18 +107,19 @@ def theta() -> Shards:
     return {shard: init.initial_shard(MODEL, RUN.seed_bytes, shard) for shard in SHARDS}
 
 
-def examiner(place: int, moments: Any, told: list[Message], **changes: Any) -> Examiner:
+def examiner(place: int, moments: Any, told: list[Message], run: Manifest = RUN, **changes: Any) -> Examiner:
     values = {"has_room": True, **changes}
-    return Examiner(RUN, KEYS[place], Text(), told.append, lambda _: None, Means(moments, "cpu", 1), **values)
+    return Examiner(run, KEYS[place], Text(), told.append, lambda _: None, Means(moments, "cpu", 1), **values)
 
 
-def test_training_again_from_the_same_moments_gives_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [RUN, MUON], ids=["adamw", "muon"])
+def test_training_again_from_the_same_moments_gives_the_same_bits(tmp_path: Path, run: Manifest) -> None:
     async def work() -> None:
-        loop, start = inner_loop(tmp_path, 0), theta()
+        loop, start = inner_loop(tmp_path, 0, run), theta()
         await trained(loop, 0, 1, start)
         moments = {name: array.copy() for name, array in loop.optimizer().items()}
         await trained(loop, 0, 2, start)
-        one = examiner(1, lambda: moments, [])
+        one = examiner(1, lambda: moments, [], run)
         case = one_case(2, 0, start)
         found = await one.learn(case, moments, case.work)
         for shard in SHARDS:

@@ -269,3 +269,19 @@ def test_plain_data_is_what_toml_can_say() -> None:
 
 
 FROZEN = "8f2186e3c655c4bf87a27ecb54643c59e268dd19ba934b50939009d2f79259d1"
+
+
+def test_the_optimizer_is_a_choice_that_old_manifests_did_not_have() -> None:
+    """Who leaves it out has the run id of before; another choice, and another momentum, are other runs."""
+    base = tiny.manifest()
+    plain, *others = (
+        tiny.manifest(train=dataclasses.replace(base.train, **changes))
+        for changes in ({"optimizer": "adamw"}, {"optimizer": "muon"}, {"optimizer": "muon", "momentum": 0.9})
+    )
+    assert plain.run_id == FROZEN
+    assert len({FROZEN, *(manifest.run_id for manifest in others)}) == 3
+    for manifest in others:
+        assert from_toml(to_toml(manifest).encode(), "m").run_id == manifest.run_id
+    for changes in ({"optimizer": "adam"}, {"momentum": 1.0}, {"momentum": -0.1}):
+        with pytest.raises(ValueError, match="must be"):
+            dataclasses.replace(base.train, **changes)

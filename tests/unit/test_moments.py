@@ -1,4 +1,5 @@
-"""AdamW's moments on their way to a peer that begins to train a shard: their size, what they lose, and what an enemy can make of them."""
+"""The optimizer's moments on their way to a peer that begins to train a shard: their size, what they lose, and what an enemy can make of
+them."""
 
 from __future__ import annotations
 
@@ -28,19 +29,21 @@ from tests.volunteers import Noise, Swarm, manifest
 
 SPEC = ModelSpec(vocab_size=64, d_model=32, n_layers=1, n_heads=2, d_ff=64, context=16)
 TRAIN = TrainSpec(inner_steps=4, micro_batches=1, rows=4, sequence=16, lr=1e-3, warmup_steps=0, total_steps=100)
+MUON = dataclasses.replace(TRAIN, optimizer="muon")
+BOTH = pytest.mark.parametrize("train", [TRAIN, MUON], ids=["adamw", "muon"])
 SHARDS = layout.shard_names(SPEC)
 SHARD = "block.0"
 DEADLINE = 300.0
 
 
-def trainer() -> StageTrainer:
-    made = StageTrainer(SPEC, TRAIN, SHARDS)
+def trainer(train: TrainSpec = TRAIN) -> StageTrainer:
+    made = StageTrainer(SPEC, train, SHARDS)
     made.begin_round({shard: init.initial_shard(SPEC, b"seed", shard) for shard in SHARDS})
     return made
 
 
-def trained(steps: int) -> StageTrainer:
-    made = trainer()
+def trained(steps: int, train: TrainSpec = TRAIN) -> StageTrainer:
+    made = trainer(train)
     generator = torch.Generator().manual_seed(1)
     for step in range(1, steps + 1):
         made.forward(0, torch.randint(0, SPEC.vocab_size, (TRAIN.rows, TRAIN.sequence + 1), generator=generator))
@@ -55,40 +58,44 @@ def packed(of: StageTrainer, shard: str = SHARD) -> bytes:
     return data
 
 
-def test_what_comes_out_is_near_to_what_went_in_and_small() -> None:
-    old, data = trained(12), packed(trained(12))
-    found, exact = moments.unpack(SPEC, TRAIN, SHARD, data), old.optimizer_state()
+@BOTH
+def test_what_comes_out_is_near_to_what_went_in_and_small(train: TrainSpec) -> None:
+    old, data = trained(12, train), packed(trained(12, train))
+    found, exact = moments.unpack(SPEC, train, SHARD, data), old.optimizer_state()
+    assert set(found) == {key for key in exact if key.startswith("model.layers.")}
     for name, shape in layout.tensors(SPEC, SHARD):
+        one = train is MUON and len(shape) == 2
+        m, m_found = (x[f"{name}/{'momentum_buffer' if one else 'exp_avg'}"] for x in (exact, found))
+        assert float(np.sum(m * m_found)) / np.linalg.norm(m) / np.linalg.norm(m_found) > 0.6
+        if one:
+            continue
         assert float(found[f"{name}/step"]) == 12
-        m, v = exact[f"{name}/exp_avg"], exact[f"{name}/exp_avg_sq"]
-        cosine = (
-            float(np.sum(m * found[f"{name}/exp_avg"])) / np.linalg.norm(m) / np.linalg.norm(found[f"{name}/exp_avg"])
-        )
-        assert cosine > 0.6
+        v = exact[f"{name}/exp_avg_sq"]
         if len(shape) == 1:
             np.testing.assert_array_equal(found[f"{name}/exp_avg_sq"], v)
         else:
             np.testing.assert_allclose(found[f"{name}/exp_avg_sq"].mean(axis=1), v.mean(axis=1), rtol=1e-4)
             np.testing.assert_allclose(found[f"{name}/exp_avg_sq"].mean(axis=0), v.mean(axis=0), rtol=1e-4)
-    assert len(data) <= moments.largest(SPEC, SHARD) < 0.1 * 8 * layout.parameters(SPEC, SHARD)
+    assert len(data) <= moments.largest(SPEC, train, SHARD) < 0.1 * 8 * layout.parameters(SPEC, SHARD)
 
 
-def test_a_trainer_takes_them_for_what_it_has_none_of() -> None:
-    young, other = trainer(), trained(3)
+@BOTH
+def test_a_trainer_takes_them_for_what_it_has_none_of(train: TrainSpec) -> None:
+    young, other = trainer(train), trained(3, train)
     assert young.moments(SHARD) is None
     assert not young.has_moments(SHARD)
-    young.add_moments(moments.unpack(SPEC, TRAIN, SHARD, packed(other)))
+    young.add_moments(moments.unpack(SPEC, train, SHARD, packed(other)))
     assert young.has_moments(SHARD)
     assert not young.has_moments("head")
     first = young.optimizer_state()
-    young.add_moments(moments.unpack(SPEC, TRAIN, SHARD, packed(trained(5))))
+    young.add_moments(moments.unpack(SPEC, train, SHARD, packed(trained(5, train))))
     assert all(np.array_equal(x, first[key]) for key, x in young.optimizer_state().items()), "its own stay"
 
 
 def test_first_moments_are_no_larger_than_those_of_an_honest_peer() -> None:
     exact = trained(5).optimizer_state()
     huge = {key: 1e6 * x if key.endswith("/exp_avg") else x for key, x in exact.items()}
-    data = moments.pack(SPEC, SHARD, huge)
+    data = moments.pack(SPEC, TRAIN, SHARD, huge)
     assert data is not None
     found = moments.unpack(SPEC, TRAIN, SHARD, data)
     for name, _ in layout.tensors(SPEC, SHARD):
@@ -103,18 +110,41 @@ def test_second_moments_that_clipped_gradients_cannot_have_are_refused(scale: fl
             key: np.float32(scale) * (x + np.float32(1e-3)) if key.endswith("/exp_avg_sq") else x
             for key, x in exact.items()
         }
-    data = moments.pack(SPEC, SHARD, bad)
+    data = moments.pack(SPEC, TRAIN, SHARD, bad)
     assert data is not None
     with pytest.raises(PayloadError):
         moments.unpack(SPEC, TRAIN, SHARD, data)
 
 
-def test_bytes_that_are_no_moments_are_refused() -> None:
-    data = packed(trained(2))
+def test_a_momentum_that_clipped_gradients_cannot_have_is_refused() -> None:
+    exact = trained(2, MUON).optimizer_state()
+    total = sum(float(np.square(x).sum()) for key, x in exact.items() if key.endswith("/momentum_buffer"))
+    for times, fits in ((0.5, True), (2.0, False)):
+        scale = np.float32(times * MUON.clip / total**0.5)
+        data = moments.pack(
+            SPEC, MUON, SHARD, {key: scale * x if key.endswith("/momentum_buffer") else x for key, x in exact.items()}
+        )
+        assert data is not None
+        if fits:
+            moments.unpack(SPEC, MUON, SHARD, data)
+        else:
+            with pytest.raises(PayloadError, match="larger than clipped"):
+                moments.unpack(SPEC, MUON, SHARD, data)
+
+
+def test_moments_of_the_other_optimizer_are_refused() -> None:
+    for ours, theirs in ((TRAIN, MUON), (MUON, TRAIN)):
+        with pytest.raises(PayloadError):
+            moments.unpack(SPEC, ours, SHARD, packed(trained(2, theirs)))
+
+
+@BOTH
+def test_bytes_that_are_no_moments_are_refused(train: TrainSpec) -> None:
+    data = packed(trained(2, train))
     none, long = struct.pack("<I", 0) + data[4:], data[:4] + struct.pack("<Q", 2**63) + data[12:]
     for bad in (b"", data[:-1], data + b"\0", none, long, data[:11]):
         with pytest.raises(PayloadError):
-            moments.unpack(SPEC, TRAIN, SHARD, bad)
+            moments.unpack(SPEC, train, SHARD, bad)
 
 
 class Knowing(Noise):
