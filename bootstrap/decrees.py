@@ -81,7 +81,10 @@ class Decrees:
             raise RemoteError(operator, "that decree says nothing")
         if decree.action == OUST and decree.subject not in ousting.out_after(self._leader.head):
             self._check_ousting(operator, decree)
-        if decree.schedule is not None:
+        is_open = decree.number >= access.decrees_after(
+            self._leader.head
+        )  # else it was decided, and its signer asks whether it was
+        if decree.schedule is not None and is_open:
             refused = schedule.why_not(manifest, self._leader.head, decree.schedule)
             if refused is not None:
                 raise RemoteError(operator, f"that decree cannot be: {refused}")

@@ -362,6 +362,22 @@ def test_a_node_tells_an_operator_who_comes_too_late() -> None:
         asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(ONE.rounds + 1)))))
 
 
+def test_who_asks_whether_its_decree_was_decided_is_not_told_that_it_comes_too_late() -> None:
+    """The run has one round more by it, which is open now: another decree could not set that."""
+
+    async def hand_in(event: Petition) -> None:
+        """The machine knows it."""
+
+    wish = longer(2)
+    head = dataclasses.replace(
+        first(ONE, signed(wish, tiny.OPERATOR)), round=1, schedule=wish.schedule, members=ONE.first_members
+    )
+    decrees = Decrees(Leader(ONE, (head,), (), 0.0), hand_in, lambda motion: None, (), lambda: None)
+    assert asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, wish)))) == wish
+    with pytest.raises(RemoteError, match="that decree cannot be"):
+        asyncio.run(decrees.hear(Motion(sealed=seal(tiny.OPERATOR, longer(2, number=1)))))
+
+
 @pytest.mark.parametrize("change", [3, -2])
 def test_a_run_is_as_long_as_was_decreed_last(change: int) -> None:
     driver = Driver()
