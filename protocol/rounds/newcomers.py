@@ -1,10 +1,9 @@
 """How long a round waits for replicas of which the log has no work yet. Pure, and each node's own sight.
 
 A plan is a promise, and who breaks it again and again rests (protocol/rounds/promises.py). But identities cost nothing: somebody with a new one
-for each round would break each promise once, and everybody would wait for him each time. So work of newcomers is worth no waiting beyond the
-time that a round's training has anyway (protocol/rounds/grace.py), and all newcomers together have one account: a round that waited for some
-in vain gives them a *strike*, and one in which any of them brought its work takes one away. With two strikes and more, rounds do
-not wait for newcomers at all for 1, 3, 7, … rounds, at most promises.MOST_ROUNDS. They are planned as before, and what is there when the others'
+for each round would break each promise once, and everybody would wait for him each time. So all newcomers together have one account: a round
+that waited for some in vain gives them a *strike*, and one in which any of them brought its work takes one away. With two strikes and
+more, rounds do not wait for newcomers at all for 1, 3, 7, … rounds, at most promises.MOST_ROUNDS. They are planned as before, and what is there when the others'
 work is there counts; who comes too late for that gets no strike of its own then, and keeps its work.
 
 A replica is a newcomer's where none of its peers has served a round, or where its work has no weight yet (protocol/rounds/standing.py). Where

@@ -84,12 +84,11 @@ def waits(
     seconds = manifest.timing.training_seconds
     seats = roster.seats & verdicts.pending.keys()
     late = [replica for number, replica in verdicts.pending.items() if number not in seats]
-    known = [replica for replica in late if replica.number not in newcomers]
-    if known or (late and not verdicts.complete):
+    if verdicts.complete and not patient:
+        late = [replica for replica in late if replica.number not in newcomers]
+    if late:
         offered = ((verdicts.since[number], c.tokens) for number, c in verdicts.complete.items())
-        return not grace.is_over(manifest, offered, known or late, waited)
+        return not grace.is_over(manifest, offered, late, waited)
     over = (1 + grace.LEAST) * seconds
-    if late and patient:
-        return waited < over
     last = max(verdicts.since.values(), default=seconds)
     return bool(seats) and waited < min(over, last + min(grace.LEAST * seconds, PATIENCE))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from protocol.rounds import newcomers, standing
 from protocol.rounds.grace import LEAST
 from protocol.rounds.leader_events import Decided, Effect, Propose
-from protocol.run.manifest import AdmissionSpec
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 from tests.unit.test_leader import FULL, SHARDS, Driver
@@ -49,7 +46,7 @@ class Run:
         effects = self._later(effects, began + (1 + LEAST) * SECONDS - 0.1)
         if late and not self._proposed(effects):
             effects = driver.offered(*late)
-        effects = self._later(effects, began + (1 + LEAST) * SECONDS + 0.01)
+        effects = self._later(effects, began + M.timing.round_deadline)
         (commit,) = self._proposed(effects)
         took = driver.now - began
         driver.commits.append(commit.commit)
@@ -73,14 +70,6 @@ def test_who_has_a_new_identity_for_each_round_is_waited_for_more_and_more_rarel
         if run.round() > EARLY:
             waited.append(number)
     assert waited == [1, 2, 4, 8, 16, 32, 64]
-
-
-def test_it_is_never_waited_for_longer_than_the_rounds_training_takes() -> None:
-    """One of the four others would be waited for by a third more than that."""
-    run = Run()
-    run.comes("stranger")
-    run.round()
-    assert run.round() == pytest.approx((1 + LEAST) * SECONDS, abs=0.02)
 
 
 def test_newcomers_who_bring_their_work_give_the_others_trust_back() -> None:
@@ -132,10 +121,11 @@ def test_who_is_new_follows_from_the_log() -> None:
 
 
 def test_work_that_has_no_weight_yet_is_a_newcomers() -> None:
-    probation = dataclasses.replace(M, admission=AdmissionSpec(probation=5))
     base = Run().driver.leader.standing
     there = plan(("a",), ("x",))
     known = {**base.known, "x": standing.Known(served=2)}
-    after = dataclasses.replace(base, manifest=probation, plan=there, known=known, founders=frozenset(KNOWN))
+    after = dataclasses.replace(
+        base, limits=dataclasses.replace(base.limits, probation=5), plan=there, known=known, founders=frozenset(KNOWN)
+    )
     assert newcomers.are_new(after, there) == {1}
-    assert newcomers.are_new(dataclasses.replace(after, manifest=M), there) == frozenset()
+    assert newcomers.are_new(dataclasses.replace(after, limits=base.limits), there) == frozenset()
