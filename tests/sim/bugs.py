@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 ROUNDS, NODE = "peer/node/rounds.py", "bootstrap/node.py"
 MEMBER, LEADER, ROSTER = "protocol/rounds/member.py", "protocol/rounds/leader.py", "protocol/rounds/chain_repair.py"
 PAXOS, ACCEPTOR, OFFERS = "protocol/rounds/paxos.py", "protocol/rounds/acceptor.py", "protocol/rounds/offers.py"
+COMMIT = "protocol/wire/commit.py"
 STORAGE, TAKING = "peer/state/storage.py", "peer/state/taking.py"
 
 
@@ -75,7 +76,25 @@ BUGS: dict[str, Bug] = {
         only="storm",
     ),
     "a leader ignores what was accepted before": Bug(
-        ((PAXOS, "claimed if claimed is not None else self.mine", "self.mine or claimed"),),
+        (
+            (
+                PAXOS,
+                "value = claimed.commit if claimed is not None else self.mine",
+                "value = self.mine or (claimed.commit if claimed is not None else None)",
+            ),
+            (
+                PAXOS,
+                "            if stands_on is None:\n                return\n            self._grounds = stands_on\n",
+                "            self._grounds = stands_on or ()\n",
+            ),
+            # and nobody finds that out by the promises that it shows
+            (
+                ACCEPTOR,
+                "        if not self._stands(accept, members):\n",
+                "        if not self._stands(accept, members) and False:\n",
+            ),
+            (COMMIT, "record.ballot, record.commit.digest) is not None", "record.ballot, record.commit.digest) != 0"),
+        ),
         ("P2",),
         only="storm",
     ),
