@@ -100,7 +100,8 @@ def test_a_machine_with_two_devices_is_told_what_they_would_do_together(swarm: S
     assert works, found
     assert found["memory"].text.startswith("2 x cpu, ")
     assert found["memory"].text.endswith(" would be offered of each")
-    assert found["speed"].text.endswith("TFLOP/s in training, without the time for adding up gradients")
+    known = found["speed"].text.endswith("TFLOP/s in training, without the time for adding up gradients")
+    assert known or found["speed"].text.startswith("not known after"), "on a busy machine"
     assert "devices" not in found
     assert not list((tmp_path / "b").glob("speed-test*"))
     found, works = examined(swarm.addresses[0], *options, "--memory", memory - 1)

@@ -97,6 +97,7 @@ class Town:
             "0.0.0.0:8080": "0.0.0.0:0",
             "9100": "0",
             "4001": port,
+            "0,1,2,3": "cpu,cpu",
         }
         found = " ".join(words.get(word, word) for word in command.split(" "))
         name = " ".join(command.split()[1:3])
@@ -106,7 +107,8 @@ class Town:
         if verb in ("join", "bootstrap", "doctor"):
             found += " --host 127.0.0.1"
         if verb in ("join", "doctor"):
-            found += f" --device cpu --threads 1 --memory {tiny.full_memory(self.swarm.manifest)}"
+            found += "" if "--devices " in found else " --device cpu"
+            found += f" --threads 1 --memory {tiny.full_memory(self.swarm.manifest)}"
         if verb == "join":
             found += "" if "--up " in found else " --up 20Mbps --down 100Mbps"
             found += "" if "--corpus" in found else f" --corpus {shlex.quote(str(self.swarm.corpus))}"
