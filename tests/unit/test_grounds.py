@@ -8,6 +8,7 @@ import random
 import pytest
 
 from protocol import identity
+from protocol.errors import LocalError
 from protocol.rounds.paxos_events import Heard, Learned, Named, Refused
 from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Prepare, Promise, Vote
@@ -83,7 +84,7 @@ def test_a_record_comes_back_with_its_grounds_and_not_without_right_signatures()
     with pytest.raises(encoding.MessageError, match="a signature is wrong"):
         encoding.decode_record(encoding.encode_record(wrong), "x")
     many = dataclasses.replace(record, grounds=grounds[:1] * (MAX_GROUNDS + 1))
-    with pytest.raises(encoding.UnreadableRecord):
+    with pytest.raises(LocalError):
         encoding.encode_record(many)
 
 
