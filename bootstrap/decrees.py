@@ -81,9 +81,8 @@ class Decrees:
             raise RemoteError(operator, "that decree says nothing")
         if decree.action == OUST and decree.subject not in ousting.out_after(self._leader.head):
             self._check_ousting(operator, decree)
-        is_open = decree.number >= access.decrees_after(
-            self._leader.head
-        )  # else it was decided, and its signer asks whether it was
+        # one with an older number was decided, and its signer asks whether it was
+        is_open = decree.number >= access.decrees_after(self._leader.head)
         if decree.schedule is not None and is_open:
             refused = schedule.why_not(manifest, self._leader.head, decree.schedule)
             if refused is not None:

@@ -79,11 +79,10 @@ class Helper:
 def main(way: socket.socket) -> None:
     """Until the peer's process ends. What could not be done, for whatever reason, is told, and leaves everything undone until the next group
     begins."""
-    for sent in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # to all processes of a peer that is to leave: it needs us until it has
-        signal.signal(sent, signal.SIG_IGN)
+    for sent in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(
+            sent, signal.SIG_IGN
+        )  # sent to all processes of a peer that is to leave: it needs us until it has
     orders: SimpleQueue[object] = SimpleQueue()
     threading.Thread(target=_listen, args=(way, orders), daemon=True).start()
     begin = orders.get()

@@ -245,13 +245,13 @@ class Acceptor:
             self.waiting = None
             return self.position.stay(Accept, [Send(peer, self._reject(accept))])
         commit = accept.commit
-        own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""), grounds=accept.grounds)
-        reason = why_not_next(self.manifest, head, own)
         if commit.parent != (head.digest if head is not None else self.manifest.run_id):
             return []  # one of the logs is forked, or the sender lies: its log will tell
         if not self._stands(accept, members):
             unfair = Unfair("shows no promises that allow it", lie=True)
             return self.position.stay(Accept, [Refused(peer, accept.round, unfair)])
+        own = Record(commit=commit, ballot=accept.ballot, votes=dict.fromkeys(members, b""), grounds=accept.grounds)
+        reason = why_not_next(self.manifest, head, own)
         if reason is not None:
             return self._refuse(peer, accept, reason)
         if accept.ballot == 0 and commit.leader != peer:

@@ -344,9 +344,8 @@ def is_due(leader: Leader, now: float) -> bool:
         enough = len(most) >= manifest.start_peers
         return enough and partition.split(manifest, most[: manifest.model.n_layers]) is not None
     if verdicts.pending and waited < manifest.timing.round_deadline:
-        return bool(verdicts.complete) and not seats.waits(
-            manifest, leader.roster, verdicts, leader.newcomers.numbers, waited
-        )  # another node may be more patient with newcomers than this one
+        new = leader.newcomers.numbers  # another node may be more patient with them than this one
+        return bool(verdicts.complete) and not seats.waits(manifest, leader.roster, verdicts, new, waited)
     return bool(verdicts.complete) or waited >= manifest.timing.gone_after
 
 

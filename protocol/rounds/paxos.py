@@ -518,13 +518,12 @@ class Quorum:
             if self._is_proven(promise) and promise.commit != self._value:
                 self.position.step(Promise, Phase.IDLE)
             return
-        known = promise if self.phase is Phase.PREPARING and promise.ballot == self.ballot else None
-        if known is not None and are_shown(len(self.members)):
-            known = self._sworn(peer, known)
-        if known is None:
+        if self.phase is not Phase.PREPARING or promise.ballot != self.ballot:
             return
-        self._promises[peer] = known
-        self._choose(out)
+        known = self._sworn(peer, promise) if are_shown(len(self.members)) else promise
+        if known is not None:
+            self._promises[peer] = known
+            self._choose(out)
 
     def _choose(self, out: list[Effect]) -> None:
         """Goes on with a commit, if so many have promised that it is known which."""

@@ -89,6 +89,5 @@ def waits(
     if late:
         offered = ((verdicts.since[number], c.tokens) for number, c in verdicts.complete.items())
         return not grace.is_over(manifest, offered, late, waited)
-    over = (1 + grace.LEAST) * seconds
     last = max(verdicts.since.values(), default=seconds)
-    return bool(seats) and waited < min(over, last + min(grace.LEAST * seconds, PATIENCE))
+    return bool(seats) and waited < min((1 + grace.LEAST) * seconds, last + min(grace.LEAST * seconds, PATIENCE))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import json
 import statistics
@@ -177,7 +178,7 @@ def of_daemon(rounds: int, inner_steps: int) -> bool:
         out = Path(folder) / "run"
         chosen = swarms.options(out, full=1, rounds=rounds, inner_steps=inner_steps, in_memory=False)
         base = swarms.manifest(chosen)
-        manifest = swarms.dataclasses.replace(
+        manifest = dataclasses.replace(
             base, model=MODEL, train=train_spec(inner_steps), data=DataSpec(corpus=demo_corpus(MODEL.context).digest)
         )
         swarms.run(chosen, manifest)
