@@ -1,6 +1,6 @@
 """A full replica beside the best plain training loop of the same model, on this machine's processor.
 
-    python -m tests.benchmarks.plain [trainer daemon] [--steps 8] [--rounds 4] [--inner-steps 30]
+    python -m tests.benchmarks.plain [--only trainer|daemon] [--steps 8] [--rounds 4] [--inner-steps 30]
 
 d = 512, 8 layers, sequences of 512 tokens, two micro-batches of two rows an inner step, two threads. The plain loop has nn.Linear,
 scaled_dot_product_attention, cross_entropy of all logits, clip_grad_norm_ and fused AdamW, and nothing else.
@@ -209,14 +209,14 @@ def of_daemon(rounds: int, inner_steps: int) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=["trainer", "daemon"], default=["trainer", "daemon"])
+    parser.add_argument("--only", choices=["trainer", "daemon"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--inner-steps", type=int, default=30)
     chosen = parser.parse_args()
     torch.set_num_threads(THREADS)
-    kept = [of_trainer(chosen.steps)] if "trainer" in chosen.parts else []
-    kept += [of_daemon(chosen.rounds, chosen.inner_steps)] if "daemon" in chosen.parts else []
+    kept = [of_trainer(chosen.steps)] if chosen.only != "daemon" else []
+    kept += [of_daemon(chosen.rounds, chosen.inner_steps)] if chosen.only != "trainer" else []
     return 0 if all(kept) else 1
 
 
