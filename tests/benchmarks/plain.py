@@ -8,7 +8,7 @@ scaled_dot_product_attention, cross_entropy of all logits, clip_grad_norm_ and f
 `trainer`: steps of `StageTrainer` through `run_steps`, as the daemon trains, and of the plain loop, by turns in one process. Wanted: 0.99 of the
 plain loop's tokens per second.
 
-`daemon`: a bootstrap node and a volunteer, real processes over real network daemons, on the demo's text. Tokens per second over whole rounds,
+`daemon`: a bootstrap node and a volunteer, real processes over real network daemons, on the demo's text in sequences of 128, as many tokens a step, one thread. Tokens per second over whole rounds,
 from one commit to the next, beside the steps of the volunteer alone in the same rounds, as it tells them, and beside the plain loop, which has
 the machine to itself before and after. Wanted: 0.98 of the tokens per second that the steps alone would give.
 
@@ -36,11 +36,11 @@ from torch.nn import functional
 
 from bootstrap.archive import Archive
 from peer.chain.pipeline import StageSetup, run_steps
-from peer.demo.text import demo_corpus
+from peer.demo import recipe
 from peer.training.trainer import StageTrainer, make_worker
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import DataSpec, TrainSpec
+from protocol.run.manifest import TrainSpec
 from tests.e2e import swarms
 
 MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=512)
@@ -104,7 +104,7 @@ class Plain:
         for part in ids.chunk(MICRO_BATCHES):
             x = self.embed(part[:, :-1])
             for layer in self.layers:
-                x = layer(x, self.cos, self.sin)
+                x = layer(x, self.cos[: x.shape[1]], self.sin[: x.shape[1]])
             logits = self.head(self.norm(x))
             loss = functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()) / MICRO_BATCHES
             loss.backward()
@@ -114,10 +114,10 @@ class Plain:
         return total
 
 
-def ids_of(rows: int) -> np.ndarray:
-    """Tokens as frequent as words are (Zipf's law), [rows, L + 1]."""
+def ids_of(rows: int, sequence: int) -> np.ndarray:
+    """Tokens as frequent as words are (Zipf's law), [rows, sequence + 1]."""
     weights = 1 / (np.arange(MODEL.vocab_size) + 2.7)
-    return np.random.default_rng(1).choice(MODEL.vocab_size, (rows, MODEL.context + 1), p=weights / weights.sum())
+    return np.random.default_rng(1).choice(MODEL.vocab_size, (rows, sequence + 1), p=weights / weights.sum())
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -140,7 +140,7 @@ def of_trainer(steps: int) -> bool:
             for shard in layout.shard_names(MODEL)
         }
     )
-    ids, plain, worker = ids_of(spec.step_rows), Plain(), make_worker(THREADS)
+    ids, plain, worker = ids_of(spec.step_rows, MODEL.context), Plain(), make_worker(THREADS)
 
     async def read(step: int) -> np.ndarray:
         return ids
@@ -168,7 +168,11 @@ def of_trainer(steps: int) -> bool:
 
 def of_daemon(rounds: int, inner_steps: int) -> bool:
     """Whole rounds of real processes."""
-    plain, there = Plain(), torch.tensor(ids_of(MICRO_BATCHES * ROWS))
+    torch.set_num_threads(1)  # as the demo's peers have
+    sequence = recipe.MODEL.context
+    rows = ROWS * MODEL.context // sequence
+    train = dataclasses.replace(train_spec(inner_steps), sequence=sequence, rows=rows)
+    plain, there = Plain(), torch.tensor(ids_of(train.step_rows, sequence))
 
     def alone() -> float:
         return statistics.median(seconds(lambda: plain.step(there)) for _ in range(6))
@@ -177,10 +181,7 @@ def of_daemon(rounds: int, inner_steps: int) -> bool:
     with tempfile.TemporaryDirectory(prefix="potluck-plain-") as folder:
         out = Path(folder) / "run"
         chosen = swarms.options(out, full=1, rounds=rounds, inner_steps=inner_steps, in_memory=False)
-        base = swarms.manifest(chosen)
-        manifest = dataclasses.replace(
-            base, model=MODEL, train=train_spec(inner_steps), data=DataSpec(corpus=demo_corpus(MODEL.context).digest)
-        )
+        manifest = dataclasses.replace(swarms.manifest(chosen), model=MODEL, train=train)
         swarms.run(chosen, manifest)
         archive = Archive(out / "bootstrap", manifest)
         decided = {c.round: c.time for c in archive.commits if c.contributions}
@@ -192,7 +193,7 @@ def of_daemon(rounds: int, inner_steps: int) -> bool:
     for event in events:
         if event["event"] == "step":
             trained.setdefault(event["round"], []).append(event["seconds"])
-    tokens = inner_steps * train_spec(inner_steps).step_tokens
+    tokens = inner_steps * train.step_tokens
     rows = [
         (r, decided[r] - decided[r - 1], sum(trained[r])) for r in sorted(decided) if r - 1 in decided and r in trained
     ]
@@ -200,7 +201,7 @@ def of_daemon(rounds: int, inner_steps: int) -> bool:
         print(f"round {round}: {whole:.2f} s, of them {steps:.2f} s in {len(trained[round])} steps", flush=True)
     ratio = statistics.median(steps / whole for _, whole, steps in rows)
     rate = statistics.median(tokens / whole for _, whole, _ in rows)
-    loop = train_spec(1).step_tokens / statistics.median((before, after))
+    loop = train.step_tokens / statistics.median((before, after))
     print(
         f"daemon {rate:.0f} tokens/s over whole rounds: {ratio:.3f} of its steps'; plain loop {loop:.0f}: {rate / loop:.3f}"
     )
