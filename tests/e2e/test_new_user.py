@@ -7,6 +7,7 @@ that the operator makes the run shorter than the tutorial's six rounds, if there
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import subprocess
@@ -178,7 +179,13 @@ def test_make_demo_is_the_demo() -> None:
     """The README's first command; what `potluck demo` does is in test_demo.py."""
     readme = README.read_text(encoding="utf-8")
     assert re.search(r"^    make demo$", readme, re.MULTILINE)
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     printed = subprocess.run(
-        ["make", "--dry-run", "--always-make", "demo"], cwd=typed.ROOT, capture_output=True, text=True, check=True
+        ["make", "--dry-run", "--always-make", "demo"],
+        cwd=typed.ROOT,
+        env=alone,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     assert printed.splitlines()[-1].endswith("potluck demo --out demo-run --json demo-run.json")
