@@ -22,7 +22,7 @@ test: lint types contracts quick
 
 # The simulation needs both cores. Of the rest only `unit` computes all the time; the others mostly wait for real time to pass.
 test-all: lint types contracts sim
-	$(MAKE) -j4 --output-sync=target unit e2e faults hostile
+	$(MAKE) -j2 --output-sync=target unit e2e faults hostile
 
 lint: setup
 	$(BIN)/ruff format --check .
