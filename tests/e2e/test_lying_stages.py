@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from peer.chain.screening import NEW_ROUNDS
+from peer.events import Event
 from tests.faults.repair import NODE, SPARE, STAGES, WEAK, Campaign, Fault, campaign
 
 AFTER = 3
 """Rounds that are looked at afterwards."""
+
+
+def changes(swarm: Campaign) -> list[Event]:
+    return [e for e in swarm.tails[NODE].read() if e.kind == "chain_reconfigured"]
 
 
 def quarrels(swarm: Campaign) -> list[dict[str, object]]:
@@ -34,7 +39,7 @@ def test_a_stage_that_lies_is_replaced_within_the_round_and_in_no_chain_afterwar
         assert told["accused"] == ids[victim]
         assert str(told["reason"]).startswith("lies: activations do not fit their text")
 
-        (change,) = [e for e in swarm.tails[NODE].read() if e.kind == "chain_reconfigured"]
+        change = changes(swarm)[0]
         (spare,) = {*WEAK, SPARE}.difference(chain)
         expected = [ids[spare if name == victim else name] for name in chain]
         assert change.fields["peers"] == expected
@@ -42,7 +47,9 @@ def test_a_stage_that_lies_is_replaced_within_the_round_and_in_no_chain_afterwar
         swarm.until(lambda: swarm.round() >= round + AFTER, "the rounds after it")
         (commit,) = [e for e in swarm.commits() if e.fields["round"] == round]
         (work,) = [c for c in commit.fields["contributions"] if len(c["peers"]) == STAGES]
-        assert work["peers"] == expected, "the work of the round counts"
+        last = [e for e in changes(swarm) if e.fields["round"] == round][-1]  # a busy machine may lose one more
+        assert work["peers"] == last.fields["peers"], "the work of the round counts"
+        assert ids[victim] not in work["peers"]
         for later in (e for e in swarm.commits() if e.fields["round"] >= round):
             for replica in later.fields["plan"]["replicas"]:
                 assert ids[victim] not in [stage["peer"] for stage in replica["stages"]]
