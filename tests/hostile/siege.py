@@ -192,7 +192,7 @@ class Siege:
         started = self.ground.daemons.started
         names = {self.ground.boot.peer_id: "node", **{peer.id: name for name, peer in self.ground.peers.items()}}
         daemons = {name: resident(started[who].daemon.pid) for who, name in names.items()}
-        files = [Path(folder) / name for folder, _, names in os.walk(self._folder) for name in names]
+        files = [Path(folder) / file for folder, _, found in os.walk(self._folder) for file in found]
         return Sizes(resident(os.getpid()), daemons, sum(size(path) for path in files) / MIB)
 
 

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import os
 import random
-import selectors
 import statistics
 import time
 from collections import Counter, deque
@@ -32,6 +31,7 @@ from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.wire import endpoints, framing
 from protocol.wire.framing import MAX_FRAME
+from tests.sim.loop import VirtualLoop
 
 DEADLINE = 200.0
 
@@ -40,16 +40,10 @@ def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, DEADLINE))
 
 
-class PatientLoop(asyncio.SelectorEventLoop):
-    """Its clock goes a hundred times as slow, so that nobody counts as late where a busy machine holds everybody up."""
-
-    def time(self) -> float:
-        return super().time() / 100
-
-
-def run_patiently(work: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=PatientLoop) as runner:
-        runner.run(work)
+def virtually(work: Coroutine[Any, Any, None]) -> None:
+    """In virtual time: nothing is waited for, and nobody counts as late since the machine is busy."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
+        runner.run(asyncio.wait_for(work, DEADLINE))
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -190,30 +184,6 @@ def test_what_is_refused_in_the_end_is_not_kept(tmp_path: Path) -> None:
 
 
 # --- the uplink, on a virtual clock
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Waits for nothing: its clock jumps to the next timer."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        outer = self
-
-        class Selector(selectors.DefaultSelector):
-            def select(self, timeout: float | None = None) -> Any:
-                if timeout:
-                    outer.now += timeout
-                return super().select(0)
-
-        super().__init__(Selector())
-
-    def time(self) -> float:
-        return self.now
-
-
-def virtually(work: Coroutine[Any, Any, None]) -> None:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        runner.run(work)
 
 
 def test_an_uplink_keeps_its_rate() -> None:
@@ -807,7 +777,7 @@ def test_a_home_uplink_sends_its_payload_about_twice(tmp_path: Path, count: int,
             assert sum(sent) <= 1.1 * (count - 1) ** 2, "everybody gets everything once"
             assert sent[0] <= 2.2 * (count - 1), "the archive, too, sends each payload about twice"
 
-    run_patiently(work())
+    virtually(work())
 
 
 def test_spreading_over_real_daemons(tmp_path: Path) -> None:
