@@ -118,17 +118,48 @@ def whole(data: bytes) -> tuple[int, int] | None:
 
 
 class Guest:
-    """A stream that somebody opened, from when it was taken until it is over. It is a bare socket until it is served: whoever waits costs
-    nothing else. `over()` is called when it ends before that."""
+    """A stream that somebody opened, from when it was taken until it is over. It is a bare socket until it is served: whoever waits, or says
+    nothing, costs nothing else. `over()` is called when it ends before that."""
 
-    __slots__ = ("conn", "ended", "later", "over", "served", "stream")
+    __slots__ = ("_listens", "conn", "ended", "later", "over", "served", "stream")
 
     def __init__(self, conn: socket.socket) -> None:
+        self._listens = False
         self.conn = conn
         self.later: asyncio.TimerHandle | None = None
         self.stream: Ends | None = None
         self.over: Callable[[], None] = lambda: None
         self.served = self.ended = False
+
+    def is_silent(self) -> bool:
+        """Whether it is open and nothing has been said on it yet."""
+        try:
+            self.conn.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return not self.ended
+        except OSError:
+            pass
+        return False
+
+    def when_said(self, go: Callable[[], None], seconds: float) -> None:
+        """Calls `go` as soon as something is said on it, or it is closed, and after so many seconds at the latest."""
+        loop = asyncio.get_running_loop()
+
+        def said() -> None:
+            self._hears_no_more()
+            go()
+
+        self._listens = True
+        self.later = loop.call_later(seconds, said)
+        loop.add_reader(self.conn.fileno(), said)
+
+    def _hears_no_more(self) -> None:
+        if self.later is not None:
+            self.later.cancel()
+            self.later = None
+        if self._listens:
+            self._listens = False
+            asyncio.get_running_loop().remove_reader(self.conn.fileno())
 
     def is_over(self) -> bool:
         """Whether it has ended, or whoever opened it has closed it and sent nothing."""
@@ -145,8 +176,7 @@ class Guest:
             self.stream.abort()
         elif not self.ended:
             self.ended = True
-            if self.later is not None:
-                self.later.cancel()
+            self._hears_no_more()
             if not self.served:
                 self.conn.close()
                 self.over()

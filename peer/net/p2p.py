@@ -50,6 +50,9 @@ SEEN = 4096
 """Peers of whom we know where they were."""
 PUNCH_SECONDS = 0.25
 """How often we look whether a hole was made in a router."""
+SILENT_SECONDS = 5.0
+"""After which a stream is served though nothing has been said on it: its handler then ends it in its own time."""
+SAYS_NOTHING = "opens streams, says nothing, and closes them"
 SIGNALS_ONLY = "its router lets nobody in, and there is no hole in it yet"
 CHECKS = 32
 """Peers that are asked at once whether they answer."""
@@ -93,9 +96,22 @@ class P2PTransport(Endpoint):
         guest.over = lambda: self.guests.leave(came.peer, guest)
         self._met(came.peer, came.where)
         conn.recv(head)
+        if guest.is_silent():
+            guest.when_said(functools.partial(self._said, handler, came, guest), SILENT_SECONDS)
+        else:
+            self._said(handler, came, guest)
+
+    def _said(self, handler: Handler, came: Came, guest: Guest) -> None:
+        """The opener of a stream always speaks first, and has: it is served as soon as its rate allows."""
+        loop = asyncio.get_running_loop()
+        if guest.is_over():  # it is closed, and nothing was made of it
+            guest.abort()
+            if not self.guests.carries(came.peer, came.name):
+                self.guests.offend(came.peer, SAYS_NOTHING, loop.time())
+            return
         begin = functools.partial(self._begin, handler, came, guest)
-        if wait := self.guests.wait(came.peer, came.name, now):
-            guest.later = asyncio.get_running_loop().call_later(wait, begin)
+        if wait := self.guests.wait(came.peer, came.name, loop.time()):
+            guest.later = loop.call_later(wait, begin)
         else:
             begin()
 
@@ -116,7 +132,7 @@ class P2PTransport(Endpoint):
 
     def _serve_now(self, handler: Handler, came: Came, guest: Guest) -> None:
         guest.later = None
-        if guest.is_over():  # whoever opened it has closed it: nothing is made of it
+        if guest.is_over():  # closed while it waited
             guest.abort()
             return
         guest.served = True

@@ -140,6 +140,39 @@ def test_a_guest_is_a_bare_socket_until_it_is_served() -> None:
     assert (over, ours.fileno()) == ([True], -1)
 
 
+def test_who_says_nothing_is_heard_when_it_speaks_or_leaves_or_time_is_up() -> None:
+    async def work(made: Path) -> None:
+        told: list[str] = []
+        pairs = {name: socket.socketpair() for name in ("speaks", "leaves", "neither", "ended")}
+        guests = {}
+        for name, (ours, _) in pairs.items():
+            ours.setblocking(False)
+            guests[name] = guest = Guest(ours)
+            assert guest.is_silent()
+            guest.when_said(lambda name=name: told.append(name), 0.05 if name == "neither" else 60.0)  # type: ignore[misc]
+        guests["ended"].abort()
+        assert not guests["ended"].is_silent()
+        assert pairs["ended"][0].fileno() == -1
+        pairs["speaks"][1].send(b"a")
+        pairs["leaves"][1].close()
+        await until(lambda: len(told) == 3)
+        assert sorted(told) == ["leaves", "neither", "speaks"], "each once, and not the one that ended"
+        assert not guests["speaks"].is_silent()
+        assert not guests["speaks"].is_over()
+        assert not guests["leaves"].is_silent()
+        assert guests["leaves"].is_over()
+        assert guests["neither"].is_silent()
+        pairs["neither"][1].send(b"a")
+        await asyncio.sleep(0)
+        assert len(told) == 3, "it is heard once"
+        for guest in guests.values():
+            guest.abort()
+        for _, theirs in pairs.values():
+            theirs.close()
+
+    run(work)
+
+
 def test_one_is_expelled_over_one_connection_once_until_that_is_done() -> None:
     async def work(made: Path) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
