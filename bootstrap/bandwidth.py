@@ -13,9 +13,9 @@ from peer.net.bandwidth import HEAD, PIECE, WAY_BYTES
 from peer.net.base import Ended, Stream, Transport
 from peer.net.clock import Clock
 from peer.net.striped_stream import STRIPES
-from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints
+from protocol.wire.encoding import MessageError
 
 AT_ONCE = 2
 PROBE_BYTES = WAY_BYTES + 1_000_000
@@ -112,5 +112,5 @@ class Bandwidth:
         probe.left -= taken
         await stream.send(bytes(wanted), timeout=self._bounds.idle_s)
 
-    def _bad(self, stream: Stream, what: str) -> RemoteError:
-        return RemoteError(stream.remote, f"bandwidth of {short_peer(stream.remote)}: wants {what}; it was closed")
+    def _bad(self, stream: Stream, what: str) -> MessageError:
+        return MessageError(stream.remote, f"bandwidth of {short_peer(stream.remote)}: wants {what}; it was closed")

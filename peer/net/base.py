@@ -51,6 +51,10 @@ class Closed(RemoteError):
     """The stream is over although its sender did not say so: the peer, its link or our own side ended it."""
 
 
+class Malformed(Closed):
+    """The other side sent a frame that is longer than any that has a place there; the stream is over."""
+
+
 class Ended(Closed):
     """The sender said that nothing more comes, and all of it was read."""
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from peer.net.allowance import Allowance
-from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Timeout, Traffic, log, nothing_came
+from peer.net.base import SEND_SECONDS, Closed, Ended, Handler, Malformed, Timeout, Traffic, log, nothing_came
 from peer.net.flow import Flow
 from peer.net.guests import LIMITS, Ends, Guests, Limits
 from protocol.errors import LocalError, RemoteError
@@ -142,7 +142,7 @@ class FrameStream:
             raise nothing_came(self, timeout) from None
         except FrameError as error:
             self.abort()
-            raise self._over(f"it sent a {error}") from None
+            raise self._over(f"it sent a {error}", Malformed) from None
         except (OSError, EOFError):
             self.abort()
             raise self._over("the peer or its link is gone") from None
@@ -170,8 +170,8 @@ class FrameStream:
             self._flow.received += len(data)
             self._frames.feed(data)
 
-    def _over(self, reason: str) -> Closed:
-        return Closed(self.remote, f"stream {self.name} with {short_peer(self.remote)}: {reason}; open it again")
+    def _over(self, reason: str, kind: type[Closed] = Closed) -> Closed:
+        return kind(self.remote, f"stream {self.name} with {short_peer(self.remote)}: {reason}; open it again")
 
     async def close(self) -> None:
         if self._closed:
@@ -291,7 +291,8 @@ class Endpoint:
             await stream.finish()
         except RemoteError as error:
             log.debug("serving %s: %s", stream.name, error)
-            if isinstance(error, MessageError) and not self.guests.carries(stream.remote, stream.name):
+            theirs = isinstance(error, MessageError | Malformed) and error.peer == stream.remote
+            if theirs and not self.guests.carries(stream.remote, stream.name):
                 self.guests.offend(stream.remote, f"says what has no place in {stream.name}", clock())
         except Exception as error:
             self._failed(stream, error)

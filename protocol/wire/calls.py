@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, TypeVar
 
-from protocol.errors import RemoteError, shown
+from protocol.errors import shown
 from protocol.identity import short_peer
 from protocol.wire import framing
 from protocol.wire.bounds import MAX_SHARDS, Count, Round, RunId, Shard, Size
+from protocol.wire.encoding import MessageError
 from protocol.wire.schema import AtMost, SchemaError, build, packed, row
 
 T = TypeVar("T")
@@ -62,12 +63,12 @@ CALLS = (States, MomentsRequest, MomentsAnswer, PipeHello)
 
 
 def read(cls: type[T], raw: bytes, peer: str, what: str) -> T:
-    """The `cls` in `raw`, which `peer` sent; `what` names it in errors. Raises RemoteError."""
+    """The `cls` in `raw`, which `peer` sent; `what` names it in errors. Raises MessageError."""
     try:
         data = framing.unpack_message(raw)
         return build(cls, {"held": data} if cls is States else data, ignore_unknown=True)
     except (framing.FrameError, SchemaError) as error:
-        raise RemoteError(peer, f"{what} of {short_peer(peer)}: {shown(error)}; it was dropped") from None
+        raise MessageError(peer, f"{what} of {short_peer(peer)}: {shown(error)}; it was dropped") from None
 
 
 def write(value: object) -> bytes:

@@ -26,6 +26,7 @@ from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints, framing
+from protocol.wire.encoding import MessageError
 
 LEAVES = -1
 MOST = 64
@@ -70,7 +71,7 @@ class RangeServer:
         self._spreading = Spreading(copies, REMEMBERED, REMEMBERED_SECONDS)
 
     async def answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
-        """Gives what one request asks for. Raises RemoteError for one that makes no sense."""
+        """Gives what one request asks for. Raises MessageError for one that makes no sense."""
         size, indices, peer = request.get("size"), request.get("ranges"), stream.remote
         if (
             not isinstance(size, int)
@@ -79,7 +80,7 @@ class RangeServer:
             or len(indices) > MOST
             or not all(isinstance(i, int) and LEAVES <= i < blob_hash.count(size) for i in indices)
         ):
-            raise RemoteError(peer, f"blobs for {short_peer(peer)}: asks for no ranges; it was closed")
+            raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for no ranges; it was closed")
         stream.costs(len(indices) / 4)
         found, insist = await self._find(name, size), request.get("insist") is True
         for index in indices:

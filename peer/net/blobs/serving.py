@@ -37,6 +37,7 @@ from protocol.codec import blob_hash
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints, framing
+from protocol.wire.encoding import MessageError
 
 COPIES = 2
 """How often a peer sends a blob."""
@@ -137,7 +138,7 @@ class BlobServer:
                 except (Closed, Timeout):
                     return
         except framing.FrameError as error:
-            raise RemoteError(peer, f"blobs for {short_peer(peer)}: {error}; it was closed") from None
+            raise MessageError(peer, f"blobs for {short_peer(peer)}: {error}; it was closed") from None
         finally:
             self._streams[peer] -= 1
             if not self._streams[peer]:
@@ -154,7 +155,7 @@ class BlobServer:
     async def _answer(self, stream: Stream, name: str, request: Mapping[str, object]) -> None:
         size, peer = request.get("size"), stream.remote
         if not isinstance(size, int) or not 0 <= size <= blob_hash.MAX_BLOB:
-            raise RemoteError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
+            raise MessageError(peer, f"blobs for {short_peer(peer)}: asks for an impossible size; it was closed")
         blob = self._store.find(name)
         named_by = request.get("named_by")
         coming = self._coming(name, peer, named_by if isinstance(named_by, str) else "") if blob is None else None
@@ -209,7 +210,7 @@ class BlobServer:
                 return
             index = wanted.get("range") if isinstance(wanted, dict) else None
             if not isinstance(index, int) or not 0 <= index < blob_hash.count(size):
-                raise RemoteError(
+                raise MessageError(
                     stream.remote, f"blobs for {short_peer(stream.remote)}: asks for no range; it was closed"
                 )
             async with self._pieces[stream.remote]:

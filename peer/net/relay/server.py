@@ -16,6 +16,7 @@ from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import endpoints, framing, relaying
+from protocol.wire.encoding import MessageError
 from protocol.wire.relaying import ABSENT, FULL, HERE, MAX_ASK, MAX_RECORD
 
 RECORD_COST = 1024
@@ -73,7 +74,7 @@ class RelayServer:
         try:
             peer = relaying.ask_of(await stream.recv(MAX_ASK, timeout=self._limits.ask))
         except framing.FrameError as error:
-            raise RemoteError(asker, f"relay for {short_peer(asker)}: {error}; it was closed") from None
+            raise MessageError(asker, f"relay for {short_peer(asker)}: {error}; it was closed") from None
         if asker == peer or not self._is_here(asker) or not self._is_here(peer):
             return await self._refuse(stream, ABSENT)
         if self.circuits >= self._limits.circuits or self._of[asker] >= self._limits.of_a_peer:
