@@ -16,6 +16,7 @@ from peer.net import torchless  # noqa: F401 (before hivemind)
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import hashlib
 import math
@@ -99,6 +100,8 @@ MSGPackSerializer.loads = staticmethod(safe_loads)
 Rpc = Callable[[DHTProtocol, Any, P2PContext], Awaitable[Any]]
 _guests: WeakKeyDictionary[DHTProtocol, Guests] = WeakKeyDictionary()
 """Of those protocols whose transport counts what others ask."""
+_counted: contextvars.ContextVar[bool] = contextvars.ContextVar("counted", default=False)
+"""Whether this is part of a request that counts already: hivemind takes each store and each question for a ping, too, in a task of its own."""
 
 
 def _bounded(rpc: Rpc) -> Rpc:
@@ -106,6 +109,9 @@ def _bounded(rpc: Rpc) -> Rpc:
 
     @functools.wraps(rpc)
     async def bounded(self: DHTProtocol, request: Any, context: P2PContext) -> Any:
+        if _counted.get():
+            return await rpc(self, request, context)
+        _counted.set(True)
         guests, now = _guests.get(self), asyncio.get_running_loop().time()
         peer = context.remote_id.to_base58()
         if guests is not None and not guests.may_call(peer, now):

@@ -21,6 +21,7 @@ from peer.net.base import Stream
 from peer.net.blobs import BlobServer, BlobStore
 from peer.net.dht import MOST_KEYS, MOST_RECORDS, Storage
 from peer.net.directory import TTL_SECONDS
+from peer.net.guests import CALLS
 from protocol.codec import blob_hash, sparse
 from protocol.identity import Identity
 from protocol.planning import memory
@@ -274,6 +275,9 @@ def test_whoever_asks_the_dht_again_and_again_is_refused(tmp_path: Path) -> None
                             PeerID.from_base58(boot.peer_id), "DHTProtocol.rpc_find", request, dht_pb2.FindResponse
                         )
 
+            for _ in range(int(CALLS.burst) // 50):
+                await asyncio.gather(*(ask() for _ in range(50)))
+            assert not ground.refusals(enemy), "each request counts once"
             for _ in range(40):
                 await asyncio.gather(*(ask() for _ in range(50)))
                 if ground.refusals(enemy):
