@@ -1,4 +1,4 @@
-"""Should the embedding of a compressed chain learn at sqrt(d / k) times the rate (`train.scale_embedding_lr`)? Prints the table of docs/results/embedding.md.
+"""Should the embedding of a compressed chain learn at sqrt(d / k) times the rate (`train.scale_embedding_lr`)? Prints the table of docs/results/boundary.md.
 
     python -m tests.benchmarks.embedding --keep ROWS.jsonl --next     # one run, the next that ROWS.jsonl does not have
     python -m tests.benchmarks.embedding --keep ROWS.jsonl            # all of them
