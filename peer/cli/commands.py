@@ -239,6 +239,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     from peer.state.storage import Storage
     from peer.training import device
 
+    device.one_heap()
     if options.dry_run and options.json:
         raise UsageError("--dry-run: says what it finds in words; give it without --json")
     run, folder = parse_run(options.run), options.folder

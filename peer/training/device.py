@@ -29,6 +29,8 @@ CPU_SHARE = 0.75
 GPU_SHARE = 0.9
 """The share of a GPU's free memory; the rest is for the allocator's fragments and the kernels' workspaces."""
 
+_ARENA_MAX = -8
+"""M_ARENA_MAX of glibc's malloc.h."""
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:b|bps|bit|bit/s|bits/s)?", re.IGNORECASE)
@@ -173,6 +175,13 @@ def return_memory() -> None:
     """Gives back to the system what the C library keeps of memory that was freed, where it can (glibc)."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def one_heap() -> None:
+    """For the beginning of a process that trains: its threads, which are to come, take memory from one heap. The C library (glibc) would give each a
+    heap of its own in pieces of 64 MB, between which more is left unused (docs/results/memory.md)."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
 
 
 def free() -> None:
