@@ -8,7 +8,7 @@ scaled_dot_product_attention, cross_entropy of all logits, clip_grad_norm_ and f
 `trainer`: steps of `StageTrainer` through `run_steps`, as the daemon trains, and of the plain loop, by turns in one process. Wanted: 0.99 of the
 plain loop's tokens per second.
 
-`daemon`: a bootstrap node and a volunteer, real processes over real network daemons, on the demo's text in sequences of 128, as many tokens a step, one thread. Every few
+`daemon`: a bootstrap node and a volunteer, real processes over real network daemons, on the demo's text in sequences of 128, as many tokens a step, one thread, the outer step that runs have by default. Every few
 seconds all of them are stopped, and the plain loop, in a process of its own, does a step: both have the same machine at the same time. Tokens per second over whole rounds, from
 one commit to the next, without these pauses. Wanted: 0.98 of the plain loop's; beside it, what the steps alone, as the volunteer tells them, would give, and the tokens of a second of processors, all
 processes of the swarm together, which other work on the machine changes less.
@@ -46,7 +46,7 @@ from peer.demo import recipe
 from peer.training.trainer import StageTrainer, make_worker
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
-from protocol.run.manifest import TrainSpec
+from protocol.run.manifest import OuterSpec, TrainSpec
 from tests.e2e import swarms
 
 MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=512)
@@ -268,7 +268,7 @@ def of_daemon(rounds: int, inner_steps: int) -> bool:
     with tempfile.TemporaryDirectory(prefix="potluck-plain-") as folder, Apart(train.step_rows, sequence) as plain:
         out = Path(folder) / "run"
         chosen = swarms.options(out, full=1, rounds=rounds, inner_steps=inner_steps, in_memory=False)
-        manifest = dataclasses.replace(swarms.manifest(chosen), model=MODEL, train=train)
+        manifest = dataclasses.replace(swarms.manifest(chosen), model=MODEL, train=train, outer=OuterSpec())
         with swarms.Background(chosen, manifest) as swarm:
             swarm.event(name, lambda e: e.kind == "step", "its first step")
             daemons = [p for p in psutil.Process().children(recursive=True) if p.pid != plain.pid]
