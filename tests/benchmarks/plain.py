@@ -52,7 +52,7 @@ from tests.e2e import swarms
 MODEL = ModelSpec(vocab_size=4096, d_model=512, n_layers=8, n_heads=8, d_ff=1408, context=512)
 ROWS, MICRO_BATCHES, THREADS = 2, 2, 2
 TRAINER, DAEMON = 0.99, 0.98
-POLL, TURN = 0.1, 6.0
+POLL, TURN = 0.1, 9.0
 """Seconds between two steps of the plain loop beside the daemon; the swarm, which stands still for one, must not take itself for lost."""
 
 
