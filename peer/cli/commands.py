@@ -23,6 +23,7 @@ from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig, why_one_device
 from peer.corpus.reader import CorpusReader
 from peer.corpus.text import open_corpus
+from peer.corpus.tokenizer import check_document_end
 from peer.events import Emitter, Sink, json_sink
 from peer.net import descriptors, keyfile
 from peer.net.address import parse
@@ -138,13 +139,14 @@ async def bootstrap(options: NodeOptions) -> None:
     try:
         if text is not None:
             archive.serve_corpus(text.folder, text.raw)
-        if tokenizer is not None:
-            archive.save_tokenizer(tokenizer)
-        elif archive.tokenizer is None or hashlib.sha256(archive.tokenizer).hexdigest() != manifest.tokenizer.digest:
+        raw = tokenizer if tokenizer is not None else archive.tokenizer
+        if raw is None or hashlib.sha256(raw).hexdigest() != manifest.tokenizer.digest:
             raise UsageError(
                 f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; put the JSON file"
                 " beside the manifest and name it under [tokenizer] file"
             )
+        check_document_end(manifest.model, raw)
+        archive.save_tokenizer(raw)
         emit = Emitter("bootstrap", _sink(options.json))
         _raise_limits(emit)
         if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
@@ -237,6 +239,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     from peer.state.storage import Storage
     from peer.training import device
 
+    device.one_heap()
     if options.dry_run and options.json:
         raise UsageError("--dry-run: says what it finds in words; give it without --json")
     run, folder = parse_run(options.run), options.folder
@@ -285,6 +288,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                         emit(events.Warning(text=text))
                 config = dataclasses.replace(config, downlink=downlink)
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
+                await own_folder.check_document_end(manifest, config, transport, storage.blobs)
                 peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories)
                 if not options.dry_run:
                     await _run(peer, own_folder.keep(manifest, config, transport, storage.blobs))

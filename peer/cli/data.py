@@ -99,14 +99,19 @@ def _show(folder: Path, say: Callable[[str], None]) -> None:
 
 
 def described(index: CorpusIndex, folder: Path) -> list[str]:
-    """A corpus in lines for people."""
+    """A corpus in lines for people. Raises UsageError where its tokenizer is not there."""
+    from peer.corpus.reader import TOKENIZER
+    from peer.corpus.tokenizer import end_of_text, load_tokenizer
+
+    end = end_of_text(load_tokenizer(folder / TOKENIZER, index.tokenizer))
+    ends = "none of which ends" if end is None else f"of which {end} ends"
     chunks = f"{index.n_chunks} chunk{'' if index.n_chunks == 1 else 's'}"
     return [
         f"corpus {folder}: {index.digest}",
         f"source: {index.documents:,} documents, {size(index.text_bytes)} of text, {index.tokens:,} tokens",
         f"to train on: {index.sequences:,} sequences of {index.sequence} tokens in {chunks}, {size(index.sequences * index.stride)}",
         f"held out: {index.held_out_sequences:,} sequences, {index.bytes_per_token:.3f} bytes a token",
-        f"tokenizer: {index.tokenizer}, {index.vocab_size:,} ids of {index.id_bytes} bytes; seed {index.seed}",
+        f"tokenizer: {index.tokenizer}, {index.vocab_size:,} ids of {index.id_bytes} bytes, {ends} a document; seed {index.seed}",
     ]
 
 

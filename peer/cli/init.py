@@ -60,6 +60,7 @@ ABOUT = {
     "inner_steps": "the most inner steps of a replica in a round",
     "micro_batches": "of an inner step, each of `rows` sequences; slow machines do fewer",
     "lr": "the highest learning rate; it warms up, and falls as a cosine to a tenth",
+    "scale_embedding_lr": "the embedding of a compressed chain learns as fast as a full replica's",
     "total_steps": "where the cosine ends: rounds x inner_steps",
     "corpus": "the digest of the text: potluck data show prints it",
     "topk": "entries of an update that are sent, of every 4096",
@@ -237,6 +238,7 @@ def make_manifest(
             lr=preset.lr,
             warmup_steps=min(steps - 1, max(math.ceil(WARM_UP * steps), min(100, steps // 10))),
             total_steps=steps,
+            scale_embedding_lr=max(preset.ranks) > 0,
         )
         return Manifest(
             name=options.name,

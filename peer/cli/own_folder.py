@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peer.corpus import tokenizer as tokenizers
 from peer.corpus.reader import TOKENIZER
 from peer.log import reader, replay
 from peer.net.base import Transport, TransportLost
@@ -36,10 +38,24 @@ async def keep(manifest: Manifest, config: JoinConfig, transport: Transport, blo
     if config.memory_bytes < whole or _is_the_runs(folder, manifest):
         return
     with contextlib.suppress(RemoteError, TransportLost):
-        raw = tokenizer_bytes(manifest, folder, config.corpus)
-        if raw is None:
-            raw = await reader.Remote(transport, manifest.operators, blobs).tokenizer(manifest)
-        disk.write(folder / TOKENIZER, raw)
+        disk.write(folder / TOKENIZER, await _tokenizer(manifest, config, transport, blobs))
+
+
+async def check_document_end(manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore) -> None:
+    """Whether the tokenizer ends documents as the manifest says, which only runs are asked that look for these ends. Where no node gives the
+    tokenizer now, nothing is said. Raises UsageError, TransportLost."""
+    if manifest.model.document_end_id >= 0:
+        with contextlib.suppress(RemoteError):
+            raw = await _tokenizer(manifest, config, transport, blobs)
+            await asyncio.to_thread(tokenizers.check_document_end, manifest.model, raw)
+
+
+async def _tokenizer(manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore) -> bytes:
+    """From a file, or a node. Raises UsageError, RemoteError, TransportLost."""
+    if _is_the_runs(config.folder, manifest):
+        return (config.folder / TOKENIZER).read_bytes()
+    raw = tokenizer_bytes(manifest, config.folder, config.corpus)
+    return raw if raw is not None else await reader.Remote(transport, manifest.operators, blobs).tokenizer(manifest)
 
 
 def _is_the_runs(folder: Path, manifest: Manifest) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from protocol.errors import UsageError
+from protocol.run.layout import ModelSpec
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
@@ -43,6 +44,22 @@ def parse_tokenizer(raw: bytes, name: str) -> Tokenizer:
 def end_of_text(tokenizer: Tokenizer) -> int | None:
     """The id that ends a document, if the tokenizer has one."""
     return next((i for i in map(tokenizer.token_to_id, END_OF_TEXT) if i is not None), None)
+
+
+def check_document_end(model: ModelSpec, raw: bytes) -> None:
+    """Raises UsageError where the model looks for the ends of documents, and the text made with the tokenizer in these bytes has others, or none."""
+    said = model.document_end_id
+    if said < 0:
+        return
+    end = end_of_text(parse_tokenizer(raw, "tokenizer"))
+    if said == end:
+        return
+    what, remedy = (
+        ("no id", "leave it out") if end is None else (f"id {end}", f"write {end} under [model], or leave it out")
+    )
+    raise UsageError(
+        f"manifest: document_end_id is {said}, but the run's tokenizer ends documents with {what}; {remedy}"
+    )
 
 
 def vocabulary(tokenizer: Tokenizer) -> int:

@@ -29,6 +29,9 @@ CPU_SHARE = 0.75
 GPU_SHARE = 0.9
 """The share of a GPU's free memory; the rest is for the allocator's fragments and the kernels' workspaces."""
 
+_HEAP = {-8: 1, -3: 32 << 20, -1: 1 << 30}
+"""For mallopt, by the numbers of glibc's malloc.h: M_ARENA_MAX; M_MMAP_THRESHOLD, larger tensors have pages of their own, which by itself it comes to
+when such were freed; M_TRIM_THRESHOLD."""
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:b|bps|bit|bit/s|bits/s)?", re.IGNORECASE)
@@ -173,6 +176,16 @@ def return_memory() -> None:
     """Gives back to the system what the C library keeps of memory that was freed, where it can (glibc)."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def one_heap() -> None:
+    """For the beginning of a process that trains: its threads, which are to come, take memory from one heap, and what is freed at its end stays for
+    the next step until `return_memory`. The C library (glibc) would give each thread a heap of its own in pieces of 64 MB, between which more is
+    left unused, and give pages back and take them anew within every step (docs/results/memory.md)."""
+    with contextlib.suppress(AttributeError):
+        library = ctypes.CDLL(None)
+        for option, value in _HEAP.items():
+            library.mallopt(option, value)
 
 
 def free() -> None:

@@ -21,6 +21,7 @@ import torch
 
 from peer.training import group
 from peer.training import helper_messages as messages
+from peer.training.device import one_heap
 from peer.training.trainer import StageTrainer
 from protocol.run import layout
 
@@ -83,6 +84,7 @@ def main(way: socket.socket) -> None:
         signal.signal(
             sent, signal.SIG_IGN
         )  # sent to all processes of a peer that is to leave: it needs us until it has
+    one_heap()
     orders: SimpleQueue[object] = SimpleQueue()
     threading.Thread(target=_listen, args=(way, orders), daemon=True).start()
     begin = orders.get()

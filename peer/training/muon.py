@@ -37,13 +37,37 @@ def trained(spec: ModelSpec, train: TrainSpec, shards: Sequence[str]) -> frozens
     )
 
 
-def orthogonal(x: Tensor) -> Tensor:
-    """O of a matrix, of the same shape; the same bits for the same matrix. Uses the matrix for what it computes."""
+class Space:
+    """The memory in which updates of these matrices are computed, one after the other: it is there before the first of them changes, so that a
+    step for which there is none has changed nothing."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        self._least = max(min(x.shape) for x in matrices)
+        self._device, self._dtype = matrices[0].device, torch.bfloat16 if matrices[0].is_cuda else torch.float32
+        self._squares = [self._empty(self._least**2) for _ in range(2)]
+        self._following, *copy = [self._empty(max(x.numel() for x in matrices)) for _ in range(1 + matrices[0].is_cuda)]
+        self._copy = copy[0] if copy else None
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=self._dtype, device=self._device)
+
+    def of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """For a matrix [n, m], n <= m: itself in the number format of the products, two squares [n, n], and another [n, m] with its strides."""
+        n = len(x)
+        gram, inner = (square[: n * n].view(n, n) for square in self._squares)
+        if self._copy is not None:
+            x = self._like(self._copy, x).copy_(x)
+        return x, gram, inner, self._like(self._following, x)
+
+    def _like(self, flat: Tensor, x: Tensor) -> Tensor:
+        return flat[: x.numel()].as_strided(x.shape, x.stride())
+
+
+def orthogonal(x: Tensor, space: Space) -> Tensor:
+    """O of a matrix, of the same shape; the same bits for the same matrix. Uses the matrix for what it computes; O lies there or in `space`."""
     is_tall = x.shape[0] > x.shape[1]
-    x = x.T if is_tall else x  # the product of rows is the smaller one then
-    x = x.bfloat16() if x.is_cuda else x
+    x, gram, inner, following = space.of(x.T if is_tall else x)  # the product of rows is the smaller one then
     x.div_(x.norm().clamp(min=_SMALL))
-    gram, inner, following = x.new_empty(len(x), len(x)), x.new_empty(len(x), len(x)), torch.empty_like(x)
     for _ in range(STEPS):
         torch.mm(x, x.T, out=gram)
         torch.addmm(gram, gram, gram, beta=B, alpha=C, out=inner)
@@ -52,12 +76,14 @@ def orthogonal(x: Tensor) -> Tensor:
     return x.T if is_tall else x
 
 
-def step(parameters: Sequence[Parameter], momenta: Sequence[Tensor], train: TrainSpec, rate: float) -> None:
+def step(
+    parameters: Sequence[Parameter], momenta: Sequence[Tensor], train: TrainSpec, rate: float, space: Space
+) -> None:
     """One step of all these matrices by their gradients, at a learning rate. Changes parameters, momenta and gradients."""
     for parameter, momentum in zip(parameters, momenta, strict=True):
         gradient = parameter.grad
         assert gradient is not None
         momentum.lerp_(gradient, 1 - train.momentum)
-        update = orthogonal(gradient.lerp_(momentum, train.momentum))
+        update = orthogonal(gradient.lerp_(momentum, train.momentum), space)
         parameter.mul_(1 - rate * train.weight_decay)
         parameter.add_(update, alpha=-LENGTH * math.sqrt(max(parameter.shape)) * rate)

@@ -235,24 +235,24 @@ class StageTrainer:
 
     @torch.no_grad()
     def step(self, step: int, total_norm: float) -> None:
-        """Clips by the replica's gradient norm and lets the optimizer take inner step `step`; the round's first one is `pace.before` + 1."""
+        """Clips by the replica's gradient norm and lets the optimizer take inner step `step`; the round's first one is `pace.before` + 1. All memory is taken
+        first: where there is none, parameters and moments are as they were, and nothing that was half done goes into an update."""
         scale = min(1.0, self.train.clip / (total_norm + 1e-6))
         parameters = {name: p for name, p in self.stage.named_parameters() if p.grad is not None}
-        gradients = [p.grad for p in parameters.values() if p.grad is not None]
-        if scale < 1.0:
-            torch._foreach_mul_(gradients, scale)
         for name, parameter in parameters.items():
             if name not in self._moments:
                 shapes = self._state_shapes(name, parameter)
                 self._moments[name] = {key: torch.zeros(shape, device=self.device) for key, shape in shapes.items()}
-        rate = self.pace.rate(self.train, step)
-        if matrices := {name: parameters.pop(name) for name in list(parameters) if name in self._muon}:
-            muon.step(
-                list(matrices.values()),
-                [self._moments[name][small_moments.MOMENTUM] for name in matrices],
-                self.train,
-                rate,
+        matrices = {name: parameters.pop(name) for name in list(parameters) if name in self._muon}
+        space = muon.Space(list(matrices.values())) if matrices else None
+        if scale < 1.0:
+            torch._foreach_mul_(
+                [p.grad for p in (*matrices.values(), *parameters.values()) if p.grad is not None], scale
             )
+        rate = self.pace.rate(self.train, step)
+        if space is not None:
+            momenta = [self._moments[name][small_moments.MOMENTUM] for name in matrices]
+            muon.step(list(matrices.values()), momenta, self.train, rate, space)
         if self.train.scale_embedding_lr and COORDINATES in parameters:
             self._adamw({COORDINATES: parameters.pop(COORDINATES)}, rate, math.sqrt(self.spec.d_model / self.rank))
         self._adamw(parameters, rate)

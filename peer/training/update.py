@@ -2,14 +2,18 @@
 peer/state/outer_optimizer.py and `topk.select` do it on the host; and the way of the next round's parameters to the device.
 
 Feedback e and the global state θ are at home on the host. Each is sent to the device part by part, some whole bands of tiles of one
-tensor at a time, through pinned buffers; δ = θ - θ_local is made there; e comes back, and of what is kept only the indices: two bytes
-an entry, the host takes the values from e. Several parts are under way at a time, one to a lane, so that copies in both directions
-and the device's work overlap.
+tensor at a time, through pinned buffers; δ = θ - θ_local is made there; e comes back, and of what is kept only the indices, packed
+(`pack`), since the host takes the values from e. Several parts are under way at a time, one to a lane, so that copies in both
+directions and the device's work overlap.
 
 Order of magnitudes: a key of 64 bits has the bits of |x| above n - 1 - i for the i-th of a tile's n elements. Keys differ, and
 of equal magnitudes the first has the largest key: the k' largest keys are one set, whatever order the device works in.
 
-Shape letters: T tiles, N elements of a tile, K entries of a tile; of a chain's embedding V tokens, D model width, S subspace width.
+Packed indices are what crosses to the host beside the feedback, and at most twice the payload. For an entry of a payload has at least
+b + 2 bits, b = ceil(log2 N), with `fixed` indices and 3 + r with `rice` (protocol/codec/rice.py): 12 bits are at most twice that where
+b >= 4 or r >= 3, and elsewhere the N bits of a map are.
+
+Shape letters: T tiles, N elements of a tile, K entries of a tile, E entries in all; of a chain's embedding V tokens, D model width, S subspace width.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from torch import Tensor
 
 from peer.training.device import is_shortage
 from protocol.codec import topk
-from protocol.codec.topk import TILE, Array, Kept, Map, Tiling
+from protocol.codec.topk import MARK, TILE, Array, Kept, Map, Tiling
 from protocol.errors import LocalError
 
 PART = 1 << 22
@@ -67,6 +71,45 @@ def select(x_TN: Tensor, keep: int) -> Tensor:
     key_TN |= torch.arange(n - 1, -1, -1, device=x_TN.device)
     top_TK = torch.topk(key_TN, keep, dim=1, sorted=False).values
     return (n - 1 - (top_TK & (TILE - 1))).to(torch.int16).sort(dim=1).values
+
+
+def pack(index_TK: Tensor, n: int) -> Tensor:
+    """The indices of tiles of `n` elements as bytes, on their device: nothing where all are kept; a bit for each element where that is
+    not more than MARK bits an entry; else the low byte of every index, and then their high four bits, two of them to a byte."""
+    T, keep = index_TK.shape
+    if keep == n:
+        return torch.empty(0, dtype=torch.uint8, device=index_TK.device)
+    if _is_map(n, keep):
+        element = torch.zeros(T, n, dtype=torch.uint8, device=index_TK.device).scatter_(1, index_TK.long(), 1)
+        return _joined(element.view(-1), 1)
+    index_E = index_TK.reshape(-1)
+    return torch.cat([(index_E & 0xFF).to(torch.uint8), _joined((index_E >> 8).to(torch.uint8), 4)])
+
+
+def unpack(raw: np.ndarray, part: Tiling) -> np.ndarray:
+    """The indices [T, K] that `pack` had of the tiles of `part`."""
+    tiles, n, keep, entries = part.tiles, part.n, part.keep, part.entries
+    if keep == n:
+        return np.broadcast_to(np.arange(n, dtype=np.uint16), (tiles, n))
+    if _is_map(n, keep):
+        bits = np.unpackbits(raw, count=tiles * n, bitorder="little").view(bool)
+        return (np.flatnonzero(bits) % n).astype(np.uint16).reshape(tiles, keep)
+    low, high = raw[:entries], raw[entries:]
+    index_E = low.astype(np.uint16)
+    index_E[0::2] |= (high[: (entries + 1) // 2] & np.uint16(15)) << np.uint16(8)
+    index_E[1::2] |= (high[: entries // 2] >> np.uint8(4)).astype(np.uint16) << np.uint16(8)
+    return index_E.reshape(tiles, keep)
+
+
+def _is_map(n: int, keep: int) -> bool:
+    return n <= MARK * keep
+
+
+def _joined(x: Tensor, bits: int) -> Tensor:
+    """Numbers of so many bits, 1 or 4, as bytes: the first is the lowest."""
+    each = 8 // bits
+    columns = torch.nn.functional.pad(x, (0, -len(x) % each)).view(-1, each).unbind(1)
+    return functools.reduce(torch.bitwise_or, (column << (bits * i) for i, column in enumerate(columns)))
 
 
 class DeviceUpdate:
@@ -224,11 +267,11 @@ class _Job:
             local = self.local.reshape(-1)[self.at]
         delta = local if self.theta is None else lane.up("theta", self.theta).sub_(local)
         x = lane.up("e", self.e).mul_(beta).add_(delta)  # two kernels: the product is rounded before the sum
-        index_TK = select(tiles(x, part), part.keep)
-        e, index = lane.down("e", x), lane.down("index", index_TK)
+        packed = pack(select(tiles(x, part), part.keep), part.n)
+        e, raw = lane.down("e", x), lane.down("index", packed)
         lane.wait()
         np.copyto(self.e, e)
         here = self.kept.index_TK[first : first + part.tiles]
-        np.copyto(here, index.view(np.uint16).reshape(here.shape))
+        np.copyto(here, unpack(raw, part))
         at = part.offsets[here] + replace(part, band=0).corners[:, None]
         self.kept.values[first * part.keep : (first + part.tiles) * part.keep] = e[at.reshape(-1)]

@@ -11,8 +11,8 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
                            and with normalized queries and keys 3 (d + c) more; documents that do not see each other have a mask
     frames       r L (4 k + f) x micro-batches under way in the chain  what came in from either side: a frame with f bytes a token, and its tensor
     reader      16 r L d   of a compressed chain: a micro-batch's rows of the embedding, their part in the subspace, and the other part
-    backward     8 r L n + [first, whole] 4 E  the gradients within the block that goes backward, and of an embedding that is
-                           trained as a whole, before they are added
+    backward     8 r L t + 4 d F + [first, whole] 4 E  gradients within the block that goes backward, t = 8 d + 2 c + 4 F values a token; that of its largest
+                           matrix, and of an embedding that is trained as a whole, before they are added
     loss         8 min(r L V, LOGITS) + 4 E  in the last stage: logits and their logarithms of a slice of the tokens, and the gradient of the
                            head; in a full replica that, or the embedding's gradient, if it is more
     or, if more  4 E       (8 E of tied embeddings) than in flight, frames, reader, backward and loss: what the embedding of a compressed chain moved, in its first stage
@@ -21,7 +21,8 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     spare        4 M + scratch  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
 
 with r rows, L tokens, B blocks, d width, c width of the keys (d, or less where heads share them), F feed-forward width, V vocabulary.
-tests/benchmarks/memory.py compares it with measured peaks. Of the 14 d + 3 c, tensors are 8 d + 2 c: the rest, and half of "backward", is what glibc's heap cannot use again.
+tests/benchmarks/memory.py compares it with measured peaks. A block keeps t of its n values as tensors (with normalized queries and keys
+2 (d + c) more): the rest of n, and half of 8 r L t, is what glibc's heap cannot use again.
 
 *In files.* State and scratch are used at the round boundary only, and of the embedding a micro-batch reads r L rows. A peer whose
 memory is not enough for whatever it may be asked to do with all of it in memory (`in_files`) keeps them in files that are mapped: the
@@ -181,7 +182,14 @@ def _backward(manifest: Manifest, first: int, last: int) -> int:
     train, whole = manifest.train, last - first == manifest.model.n_layers
     read = 0 if whole or not max(manifest.chains.rank) else 16 * train.rows * train.sequence * manifest.model.d_model
     loss = _loss(manifest) if last == manifest.model.n_layers else 0
-    return 2 * _block_bytes(manifest) + max(4 * _table(manifest, first, last), loss) + read
+    return _gradient_bytes(manifest) + max(4 * _table(manifest, first, last), loss) + read
+
+
+def _gradient_bytes(manifest: Manifest) -> int:
+    """Of a block that goes backward, beside its activations."""
+    spec, train = manifest.model, manifest.train
+    values = 8 * spec.d_model + 2 * spec.key_value_width + 4 * spec.d_ff
+    return 8 * train.rows * train.sequence * values + 4 * spec.d_model * spec.d_ff
 
 
 def _loss(manifest: Manifest) -> int:

@@ -32,6 +32,7 @@ from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import boundary_formats, subspace
 from protocol.run import data_order, init, layout
+from protocol.run.manifest import Manifest
 from tests.chains import project_at
 from tests.e2e.swarms import options
 
@@ -48,37 +49,61 @@ def _basis(seed: bytes) -> np.ndarray:
     return subspace.basis(seed, D, D)
 
 
+def manifest(seed: int, rounds: int) -> Manifest:
+    """The demo's recipe."""
+    chosen = options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed)
+    return recipe.make_manifest(chosen, demo_corpus().digest)
+
+
+def trainer(arm: str, run: Manifest) -> StageTrainer:
+    """The whole model with what the arm has at its boundaries."""
+    k, forward, backward, *scaled = arm.split(":")
+    train = dataclasses.replace(run.train, scale_embedding_lr=bool(scaled))
+    shards, basis = layout.shard_names(run.model), _basis(run.seed_bytes) if int(k) else None
+    made = StageTrainer(run.model, train, shards, rank=int(k), basis=basis)
+    project_at(made, CUTS, wires=(forward, backward))
+    return made
+
+
+def first_state(run: Manifest) -> dict[str, list[np.ndarray]]:
+    """θ(0)."""
+    return {shard: init.initial_shard(run.model, run.seed_bytes, shard) for shard in layout.shard_names(run.model)}
+
+
+def train_round(trainer: StageTrainer, run: Manifest, r: int, slot: int) -> None:
+    """A replica's inner steps of round r = 0, 1, ..., with the text from this slot on."""
+    train, corpus = trainer.train, demo_corpus()
+    for step in range(train.inner_steps):
+        at = data_order.slots(slot, step, train.step_rows)
+        ids = torch.tensor(corpus.slots(run.seed_bytes, at))
+        for micro, part in enumerate(ids.reshape(train.micro_batches, train.rows, -1)):
+            trainer.forward(micro, part)
+            trainer.backward(micro)
+        norm = math.sqrt(sum(value for _, value in trainer.grad_sumsq()))
+        trainer.step(r * train.inner_steps + step + 1, norm)
+
+
+def plain_loss(run: Manifest, theta: dict[str, list[np.ndarray]]) -> float:
+    """Of the parameters as a plain model."""
+    plain = StageTrainer(run.model, run.train, layout.shard_names(run.model))
+    plain.begin_round(theta)
+    return plain.evaluate(demo_corpus().held_out(VALID_SEQUENCES))
+
+
 def losses(arm: str, seed: int, rounds: int) -> tuple[float, float]:
     """(loss, plain loss) of one run."""
-    k, forward, backward, *scaled = arm.split(":")
-    corpus = demo_corpus()
-    chosen = options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed)
-    manifest = recipe.make_manifest(chosen, corpus.digest)
-    spec, key = manifest.model, manifest.seed_bytes
-    train = dataclasses.replace(manifest.train, scale_embedding_lr=bool(scaled))
-    shards = layout.shard_names(spec)
-    trainer = StageTrainer(spec, train, shards, rank=int(k), basis=_basis(key) if int(k) else None)
-    project_at(trainer, CUTS, wires=(forward, backward))
-    outer = Outer(spec, manifest.outer.codec, manifest.outer.beta, manifest.outer.eta)
-    outer.theta = {shard: init.initial_shard(spec, key, shard) for shard in shards}
+    run = manifest(seed, rounds)
+    replica = trainer(arm, run)
+    outer = Outer(run.model, run.outer.codec, run.outer.beta, run.outer.eta)
+    outer.theta = first_state(run)
     for r in range(rounds):
-        trainer.begin_round(outer.theta)
-        for step in range(train.inner_steps):
-            at = data_order.slots(r * train.inner_steps * train.step_rows, step, train.step_rows)
-            ids = torch.tensor(corpus.slots(key, at))
-            for micro, part in enumerate(ids.reshape(train.micro_batches, train.rows, -1)):
-                trainer.forward(micro, part)
-                trainer.backward(micro)
-            norm = math.sqrt(sum(value for _, value in trainer.grad_sumsq()))
-            trainer.step(r * train.inner_steps + step + 1, norm)
-        for shard in shards:
-            outer.accumulate(shard, trainer.displacement(shard))
+        replica.begin_round(outer.theta)
+        train_round(replica, run, r, r * run.train.inner_steps * run.train.step_rows)
+        for shard in outer.theta:
+            outer.accumulate(shard, replica.displacement(shard))
             outer.apply(shard, [(1.0, outer.encode(shard)[0])])
-    held_out = corpus.held_out(VALID_SEQUENCES)
-    trainer.begin_round(outer.theta)
-    plain = StageTrainer(spec, train, shards)
-    plain.begin_round(outer.theta)
-    return trainer.evaluate(held_out), plain.evaluate(held_out)
+    replica.begin_round(outer.theta)
+    return replica.evaluate(demo_corpus().held_out(VALID_SEQUENCES)), plain_loss(run, outer.theta)
 
 
 def _loss(

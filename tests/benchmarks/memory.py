@@ -279,6 +279,7 @@ def measured(
     gate: Semaphore | None, files: bool, result: Connection,
 ) -> None:  # fmt: skip
     """Sends None when the process is idle, and what `peer` returns when it is done."""
+    device.one_heap()
     torch.set_num_threads(1)
     small = dataclasses.replace(shape, vocab=64, d=64, ff=0, blocks=1, rows=1, sequence=8, k=0, options=())
     with tempfile.TemporaryDirectory() as name:

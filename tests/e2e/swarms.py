@@ -109,6 +109,11 @@ class Background:
         assert self._result is not None, "the demo did not end"
         return self._result
 
+    def goes_on(self, seconds: float) -> bool:
+        """Whether it still runs after so long; at once when it has ended."""
+        self._thread.join(seconds)
+        return self._thread.is_alive()
+
     def event(self, name: str, wanted: Callable[[Event], bool], what: str) -> Event:
         """The first event of process `name` that is `wanted`, as soon as it is in its file."""
         path = self.out / name / "events.jsonl"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,40 @@ def test_a_shortage_is_told_from_other_errors() -> None:
     assert device.is_shortage(ExceptionGroup("two tasks", [ValueError("other"), none_left.value]))
     assert not device.is_shortage(RuntimeError("shapes differ"))
     assert not device.is_shortage(ExceptionGroup("a task", [ValueError("other")]))
+
+
+HEAPS = """
+import sys, threading
+from peer.training import device
+
+if sys.argv[1] == "one":
+    device.one_heap()
+there, over = [threading.Event() for _ in range(4)], threading.Event()
+
+def work(here):
+    held = bytearray(100_000)
+    here.set()
+    over.wait()
+
+for here in there:
+    threading.Thread(target=work, args=(here,), daemon=True).start()
+for here in there:
+    here.wait()
+mapped = [line.split()[:2] for line in open("/proc/self/maps")]
+print(sum(access.startswith("---") and int(where.split("-")[1], 16) % (64 << 20) == 0 for where, access in mapped))
+"""
+"""How many heaps threads have of their own: pieces of 64 MB, of which the system has not given all yet."""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's list of what is mapped")
+def test_threads_take_memory_from_one_heap() -> None:
+    """Where the C library is glibc; another one has none to begin with."""
+
+    def heaps(how: str) -> int:
+        made = subprocess.run(
+            [sys.executable, "-c", HEAPS, how], capture_output=True, text=True, check=True, timeout=120
+        )
+        return int(made.stdout)
+
+    assert heaps("one") == 0
+    assert heaps("many") in (0, 4)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from peer.training.schedule import learning_rate
 from peer.training.trainer import COORDINATES, StageTrainer
@@ -194,3 +197,56 @@ def test_a_foreign_momentum_makes_no_larger_step_and_is_forgotten() -> None:
     assert max(lengths) < 1.1
     assert agreement[0] < 0
     assert min(agreement[50:]) > 0
+
+
+class Short(TorchDispatchMode):
+    """Refuses memory for more than a few numbers, the `refused`-th time, as an allocator refuses. `asked`: how often somebody did."""
+
+    def __init__(self, refused: int) -> None:
+        super().__init__()
+        self.refused, self.asked = refused, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **kwargs)
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor) and x.numel() > D]
+        if any(x.untyped_storage().data_ptr() not in known for x in made):
+            self.asked += 1
+            if self.asked == self.refused:
+                raise torch.OutOfMemoryError("Tried to allocate more than there is; out of memory")
+        return result
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["first", "later"])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_for_which_there_is_no_memory_changes_nothing(step: int, scaled: bool) -> None:
+    """Wherever memory is refused: a step is taken whole or not at all, so that what is offered, and what an auditor computes, has whole steps only."""
+    train = dataclasses.replace(MUON, scale_embedding_lr=scaled)
+
+    def before() -> StageTrainer:
+        trainer = make_chain((2,), 8, train=train)[0] if scaled else make_chain((), 0, train=train)[0]
+        for number in range(1, step + 1):
+            generator = torch.Generator().manual_seed(number)
+            for parameter in trainer.stage.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if number < step:
+                trainer.step(number, 7.0)
+        return trainer
+
+    def values(trainer: StageTrainer) -> list[bytes]:
+        state = {key: x for key, x in trainer.optimizer_state().items() if x.any()}
+        held = [p.detach().numpy().tobytes() for p in trainer.stage.parameters()]
+        return [*held, *(key.encode() + x.tobytes() for key, x in sorted(state.items()))]
+
+    undisturbed = before()
+    at_rest = values(undisturbed)
+    with Short(0) as counted:
+        undisturbed.step(step, 7.0)
+    assert counted.asked >= 3, "two squares and what is multiplied with them"
+    for refused in range(1, counted.asked + 1):
+        trainer = before()
+        with pytest.raises(torch.OutOfMemoryError), Short(refused):
+            trainer.step(step, 7.0)
+        assert values(trainer) == at_rest
+        assert trainer.steps == step - 1

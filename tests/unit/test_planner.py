@@ -166,10 +166,14 @@ def test_stages_cover_every_shard_once_and_readers_hold_the_embedding() -> None:
     assert memory.stage_shards(M, 0, LAYERS) == names
 
 
+GRADIENTS = 8 * 8 * (10 * 8 + 4 * 16) + 4 * 8 * 16
+"""Within a block of M that goes backward: 8 tokens of width 8, and a matrix 8 x 16."""
+
+
 def test_memory_of_a_full_replica_by_hand() -> None:
     params, embed = layout.total_parameters(M.model), 16 * 8
     block, window = 17 * 8 + 4 * 16, memory.window(M)
-    work = 4 * 1 * 8 * (4 * block + 2 * block) + 8 * 8 * 16 + 4 * embed
+    work = 4 * 1 * 8 * 4 * block + GRADIENTS + 8 * 8 * 16 + 4 * embed
     assert 16 * params + work == FULL
     scratch = 4 * (embed + layout.parameters(M.model, "block.0"))
     assert memory.memory_at(M, 0, LAYERS, 1, window, in_files=False) == 24 * params + scratch + work
@@ -180,17 +184,17 @@ def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
     embed, one, most = 16 * 8, layout.parameters(M.model, "block.0"), memory.window(m)
     block, perp, head = 17 * 8 + 4 * 16, 16 * 8 * 8, layout.parameters(M.model, "head")
     forward, backward = 2 * 8 * (4 * 4 + 2 * 4), 2 * 8 * (4 * 4 + 2 + 4)
-    work = 4 * 8 * 2 * (block + 2 * block) + forward + backward + perp
-    assert stage_memory(m, 0, 2) == 16 * 2 * one + 20 * 16 * 4 + 4 * 8 * 2 * (2 * block + block) + backward + perp
+    work = 4 * 8 * 4 * block + GRADIENTS + forward + backward + perp
+    assert stage_memory(m, 0, 2) == 16 * 2 * one + 20 * 16 * 4 + 4 * 8 * 4 * block + GRADIENTS + backward + perp
     assert stage_memory(m, 1, 3) == 16 * 2 * one + work
     loss = 8 * 8 * 16 + 4 * embed
-    ends = 4 * 8 * (2 * block + 2 * block) + loss + forward + perp
+    ends = 4 * 8 * 2 * block + GRADIENTS + loss + forward + perp
     assert stage_memory(m, 2, 4) == 16 * (2 * one + head) + ends
     scratch = 4 * (embed + one)
     for first, last, state in ((0, 2, 8 * (2 * one + embed)), (1, 3, 8 * 2 * one + 4 * embed)):
         held = memory.memory_at(m, first, last, 2, most, in_files=False)
         assert held == stage_memory(m, first, last) + state + scratch
-    alone = 16 * one + 4 * 8 * (block + 2 * block) + forward + backward + perp
+    alone = 16 * one + 4 * 8 * block + GRADIENTS + forward + backward + perp
     assert stage_memory(m, 1, 2) == alone, "one block computes again what it has no room for"
 
 

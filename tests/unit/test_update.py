@@ -1,5 +1,5 @@
-"""The update on the trainer's device, here the CPU by torch: the same bytes as the host's, the same feedback, and what crosses to the
-host."""
+"""The update on the trainer's device, here the CPU by torch: the same bytes as the host's, the same feedback; and what crosses to the
+host, counted at a device that stands in for one (tests/stand_in_device.py)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from protocol.codec.sparse import Codec, PayloadError
 from protocol.errors import LocalError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
+from tests.stand_in_device import NAME, StandIn
 
 Array = npt.NDArray[np.float32]
 SPEC = ModelSpec(vocab_size=1536, d_model=128, n_layers=1, n_heads=2, d_ff=192, context=8)
@@ -54,11 +55,16 @@ def check_same_bytes(codec: Codec, feedback: list[Array], moved: list[Moved]) ->
             delta = local.numpy() if theta is None else theta - local.numpy()
             expected.append(e * BETA + delta)
     found = [e.copy() for e in feedback]
-    kept = DeviceUpdate("cpu", 2).accumulate(moved, found, BETA, codec.topk, map)
+    with StandIn() as device:
+        there: list[Moved] = [(theta, local.to(f"{NAME}:0", copy=True)) for theta, local in moved]
+        kept = DeviceUpdate(f"{NAME}:0", 2).accumulate(there, found, BETA, codec.topk, map)
     for e, of_host in zip(found, expected, strict=True):
         assert np.array_equal(e.view(np.uint32), of_host.view(np.uint32)) or np.isnan(of_host).any()
     if all(np.isfinite(e).all() for e in expected):
-        assert sparse.pack(codec, kept) == sparse.encode(codec, expected)
+        payload = sparse.encode(codec, expected)
+        assert sparse.pack(codec, kept) == payload
+        at_home = sum(e.nbytes for e in feedback)
+        assert sum(device.to_host) - at_home <= 2 * len(payload)
     else:
         with pytest.raises(PayloadError):
             sparse.encode(codec, expected)
@@ -70,6 +76,7 @@ def check_same_bytes(codec: Codec, feedback: list[Array], moved: list[Moved]) ->
     shape=st.lists(shapes, min_size=1, max_size=3),
     k=st.one_of(st.integers(1, 4096), st.sampled_from([32, 64, 128, 4096])),
     kind=st.sampled_from(["sym2", "ref2", "fp32"]),
+    indices=st.sampled_from(["rice", "fixed"]),
     seed=st.integers(0, 2**32),
     special=st.sampled_from([SPECIAL, [0.0, -0.0], [1.0, -1.0], SPECIAL + INFINITE]),
     share=st.sampled_from([0.0, 0.001, 0.5, 0.99, 1.0]),
@@ -77,12 +84,43 @@ def check_same_bytes(codec: Codec, feedback: list[Array], moved: list[Moved]) ->
 )
 @settings(max_examples=150)
 def test_the_device_makes_the_hosts_bytes(
-    shape: list[tuple[int, ...]], k: int, kind: str, seed: int, special: list[float], share: float, alone: bool
+    shape: list[tuple[int, ...]],
+    k: int,
+    kind: str,
+    indices: str,
+    seed: int,
+    special: list[float],
+    share: float,
+    alone: bool,
 ) -> None:
+    """And beside the feedback no more comes to the host than twice the payload."""
     feedback = [values_of(s, seed + i, special, share) for i, s in enumerate(shape)]
     theta = [values_of(s, seed + 10 + i, SPECIAL, share) for i, s in enumerate(shape)]
     local = [torch.from_numpy(values_of(s, seed + 20 + i, SPECIAL, share)) for i, s in enumerate(shape)]
-    check_same_bytes(Codec(k, kind), feedback, [(None if alone else a, b) for a, b in zip(theta, local, strict=True)])
+    check_same_bytes(
+        Codec(k, kind, indices), feedback, [(None if alone else a, b) for a, b in zip(theta, local, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("indices", ["rice", "fixed"])
+@pytest.mark.parametrize(
+    "shape", [(4096,), (64, 64), (2048,), (32, 3), (17,), (16,), (12,), (9, 7), (8,), (5,), (3,), (2,), (1,)]
+)
+def test_no_density_brings_more_to_the_host_than_twice_the_payload(shape: tuple[int, ...], indices: str) -> None:
+    """The least payload of every density, of a tile of each size: what is packed depends on nothing else."""
+    done = set()
+    for k in range(1, 4097):
+        tiling = topk.tiling(shape, k)
+        if tiling.keep in done:
+            continue
+        done.add(tiling.keep)
+        index_TK = torch.arange(tiling.keep, dtype=torch.int16).repeat(tiling.tiles, 1)
+        packed = update.pack(index_TK, tiling.n)
+        assert np.array_equal(update.unpack(packed.numpy(), tiling), index_TK.numpy())
+        first = np.zeros(
+            (tiling.rows, tiling.cols), dtype=np.float32
+        )  # of equal ones the first are kept: no quotient but 0
+        assert packed.numel() <= 2 * len(sparse.encode(Codec(k, "sym2", indices), [first.reshape(shape)])) - 1
 
 
 @given(
@@ -115,8 +153,23 @@ def test_parts_and_lanes_change_nothing(rows: int) -> None:
         assert of_device.values.tobytes() == expected.values.tobytes()
 
 
+@pytest.mark.parametrize("k", [1, 32, 341, 342, 2000, 4096])
+def test_of_a_chains_embedding_no_more_comes_to_the_host(k: int) -> None:
+    """What it moved is made on the device, from the coordinates."""
+    a0_VS, a_VS, u_DS = (
+        torch.from_numpy(values_of(s, i, [0.0], 0.1)) for i, s in enumerate([(256, 8), (256, 8), (96, 8)])
+    )
+    e = np.zeros((256, 96), dtype=np.float32)
+    with StandIn() as device:
+        moved = update.WithinSubspace(*(x.to(f"{NAME}:0", copy=True) for x in (a0_VS, a_VS, u_DS)))
+        (kept,) = DeviceUpdate(f"{NAME}:0").accumulate([(None, moved)], [e], BETA, k, map)
+    assert np.array_equal(e, ((a0_VS - a_VS) @ u_DS.T).numpy())
+    for indices in ("rice", "fixed"):
+        assert e.nbytes < sum(device.to_host) <= e.nbytes + 2 * len(sparse.pack(Codec(k, "sym2", indices), [kept]))
+
+
 def test_the_outer_step_is_the_same_with_a_device_and_without() -> None:
-    """Payload, norm and feedback of three rounds; and to the host comes the feedback, and of the entries no more than twice the payload."""
+    """Payload, norm and feedback of three rounds; and by its own count the same comes to the host."""
     host, device = (Outer(SPEC, Codec(32), float(BETA), 1.0, threads=threads) for threads in (1, 2))
     on_device, dense = DeviceUpdate("cpu"), 4 * sum(int(np.prod(s)) for s in layout.shapes(SPEC, SHARD))
     for round in range(3):
