@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peer.corpus.reader import TOKENIZER
-from peer.log import reader, replay
+from peer.log import reader
 from peer.net.base import Transport, TransportLost
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
@@ -18,11 +17,13 @@ from protocol.errors import RemoteError, UsageError
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run import manifest as manifests
+from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
 from protocol.wire import logfile
 
 if TYPE_CHECKING:
     from peer.config import JoinConfig
+    from peer.log import replay
 
 _PREFIX = "checkpoint-"
 
@@ -75,6 +76,8 @@ def read(folder: Path, round: int | None) -> OwnModel:
         )
     _require(folder, logfile.MANIFEST, path)
     manifest = manifests.from_bytes((folder / logfile.MANIFEST).read_bytes(), str(folder / logfile.MANIFEST))
+    from peer.log import replay
+
     state = replay.start_from(manifest, path)
     missing = [shard for shard in layout.shard_names(manifest.model) if shard not in state.theta]
     if missing:

@@ -83,7 +83,7 @@ async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, Told]]
         return
     run = parse_run(options.run)
     with tempfile.TemporaryDirectory(prefix="potluck-monitor-") as name:
-        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id, sparing=True)
         try:
             manifest = await manifest_of(run, transport)
             yield manifest, Monitor(manifest, transport)

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from peer.training.device import is_shortage
 from protocol.codec import topk
-from protocol.codec.topk import TILE, Array, Kept, Map, Tiling
+from protocol.codec.settings import TILE
+from protocol.codec.topk import Array, Kept, Map, Tiling
 from protocol.errors import LocalError
 
 PART = 1 << 22
