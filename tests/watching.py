@@ -20,6 +20,8 @@ import psutil
 
 DEADLINE = 120.0
 """Seconds for anything to happen."""
+KEPT = 4_000_000
+"""Bytes that were drawn."""
 _PAGE = re.compile(rb"http://127\.0\.0\.1:\d+/")
 
 
@@ -90,7 +92,7 @@ def watching(*arguments: object, width: int = 120, height: int = 40) -> Iterator
                 if not there.is_set() and (said := _PAGE.search(found.drawn)) is not None:
                     found.url = said[0].decode()
                     there.set()
-                del found.drawn[:-200_000]
+                del found.drawn[:-KEPT]
         there.set()
 
     reader = threading.Thread(target=read)

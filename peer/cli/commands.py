@@ -13,17 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bootstrap.archive import Archive
-from bootstrap.node import BootstrapNode
-from bootstrap.service import serve_bootstrap
 from peer import events
 from peer.cli import own_folder
 from peer.cli.auditing import audit_beside, auditor
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig, why_one_device
-from peer.corpus.reader import CorpusReader
-from peer.corpus.text import open_corpus
-from peer.corpus.tokenizer import check_document_end
 from peer.events import Emitter, Sink, json_sink
 from peer.net import descriptors, keyfile
 from peer.net.address import parse
@@ -32,7 +26,6 @@ from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.line import measured_downlink
 from peer.net.reach import Finding
-from peer.net.relay import RelayedTransport
 from peer.node import hours
 from peer.node.open_run import (
     KEY,
@@ -53,10 +46,10 @@ from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.rounds import invitations, schedule
 from protocol.rounds.invitations import Ticket
-from protocol.rounds.questions import Question
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
+    from peer.corpus.reader import CorpusReader
     from peer.node.peer import Factories, Peer
 
 
@@ -131,6 +124,12 @@ def node_of(options: NodeOptions) -> Node:
 
 async def bootstrap(options: NodeOptions) -> None:
     """`potluck bootstrap`."""
+    from bootstrap.archive import Archive
+    from bootstrap.node import BootstrapNode
+    from bootstrap.service import serve_bootstrap
+    from peer.corpus.tokenizer import check_document_end
+    from protocol.rounds.questions import Question
+
     found, folder = node_of(options), options.folder
     manifest, key, text, relay_bps, audit = found.manifest, found.key, found.text, found.relay_bps, options.audit
     path, corpus = options.manifest, options.corpus
@@ -169,6 +168,8 @@ async def bootstrap(options: NodeOptions) -> None:
 
 def whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
     """The run's corpus in `folder`. Raises UsageError where it is another one, or not all there."""
+    from peer.corpus.text import open_corpus
+
     found = open_corpus(folder, LocalDisk(), manifest)
     found.require_whole(f"--corpus {folder}")
     return found
@@ -235,6 +236,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     Its folder stays locked in pauses, too.
     """
     from peer.cli import dry_run
+    from peer.net.relay import RelayedTransport
     from peer.node.peer import Factories, Peer
     from peer.state.storage import Storage
     from peer.training import device

@@ -16,7 +16,7 @@ from peer.cli import running
 from peer.node.open_run import ASSETS
 from peer.ui.text import clean, size
 from protocol.errors import UsageError
-from protocol.run.corpus import CorpusIndex
+from protocol.run.corpus import TOKENIZER, CorpusIndex
 
 SAMPLE_CHARACTERS = 160
 
@@ -85,7 +85,7 @@ def tokenizer_file(name: str) -> bytes:
 
 def _show(folder: Path, say: Callable[[str], None]) -> None:
     """`potluck data show`. Raises UsageError."""
-    from peer.corpus.reader import TOKENIZER, CorpusReader
+    from peer.corpus.reader import CorpusReader
     from peer.corpus.tokenizer import load_tokenizer
     from peer.net.disk import LocalDisk
 
@@ -100,7 +100,6 @@ def _show(folder: Path, say: Callable[[str], None]) -> None:
 
 def described(index: CorpusIndex, folder: Path) -> list[str]:
     """A corpus in lines for people. Raises UsageError where its tokenizer is not there."""
-    from peer.corpus.reader import TOKENIZER
     from peer.corpus.tokenizer import end_of_text, load_tokenizer
 
     end = end_of_text(load_tokenizer(folder / TOKENIZER, index.tokenizer))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ import typer
 from peer.cli import running
 from peer.log import reader
 from peer.net import base, keyfile
-from peer.net.base import Transport
+from peer.net.base import Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from peer.ui import log_text
@@ -34,6 +35,8 @@ ASK_SECONDS = 1.0
 SHORTEST = 4
 """Characters of the end of a peer's id that may stand for it."""
 CALL_SECONDS = 10.0
+SILENT_SECONDS = 180.0
+"""That one's own node may be silent while its operator waits: it may be started again meanwhile."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -186,7 +189,7 @@ async def _decree(
             manifest = await manifest_of(run, transport)
             if operator.peer_id not in manifest.operators:
                 raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
-            node = run.bootstrap[0].rpartition("/p2p/")[2]
+            node = _node(run.bootstrap)
             now = await _ask(transport, node, Motion())
             if action == OUST:
                 subject = _proven(manifest, now, subject)
@@ -205,7 +208,7 @@ async def _decree(
                 proof=now.proof if action == OUST else None,
                 after=now.after if action == OUST else None,
             )
-            await _until_decided(transport, node, decree, operator)
+            await _until_decided(transport, run.bootstrap, decree, operator)
         finally:
             await transport.aclose()
 
@@ -242,14 +245,15 @@ def _proven(manifest: Manifest, now: Motions, text: str) -> str:
     return proof.peer
 
 
-async def _until_decided(transport: Transport, node: str, decree: Decree, operator: Identity) -> None:
-    """Signs it and sends it until a commit has it. Raises LocalError where another decree came first, RemoteError."""
+async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree, operator: Identity) -> None:
+    """Signs it and sends it to the node `at` these addresses until a commit has it. Raises LocalError where another decree came first,
+    RemoteError."""
     motion = Motion(sealed=seal(operator, decree))
     what, told = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
     if decree.schedule is not None:
         what = f"set {schedule_of(decree.schedule)}"
     while True:
-        answer = await _ask(transport, node, motion)
+        answer = await _patiently(transport, at, motion, what)
         if answer.number > decree.number:
             break
         if decree.after is not None and answer.after is not None and answer.after < decree.after:
@@ -270,6 +274,27 @@ async def _until_decided(transport: Transport, node: str, decree: Decree, operat
     if answer.newest != decree:
         raise LocalError(f"{what}: another decree was decided first; see potluck log show, and type it again")
     print(f"{what}: decided; it is in the log, and holds from the next round on", flush=True)
+
+
+async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, what: str) -> Motions:
+    """What the node answers; while it is silent, which is said once, it is asked again. Raises RemoteError: what it refuses, it refuses."""
+    loop, began = asyncio.get_running_loop(), math.inf
+    while True:
+        try:
+            return await _ask(transport, _node(at), motion)
+        except (Unreachable, Closed, Timeout):
+            if loop.time() - began > SILENT_SECONDS:
+                raise
+        if math.isinf(began):
+            began = loop.time()
+            print(f"{what}: your node does not answer; it is asked again for {SILENT_SECONDS:g} s", flush=True)
+        await asyncio.sleep(ASK_SECONDS)
+        with contextlib.suppress(RemoteError):
+            await transport.connect(at, timeout=CALL_SECONDS)
+
+
+def _node(at: Sequence[str]) -> str:
+    return at[0].rpartition("/p2p/")[2]
 
 
 async def _ask(transport: Transport, node: str, motion: Motion) -> Motions:

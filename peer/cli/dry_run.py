@@ -11,7 +11,6 @@ from peer.net.base import Transport
 from peer.ui.monitor import Monitor
 from peer.ui.text import blocks, clean, count, duration, rate, size
 from protocol.planning import memory
-from protocol.planning.explain import why_spare
 from protocol.planning.partition import candidate
 from protocol.rounds import schedule
 from protocol.run import corpus, layout
@@ -56,6 +55,8 @@ def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
     replicas, _ = next_plan(dataclasses.replace(known, candidates=(*others, own)))
     replica = next((r for r in replicas if own.peer in r.members), None)
     if replica is None:
+        from protocol.planning.explain import why_spare
+
         yield f"it would wait as a spare: {why_spare(manifest, own)}"
         return
     first, last = replica.ranges[replica.members.index(own.peer)]

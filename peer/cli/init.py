@@ -21,10 +21,9 @@ from peer.net.disk import LocalDisk
 from peer.node.open_run import KEY
 from peer.ui.text import clean, count, duration, size
 from protocol import identity
-from protocol.codec import boundary_formats, sparse
+from protocol.codec import boundary_formats
 from protocol.errors import UsageError, shown
 from protocol.planning import memory
-from protocol.planning.arrange import arrange
 from protocol.planning.partition import Candidate
 from protocol.run import layout, presets
 from protocol.run import manifest as manifests
@@ -259,6 +258,8 @@ def make_manifest(
             ),
         )
 
+    from protocol.planning.arrange import arrange
+
     try:
         first = with_rounds(options.rounds or preset.rounds or 1)
         if options.rounds or (preset.rounds and not candidates):
@@ -291,6 +292,9 @@ def commented(manifest: Manifest) -> str:
 
 def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidate, ...]) -> Iterator[str]:
     """The run in lines for people: its size, who could take part, how long it takes, and what it sends."""
+    from protocol.codec import sparse
+    from protocol.planning.arrange import arrange
+
     model, train = manifest.model, manifest.train
     parameters = layout.total_parameters(model)
     whole = memory.stage_memory(manifest, 0, model.n_layers)

@@ -21,7 +21,6 @@ from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transpor
 from peer.ui import log_text
 from peer.ui.contributors import contributors, own_lines, table_lines
 from peer.ui.names import Names
-from protocol.codec.topk import Empty, in_memory
 from protocol.errors import UsageError
 from protocol.rounds import schedule
 from protocol.run import layout
@@ -31,6 +30,7 @@ from protocol.wire.schema import plain
 
 if TYPE_CHECKING:
     from peer.log.reader import Source
+    from protocol.codec.topk import Empty
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -186,6 +186,7 @@ def room_for(spec: ModelSpec) -> Empty:
     """Makes the arrays of a model's state: in memory, or in files of the cache folder where that is not enough for the model and for
     the next state of a shard."""
     from peer.training import device
+    from protocol.codec.topk import in_memory
 
     shards = [layout.shard_bytes(spec, shard) for shard in layout.shard_names(spec)]
     if sum(shards) + max(shards) <= device.memory_budget("cpu"):

@@ -17,7 +17,6 @@ from peer.cli import commands, data, decrees, doctor, export, init, invite, log,
 from peer.cli import eval as evaluation
 from peer.cli import plan as planning
 from peer.cli.commands import Devices
-from peer.demo import recipe, swarm
 from peer.net import keyfile
 from peer.node.open_run import KEY, Door
 
@@ -371,6 +370,8 @@ def demo(
 
     Long because typer reads a command's options from its function's parameters.
     """
+
+    from peer.demo import recipe, swarm
 
     async def work() -> None:
         options = recipe.DemoOptions(

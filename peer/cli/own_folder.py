@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peer.corpus import tokenizer as tokenizers
-from peer.corpus.reader import TOKENIZER
-from peer.log import reader, replay
+from peer.log import reader
 from peer.net.base import Transport, TransportLost
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
@@ -20,11 +18,13 @@ from protocol.errors import RemoteError, UsageError
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run import manifest as manifests
+from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
 from protocol.wire import logfile
 
 if TYPE_CHECKING:
     from peer.config import JoinConfig
+    from peer.log import replay
 
 _PREFIX = "checkpoint-"
 
@@ -45,9 +45,11 @@ async def check_document_end(manifest: Manifest, config: JoinConfig, transport: 
     """Whether the tokenizer ends documents as the manifest says, which only runs are asked that look for these ends. Where no node gives the
     tokenizer now, nothing is said. Raises UsageError, TransportLost."""
     if manifest.model.document_end_id >= 0:
+        from peer.corpus.tokenizer import check_document_end as check
+
         with contextlib.suppress(RemoteError):
             raw = await _tokenizer(manifest, config, transport, blobs)
-            await asyncio.to_thread(tokenizers.check_document_end, manifest.model, raw)
+            await asyncio.to_thread(check, manifest.model, raw)
 
 
 async def _tokenizer(manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore) -> bytes:
@@ -91,6 +93,8 @@ def read(folder: Path, round: int | None) -> OwnModel:
         )
     _require(folder, logfile.MANIFEST, path)
     manifest = manifests.from_bytes((folder / logfile.MANIFEST).read_bytes(), str(folder / logfile.MANIFEST))
+    from peer.log import replay
+
     state = replay.start_from(manifest, path)
     missing = [shard for shard in layout.shard_names(manifest.model) if shard not in state.theta]
     if missing:

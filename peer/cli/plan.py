@@ -8,20 +8,20 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
-from peer.ui import plan_text
 from peer.ui.monitor import Monitor
 from peer.ui.text import clean
 from protocol.errors import UsageError, shown
 from protocol.planning import memory
-from protocol.planning.arrange import Arranged, arrange
 from protocol.planning.partition import Candidate, candidate
-from protocol.planning.planner import arranged, still_fit
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import REACHABLE
 from protocol.wire.plan import ReplicaSpec
+
+if TYPE_CHECKING:
+    from protocol.planning.arrange import Arranged
 
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:flops|flop/s)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -41,6 +41,9 @@ class Known:
 
 async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Callable[[str], None]) -> None:
     """`potluck plan`. Raises UsageError, RemoteError."""
+    from peer.ui import plan_text
+    from protocol.planning.arrange import arrange
+
     if figures:
         for line in plan_text.figure_lines():
             say(line)
@@ -64,6 +67,9 @@ async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Cal
 
 def next_plan(known: Known) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
     """The replicas that the matchmaker would make, those of the newest plan kept as far as that pays, and the spares."""
+    from protocol.planning.arrange import arrange
+    from protocol.planning.planner import arranged, still_fit
+
     there = {c.peer: c for c in known.candidates}
     kept = [arranged(replica) for replica in still_fit(known.manifest, known.replicas, there)]
     return arrange(known.manifest, known.candidates, kept)

@@ -10,7 +10,6 @@ import typer
 
 from peer.cli import own_folder
 from peer.cli.log import log_of, room_for
-from peer.log import replay
 from peer.net.disk import LocalDisk
 from peer.ui.text import clean
 from protocol.errors import LocalError, UsageError
@@ -21,6 +20,7 @@ from protocol.wire import logfile
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+    from peer.log import replay
     from peer.training.model import Stage
 
 Where = Annotated[
@@ -91,6 +91,8 @@ class Trained:
 
 async def replayed(choice: Choice) -> Replayed:
     """Checks and replays the log. Raises UsageError, LocalError, RemoteError."""
+    from peer.log import replay
+
     round = choice.round
     _not_a_peers(Path(choice.where))
     async with log_of(choice.where) as (manifest, source):
@@ -154,6 +156,8 @@ def _not_a_peers(folder: Path) -> None:
 
 def _start(manifest: Manifest, checkpoints: tuple[Path, ...]) -> replay.State:
     """The shards of all of them together. Raises UsageError."""
+    from peer.log import replay
+
     found = [replay.start_from(manifest, path) for path in checkpoints]
     theta = {shard: arrays for state in found for shard, arrays in state.theta.items()}
     missing = [shard for shard in layout.shard_names(manifest.model) if shard not in theta]

@@ -21,7 +21,7 @@ from peer.ui.replay import Replay
 from peer.ui.state import State
 from protocol.errors import UsageError
 from protocol.run.manifest import Manifest
-from protocol.wire.schema import plain
+from protocol.wire.schema import fields
 
 CHANGE_SECONDS = 1.0
 """How often `--json` looks for changes."""
@@ -83,7 +83,7 @@ async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, Told]]
         return
     run = parse_run(options.run)
     with tempfile.TemporaryDirectory(prefix="potluck-monitor-") as name:
-        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
+        transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id, sparing=True)
         try:
             manifest = await manifest_of(run, transport)
             yield manifest, Monitor(manifest, transport)
@@ -135,10 +135,10 @@ def _servers(screen: MonitorScreen, where: dict[str, tuple[str, int]]) -> list[w
     paths: dict[tuple[str, int], web.Paths] = {}
     if "--web" in where:
         page = web.page()
-        state = web.Fresh("application/json", lambda: to_json(screen.state()))
+        state = web.Fresh("application/json", lambda: to_json(screen.state()), lambda: screen.told)
         paths[where["--web"]] = {"/": lambda: page, "/state.json": state}
     if "--metrics" in where:
-        figures = web.Fresh(metrics.KIND, lambda: metrics.exposition(screen.state()))
+        figures = web.Fresh(metrics.KIND, lambda: metrics.exposition(screen.state()), lambda: screen.told)
         paths[where["--metrics"]] = {**paths.get(where["--metrics"], {}), "/metrics": figures}
     return [web.Server(address, served) for address, served in paths.items()]
 
@@ -166,4 +166,4 @@ async def _print_changes(told: Told, screen: MonitorScreen) -> None:
 
 def to_json(state: State) -> str:
     """A state on one line."""
-    return json.dumps(plain(state), separators=(",", ":"), allow_nan=False)
+    return json.dumps(state, default=fields, separators=(",", ":"), allow_nan=False)

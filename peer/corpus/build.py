@@ -25,7 +25,6 @@ import numpy as np
 
 from peer.corpus import records, sources, spills
 from peer.corpus.chunks import ChunkWriter, write_all
-from peer.corpus.reader import TOKENIZER
 from peer.corpus.records import Counts, Cutter, Records
 from peer.corpus.sources import Reading, Source, Unit
 from peer.corpus.spills import Position, Spill
@@ -34,7 +33,7 @@ from peer.corpus.tokenizing import Pool
 from peer.net.disk import Disk, disk_error
 from protocol.errors import LocalError, UsageError
 from protocol.run import corpus
-from protocol.run.corpus import CHUNKS, INDEX, CorpusIndex
+from protocol.run.corpus import CHUNKS, INDEX, TOKENIZER, CorpusIndex
 
 BUILDING = "building"
 _REQUEST = "request.json"

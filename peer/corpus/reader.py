@@ -14,8 +14,6 @@ from protocol.errors import UsageError
 from protocol.run import corpus, data_order
 from protocol.run.corpus import CHUNKS, INDEX, Extent
 
-TOKENIZER = "tokenizer.json"
-"""In a corpus's folder, beside what protocol/run/corpus.py names."""
 _KEPT = 2
 """Chunks that stay in memory: what is read one after the other lies in one, or across the edge of two."""
 

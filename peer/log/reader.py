@@ -14,7 +14,6 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from peer.log.replay import BadPayload
 from peer.net.base import Transport, call
 from peer.net.blobs import BlobStore, Fetcher
 from peer.net.blobs.named import fetch_named
@@ -30,6 +29,10 @@ from protocol.wire.session import LogRequest
 CALL_SECONDS = 20.0
 MAX_TOKENIZER = 64 * 1024 * 1024
 """Bytes."""
+
+
+class BadPayload(Exception):
+    """A payload that a commit names cannot be had, or is not what the commit says; the text is why."""
 
 
 class Source(Protocol):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from peer.log.reader import BadPayload
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards, read_theta
 from protocol.codec import blob_hash
@@ -30,6 +31,7 @@ from protocol.rounds.standing import Standing
 from protocol.rounds.validation import BadCommit
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
+from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, Part, Share
 from protocol.wire.plan import Plan
 
@@ -73,10 +75,6 @@ def replay(manifest: Manifest, commits: Sequence[Commit], payload: Callable[[str
 
 
 # --- verifying a log that nobody needs to be believed for
-
-
-class BadPayload(Exception):
-    """A payload that a commit names cannot be had, or is not what the commit says; the text is why."""
 
 
 Payload = Callable[[str, int], Awaitable[bytes]]
@@ -248,7 +246,7 @@ async def _unjust(
     is a problem of its own. `before`: the commit before it; `medians`: of the rounds up to that; `trial`: the
     replicas that were judged and left out, and whose makers are on probation."""
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
-    last = before.contributions if before is not None and judged >= judging.LEAST else ()
+    last = before.contributions if before is not None and judged >= LEAST_COMPARED else ()
     if not commit.contributions:
         return None
     try:

@@ -50,6 +50,8 @@ T = TypeVar("T")
 
 START_SECONDS = 60.0
 CLOSE_SECONDS = 5.0
+SPARING = "GOGC=20"
+"""For a daemon that is to need little memory: it looks for garbage when it has a fifth more than it needs, not twice as much."""
 NICE = 5
 """By how much lower its priority is: beside a busy process of ours it gets a quarter of a core, and all that nobody else wants."""
 PING = "/ipfs/ping/1.0.0"
@@ -86,16 +88,19 @@ class Pending(dict[Any, asyncio.Future[Any]]):
 class Net(P2P):  # type: ignore[misc]
     """P2P with the daemon's flags that `create` hides, with its sockets in `folder`, and at a lower priority. Streams go elsewhere."""
 
-    @staticmethod
-    def _make_process_args(*args: Any, **kwargs: Any) -> Any:
-        if "trustedRelays" in kwargs:
-            kwargs["relayDiscovery"] = False
-        nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
-        return P2P._make_process_args(*nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False)
+    sparing = False
 
     @classmethod
-    def within(cls, folder: str) -> type[Net]:
-        return type("Net", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
+    def _make_process_args(cls, *args: Any, **kwargs: Any) -> Any:
+        if "trustedRelays" in kwargs:
+            kwargs["relayDiscovery"] = False
+        little = ("env", SPARING) if cls.sparing and shutil.which("env") else ()
+        nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
+        return P2P._make_process_args(*little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False)
+
+    @classmethod
+    def within(cls, folder: str, sparing: bool = False) -> type[Net]:
+        return type("Net", (cls,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/", "sparing": sparing})
 
     def _start_listening(self) -> None:
         """`Daemon.enter` does."""
@@ -131,14 +136,21 @@ class Daemon:
 
     @classmethod
     async def start(
-        cls, identity_file: Path, host: str, port: int, sockets: Path, timeout: float, entrance: Entrance = OPEN
+        cls,
+        identity_file: Path,
+        host: str,
+        port: int,
+        sockets: Path,
+        timeout: float,
+        entrance: Entrance = OPEN,
+        sparing: bool = False,
     ) -> Daemon:
-        """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. Raises UsageError
-        (PortInUse, StartFailed)."""
+        """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. `sparing`: with little memory,
+        for more processor time. Raises UsageError (PortInUse, StartFailed)."""
         family = ipaddress.ip_address(host)
         folder = tempfile.mkdtemp(prefix=FOLDER, dir=sockets)
         try:
-            p2p = await Net.within(folder).create(
+            p2p = await Net.within(folder, sparing).create(
                 host_maddrs=[f"/ip{family.version}/{host}/tcp/{port}"],
                 identity_path=str(identity_file),
                 check_if_identity_free=False,

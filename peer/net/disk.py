@@ -22,12 +22,13 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from protocol.errors import LocalError, UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Piece = bytes | memoryview
 
@@ -154,6 +155,8 @@ class LocalDisk:
         return open(path, "rb")
 
     def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
+        import numpy as np
+
         sizes = [-(-4 * math.prod(shape) // mmap.PAGESIZE) * mmap.PAGESIZE for shape in shapes]
         if not shapes:
             return []

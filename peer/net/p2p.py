@@ -343,12 +343,14 @@ async def start(
     sockets: Path | None = None,
     entrance: Entrance = OPEN,
     latest: Latest = lambda value: math.inf,
+    sparing: bool = False,
 ) -> P2PTransport:
     """Starts the daemon, listening on TCP `host`:`port` (0: any), and joins through `bootstrap` (full addresses).
 
     The identity is made if its file is missing. `timeout`: seconds
     that the start and the joining may each take; `rpc_seconds`: that one request of the DHT may take; `sockets`: the folder for
-    Unix sockets, whose path is short; `entrance`: how others come to us; `latest`: until when a valid record may be kept. Raises UsageError (PortInUse, StartFailed, BadAddress, IdentityError), LocalError,
+    Unix sockets, whose path is short; `entrance`: how others come to us; `latest`: until when a valid record may be kept;
+    `sparing`: with little memory, for more processor time. Raises UsageError (PortInUse, StartFailed, BadAddress, IdentityError), LocalError,
     ClockWrong, Unreachable if no bootstrap node was reached.
 
     Long because it is where all that can be set of a transport comes in.
@@ -359,7 +361,7 @@ async def start(
     sockets_of.check_port(host, port)
     sockets = sockets or sockets_of.socket_base()
     sockets_of.sweep(sockets)
-    daemon = await Daemon.start(identity_file, host, port, sockets, timeout, entrance)
+    daemon = await Daemon.start(identity_file, host, port, sockets, timeout, entrance, sparing)
     close = daemon.aclose
     try:
         if daemon.peer_id != identity.peer_id:

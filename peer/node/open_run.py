@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.corpus.reader import TOKENIZER
 from peer.net.address import is_circuit, parse
 from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
@@ -18,6 +17,7 @@ from protocol.errors import RemoteError, UsageError
 from protocol.identity import short_peer
 from protocol.rounds.invitations import Ticket, read_ticket
 from protocol.run import manifest as manifests
+from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints
 
@@ -85,8 +85,8 @@ class Door:
     relays: tuple[str, ...] = ()
 
 
-async def start_transport(folder: Path, door: Door, run: str) -> Transport:
-    """A hivemind daemon and DHT node of `run` with the key in `folder`, connected to nobody yet."""
+async def start_transport(folder: Path, door: Door, run: str, *, sparing: bool = False) -> Transport:
+    """A hivemind daemon and DHT node of `run` with the key in `folder`, connected to nobody yet. `sparing`: as in peer/net/p2p.py."""
     from peer.net import p2p
     from peer.net.daemon import Entrance
 
@@ -99,6 +99,7 @@ async def start_transport(folder: Path, door: Door, run: str) -> Transport:
         validate=valid_record(run),
         entrance=entrance,
         latest=latest_expiry(run),
+        sparing=sparing,
     )
 
 

@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codec import sparse
-from protocol.codec.sparse import Codec, Sparse
+from protocol.codec.settings import Codec
+from protocol.codec.sparse import Sparse
 from protocol.codec.topk import Empty, Kept, Map, in_memory
 from protocol.errors import LocalError
 from protocol.run import layout

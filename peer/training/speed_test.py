@@ -2,7 +2,8 @@
 
     python -m peer.training.speed_test MANIFEST DEVICE THREADS MEMORY
 
-prints the speed, in operations a second (protocol/planning/speed.py), whenever it is known better. It goes on until it is stopped.
+prints 0 when it begins to train, and then the speed, in operations a second (protocol/planning/speed.py), whenever it is known better.
+It goes on until it is stopped.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 
+START_SECONDS = 20.0
+"""That it may take until it begins to train: torch has to be imported, and the model to be made."""
 FIRST = 1
 """Micro-batches that do not count: memory is taken, and on some devices code is made."""
 
@@ -57,6 +60,7 @@ def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> Non
     shape = (train.rows, train.sequence)
     wire = torch.randn(*shape, spec.d_model)
     speed, said, done = Speedometer(manifest), 0, 0
+    print(said, flush=True)
     while True:
         ids = torch.randint(spec.vocab_size, (train.rows, train.sequence + 1))
         began = time.perf_counter()
@@ -75,7 +79,7 @@ def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> Non
 async def measured(
     manifest: Manifest, folder: Path, device: str, threads: int, memory_bytes: int, seconds: float
 ) -> int | None:
-    """The speed of this machine, in operations a second, as far as it is known after so many seconds; None where it is not, or the
+    """The speed of this machine, in operations a second, as far as it is known after so many seconds of training; None where it is not, or the
     machine could not train. `folder`: for a file that is removed again."""
     path = folder / f"speed-test-{secrets.token_hex(4)}.toml"
     path.write_text(manifests.to_toml(manifest), encoding="utf-8")
@@ -88,9 +92,11 @@ async def measured(
     found: int | None = None
     try:
         assert child.stdout is not None
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(START_SECONDS) as limit:
             async for line in child.stdout:
-                found = int(line)
+                found = int(line) or None
+                if found is None:
+                    limit.reschedule(asyncio.get_running_loop().time() + seconds)
     except TimeoutError:
         pass
     finally:

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from peer.training.device import is_shortage
 from protocol.codec import topk
-from protocol.codec.topk import MARK, TILE, Array, Kept, Map, Tiling
+from protocol.codec.settings import TILE
+from protocol.codec.topk import MARK, Array, Kept, Map, Tiling
 from protocol.errors import LocalError
 
 PART = 1 << 22

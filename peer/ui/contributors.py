@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peer.ui.text import called, clean, count, readable
+from peer.ui.text import called, clean, count, number, readable
 from protocol.rounds.credits import Credits
 from protocol.rounds.standing import Standing
 
@@ -103,15 +103,15 @@ def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, name
     there = sum(1 for c in found if c.tokens)
     if own.tokens:
         yield f"you trained {own.tokens:,} tokens, {own.share:.1%} of the run: rank {own.rank} of {there}"
-        since = f"the last {own.streak:,} without a gap" if own.streak else f"the last was round {own.last_round}"
-        yield f"your work is in {own.rounds:,} rounds, {since}"
+        since = f"the last {own.streak:,} without a gap" if own.streak > 1 else f"the newest is round {own.last_round}"
+        yield f"your work is in {number(own.rounds, 'round')}, {since}"
     else:
         yield "nothing of yours is in the model yet"
     if own.probation:
-        served = "1 round" if own.probation == 1 else f"{own.probation:,} rounds"
-        yield f"on probation for {served}: your work was good and had no weight; it goes into the work after it"
+        yield f"on probation for {number(own.probation, 'round')}: your work was good and had no weight; it goes into the work after it"
     if own.left_out:
-        yield f"left out {own.left_out:,} times, the last time because: {readable(own.reason, {})}"
+        times = "once" if own.left_out == 1 else f"{own.left_out:,} times, the last time"
+        yield f"left out {times} because: {readable(own.reason, {})}"
     if own.scored is not None:
         gain = f"it made the loss {own.gain:.5f} less on its own text, {own.gain - own.edge:.5f} on other text"
         yield f"others scored your work of round {own.scored:,}: {gain}"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peer.log import replay
 from peer.log.reader import Source
 from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedProof, LoggedRound, logged
 from peer.ui.text import clean, count, mean_loss, readable, schedule_of, size
-from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.identity import short_peer
 from protocol.planning import partition
@@ -27,6 +25,9 @@ from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import LONGEST_SAMPLE
 from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
+
+if TYPE_CHECKING:
+    from protocol.codec.topk import Empty
 
 
 async def show(manifest: Manifest, source: Source, out: Callable[[str], None], note: Callable[[str], None]) -> None:
@@ -88,10 +89,12 @@ async def verify(
     checkpoint: Path | None,
     out: Callable[[str], None],
     note: Callable[[str], None],
-    empty: Empty = in_memory,
+    empty: Empty,
 ) -> None:
     """Says all that is wrong with a log, and what it proves. `empty` makes the arrays of the model's state. Raises LocalError when
     something is wrong."""
+    from peer.log import replay
+
     start = replay.start_from(manifest, checkpoint, empty) if checkpoint else None
 
     def report(problem: replay.Problem) -> None:

@@ -33,7 +33,7 @@ from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
 POLL_SECONDS = 1.0
-PEERS_A_POLL = 50
+PEERS_A_POLL = 25
 """Announcements cost most of what a monitor takes, since each has to be verified. In a swarm of more peers they are read less often."""
 MOST_POLLS = 60
 """Between two looks at the announcements, however many peers there are."""

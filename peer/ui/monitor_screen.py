@@ -42,6 +42,8 @@ class MonitorScreen(Screen):
         super().__init__(manifest, console=console)
         self.watched = Watched(manifest)
         self.view = self.watched.view
+        self.told = 0
+        """Events that were taken, for whoever asks whether there are more."""
         self.browsing: Browsing | None = None
         """None where there are no keys."""
         self._paused: Watched | None = None
@@ -62,7 +64,7 @@ class MonitorScreen(Screen):
     def say(self, text: str) -> None:
         """Tells the watcher something that is no event."""
         with self._lock:
-            self._news = True
+            self._news, self.told = True, self.told + 1
             self.view.notes.append(Note(time.time(), "good", text))
         if self._live is None:
             print(f"{MARKS['good']} {text}", file=sys.stderr, flush=True)
@@ -99,7 +101,7 @@ class MonitorScreen(Screen):
         super().__exit__(kind, error, trace)
 
     def _take(self, event: Event) -> None:
-        self._news = True
+        self._news, self.told = True, self.told + 1
         self.watched.feed(event)
 
     def _drawn(self, width: int, height: int) -> RenderableType:

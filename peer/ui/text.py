@@ -60,7 +60,12 @@ def harmless(text: str) -> str:
 
 def count(items: Sized, noun: str) -> str:
     """`1 replica`, `2 replicas`."""
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+    return number(len(items), noun)
+
+
+def number(n: int, noun: str) -> str:
+    """`1 round`, `2,000 rounds`."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def schedule_of(said: Schedule) -> str:

@@ -1,7 +1,8 @@
 """Serves what a monitor knows to browsers: a page, `/state.json`, `/metrics`. Whoever asks may be an enemy, and there may be thousands.
 
 Only GET and HEAD of the paths that are served get an answer. A request has 8 KiB and five seconds, an answer ten; so many connections
-are open at once, and more are closed. Every connection has one request. An answer is made once in two seconds at most, whoever asks.
+are open at once, and more are closed. Every connection has one request. An answer is made once in two seconds at most, whoever asks, and
+once in ten where nothing happens.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ MOST_REQUEST = 8 * 1024
 """Bytes of a request's line and headers."""
 REQUEST_SECONDS = 5.0
 ANSWER_SECONDS = 10.0
-FRESH_SECONDS = 2.0
-"""How old an answer may be."""
+FRESH_SECONDS, SAME_SECONDS = 2.0, 10.0
+"""How old an answer may be, where something has happened since, and where nothing has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +52,24 @@ def answer(kind: str, text: str, **fields: str) -> Answer:
 
 
 class Fresh:
-    """An answer that is made anew when it is asked for and older than FRESH_SECONDS. Any thread may ask."""
+    """An answer that is made anew when it is asked for and too old. `told()`: how much has happened so far. Any thread may ask."""
 
-    def __init__(self, kind: str, make: Callable[[], str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._kind, self._make, self._clock = kind, make, clock
+    def __init__(
+        self, kind: str, make: Callable[[], str], told: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._kind, self._make, self._told, self._clock = kind, make, told, clock
         self._lock = threading.Lock()
-        self._made: tuple[float, Answer] | None = None
+        self._made: tuple[float, int, Answer] | None = None
 
     def __call__(self) -> Answer:
         with self._lock:
-            if self._made is None or self._clock() >= self._made[0] + FRESH_SECONDS:
+            told = self._told()
+            if self._made is None or self._clock() >= self._made[0] + (
+                SAME_SECONDS if told == self._made[1] else FRESH_SECONDS
+            ):
                 made = answer(self._kind, self._make())
-                self._made = self._clock(), made
-            return self._made[1]
+                self._made = self._clock(), told, made
+            return self._made[2]
 
 
 def page() -> Answer:

@@ -34,13 +34,12 @@ import numpy.typing as npt
 
 from protocol.codec import rice, topk, two_bit
 from protocol.codec.rice import Bytes
-from protocol.codec.topk import TILE, Array, Empty, Kept, Map, Positions, Tiled, Tiling
+from protocol.codec.settings import INDICES, VALUES, Codec
+from protocol.codec.topk import Array, Empty, Kept, Map, Positions, Tiled, Tiling
 from protocol.errors import PotluckError
 
 _HEADER = struct.Struct("<3sBBBH")
 _MAGIC, _VERSION = b"PSp", 2
-_VALUES = {"fp32": 0, "sym2": 1, "ref2": 2}
-_INDICES = {"fixed": 0, "rice": 1}
 _CENTROIDS = {"fp32": 0, "sym2": 2, "ref2": 4}
 _LENGTH = 4  # bytes of a segment's length of quotients
 SEGMENT = 1 << 16  # entries: part of the format
@@ -50,23 +49,6 @@ _CODES = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3  # [256, 4]: the co
 
 class PayloadError(PotluckError, ValueError):
     """The bytes are not a payload of this codec and these shapes, or the values to encode are not finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class Codec:
-    """Keep `topk` of every 4096 elements, in the value format `values` and the index format `indices`."""
-
-    topk: int
-    values: str = "sym2"
-    indices: str = "rice"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.topk <= TILE:
-            raise ValueError(f"topk must be in 1..{TILE}")
-        if self.values not in _VALUES:
-            raise ValueError(f'values must be one of {", ".join(_VALUES)}, not "{self.values}"')
-        if self.indices not in _INDICES:
-            raise ValueError(f'indices must be one of {", ".join(_INDICES)}, not "{self.indices}"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +120,7 @@ def _quotients(part: Tiling) -> tuple[int, int]:
 
 
 def _header(codec: Codec) -> bytes:
-    return _HEADER.pack(_MAGIC, _VERSION, _VALUES[codec.values], _INDICES[codec.indices], codec.topk)
+    return _HEADER.pack(_MAGIC, _VERSION, VALUES[codec.values], INDICES[codec.indices], codec.topk)
 
 
 # --- to bytes

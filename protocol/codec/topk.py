@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-TILE_SIDE = 64
-TILE = TILE_SIDE * TILE_SIDE
+from protocol.codec.settings import TILE, TILE_SIDE
+
 BLOCK = 1 << 18  # elements in the cache at a time
 MARK = 12  # bits of an index within a tile
 JOB = 1 << 20  # elements that one thread works through, with the same buffers

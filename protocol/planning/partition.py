@@ -20,9 +20,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from protocol.identity import short_peer
 from protocol.planning import speed
@@ -31,6 +29,10 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 GAIN = 0.8
 HORIZON_ROUNDS = 10
@@ -69,6 +71,8 @@ def candidate(announcement: Announcement) -> Candidate:
 def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
     """Those pairs of n of which one says that it cannot reach the other, both ways round, ascending: the one's number times n, plus the
     other's."""
+    import numpy as np
+
     number = {c.peer: i for i, c in enumerate(candidates)}
     told = {(i, number[peer]) for i, c in enumerate(candidates) for peer in c.apart if peer in number}
     n = len(candidates)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codec import philox, sparse, topk
+from protocol.codec.settings import TILE
 from protocol.codec.sparse import PayloadError, Sparse
 from protocol.codec.topk import Tiled, Tiling
 from protocol.run import layout
@@ -176,7 +177,7 @@ def measure(
     one of them; `tiles`: about so many are compared, or all."""
     squared: list[list[float]] = [[] for _ in updates]
     broken: dict[int, str] = {}
-    one_of = max(1, layout.total_parameters(model) // (tiles * topk.TILE))
+    one_of = max(1, layout.total_parameters(model) // (tiles * TILE))
     cut = [_Cut(model, seed, shard, one_of) for shard in layout.shard_names(model)]
     cosines: list[list[Floats]] = [[] for _ in panels]
     for panel, into in zip(panels, cosines, strict=True):

@@ -46,6 +46,7 @@ from protocol.rounds.questions import Question
 from protocol.rounds.standing import Standing
 from protocol.rounds.unfair import Unfair
 from protocol.run.manifest import Manifest
+from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, Work
 
@@ -109,7 +110,7 @@ def unjust_in(
     updates = {c.replica: judging.held(sight.manifest, c, read, known) for c in (*commit.contributions, *out)}
     trial = sight.standing.tried(commit) if sight.standing is not None else frozenset[int]()
     judged = len(commit.contributions) + sum(x.judged is not None for x in commit.left_out)
-    last = sight.last if judged >= judging.LEAST or trial else ()
+    last = sight.last if judged >= LEAST_COMPARED or trial else ()
     before = judging.Before(sight.medians, tuple(judging.held(sight.manifest, c, read, known) for c in last))
     why = judging.why_unjust(sight.manifest, commit, updates, before, trial)
     return None if why is None else Unfair(f"is unjust: {why}", True)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from protocol.codec import sparse
-from protocol.codec.sparse import Codec
+from protocol.codec.settings import Codec
 from protocol.planning import memory
 from protocol.run import layout
 from protocol.run.manifest import Manifest

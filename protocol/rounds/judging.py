@@ -11,7 +11,7 @@ without it, until nobody is far off. So the verdict about those that are left is
 whoever reads a log can check it. Where even most agree no more than chance has it, nobody is left out for it.
 
 The limit is a multiple of the median of the norms, which counts as no more than twice, and no less than half, of what the last
-rounds of the log had. Among fewer than LEAST contributions only norms count. More than PANEL are compared in panels. Which tiles of a
+rounds of the log had. Among fewer than LEAST_COMPARED contributions only norms count. More than PANEL are compared in panels. Which tiles of a
 large model are compared, and who with whom, follows from all offers of the round: whoever makes one cannot know it.
 
 Those on probation (protocol/rounds/standing.py) say nothing about anybody: the others are judged as if they were not there, and each
@@ -36,11 +36,9 @@ from protocol.rounds import comparing, part_lists
 from protocol.rounds.comparing import Examined, Floats, Measured, Update
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire.bounds import LEAST_SCALE
+from protocol.wire.bounds import LEAST_COMPARED, LEAST_SCALE
 from protocol.wire.commit import Commit, Contribution, Part
 
-LEAST = 5
-"""Contributions that can be compared with each other."""
 MEDIAN_NEEDS = 3
 """Among fewer contributions than this no median is taken."""
 NORM_LIMIT = 10.0
@@ -98,7 +96,7 @@ class Case:
     def answer(self, read: Callable[[str], bytes], known: Known = find_out) -> tuple[Judged, ...]:
         """The verdicts. `read`: lists of parts and payloads by their names; `known`: what was found in payloads. Raises BadList, and what
         these raise."""
-        enough = len(self.contributions) >= LEAST or self.trial
+        enough = len(self.contributions) >= LEAST_COMPARED or self.trial
         last = tuple(held(self.manifest, c, read, known) for c in self.last if enough)
         before = Before(self.medians, last)
         all_of_them = [(name_of(c), held(self.manifest, c, read, known)) for c in self.contributions]
@@ -164,12 +162,12 @@ def judge(
     ones that were judged with them and are left out. Raises what `updates` raise."""
     total = len(names) + len(gone)
     seed = hashlib.sha256(" ".join(["potluck judging", parent, *sorted([*names, *gone])]).encode()).digest()
-    earlier = before.updates if total >= LEAST else ()
+    earlier = before.updates if total >= LEAST_COMPARED else ()
     count = -(-total // PANEL)
     of = [_panel(seed, name, count) for name in names] + [i % count for i in range(len(earlier))]
     panels = [[i for i, at in enumerate(of) if at == number] for number in range(count)]
     measured = comparing.measure(manifest.model, seed, [*updates, *earlier], panels)
-    now = _Round(manifest, measured, updates, total >= LEAST, before.medians)
+    now = _Round(manifest, measured, updates, total >= LEAST_COMPARED, before.medians)
     reasons: dict[int, str] = {}
     while found := now.worst():
         reasons.update(found)
@@ -200,7 +198,7 @@ def judge_newcomers(
         shown = [*against, *(newcomers[i][1] for i in members)]
         everybody = [*shown, *before.updates[group % panels :: panels]]
         measured = comparing.measure(manifest.model, seed, everybody, [range(len(everybody))])
-        now = _Round(manifest, measured, shown, len(against) + 1 >= LEAST, before.medians)
+        now = _Round(manifest, measured, shown, len(against) + 1 >= LEAST_COMPARED, before.medians)
         sound = set(range(len(against)))
         for at, i in enumerate(members, len(against)):
             reason = now.why_no_work(at, sound) or now.why_odd(at, set(range(len(against))))
@@ -307,7 +305,7 @@ class _Round:
         """Why this one would be left out among `others` that are not, alone with them."""
         self.left = {*others, who}
         reason = self._named(who, self.worst)
-        alone = self._together and len(self.left) < LEAST
+        alone = self._together and len(self.left) < LEAST_COMPARED
         return reason or ("it agrees with too few of the others" if alone else None)
 
     def _named(self, who: int, look: Callable[[], dict[int, str]]) -> str | None:

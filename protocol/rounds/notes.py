@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
-from protocol.rounds.comparing import Examined
 from protocol.wire.commit import Part
+
+if TYPE_CHECKING:
+    from protocol.rounds.comparing import Examined
 
 LIMIT = 256 << 20
 """Bytes; two rounds of 47 replicas with 178 M parameters."""

@@ -15,7 +15,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from protocol.codec import blob_hash, sparse
+from protocol.codec import blob_hash
+from protocol.codec.settings import Codec
 from protocol.errors import PotluckError, shown
 from protocol.planning import memory
 from protocol.run import layout
@@ -136,7 +137,9 @@ def largest_payload(manifest: Manifest, shard: str) -> int:
 
 
 @functools.lru_cache(maxsize=2 * layout.MAX_LAYERS)
-def _largest(codec: sparse.Codec, model: layout.ModelSpec, shard: str) -> int:
+def _largest(codec: Codec, model: layout.ModelSpec, shard: str) -> int:
+    from protocol.codec import sparse
+
     return sparse.max_payload_size(codec, layout.shapes(model, shard))
 
 

@@ -13,7 +13,7 @@ Three things follow from it, which leader, voters, peers and `log verify` all ta
     share         No peer has more than the run's `share` of a round's weight, and everybody may have an equal share.
 
 A round of probation is *served* by work with which nothing is wrong, in a round in which that could be seen: as many established replicas
-counted in it as it takes to compare (judging.LEAST), or the plan had fewer than that, so that nobody could have compared.
+counted in it as it takes to compare (LEAST_COMPARED), or the plan had fewer than that, so that nobody could have compared.
 Work that is found wrong while its maker is on probation begins the probation anew.
 
 Not on probation is whoever was in the first plan with work, is listed in the manifest, has come in by an invitation, or was admitted by
@@ -33,11 +33,12 @@ from typing import NamedTuple
 
 from protocol.identity import short_peer
 from protocol.planning.partition import Candidate
-from protocol.rounds import access, audits, chain_repair, judging, schedule, scoring
+from protocol.rounds import access, audits, chain_repair, schedule, scoring
 from protocol.rounds.access import Access
 from protocol.rounds.audits import Audits
 from protocol.rounds.scoring import Scoring
 from protocol.run.manifest import Manifest
+from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, LeftOut
 from protocol.wire.decree import ADMIT, Limits
 from protocol.wire.plan import Plan, ReplicaSpec
@@ -189,7 +190,7 @@ class Standing:
 
     def compares(self, counted: int) -> bool:
         """Whether a round of probation is served in the open round, where the work of so many replicas counts."""
-        return counted >= judging.LEAST - 1 or self.established < judging.LEAST - 1
+        return counted >= LEAST_COMPARED - 1 or self.established < LEAST_COMPARED - 1
 
     def tried(self, commit: Commit) -> frozenset[int]:
         """Of the replicas whose work `commit` leaves out as judged, those whose makers are on probation."""

@@ -25,6 +25,8 @@ INDEX = "index"
 CHUNKS = "chunks"
 LEAVES = ".leaves"
 """What is in a corpus's folder, and on its mirrors: the index, the chunks under their names, and beside each the digests of its ranges."""
+TOKENIZER = "tokenizer.json"
+"""Beside them in the folder in which a corpus was built."""
 MAX_INDEX = 64 << 20
 """Bytes."""
 CHUNK_BYTES = 16 << 20

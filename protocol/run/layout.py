@@ -11,12 +11,14 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING
 
 from protocol.codec import blob_hash
 from protocol.wire.schema import LATER
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_SIZE = 1 << 24
 """Of every size of a model, so that a stranger's manifest cannot make anybody count without end."""
@@ -177,8 +179,10 @@ def shard_bytes(spec: ModelSpec, shard: str) -> int:
     return 4 * parameters(spec, shard)
 
 
-def shard_digest(tensors: Sequence[npt.NDArray[np.float32]]) -> str:
+def shard_digest(tensors: Sequence[NDArray[np.float32]]) -> str:
     """The digest of a shard: the blob name (protocol/codec/blob_hash.py) of its tensors as little-endian fp32 in canonical order."""
+    import numpy as np
+
     return blob_hash.name_of(*(np.ascontiguousarray(tensor, dtype="<f4").reshape(-1).data for tensor in tensors))
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from protocol import identity
 from protocol.codec import boundary_formats
-from protocol.codec.sparse import Codec
+from protocol.codec.settings import Codec
 from protocol.errors import UsageError, shown
 from protocol.run import layout
 from protocol.run.layout import ModelSpec

@@ -99,3 +99,7 @@ def told(loss: float | None) -> float | None:
 def told_gain(gain: float) -> float | None:
     """A gain as it may be told; None where it is no number."""
     return None if math.isnan(gain) else min(max(gain, -MAX_GAIN), MAX_GAIN)
+
+
+LEAST_COMPARED = 5
+"""Contributions of a round that can be compared with each other (protocol/rounds/judging.py)."""

@@ -233,6 +233,14 @@ def plain(value: Any) -> Any:
     return value if names is None else {name: plain(getattr(value, name)) for name in names}
 
 
+def fields(value: Any) -> dict[str, Any]:
+    """A dataclass as a map of its fields as they are: all that JSON lacks to write one. Raises TypeError for anything else."""
+    names = _names(value.__class__)
+    if names is None:
+        raise TypeError(f"{value.__class__.__name__} is no dataclass")
+    return {name: getattr(value, name) for name in names}
+
+
 def brief(value: Any) -> Any:
     """`plain`, without the fields that were added later (LATER) and have their defaults."""
     if isinstance(value, tuple | list):

@@ -30,7 +30,7 @@ from peer.training import moments
 from peer.training.schedule import Pace
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
-from protocol.codec.sparse import Codec
+from protocol.codec.settings import Codec
 from protocol.run import data_order, init, layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import OPTIMIZERS, Manifest

@@ -31,8 +31,8 @@ from peer.demo.text import demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import rice, sparse, topk
-from protocol.codec.sparse import Codec
-from protocol.codec.topk import TILE, Array
+from protocol.codec.settings import TILE, Codec
+from protocol.codec.topk import Array
 from protocol.run import data_order, init, layout
 from protocol.run.layout import ModelSpec
 from tests.e2e.swarms import options

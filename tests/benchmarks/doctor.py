@@ -52,7 +52,9 @@ def measure(folder: Path, rounds: int, options: Sequence[str]) -> tuple[str, flo
         same = ("--host", "127.0.0.1", *options)
         found = json.loads(potluck("doctor", line, "--dir", "asked", "--json", *same, at=folder))
         said = " ".join(f["text"] for f in found["findings"])
-        promise = re.search(r"it would be (?:a |one of )?([a-z ]+?):? ([\d,]+) tokens per second", said)
+        promise = re.search(
+            r"it would be (?:a |one of )?([a-z ]+?):? ([\d,]+) tokens per second by its measured speed", said
+        )
         if promise is None:
             raise SystemExit(f"doctor promises nothing: {said}")
         peer = started("join", line, "--dir", "peer", *same, at=folder)

@@ -38,7 +38,6 @@ import numpy as np
 from bootstrap.archive import Archive
 from peer.cli import main as cli
 from peer.corpus.chunks import ChunkWriter
-from peer.corpus.reader import TOKENIZER as TOKENIZER_FILE
 from peer.events import Event
 from peer.net.disk import LocalDisk
 from peer.node.inner_loop import StageInnerLoop
@@ -49,6 +48,7 @@ from protocol.codec import blob_hash, sparse
 from protocol.planning.allotment import NEW, allot
 from protocol.rounds import part_lists
 from protocol.run import corpus, init, layout
+from protocol.run.corpus import TOKENIZER as TOKENIZER_FILE
 from protocol.run.corpus import CorpusIndex
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec

@@ -46,7 +46,7 @@ from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device
 from protocol.codec import blob_hash, sparse
-from protocol.codec.sparse import Codec
+from protocol.codec.settings import Codec
 from protocol.identity import Identity
 from protocol.rounds import part_lists
 from protocol.run import init, layout

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,14 @@ WAITING = """new Promise((yes, no) => {
     })();
 })"""
 """Gives how wide the page is."""
+PIPES = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(given), fcntl.F_DUPFD, 10) for given in sys.argv[1:3]]
+for to, pipe in enumerate(pipes, 3):
+    os.dup2(pipe, to)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""A browser reads its third descriptor and writes to its fourth one; a shell can only move those below ten there."""
 
 
 class Browser:
@@ -44,10 +53,8 @@ class Browser:
         self._in, from_browser = os.pipe()
         command = [self._path, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe",
                    f"--user-data-dir={self._folder.name}"]  # fmt: skip
-        # It reads its third descriptor and writes to its fourth one.
-        pipes = f'exec 3<&{to_browser} 4>&{from_browser}; exec "$@"'
         self._process = subprocess.Popen(
-            ["sh", "-c", pipes, "sh", *command],
+            [sys.executable, "-c", PIPES, str(to_browser), str(from_browser), *command],
             pass_fds=(to_browser, from_browser),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -70,28 +77,27 @@ class Browser:
     ) -> None:
         """Takes `url` in a window of `width` x `height` pixels, once the JavaScript `ready` is true; `whole`: with what is below the window.
         What is wider than the window is a fault, as is what the page logs as an error."""
-        target = self._do("Target.createTarget", url="about:blank")["targetId"]
-        session = self._do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self._do(f"{domain}.enable", session)
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self._do("Emulation.setDeviceMetricsOverride", session, **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._do("Emulation.setEmulatedMedia", session, features=[scheme])
-        self._do("Page.navigate", session, url=url)
-        waiting = WAITING.replace("SECONDS", str(SECONDS)).replace("READY", ready)
-        found = self._do("Runtime.evaluate", session, expression=waiting, awaitPromise=True)["result"]
-        if found.get("value", 0) > width or "value" not in found:
-            self.faults.append(f"{to.name}: {found.get('value', 'not ready')} pixels wide, the window has {width}")
-        more: dict[str, Any] = {}
-        if whole:
-            all_of_it = self._do("Page.getLayoutMetrics", session)["cssContentSize"]
-            more = {"captureBeyondViewport": True, "clip": {**all_of_it, "scale": 1}}
-        shot = self._do("Page.captureScreenshot", session, format="png", **more)
-        to.write_bytes(base64.b64decode(shot["data"]))
-        self._do("Target.closeTarget", targetId=target)
+        page = self.open(url, width, height, dark=dark, ready=ready)
+        if page.wide is None or page.wide > width:
+            self.faults.append(f"{to.name}: {page.wide or 'not ready'} pixels wide, the window has {width}")
+        page.picture(to, whole)
+        page.close()
 
-    def _do(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+    def open(self, url: str, width: int, height: int, *, dark: bool, ready: str = "true") -> Page:
+        """The page at `url` in a window of its own, once the JavaScript `ready` is true."""
+        target = self.ask("Target.createTarget", url="about:blank")["targetId"]
+        session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.ask(f"{domain}.enable", session)
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.ask("Emulation.setDeviceMetricsOverride", session, **size)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.ask("Emulation.setEmulatedMedia", session, features=[scheme])
+        self.ask("Page.navigate", session, url=url)
+        return Page(self, target, session, ready)
+
+    def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """What the browser answers. Raises SystemExit where it refuses."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
@@ -116,3 +122,48 @@ class Browser:
             self._said += data
         raw, self._said = self._said.split(b"\0", 1)
         return dict(json.loads(raw))
+
+
+class Page:
+    """A page in a window. `wide`: its width in pixels, None where it never got ready. Made by `Browser.open`."""
+
+    def __init__(self, browser: Browser, target: str, session: str, ready: str) -> None:
+        self._browser, self._target, self._session = browser, target, session
+        found = self._wait(ready)
+        self.wide = found if isinstance(found, int) else None
+
+    def _wait(self, ready: str) -> Any:
+        waiting = WAITING.replace("SECONDS", str(SECONDS)).replace("READY", ready)
+        return self._value(waiting)
+
+    def _value(self, expression: str) -> Any:
+        found = self._browser.ask(
+            "Runtime.evaluate", self._session, expression=expression, awaitPromise=True, returnByValue=True
+        )
+        if "exceptionDetails" in found:
+            raise AssertionError(found["exceptionDetails"].get("exception", found["exceptionDetails"]))
+        return found["result"].get("value")
+
+    def does(self, script: str) -> None:
+        """Runs it."""
+        self._value(f"(() => {{ {script} }})()")
+
+    def says(self, expression: str) -> Any:
+        """Its value."""
+        return self._value(expression)
+
+    def until(self, ready: str) -> None:
+        """Waits until it is true. Raises AssertionError where it never is."""
+        assert isinstance(self._wait(ready), int), f"never: {ready}"
+
+    def picture(self, to: Path, whole: bool = False) -> None:
+        """Takes it, as PNG; `whole`: with what is below the window."""
+        more: dict[str, Any] = {}
+        if whole:
+            all_of_it = self._browser.ask("Page.getLayoutMetrics", self._session)["cssContentSize"]
+            more = {"captureBeyondViewport": True, "clip": {**all_of_it, "scale": 1}}
+        shot = self._browser.ask("Page.captureScreenshot", self._session, format="png", **more)
+        to.write_bytes(base64.b64decode(shot["data"]))
+
+    def close(self) -> None:
+        self._browser.ask("Target.closeTarget", targetId=self._target)

@@ -137,7 +137,7 @@ def made_up() -> MonitorScreen:
 @contextlib.contextmanager
 def served(screen: MonitorScreen) -> Iterator[str]:
     """The address of the web page of a monitor that knows this."""
-    page, state = web.page(), web.Fresh("application/json", lambda: to_json(screen.state()))
+    page, state = web.page(), web.Fresh("application/json", lambda: to_json(screen.state()), lambda: screen.told)
     with web.Server(("127.0.0.1", 0), {"/": lambda: page, "/state.json": state}) as server:
         yield server.url
 

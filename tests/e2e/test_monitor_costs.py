@@ -34,7 +34,7 @@ BROWSER_SECONDS = 2.0
 """How often a page asks."""
 POLLS_A_LOOK = PEERS // PEERS_A_POLL
 MOST = 150_000_000
-"""Bytes that the monitor's own process may have in memory, and that it and its network daemon may have for themselves alone."""
+"""Bytes that the monitor's process and its network daemon may have in memory together, what other programs read from the same files included."""
 
 
 def until(watched: Watching, wanted: Callable[[dict[str, Any]], bool], every: float = 0.2) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def until(watched: Watching, wanted: Callable[[dict[str, Any]], bool], every: fl
 
 
 def within_bounds(taken: Taken) -> None:
-    assert 20_000_000 < taken.own_bytes < MOST, taken
-    assert taken.alone_bytes < MOST, taken
+    assert taken.own_bytes > 20_000_000, taken
+    assert taken.own_bytes + taken.daemon_bytes < MOST, taken
 
 
 @pytest.mark.slow
@@ -77,6 +77,7 @@ async def live(tmp_path: Path) -> None:
                 within_bounds(watched.taken())
                 assert found["peers_total"] == PEERS
                 assert watched.taken().daemon_bytes > 0
+                assert "numpy" not in Path(f"/proc/{watched.process.pid}/maps").read_text(encoding="utf-8")  # 11 MB
                 least = min(
                     time_taken(watched), time_taken(watched)
                 )  # of two: on a core that others use, too, the same work takes longer
@@ -129,5 +130,5 @@ def test_what_watches_a_run_does_without_torch() -> None:
     code = "import sys, peer.cli.main, peer.net.p2p; print(sorted({m.partition('.')[0] for m in sys.modules}))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "'hivemind'" in loaded
-    for heavy in ("torch", "scipy", "pandas", "pyarrow", "datasets", "transformers", "grpc"):
+    for heavy in ("torch", "scipy", "numpy", "tokenizers", "pandas", "pyarrow", "datasets", "transformers", "grpc"):
         assert f"'{heavy}'" not in loaded

@@ -22,6 +22,33 @@ def test_a_run_is_not_set_to_nothing() -> None:
     assert refused.stderr == "potluck: potluck run set: nothing is given; see --help, and give what is to be changed\n"
 
 
+def test_whoever_waits_for_others_outlives_a_restart_of_his_node(tmp_path: Path) -> None:
+    with Swarm(tmp_path / "run", three_nodes(rounds=10**6, start_peers=2), KEYS) as swarm:
+        for name in swarm.nodes:
+            swarm.start_node(name)
+        for name in ("one", "two"):
+            swarm.start(name)
+        swarm.wait("node-0", lambda e: e.kind == "commit" and e.fields["round"] == 2, "round 2")
+        typed = command(swarm, "node-0", "set", "--rounds", "900000")
+        waiting = subprocess.Popen(typed, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert waiting.stdout is not None
+        try:
+            assert "signed by 1 of 2" in waiting.stdout.readline()
+            swarm.kill("node-0")
+            assert "your node does not answer; it is asked again" in waiting.stdout.readline()
+            before = len(swarm.events("node-0"))
+            swarm.start("node-0")
+            swarm.wait("node-0", lambda e: e.kind == "listening", "its address", before)
+            second = command(swarm, "node-1", "set", "--rounds", "900000")
+            done = subprocess.run(second, capture_output=True, text=True, timeout=DEADLINE, check=False)
+            said, errors = waiting.communicate(timeout=DEADLINE)
+        finally:
+            waiting.kill()
+        assert (done.returncode, waiting.returncode, errors) == (0, 0, ""), (done, errors)
+        assert "decided; it is in the log" in said
+        assert "does not answer" not in said, "it is said once"
+
+
 def test_a_run_ends_when_its_operators_say_so(tmp_path: Path) -> None:
     manifest = three_nodes(rounds=10**6, start_peers=2)
     with Swarm(tmp_path / "run", manifest, KEYS) as swarm:

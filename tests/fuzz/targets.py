@@ -39,7 +39,8 @@ from peer.net.blobs import BlobServer, BlobStore, Fetcher
 from peer.training import moments
 from protocol import identity
 from protocol.codec import blob_hash, boundary_formats, sparse
-from protocol.codec.sparse import Codec, PayloadError
+from protocol.codec.settings import Codec
+from protocol.codec.sparse import PayloadError
 from protocol.errors import PotluckError, RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.rounds import handover, part_lists, validation

@@ -12,7 +12,7 @@ import torch
 from peer.state.outer_optimizer import Outer
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse, subspace
-from protocol.codec.sparse import Codec
+from protocol.codec.settings import Codec
 from protocol.rounds import judging
 from protocol.rounds.comparing import Update
 from protocol.run import init, layout

@@ -32,6 +32,7 @@ from safetensors.numpy import load
 from peer.state import giving, taking
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
+from protocol.codec.settings import Codec
 from protocol.rounds import handover as rules
 from protocol.rounds import part_lists, standing, validation
 from protocol.rounds.standing import Standing
@@ -322,9 +323,7 @@ class Ledger:
                     self._change(left, shapes, codec, move.handover.blob, move.sign)
         return left
 
-    def _change(
-        self, arrays: Exact, shapes: tuple[tuple[int, ...], ...], codec: sparse.Codec, name: str, sign: int
-    ) -> None:
+    def _change(self, arrays: Exact, shapes: tuple[tuple[int, ...], ...], codec: Codec, name: str, sign: int) -> None:
         for x, sent in zip(arrays, sparse.decode(codec, shapes, self.payloads[name]), strict=True):
             values: NDArray[np.float32] = sent.values
             x.reshape(-1)[sent.index] += sign * values.astype(np.float64)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import sparse, topk
+from protocol.codec.settings import TILE
 from protocol.codec.sparse import PayloadError, Sparse
 from protocol.rounds import comparing
 from protocol.rounds.comparing import UNIT, Examined, Floats, Measured, Update
@@ -43,7 +44,7 @@ def plain(
 ) -> Measured:
     """Decodes every shard of every update in full, and compares a tile of all of them at a time."""
     model, codec = manifest.model, manifest.outer.codec
-    one_of = max(1, layout.total_parameters(model) // (tiles * topk.TILE))
+    one_of = max(1, layout.total_parameters(model) // (tiles * TILE))
     squared: list[list[float]] = [[] for _ in payloads]
     broken: dict[int, str] = {}
     cosines, elements = [], []

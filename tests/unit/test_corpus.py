@@ -25,13 +25,13 @@ from peer.cli.data import tokenizer_file
 from peer.corpus import build, sources
 from peer.corpus.build import Request
 from peer.corpus.reader import CHUNKS, INDEX, CorpusReader
-from peer.corpus.reader import TOKENIZER as TOKENIZER_FILE
 from peer.corpus.records import HELD_OUT, HELD_OUT_TOKENS, RANKS, Counts, held_out_rank
 from peer.corpus.sources import Unit
 from peer.corpus.tokenizing import Pool
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
 from protocol.errors import LocalError, UsageError
+from protocol.run.corpus import TOKENIZER as TOKENIZER_FILE
 from protocol.run.corpus import CorpusIndex
 
 L = 16

@@ -136,4 +136,17 @@ def test_work_on_probation_is_no_work_that_was_left_out_and_its_maker_is_told() 
     assert (found.peer, found.probation, found.left_out, found.reason) == ("new", 1, 1, "a copy")
     said = list(own_lines([found], "new", 2, 9, {}))
     assert "on probation for 1 round: your work was good and had no weight; it goes into the work after it" in said
-    assert "left out 1 times, the last time because: a copy" in said
+    assert "left out once because: a copy" in said
+
+
+@pytest.mark.parametrize(
+    ("rounds", "told"),
+    [(1, "your work is in 1 round, the newest is round 1"), (2, "your work is in 2 rounds, the last 2 without a gap")],
+)
+def test_one_round_is_no_rounds(rounds: int, told: str) -> None:
+    credits, plan = Credits(LAYERS), Plan(round=1, replicas=(), spares=(), next_number=1)
+    credits.add(commit(0, plan, [], []))
+    for round in range(1, rounds + 1):
+        made = Contribution(replica=0, tokens=9, steps=1, loss=None, shares=(share("a"),))
+        credits.add(commit(round, plan, [made], []))
+    assert told in list(own_lines(contributors(credits, {}), "a", rounds, 9, {}))

@@ -14,7 +14,7 @@ from peer.training import cross_entropy
 from peer.training.subspace import Boundary, near
 from peer.training.trainer import StageTrainer
 from peer.training.update import DeviceUpdate
-from protocol.codec.topk import TILE
+from protocol.codec.settings import TILE
 from protocol.run import layout
 from tests.chains import BASIS, CUTS, SPEC, TRAIN, make_chain, random_theta, relative, run_chain
 

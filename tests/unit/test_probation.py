@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from peer.log.replay import BadPayload, verify
+from peer.log.reader import BadPayload
+from peer.log.replay import verify
 from protocol.rounds import fairness, judging, standing
 from protocol.rounds.judging import Before, Case, Judged
 from protocol.rounds.leader_events import Decided, Effect, Gone, Held, Propose, Received, Resting, Send

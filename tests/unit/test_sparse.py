@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codec import rice, sparse, topk
-from protocol.codec.sparse import Codec, PayloadError, apply, decode, encode, entropy_size, max_payload_size
+from protocol.codec.settings import Codec
+from protocol.codec.sparse import PayloadError, apply, decode, encode, entropy_size, max_payload_size
 
 VALUES = ("sym2", "ref2", "fp32")
 INDICES = ("rice", "fixed")

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from protocol.rounds import standing
-from protocol.rounds.judging import LEAST
 from protocol.rounds.standing import FLOOR, REMEMBERED, REST, RETURNING, Finding, Known, Standing
 from protocol.run.manifest import AdmissionSpec, Manifest
+from protocol.wire.bounds import LEAST_COMPARED
 from protocol.wire.commit import Commit, Contribution, LeftOut, Share
 from protocol.wire.decree import ADMIT, Decree, Enacted
 from protocol.wire.plan import Plan, ReplicaSpec, Seat, StageSpec, Work
@@ -155,7 +155,7 @@ def test_what_is_found_wrong_begins_the_probation_anew() -> None:
 
 def test_a_round_that_could_not_compare_is_not_served_where_one_could_have_been() -> None:
     """Four established replicas are planned; where some of them bring nothing, nobody can tell noise from work."""
-    few = work_of_founders()[: LEAST - 2]
+    few = work_of_founders()[: LEAST_COMPARED - 2]
     assert begun(("new",)).after(commit(2, None, few, (tried(4, "new"),))).of("new").served == 0
     assert begun(("new",)).after(commit(2, None, work_of_founders(), (tried(4, "new"),))).of("new").served == 1
     small = standing.of(M, [commit(0, plan(1, ("f0",))), commit(1, plan(2, ("f0",), ("new",)))])

@@ -174,22 +174,28 @@ def test_a_flood_of_connections_is_closed_and_those_who_wait_are_answered() -> N
 
 
 def test_a_thousand_visitors_cost_one() -> None:
-    made, now = 0, 100.0
+    made, told, now = 0, 0, 100.0
 
     def make() -> str:
         nonlocal made
         made += 1
         return str(made)
 
-    fresh = Fresh("text/plain", make, lambda: now)
+    fresh = Fresh("text/plain", make, lambda: told, lambda: now)
     asking = [threading.Thread(target=fresh) for _ in range(50)]
     for thread in asking:
         thread.start()
     for thread in asking:
         thread.join()
     assert (made, fresh().plain) == (1, b"1")
+    told += 1
+    assert fresh().plain == b"1", "that is not old enough"
     now += web.FRESH_SECONDS
     assert [fresh().plain, fresh().plain] == [b"2", b"2"]
+    now += web.FRESH_SECONDS
+    assert fresh().plain == b"2", "nothing has happened since"
+    now += web.SAME_SECONDS - web.FRESH_SECONDS
+    assert fresh().plain == b"3"
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing_else(server: Server) -> None:

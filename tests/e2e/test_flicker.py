@@ -1,0 +1,128 @@
+"""Nothing flickers: what a monitor writes to its terminal, and what its page changes in a browser, from one refresh to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from tests import crowd
+from tests.docs.browser import NAMES, Browser
+from tests.docs.pictures import READY, made_up, served
+from tests.watched import MadeUp
+from tests.watching import DEADLINE, Watching, watching
+
+REFRESHES = 6
+HOME, SHOWN = "\x1b[H", "\x1b[?25h"
+BEGIN = "\x1b[?1049h\x1b[H\x1b[?25l"
+"""Another screen, and no cursor on it."""
+STYLE = re.compile(r"\x1b\[[\d;]*m")
+BYTES_A_CELL = 6
+"""Of a refresh, at most, styles and signs of several bytes included."""
+SMALL, LARGE = 5, 500
+
+
+def refreshes(drawn: str) -> Iterator[str]:
+    """What was written for each refresh after the first: from where the cursor goes home to the next time."""
+    yield from drawn.split(HOME)[2:-1]  # the last one may not be whole
+
+
+def repainted(refresh: str, width: int, height: int) -> None:
+    """Every cell of the screen is written once, from the first to the last; nothing is cleared, nothing scrolls."""
+    plain = STYLE.sub("", refresh)
+    assert "\x1b" not in plain, f"it writes {plain[plain.index(chr(27)) :][:12]!r}"
+    lines = plain.split("\n")
+    assert len(lines) == height, "a line more would scroll, a line less would stay as it was"
+    assert [cell_len(line.rstrip("\r")) for line in lines] == [width] * height
+    assert len(refresh.encode()) <= BYTES_A_CELL * width * height
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
+def test_a_terminal_is_painted_over_in_place(tmp_path: Path, width: int, height: int) -> None:
+    drawn = asyncio.run(drawn_while_news_come(tmp_path, width, height))
+    _, begun, drawn = drawn.partition(BEGIN)
+    assert begun, "it has a screen of its own, without a cursor"
+    assert SHOWN not in drawn
+    found = list(refreshes(drawn))
+    assert len(found) >= REFRESHES
+    for refresh in found:
+        repainted(refresh, width, height)
+    assert len(set(found)) > 1, "something was shown"
+
+
+async def drawn_while_news_come(folder: Path, width: int, height: int) -> str:
+    """What a real monitor of a real node writes."""
+    async with crowd.node(crowd.Signing(SMALL), folder / "node") as node:
+        node.decide(3)
+        loop = asyncio.get_running_loop()
+
+        def watch() -> str:
+            with watching(node.line, width=width, height=height) as watched:
+                for step in range(1, 2 * REFRESHES + 1):
+                    before = watched.drawn.count(HOME.encode())
+                    loop.call_soon_threadsafe(node.hear, 1 + step % 4)
+                    loop.call_soon_threadsafe(node.decide)
+                    until(watched, lambda w, before=before: w.drawn.count(HOME.encode()) > before)
+                return watched.drawn.decode()
+
+        return await asyncio.to_thread(watch)
+
+
+def until(watched: Watching, wanted: Callable[[Watching], bool]) -> None:
+    end = time.monotonic() + DEADLINE
+    while not wanted(watched):
+        assert time.monotonic() < end, "nothing new is drawn"
+        time.sleep(0.05)  # a terminal has no other sign of news
+
+
+WATCH = """
+    window.changes = { added: [], removed: [], other: 0, jumps: 0 };
+    new MutationObserver((all) => {
+        for (const one of all) {
+            for (const kind of ["added", "removed"])
+                changes[kind].push(...[...one[kind + "Nodes"]].filter((x) => x instanceof Element).map((x) => x.nodeName));
+            if (one.type !== "childList" && one.target.parentElement?.id !== "when") changes.other += 1;
+        }
+    }).observe(document.body, { childList: true, subtree: true, attributes: true, characterData: true });
+    new PerformanceObserver((all) => {
+        for (const one of all.getEntries()) changes.jumps += one.value;
+    }).observe({ type: "layout-shift" });
+    window.answers = 0;
+    const ask = fetch;
+    window.fetch = async (...how) => { const reply = await ask(...how); setTimeout(() => { answers += 1; }, 300); return reply; };
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="needs Chromium")
+@pytest.mark.parametrize("phone", [False, True])
+def test_a_page_changes_what_is_news_and_nothing_else(phone: bool) -> None:
+    screen = made_up()
+    made, newest = MadeUp(LARGE), max(screen.watched.view.committed)
+    with served(screen) as url, Browser() as browser:
+        page = browser.open(url, *((390, 844) if phone else (1280, 900)), dark=False, ready=READY)
+        page.does(WATCH)
+        page.until("answers >= 2")
+        still = page.says("changes")
+        assert (still["added"], still["removed"], still["other"], still["jumps"]) == ([], [], 0, 0)
+
+        for step in (1, 2, 3, 4):  # of a round more than the page knows
+            for event in made.steps(newest + 1, step):
+                screen.take(event)
+        screen.take(made.commit(newest + 1))
+        page.until(f"document.querySelector('#rounds tbody td').textContent === '{newest + 1}'")
+        page.until("answers >= 5")
+        after = page.says("changes")
+        assert after["other"] > 100, after
+        assert after["removed"] == [], after
+        assert len(after["added"]) < 40, after
+        assert after["jumps"] < 0.02, "nothing moves that one is reading"
+        page.close()
+        assert browser.faults == []
