@@ -8,7 +8,7 @@ from bootstrap.calls import MAX_REQUEST
 from peer.net.base import Transport, serve_calls
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import access, ousting, schedule
+from protocol.rounds import access, board, ousting, schedule
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Petition
 from protocol.wire import encoding, endpoints
@@ -20,7 +20,8 @@ from protocol.wire.sealed import unseal_signed
 
 class Decrees:
     """Answers from the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited; `spread(motion)` tells the other operators' nodes.
-    `commits`: the log. `may_oust()`: by which proof an operator can be taken out, and after which round, as the quorum's machine says."""
+    `commits`: the log. `may_oust()`: by which proof an operator can be taken out, and after which round, and `living()`
+    which operators give signs of life, as the quorum's machine says."""
 
     def __init__(
         self,
@@ -29,12 +30,14 @@ class Decrees:
         spread: Callable[[Motion], None],
         commits: Sequence[Commit],
         may_oust: Callable[[], tuple[DoubleVote, int] | None],
+        living: Callable[[], frozenset[str]],
     ) -> None:
         self._leader = leader
         self._hand_in = hand_in
         self._spread = spread
         self._commits = commits
         self._may_oust = may_oust
+        self._living = living
 
     async def serve(self, transport: Transport) -> None:
         """Lets others call."""
@@ -54,6 +57,7 @@ class Decrees:
         answer = Motions(
             number=access.decrees_after(head),
             schedule=schedule.of(self._leader.manifest, head),
+            board=board.of(self._leader.manifest, self._leader.head),
             wanted=votes_needed(len(wanted)),
             signed=() if decree is None else self._leader.petitions.signers(decree),
             newest=self._leader.access.newest,
@@ -83,12 +87,21 @@ class Decrees:
             self._check_ousting(operator, decree)
         # one with an older number was decided, and its signer asks whether it was
         is_open = decree.number >= access.decrees_after(self._leader.head)
-        if decree.schedule is not None and is_open:
-            refused = schedule.why_not(manifest, self._leader.head, decree.schedule)
-            if refused is not None:
-                raise RemoteError(operator, f"that decree cannot be: {refused}")
+        refused = self._why_not(decree) if is_open else None
+        if refused is not None:
+            raise RemoteError(operator, f"that decree cannot be: {refused}")
         await self._hand_in(Petition(operator, decree, signature))
         return decree
+
+    def _why_not(self, decree: Decree) -> str | None:
+        """Why it cannot come next, as far as this node knows."""
+        manifest, head = self._leader.manifest, self._leader.head
+        if decree.schedule is not None:
+            return schedule.why_not(manifest, head, decree.schedule)
+        if decree.action in board.CHANGES:
+            refused = board.why_not(manifest, head, decree)
+            return refused or board.why_too_few(manifest, head, decree, self._living())
+        return None
 
     def _check_ousting(self, operator: str, decree: Decree) -> None:
         """Raises RemoteError where it cannot be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 _PREFIX = "checkpoint-"
 
 
-async def keep(manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore) -> None:
-    """Writes the manifest into the peer's folder, and the tokenizer, if the peer may come to hold the whole model. Where no node gives the
+async def keep(
+    manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
+) -> None:
+    """Writes the manifest into the peer's folder, and the tokenizer, if the peer may come to hold the whole model. Where none of the `nodes` gives the
     tokenizer now, it is asked again at the next start. Raises UsageError where the disk refuses."""
     disk, folder = LocalDisk(), config.folder
     disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
@@ -38,7 +41,7 @@ async def keep(manifest: Manifest, config: JoinConfig, transport: Transport, blo
     with contextlib.suppress(RemoteError, TransportLost):
         raw = tokenizer_bytes(manifest, folder, config.corpus)
         if raw is None:
-            raw = await reader.Remote(transport, manifest.operators, blobs).tokenizer(manifest)
+            raw = await reader.Remote(transport, nodes, blobs).tokenizer(manifest)
         disk.write(folder / TOKENIZER, raw)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import os
@@ -22,6 +23,7 @@ from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
 from peer.net import reach
+from peer.net.asking import operating
 from peer.net.base import Transport
 from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
@@ -42,17 +44,18 @@ from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device, inference
-from protocol.errors import LocalError, UsageError
+from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.planning import memory
-from protocol.rounds import member_events
+from protocol.rounds import access, board, member_events
 from protocol.rounds.history import ForkError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Confirmed
-from protocol.wire.commit import Record
+from protocol.wire.commit import Commit, Record
+from protocol.wire.decree import Board, Motions
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
@@ -114,6 +117,8 @@ class Peer:
         self._directory = Directory(
             manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved
         )
+        self.dialled = tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in bootstrap))
+        self._hint: Motions | None = None
         self._directory.found(config.reached_at)
         self._reach = self._make_reach()
         joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
@@ -143,6 +148,7 @@ class Peer:
             )
         if memory.in_files(self.manifest, offered):
             self._storage.use_files()
+        await self._find_operators()
         text = await self._factories.text(self.manifest, self._config, self._access())
         try:
             if not self._line.is_given:
@@ -152,6 +158,26 @@ class Peer:
             await text.aclose()
             raise
         return text
+
+    async def _find_operators(self) -> None:
+        """Asks the nodes that we began with who operates the run now: who is not there any more may not be asked, and others are. Until the log
+        says it, nothing else follows from their word."""
+        for node in self.dialled:
+            with contextlib.suppress(RemoteError):
+                await self._directory.reach(node)
+                self._hint = await operating(self._transport, node)
+                break
+        self._follow_board(None)
+
+    def _follow_board(self, head: Commit | None) -> None:
+        """Whom we talk to: the operators by the newest commit that counts, and by the word of a node as long as our log is older than that."""
+        known, hint = board.of(self.manifest, head), self._hint
+        others: tuple[str, ...] = ()
+        if hint is not None and access.decrees_after(head) < hint.number:
+            others = (*self.dialled, *hint.board.names)
+            known = Board(operators=(*known.operators, *hint.board.operators), quorum=known.quorum)
+        self._directory.follow(known, others)
+        self._sessions.follow()
 
     async def run(self) -> None:
         """Until the run is over. Raises PotluckError."""
@@ -186,6 +212,7 @@ class Peer:
             lost=self._directory.lost,
             peers=nobody if self._config.audit else self._directory.peers,
             uplink=self._line.uplink,
+            nodes=lambda: self._directory.operators,
         )
         evaluator = self._make_evaluator(text)
         examiner = self._make_examiner(text, inner_loop)
@@ -226,6 +253,7 @@ class Peer:
             reach=self._directory.reach,
             lost=self._directory.lost,
             emit=self._emit,
+            nodes=self._directory.operators,
         )
 
     def _make_line(self) -> Line:
@@ -240,7 +268,7 @@ class Peer:
                 addresses=self._directory.addresses,
                 draw=random.Random(self.identity.peer_id),
             ),
-            self.manifest.operators,
+            self._directory.operators,
             self._measured,
         )
 
@@ -255,7 +283,7 @@ class Peer:
         tell = self._sessions.tell
         load = functools.partial(inference.Measured, wanted=self._config.device)
         scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
-        nodes = Remote(self._transport, self.manifest.operators, self._storage.blobs)
+        nodes = Remote(self._transport, self._directory.operators, self._storage.blobs)
         return Evaluator(
             self.manifest,
             self.identity,
@@ -301,6 +329,7 @@ class Peer:
             up_bps=self._line.up_bps,
             warm=self._config.audit or memory.keeps_warm(self.manifest, self._config.memory_bytes),
             whole=self._config.audit or memory.holds_whole(self.manifest, self._config.memory_bytes),
+            decided=self._follow_board,
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)
 

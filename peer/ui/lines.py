@@ -86,6 +86,10 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             if decree.rounds is not None:
                 lasts = Schedule(rounds=decree.rounds, total_steps=decree.total_steps or 0, limits=decree.limits)
                 who = f" {schedule_of(lasts)}"
+            if decree.appointed:
+                who = f" {', '.join(called(peer, names) for peer in decree.appointed)}"
+            if decree.quorum is not None:
+                who = f" {decree.quorum}"
             why = f": {clean(decree.reason)}" if decree.reason else ""
             return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
         case events.Evaluated(round=round, evaluations=found):

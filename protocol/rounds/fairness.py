@@ -28,11 +28,13 @@ from protocol.planning.planner import arranged
 from protocol.rounds import (
     access,
     audits,
+    board,
     capacity,
     evaluation,
     grace,
     judging,
     newcomers,
+    ousting,
     ranges,
     schedule,
     seats,
@@ -46,7 +48,7 @@ from protocol.rounds.questions import Question
 from protocol.rounds.standing import Standing
 from protocol.rounds.unfair import Unfair
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit, Contribution
+from protocol.wire.commit import Commit, Contribution, votes_needed
 from protocol.wire.plan import Plan, ReplicaSpec, Work
 
 DAY = 86400.0
@@ -70,7 +72,7 @@ class Sight:
     contributes of which all is here, by its number, and `since` how many seconds after the round began; `waited`: seconds since then. `ready`: by peer.
     `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
     time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
-    (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life. `settled`: whether this node has been
+    (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life; `present`: the operators that do. `settled`: whether this node has been
     there for a lease or longer. `head`: the last commit of the log; `standing`: what it says of each peer, and `due`: what is
     to be measured; None where that is not looked at."""
 
@@ -89,6 +91,7 @@ class Sight:
     medians: tuple[float, ...] = ()
     last: tuple[Contribution, ...] = ()
     living: Set[str] = frozenset()
+    present: Set[str] = frozenset()
     head: Commit | None = None
     standing: Standing | None = None
     due: Due | None = None
@@ -199,8 +202,7 @@ def _slots(manifest: Manifest, work: Work) -> int:
 def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
     if abs(commit.time - sight.wall) > DAY:
         yield "has a time that is more than a day from this node's"
-    for member in sorted(sight.living - set(commit.members)):
-        yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
+    yield from _members(sight, commit)
     lease = sight.manifest.timing.gone_after
     only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
     if only_guests and commit.round > 0 and sight.waited < lease / 2:
@@ -220,6 +222,23 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
         part, most = ranges.largest(sight.manifest, commit.plan, of, _range_share(sight, commit))
         if part > RANGES * most:
             yield f"plans {part:.0%} for one range of addresses"
+
+
+def _members(sight: Sight, commit: Commit) -> Iterator[str]:
+    """Who gives signs of life goes on deciding, unless the operators decreed otherwise; and who decides next can."""
+    change = board.is_change(commit.decree)
+    stay = sight.living & set(board.operators(sight.manifest, commit)) if change else sight.living
+    now = ousting.members_after(sight.manifest, sight.head)
+    if change and len(commit.members) < len(now):
+        if not set(commit.members) <= set(now):
+            yield "has others decide than those who stay"
+    else:
+        for member in sorted(stay - set(commit.members)):
+            yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
+    if change and set(commit.members) != set(now):
+        here = len(sight.present & set(commit.members))
+        if here < votes_needed(len(commit.members)):
+            yield f"has {len(commit.members)} decide, of whom {here} give signs of life"
 
 
 def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
@@ -301,7 +320,14 @@ def _rate(manifest: Manifest, there: tuple[Candidate, ...], plan: Plan) -> float
 # --- what a node sees
 
 
-def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set[str] = frozenset()) -> Sight:
+def sight_of(
+    leader: Leader,
+    wall: float,
+    now: float,
+    settled: bool,
+    living: Set[str] = frozenset(),
+    present: Set[str] = frozenset(),
+) -> Sight:
     """What the node whose machine this is knows now; nothing of it changes later. `settled`: whether it has run for a lease."""
     verdicts, waited, latest = leader.seen(now)
     known = leader.attestations.of(leader.round - 1)
@@ -325,6 +351,7 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
         medians=leader.medians,
         last=() if leader.head is None else leader.head.contributions,
         living=living,
+        present=present,
         head=leader.head,
         standing=leader.standing,
         due=leader.due,

@@ -1,0 +1,151 @@
+"""Whom a node takes for the run's operators: its own log says it (protocol/rounds/board.py). Where the log is old, nobody whom it names may be
+there any more, or this node may not be named yet. Then it asks whomever it can reach for what came since, checks that, and from then on
+talks to whom the newest commit names. Nothing else is taken from there: its log grows by what those say.
+
+A node that the run's operators have dismissed ends once enough of those who decide now have the commit that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from bootstrap.archive import Archive
+from bootstrap.links import Links
+from peer.net.asking import page
+from peer.net.base import Transport
+from peer.net.directory import Directory
+from protocol.errors import RemoteError
+from protocol.rounds import board, ousting, validation
+from protocol.rounds.paxos import Quorum
+from protocol.rounds.validation import BadCommit
+from protocol.run.manifest import Manifest
+from protocol.wire import encoding
+from protocol.wire.commit import Commit, votes_needed
+
+LOOK_SECONDS = 2.0
+"""Between two looks whether anybody has to be asked."""
+MAX_KNOCKING = 8
+"""Of those who want to say something and are not known, so many are asked."""
+
+
+class Dismissed(Exception):
+    """This node operates the run no more, and those who do know it."""
+
+
+class Operators:
+    """Of the node `peer`. `quorum()`: its machine. `tell(text)`: the operator is told something, once. `others`: addresses to begin with."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        peer: str,
+        transport: Transport,
+        directory: Directory,
+        archive: Archive,
+        others: Sequence[str],
+        quorum: Callable[[], Quorum],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Long because it stands between all of these."""
+        self._manifest = manifest
+        self._peer = peer
+        self._transport = transport
+        self._directory = directory
+        self._archive = archive
+        self._others = tuple(a.rpartition("/p2p/")[2] for a in others)
+        self._quorum = quorum
+        self._tell = tell
+        self._hint: Commit | None = None
+        self._knocking: dict[str, None] = {}
+        self._was_named = False
+        self._told = False
+
+    def knocks(self, node: str) -> None:
+        """Somebody whom our log does not name wants to say something: it may know more."""
+        self._knocking[node] = None
+        while len(self._knocking) > MAX_KNOCKING:
+            del self._knocking[next(iter(self._knocking))]
+
+    @property
+    def head(self) -> Commit | None:
+        """The newest commit that is known: of our log, or of what others have shown."""
+        head = self._quorum().head
+        own = -1 if head is None else head.round
+        return self._hint if self._hint is not None and self._hint.round > own else head
+
+    @property
+    def is_named(self) -> bool:
+        """Whether this node operates the run, as far as is known."""
+        return self._peer in board.operators(self._manifest, self.head)
+
+    async def follow(self, links: Links) -> None:
+        """Whom we talk to from now on."""
+        quorum, head = self._quorum(), self.head
+        known = board.of(self._manifest, head)
+        self._directory.follow(known)
+        names = {*quorum.reached, *quorum.out, *board.operators(self._manifest, head)} - {self._peer}
+        self._was_named = self._was_named or self._peer in quorum.operators
+        await links.follow(names if self.is_named or self._was_named else ())
+
+    async def watch(self, links: Links) -> None:
+        """Asks others where that is needed. Raises Dismissed."""
+        while True:
+            quorum = self._quorum()
+            if self._peer in quorum.out:
+                pass  # it ends for that (bootstrap/node.py)
+            elif not self.is_named and self._was_named:
+                await self._leave()
+            elif not self.is_named or quorum.leadership.has_stalled or self._knocking:
+                await self._ask_all(links)
+            if not self.is_named and not self._told:
+                self._told = True
+                self._tell(
+                    f"{self._peer} is no operator of it; this node waits until the operators appoint it: potluck run appoint"
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _ask_all(self, links: Links) -> None:
+        names = (*self._knocking, *self._others, *board.of(self._manifest, self.head).names)
+        self._knocking.clear()
+        before = self.head
+        for node in dict.fromkeys(name for name in names if name != self._peer):
+            try:
+                await self._directory.reach(node)
+                await self._ask(node)
+            except RemoteError:
+                self._directory.lost(node)
+        if self.head is not before:
+            await self.follow(links)
+
+    async def _ask(self, node: str) -> None:
+        """What `node` has after what is known. Raises RemoteError."""
+        while True:
+            head = self.head
+            found = await page(self._transport, node, -1 if head is None else head.round)
+            if not found:
+                return
+            for raw in found:
+                try:
+                    head = validation.follow(self._manifest, head, raw).commit
+                except BadCommit:
+                    return
+                await asyncio.sleep(0)
+            self._hint = head
+
+    async def _leave(self) -> None:
+        """Ends this node once enough of those who decide now have the commit that dismissed it, which nobody else may have yet."""
+        head = self.head
+        assert head is not None
+        members = ousting.members_after(self._manifest, head)
+        have = 0
+        for node in members:
+            try:
+                await self._directory.reach(node)
+                for raw in await page(self._transport, node, head.round - 1):
+                    have += encoding.decode_record(raw, node).commit.digest == head.digest
+                    break
+            except RemoteError:
+                self._directory.lost(node)
+        if have >= votes_needed(len(members)):
+            raise Dismissed
