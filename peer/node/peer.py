@@ -59,6 +59,10 @@ from protocol.wire.decree import Board, Motions
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
+FIND_SECONDS = 5.0
+"""That nodes may take to say who operates the run; one that we began with may be gone for good."""
+LOST_SECONDS = 10.0
+"""After which a peer without a session asks again."""
 Optimizer = dict[str, NDArray[np.generic]]
 
 
@@ -160,14 +164,28 @@ class Peer:
         return text
 
     async def _find_operators(self) -> None:
-        """Asks the nodes that we began with who operates the run now: who is not there any more may not be asked, and others are. Until the log
-        says it, nothing else follows from their word."""
-        for node in self.dialled:
-            with contextlib.suppress(RemoteError):
-                await self._directory.reach(node)
-                self._hint = await operating(self._transport, node)
-                break
-        self._follow_board(None)
+        """Asks the nodes that we began with, and those that we know, who operates the run now: who is not there any more may not be asked, and
+        others are. As long as the log does not say it, they are only tried."""
+
+        async def ask(node: str) -> None:
+            with contextlib.suppress(RemoteError, TimeoutError):
+                async with asyncio.timeout(FIND_SECONDS):
+                    await self._directory.reach(node)
+                    found = await operating(self._transport, node)
+                if self._hint is None or found.number > self._hint.number:
+                    self._hint = found
+
+        known = dict.fromkeys((*self.dialled, *self._directory.operators))
+        await asyncio.gather(*(ask(node) for node in known if node != self._transport.peer_id))
+        head = self.rounds.member.commits.get(self.rounds.member.head) if self.rounds is not None else None
+        self._follow_board(head)
+
+    async def _look_for_operators(self) -> None:
+        """Who has lost all nodes asks again. Never returns."""
+        while True:
+            await asyncio.sleep(LOST_SECONDS)
+            if not self._sessions.is_open:
+                await self._find_operators()
 
     def _follow_board(self, head: Commit | None) -> None:
         """Whom we talk to: the operators by the newest commit that counts, and by the word of a node as long as our log is older than that."""
@@ -363,6 +381,7 @@ class Peer:
             asyncio.create_task(self._directory.watch()),
             asyncio.create_task(self._sessions.run(on_message, on_open)),
             asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
+            asyncio.create_task(self._look_for_operators()),
         ]
         if not self._line.is_given:
             background.append(asyncio.create_task(self._line.run()))

@@ -104,6 +104,11 @@ class Sessions:
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is one."""
+        return bool(self._outboxes)
+
     def follow(self) -> None:
         """The directory knows other operators than before, perhaps."""
         if self.directory.operators != self._followed:
