@@ -58,7 +58,8 @@ class Operators:
         self._tell = tell
         self._hint: Commit | None = None
         self._knocking: dict[str, None] = {}
-        self._was_named = False
+        boards = [commit.board.names for commit in archive.commits if commit.board is not None]
+        self._was_named = any(peer in names for names in (manifest.operators, *boards))
         self._told = False
 
     def knocks(self, node: str) -> None:
@@ -95,10 +96,12 @@ class Operators:
             if self._peer in quorum.out:
                 pass  # it ends for that (bootstrap/node.py)
             elif not self.is_named and self._was_named:
-                await self._leave()
+                await self._ask_all(links)
+                if not self.is_named:
+                    await self._leave()
             elif not self.is_named or quorum.leadership.has_stalled or self._knocking:
                 await self._ask_all(links)
-            if not self.is_named and not self._told:
+            if not self.is_named and not self._was_named and not self._told:
                 self._told = True
                 self._tell(
                     f"{self._peer} is no operator of it; this node waits until the operators appoint it: potluck run appoint"
@@ -135,8 +138,9 @@ class Operators:
 
     async def _leave(self) -> None:
         """Ends this node once enough of those who decide now have the commit that dismissed it, which nobody else may have yet."""
-        head = self.head
-        assert head is not None
+        head = self._quorum().head
+        if head is None:
+            return
         members = ousting.members_after(self._manifest, head)
         have = 0
         for node in members:
