@@ -46,7 +46,7 @@ class Decrees:
     async def moved(self, remote: str, request: bytes) -> bytes:
         motion = encoding.expect(Motion, encoding.decode(request, remote), remote)
         decree = await self.hear(motion) if motion.sealed else None
-        if decree is not None:
+        if decree is not None and not self._is_past(decree):
             self._spread(motion)
         head, wanted = self._leader.head, ousting.members_after(self._leader.manifest, self._leader.head)
         proof, after = self._may_oust() or (None, None)
@@ -73,6 +73,8 @@ class Decrees:
         """What an operator has signed, and its machine knows now. Raises RemoteError."""
         operator, message, signature = unseal_signed(motion.sealed)
         decree, manifest = encoding.expect(Decree, message, operator), self._leader.manifest
+        if self._is_past(decree):
+            return decree  # it was decided, and its signer asks whether it was, who may be no operator any more
         if operator not in ousting.members_after(manifest, self._leader.head):
             raise RemoteError(operator, f"{short_peer(operator)} is not among the operators who decide rounds now")
         if decree.run != manifest.run_id:
@@ -85,13 +87,15 @@ class Decrees:
             raise RemoteError(operator, "that decree says nothing")
         if decree.action == OUST and decree.subject not in ousting.out_after(self._leader.head):
             self._check_ousting(operator, decree)
-        # one with an older number was decided, and its signer asks whether it was
-        is_open = decree.number >= access.decrees_after(self._leader.head)
-        refused = self._why_not(decree) if is_open else None
+        refused = self._why_not(decree)
         if refused is not None:
             raise RemoteError(operator, f"that decree cannot be: {refused}")
         await self._hand_in(Petition(operator, decree, signature))
         return decree
+
+    def _is_past(self, decree: Decree) -> bool:
+        """Whether the run has had as many decrees as this one comes after."""
+        return decree.action != OUST and decree.number < access.decrees_after(self._leader.head)
 
     def _why_not(self, decree: Decree) -> str | None:
         """Why it cannot come next, as far as this node knows."""

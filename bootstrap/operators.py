@@ -25,6 +25,8 @@ from protocol.wire.commit import Commit, votes_needed
 
 LOOK_SECONDS = 2.0
 """Between two looks whether anybody has to be asked."""
+LINGER_SECONDS = 5.0
+"""After which a dismissed node ends: the command that dismissed it asks it whether that is decided."""
 MAX_KNOCKING = 8
 """Of those who want to say something and are not known, so many are asked."""
 
@@ -152,4 +154,5 @@ class Operators:
             except RemoteError:
                 self._directory.lost(node)
         if have >= votes_needed(len(members)):
+            await asyncio.sleep(LINGER_SECONDS)
             raise Dismissed
