@@ -25,6 +25,8 @@ from protocol.wire.commit import Commit, votes_needed
 
 LOOK_SECONDS = 2.0
 """Between two looks whether anybody has to be asked."""
+ASK_SECONDS = 30.0
+"""In which somebody has shown what it has; the rest is asked for the next time."""
 LINGER_SECONDS = 5.0
 """After which a dismissed node ends: the command that dismissed it asks it whether that is decided."""
 MAX_KNOCKING = 8
@@ -101,8 +103,10 @@ class Operators:
                 await self._ask_all(links)
                 if not self.is_named:
                     await self._leave()
-            elif not self.is_named or quorum.leadership.has_stalled or self._knocking:
-                await self._ask_all(links)
+            else:
+                lost = not self.is_named or quorum.leadership.has_stalled
+                if lost or self._knocking:
+                    await self._ask_all(links, lost)
             if not self.is_named and not self._was_named and not self._told:
                 self._told = True
                 self._tell(
@@ -110,33 +114,40 @@ class Operators:
                 )
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _ask_all(self, links: Links) -> None:
-        names = (*self._knocking, *self._others, *board.of(self._manifest, self.head).names)
+    async def _ask_all(self, links: Links, lost: bool = True) -> None:
+        """Asks those who knocked, and where this node is `lost`, all whom it knows besides."""
+        known = (*self._others, *board.of(self._manifest, self.head).names) if lost else ()
+        names = dict.fromkeys((*known, *self._knocking))
         self._knocking.clear()
         before = self.head
-        for node in dict.fromkeys(name for name in names if name != self._peer):
-            try:
-                await self._directory.reach(node)
-                await self._ask(node)
-            except RemoteError:
-                self._directory.lost(node)
+        await asyncio.gather(*(self._ask(name) for name in names if name != self._peer))
         if self.head is not before:
             await self.follow(links)
 
     async def _ask(self, node: str) -> None:
-        """What `node` has after what is known. Raises RemoteError."""
-        while True:
-            head = self.head
-            found = await page(self._transport, node, -1 if head is None else head.round)
-            if not found:
-                return
-            for raw in found:
-                try:
-                    head = validation.follow(self._manifest, head, raw).commit
-                except BadCommit:
-                    return
-                await asyncio.sleep(0)
+        """What `node` has after what is known."""
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                await self._directory.reach(node)
+                while await self._read(node):
+                    pass
+        except (RemoteError, TimeoutError):
+            self._directory.lost(node)
+
+    async def _read(self, node: str) -> bool:
+        """Takes what `node` sends at once; whether there was something. Raises RemoteError."""
+        head = self.head
+        found = await page(self._transport, node, -1 if head is None else head.round)
+        for raw in found:
+            try:
+                head = validation.follow(self._manifest, head, raw).commit
+            except BadCommit:
+                return False
+            await asyncio.sleep(0)
+        known = self.head
+        if head is not None and (known is None or head.round > known.round):
             self._hint = head
+        return bool(found)
 
     async def _leave(self) -> None:
         """Ends this node once enough of those who decide now have the commit that dismissed it, which nobody else may have yet."""
