@@ -116,9 +116,7 @@ class BootstrapNode:
         )
         transport.guests.tell = told.refusing(emit, self._directory)
         self._events = Inbox[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
-        self._operators = Operators(
-            manifest, own, transport, self._directory, archive, initial_peers, lambda: self.quorum, self._told
-        )
+        self._operators = Operators(self._directory, transport, archive, initial_peers, lambda: self.quorum, self._told)
         self._links = Links(transport, self._directory, self._vote, self._operators.knocks)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
@@ -144,17 +142,9 @@ class BootstrapNode:
             self._spread,
             archive.commits,
             lambda: self.quorum.may_oust,
-            lambda: self.quorum.leadership.present,
+            lambda: self._alive()[1],
         )
-        self._fairness = Fairness(
-            self.leader,
-            self._clock,
-            self._events.put,
-            archive.blobs.get,
-            known,
-            lambda: self.quorum.living,
-            lambda: self.quorum.leadership.present,
-        )
+        self._fairness = Fairness(self.leader, self._clock, self._events.put, archive.blobs.get, known, self._alive)
         self.quorum = Quorum(
             manifest,
             identity.peer_id,
@@ -167,6 +157,10 @@ class BootstrapNode:
             archive.recorded,
             archive.oust,
         )
+
+    def _alive(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The members that give signs of life, and the operators that do."""
+        return self.quorum.living, self.quorum.leadership.present
 
     async def run(self) -> None:
         """Serves until it is cancelled, or the operators dismiss this node. Raises UsageError when the disk refuses, or the operator was taken

@@ -19,7 +19,6 @@ from protocol.errors import RemoteError
 from protocol.rounds import board, ousting, validation
 from protocol.rounds.paxos import Quorum
 from protocol.rounds.validation import BadCommit
-from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, votes_needed
 
@@ -38,22 +37,19 @@ class Dismissed(Exception):
 
 
 class Operators:
-    """Of the node `peer`. `quorum()`: its machine. `tell(text)`: the operator is told something, once. `others`: addresses to begin with."""
+    """Of one node. `quorum()`: its machine. `tell(text)`: the operator is told something, once. `others`: addresses to begin with."""
 
     def __init__(
         self,
-        manifest: Manifest,
-        peer: str,
-        transport: Transport,
         directory: Directory,
+        transport: Transport,
         archive: Archive,
         others: Sequence[str],
         quorum: Callable[[], Quorum],
         tell: Callable[[str], None],
     ) -> None:
-        """Long because it stands between all of these."""
-        self._manifest = manifest
-        self._peer = peer
+        self._manifest = manifest = archive.manifest
+        self._peer = peer = transport.peer_id
         self._transport = transport
         self._directory = directory
         self._archive = archive

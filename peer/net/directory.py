@@ -125,7 +125,7 @@ class Directory:
     @property
     def is_sampled(self) -> bool:
         """Whether our announcement is in the DHT."""
-        return self._transport.peer_id in self.operators or self._place * max(self.crowd, SAMPLE) < SAMPLE
+        return self._identity.peer_id in self.operators or self._place * max(self.crowd, SAMPLE) < SAMPLE
 
     async def announce(self, tell: Callable[[bytes], None]) -> None:
         """Seals the announcement and has it told whenever it changed, and again now and then. Never returns."""

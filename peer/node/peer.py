@@ -1,9 +1,11 @@
-"""A volunteer's peer: the one place where its parts are put together. It owns their tasks."""
+"""A volunteer's peer: the one place where its parts are put together. It owns their tasks.
+
+Long because each part is made here, with what it needs of the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import os
@@ -23,7 +25,6 @@ from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
 from peer.net import reach
-from peer.net.asking import operating
 from peer.net.base import Transport
 from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
@@ -37,6 +38,7 @@ from peer.node.audit import nobody
 from peer.node.evaluating import Evaluator, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
+from peer.node.operators import Operators
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
 from peer.node.scoring import Scorer
@@ -44,10 +46,10 @@ from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device, inference
-from protocol.errors import LocalError, RemoteError, UsageError
+from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
 from protocol.planning import memory
-from protocol.rounds import access, board, member_events
+from protocol.rounds import member_events
 from protocol.rounds.history import ForkError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -55,14 +57,9 @@ from protocol.wire import bounds, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import Commit, Record
-from protocol.wire.decree import Board, Motions
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
-FIND_SECONDS = 5.0
-"""That nodes may take to say who operates the run; one that we began with may be gone for good."""
-LOST_SECONDS = 10.0
-"""After which a peer without a session asks again."""
 Optimizer = dict[str, NDArray[np.generic]]
 
 
@@ -121,12 +118,11 @@ class Peer:
         self._directory = Directory(
             manifest, identity, transport, bootstrap, announcement, self._factories.clock, self._moved
         )
-        self.dialled = tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in bootstrap))
-        self._hint: Motions | None = None
         self._directory.found(config.reached_at)
         self._reach = self._make_reach()
         joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
         self._sessions = Sessions(self._directory, transport, emit, joining)
+        self._operators = Operators(manifest, transport, self._directory, self._sessions, bootstrap, self._head)
         transport.guests.tell = emit
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
@@ -152,7 +148,7 @@ class Peer:
             )
         if memory.in_files(self.manifest, offered):
             self._storage.use_files()
-        await self._find_operators()
+        await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
         try:
             if not self._line.is_given:
@@ -163,39 +159,13 @@ class Peer:
             raise
         return text
 
-    async def _find_operators(self) -> None:
-        """Asks the nodes that we began with, and those that we know, who operates the run now: who is not there any more may not be asked, and
-        others are. As long as the log does not say it, they are only tried."""
+    @property
+    def dialled(self) -> tuple[str, ...]:
+        """The nodes that it began with."""
+        return self._operators.dialled
 
-        async def ask(node: str) -> None:
-            with contextlib.suppress(RemoteError, TimeoutError):
-                async with asyncio.timeout(FIND_SECONDS):
-                    await self._directory.reach(node)
-                    found = await operating(self._transport, node)
-                if self._hint is None or found.number > self._hint.number:
-                    self._hint = found
-
-        known = dict.fromkeys((*self.dialled, *self._directory.operators))
-        await asyncio.gather(*(ask(node) for node in known if node != self._transport.peer_id))
-        head = self.rounds.member.commits.get(self.rounds.member.head) if self.rounds is not None else None
-        self._follow_board(head)
-
-    async def _look_for_operators(self) -> None:
-        """Who has lost all nodes asks again. Never returns."""
-        while True:
-            await asyncio.sleep(LOST_SECONDS)
-            if not self._sessions.is_open:
-                await self._find_operators()
-
-    def _follow_board(self, head: Commit | None) -> None:
-        """Whom we talk to: the operators by the newest commit that counts, and by the word of a node as long as our log is older than that."""
-        known, hint = board.of(self.manifest, head), self._hint
-        others: tuple[str, ...] = ()
-        if hint is not None and access.decrees_after(head) < hint.number:
-            others = (*self.dialled, *hint.board.names)
-            known = Board(operators=(*known.operators, *hint.board.operators), quorum=known.quorum)
-        self._directory.follow(known, others)
-        self._sessions.follow()
+    def _head(self) -> Commit | None:
+        return None if self.rounds is None else self.rounds.member.commits.get(self.rounds.member.head)
 
     async def run(self) -> None:
         """Until the run is over. Raises PotluckError."""
@@ -347,7 +317,7 @@ class Peer:
             up_bps=self._line.up_bps,
             warm=self._config.audit or memory.keeps_warm(self.manifest, self._config.memory_bytes),
             whole=self._config.audit or memory.holds_whole(self.manifest, self._config.memory_bytes),
-            decided=self._follow_board,
+            decided=self._operators.follow,
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)
 
@@ -381,7 +351,7 @@ class Peer:
             asyncio.create_task(self._directory.watch()),
             asyncio.create_task(self._sessions.run(on_message, on_open)),
             asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
-            asyncio.create_task(self._look_for_operators()),
+            asyncio.create_task(self._operators.look()),
         ]
         if not self._line.is_given:
             background.append(asyncio.create_task(self._line.run()))

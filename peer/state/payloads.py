@@ -83,6 +83,7 @@ class Exchange:
         uplink: Uplink,
         nodes: Callable[[], Sequence[str]] | None = None,
     ) -> None:
+        """Long because it stands between the store, the network and those who know where others are."""
         self.manifest = manifest
         self._nodes = nodes or (lambda: manifest.operators)
         self.store = store = storage.blobs

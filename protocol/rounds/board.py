@@ -16,7 +16,7 @@ error can stop a run.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Set
 
 from protocol import identity
 from protocol.identity import short_peer
@@ -107,3 +107,21 @@ def why_too_few(manifest: Manifest, head: Commit | None, decree: Decree, living:
     if set(members) == set(now) or here >= needed:
         return None
     return f"{here} of the {len(members)} who would decide give signs of life, and a round would need {needed}; start their nodes first"
+
+
+def doubts(
+    manifest: Manifest, head: Commit | None, commit: Commit, living: Set[str], present: Set[str]
+) -> Iterator[str]:
+    """What a voter has against those who decide after `commit`: who gives signs of life goes on, unless it was decreed otherwise, and who
+    decides next can. `living`: the members that give signs of life, `present`: the operators that do, as far as the voter knows."""
+    change, now = is_change(commit.decree), ousting.members_after(manifest, head)
+    stay = living & set(operators(manifest, commit)) if change else living
+    if change and len(commit.members) < len(now):
+        if not set(commit.members) <= set(now):
+            yield "has others decide than those who stay"
+    else:
+        for member in sorted(stay - set(commit.members)):
+            yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
+    here = len(present & set(commit.members))
+    if change and set(commit.members) != set(now) and here < votes_needed(len(commit.members)):
+        yield f"has {len(commit.members)} decide, of whom {here} give signs of life"

@@ -34,7 +34,6 @@ from protocol.rounds import (
     grace,
     judging,
     newcomers,
-    ousting,
     ranges,
     schedule,
     seats,
@@ -48,7 +47,7 @@ from protocol.rounds.questions import Question
 from protocol.rounds.standing import Standing
 from protocol.rounds.unfair import Unfair
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit, Contribution, votes_needed
+from protocol.wire.commit import Commit, Contribution
 from protocol.wire.plan import Plan, ReplicaSpec, Work
 
 DAY = 86400.0
@@ -202,7 +201,7 @@ def _slots(manifest: Manifest, work: Work) -> int:
 def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
     if abs(commit.time - sight.wall) > DAY:
         yield "has a time that is more than a day from this node's"
-    yield from _members(sight, commit)
+    yield from board.doubts(sight.manifest, sight.head, commit, sight.living, sight.present)
     lease = sight.manifest.timing.gone_after
     only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
     if only_guests and commit.round > 0 and sight.waited < lease / 2:
@@ -222,23 +221,6 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
         part, most = ranges.largest(sight.manifest, commit.plan, of, _range_share(sight, commit))
         if part > RANGES * most:
             yield f"plans {part:.0%} for one range of addresses"
-
-
-def _members(sight: Sight, commit: Commit) -> Iterator[str]:
-    """Who gives signs of life goes on deciding, unless the operators decreed otherwise; and who decides next can."""
-    change = board.is_change(commit.decree)
-    stay = sight.living & set(board.operators(sight.manifest, commit)) if change else sight.living
-    now = ousting.members_after(sight.manifest, sight.head)
-    if change and len(commit.members) < len(now):
-        if not set(commit.members) <= set(now):
-            yield "has others decide than those who stay"
-    else:
-        for member in sorted(stay - set(commit.members)):
-            yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
-    if change and set(commit.members) != set(now):
-        here = len(sight.present & set(commit.members))
-        if here < votes_needed(len(commit.members)):
-            yield f"has {len(commit.members)} decide, of whom {here} give signs of life"
 
 
 def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
