@@ -156,9 +156,11 @@ async def bootstrap(options: NodeOptions) -> None:
             node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
             node.leader.witnesses.auditors = frozenset({auditor(folder)} if audit else ())
             async with asyncio.TaskGroup() as group:
-                group.create_task(serve_bootstrap(node, transport, emit, relay_bps))
-                if audit:
-                    group.create_task(audit_beside(folder, manifest.run_id, transport.addresses, emit))
+                beside = audit_beside(folder, manifest.run_id, transport.addresses, emit) if audit else None
+                auditing = None if beside is None else group.create_task(beside)
+                await serve_bootstrap(node, transport, emit, relay_bps)  # until the operators dismiss it
+                if auditing is not None:
+                    auditing.cancel()
         finally:
             await transport.aclose()
     finally:

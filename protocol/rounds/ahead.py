@@ -15,7 +15,7 @@ from protocol.rounds import confirming, ousting
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Confirmed
-from protocol.wire.commit import Commit, Record, confirmation_body, votes_needed
+from protocol.wire.commit import Commit, Record, confirmation_body, is_decided, votes_needed
 
 MAX_VOTES = 16
 """Signatures of one certificate."""
@@ -56,12 +56,14 @@ class Ahead:
             return
         if (known is not None and known.commit == record.commit) or (round > first and before is None):
             return
-        if why_not_next(self.manifest, before, record) is not None:
-            if before is not None and record.commit.parent != before.digest and round - 1 > self._counts:
-                self._chain.pop(round - 1, None)  # perhaps that is the one that nobody follows: it is asked for again
-            return
-        self._chain = {r: other for r, other in self._chain.items() if r < round} | {round: record}
         deciders = ousting.deciders(self.manifest, before, record.commit.decree)
+        if why_not_next(self.manifest, before, record) is not None:
+            follows_another = before is not None and record.commit.parent != before.digest
+            if follows_another and round - 1 > self._counts and is_decided(record, deciders):
+                self._cut(round - 1)  # perhaps that is one that nobody follows: it is asked for again
+            return
+        self._cut(round)
+        self._chain[round] = record
         if not confirming.is_needed(len(deciders), record.commit):
             self._counts = round
         for told in [x for x in self._told.values() if x.round == round]:
@@ -84,6 +86,10 @@ class Ahead:
         """What comes next in the log, if it counts."""
         first = 0 if self._head is None else self._head.round + 1
         return self._chain.get(first) if first <= self._counts else None
+
+    def _cut(self, round: int) -> None:
+        """Forgets what is known from this round on."""
+        self._chain = {r: known for r, known in self._chain.items() if r < round}
 
     def _before(self, round: int) -> Commit | None:
         if round - 1 in self._chain:

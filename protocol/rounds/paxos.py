@@ -400,7 +400,7 @@ class Quorum:
     def _help(self, peer: str, round: int, out: list[Effect]) -> None:
         """`peer` is at `round`: who is behind gets the records in between."""
         if round > self.round:
-            known = self.ahead.end
+            known = self.round - 1 if self.peer in self.members else self.ahead.end
             if round > known + 1:
                 out += self.position.stay(Heard, [Send(peer, LogRequest(after=known))])
         elif round < self.round:

@@ -438,3 +438,23 @@ def test_nobody_decodes_a_board_of_a_stranger_as_a_commit() -> None:
     assert encoding.decode_record(raw, "p").commit == head
     with pytest.raises(MessageError):
         encoding.decode_record(raw[:-1], "p")
+
+
+def test_a_rival_that_nobody_follows_gives_its_place_to_what_is_followed() -> None:
+    """E knows a decided commit of a liar first; the others' chain takes its place, and a stranger's record does not."""
+    cluster, records = Changing(3), history()
+    cluster.come(D, E)
+    ahead = cluster.nodes[E].ahead
+    second = records[1].commit
+    rival = tiny.record(dataclasses.replace(second, time=9.0), KEYS[A], KEYS[B])
+    for record in (records[0], rival):
+        cluster.do(E, Learned(A, record))
+    assert ahead.end == 1
+    cluster.do(E, Learned(A, tiny.record(records[2].commit, KEYS[E])))
+    assert ahead.end == 1, "nobody who decides has voted for that"
+    cluster.do(E, Learned(D, records[2]))
+    assert ahead.end == 0
+    for record in records:
+        cluster.do(E, Learned(D, record))
+    cluster.do(E, Heard(D, certificate(records[-1], D, E)))
+    assert cluster.logs[E] == records
