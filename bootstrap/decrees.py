@@ -21,7 +21,7 @@ from protocol.wire.sealed import unseal_signed
 class Decrees:
     """Answers from the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited; `spread(motion)` tells the other operators' nodes.
     `commits`: the log. `may_oust()`: by which proof an operator can be taken out, and after which round, and `living()`
-    which operators give signs of life, as the quorum's machine says."""
+    which operators give signs of life, as the quorum's machine says. `tell(text)`: this node's operator reads it."""
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class Decrees:
         commits: Sequence[Commit],
         may_oust: Callable[[], tuple[DoubleVote, int] | None],
         living: Callable[[], frozenset[str]],
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._leader = leader
         self._hand_in = hand_in
@@ -38,6 +39,8 @@ class Decrees:
         self._commits = commits
         self._may_oust = may_oust
         self._living = living
+        self._tell = tell
+        self._told: tuple[Decree | None, tuple[str, ...]] = (None, ())
 
     async def serve(self, transport: Transport) -> None:
         """Lets others call."""
@@ -91,7 +94,20 @@ class Decrees:
         if refused is not None:
             raise RemoteError(operator, f"that decree cannot be: {refused}")
         await self._hand_in(Petition(operator, decree, signature))
+        self._say(decree)
         return decree
+
+    def _say(self, decree: Decree) -> None:
+        """Tells the operator once what waits for others to sign it, too."""
+        known = decree, self._leader.petitions.signers(decree)
+        wanted = votes_needed(len(ousting.members_after(self._leader.manifest, self._leader.head)))
+        if known == self._told or decree.action == OUST or len(known[1]) >= wanted:
+            return
+        self._told = known
+        signers = ", ".join(map(short_peer, known[1]))
+        self._tell(
+            f"decree {decree.action}: {len(known[1])} of {wanted} operators have signed it ({signers}); it waits for others"
+        )
 
     def _is_past(self, decree: Decree) -> bool:
         """Whether the run has had as many decrees as this one comes after."""

@@ -143,6 +143,7 @@ class BootstrapNode:
             archive.commits,
             lambda: self.quorum.may_oust,
             lambda: self._alive()[1],
+            self._told,
         )
         self._fairness = Fairness(self.leader, self._clock, self._events.put, archive.blobs.get, known, self._alive)
         self.quorum = Quorum(

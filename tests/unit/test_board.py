@@ -281,6 +281,18 @@ def test_a_node_refuses_in_one_line_what_cannot_be_and_answers_whose_decree_dism
     assert len(heard) == 1, "and nothing follows from it"
 
 
+def test_a_node_tells_once_what_waits_for_other_operators() -> None:
+    leader, told = Leader(THREE, (), (), 0.0), list[str]()
+
+    async def hand_in(event: Petition) -> None:
+        leader.handle(event, 0.0)
+
+    decrees = Decrees(leader, hand_in, lambda motion: None, (), lambda: None, frozenset, told.append)
+    for name in (A, A, B, B):
+        asyncio.run(decrees.hear(Motion(sealed=seal(KEYS[name], appoint(D)))))
+    assert told == [f"decree appoint: 1 of 2 operators have signed it ({A[-8:]}); it waits for others"]
+
+
 # --- nodes
 
 
