@@ -113,18 +113,20 @@ class Operators:
     async def _ask_all(self, links: Links, lost: bool = True) -> None:
         """Asks those who knocked, and where this node is `lost`, all whom it knows besides."""
         known = (*self._others, *board.of(self._manifest, self.head).names) if lost else ()
-        names = dict.fromkeys((*known, *self._knocking))
+        here = [name for name in self._knocking if name not in known]
         self._knocking.clear()
         before = self.head
-        await asyncio.gather(*(self._ask(name) for name in names if name != self._peer))
+        asked = [self._ask(name, name in known) for name in (*dict.fromkeys(known), *here) if name != self._peer]
+        await asyncio.gather(*asked)
         if self.head is not before:
             await self.follow(links)
 
-    async def _ask(self, node: str) -> None:
-        """What `node` has after what is known."""
+    async def _ask(self, node: str, dial: bool) -> None:
+        """What `node` has after what is known. Nobody is looked for since he knocked: he is connected to us."""
         try:
             async with asyncio.timeout(ASK_SECONDS):
-                await self._directory.reach(node)
+                if dial:
+                    await self._directory.reach(node)
                 while await self._read(node):
                     pass
         except (RemoteError, TimeoutError):
