@@ -451,6 +451,7 @@ class BootstrapNode:
         archive, now, held = self.archive, self._clock.steady(), list(self.archive.blobs)
         self._emit(told.undone(enacted.decree))
         self._payloads.undo(len(archive.commits) - 1)
+        self._operators.forget()
         self.leader.begin_again(archive.commits, held, now, archive.oust)
         self.quorum.begin(archive.last, archive.vote, held, now, archive.oust)
         for candidate in self._ready.values():

@@ -68,6 +68,10 @@ class Operators:
         while len(self._knocking) > MAX_KNOCKING:
             del self._knocking[next(iter(self._knocking))]
 
+    def forget(self) -> None:
+        """Rounds were undone: what others have shown may be of them."""
+        self._hint = None
+
     @property
     def head(self) -> Commit | None:
         """The newest commit that is known: of our log, or of what others have shown."""

@@ -100,6 +100,18 @@ def test_a_board_is_what_the_manifest_says_until_a_decree_changes_it() -> None:
     assert (moved.names, moved.operators[0].places) == (NAMES[:5], (PLACE,))
 
 
+def test_where_an_operator_was_taken_out_fewer_decide_until_the_operators_say_otherwise() -> None:
+    head = dataclasses.replace(first(THREE, None), out=(A,), members=(B, C), leader=B)
+    then = board.changed(THREE, head, appoint(D))
+    assert (then.names, then.quorum) == ((B, C, D), 2)
+    assert ousting.is_complete(then, (B, C), (A,))
+    assert "cannot come back under that key" in (board.why_not(THREE, head, appoint(A)) or "")
+    later = following(head, signed(appoint(D), B, C))
+    assert access.why_unlawful(THREE, head, later) is None
+    more = board.changed(THREE, later, decree(QUORUM, number=1, quorum=3))
+    assert ousting.completed(more, (B, C), (A,), {B, C, D}) == (B, C, D)
+
+
 def test_every_commit_after_it_carries_the_board() -> None:
     head = first(THREE, signed(appoint(D), A, B))
     later = following(head)
