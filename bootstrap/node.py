@@ -491,6 +491,8 @@ class BootstrapNode:
 
     def _stall(self, missing: tuple[str, ...]) -> None:
         self._stalled = bool(missing)
+        if missing and not self._operators.is_named:
+            return  # it waits for something else, and says so (bootstrap/operators.py)
         self._emit(told.stalled(len(self.quorum.members), missing, self.quorum.round))
 
     # --- payloads
