@@ -8,7 +8,7 @@ from bootstrap.calls import MAX_REQUEST
 from peer.net.base import Transport, serve_calls
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import access, ousting, schedule
+from protocol.rounds import access, board, ousting, schedule
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Petition
 from protocol.wire import encoding, endpoints
@@ -20,7 +20,8 @@ from protocol.wire.sealed import unseal_signed
 
 class Decrees:
     """Answers from the `leader`'s machine; `hand_in(event)` gives it an event, and is awaited; `spread(motion)` tells the other operators' nodes.
-    `commits`: the log. `may_oust()`: by which proof an operator can be taken out, and after which round, as the quorum's machine says."""
+    `commits`: the log. `may_oust()`: by which proof an operator can be taken out, and after which round, and `living()`
+    which operators give signs of life, as the quorum's machine says. `tell(text)`: this node's operator reads it."""
 
     def __init__(
         self,
@@ -29,12 +30,17 @@ class Decrees:
         spread: Callable[[Motion], None],
         commits: Sequence[Commit],
         may_oust: Callable[[], tuple[DoubleVote, int] | None],
+        living: Callable[[], frozenset[str]],
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._leader = leader
         self._hand_in = hand_in
         self._spread = spread
         self._commits = commits
         self._may_oust = may_oust
+        self._living = living
+        self._tell = tell
+        self._told: tuple[Decree | None, tuple[str, ...]] = (None, ())
 
     async def serve(self, transport: Transport) -> None:
         """Lets others call."""
@@ -43,7 +49,7 @@ class Decrees:
     async def moved(self, remote: str, request: bytes) -> bytes:
         motion = encoding.expect(Motion, encoding.decode(request, remote), remote)
         decree = await self.hear(motion) if motion.sealed else None
-        if decree is not None:
+        if decree is not None and not self._is_past(decree):
             self._spread(motion)
         head, wanted = self._leader.head, ousting.members_after(self._leader.manifest, self._leader.head)
         proof, after = self._may_oust() or (None, None)
@@ -54,6 +60,7 @@ class Decrees:
         answer = Motions(
             number=access.decrees_after(head),
             schedule=schedule.of(self._leader.manifest, head),
+            board=board.of(self._leader.manifest, self._leader.head),
             wanted=votes_needed(len(wanted)),
             signed=() if decree is None else self._leader.petitions.signers(decree),
             newest=self._leader.access.newest,
@@ -69,6 +76,8 @@ class Decrees:
         """What an operator has signed, and its machine knows now. Raises RemoteError."""
         operator, message, signature = unseal_signed(motion.sealed)
         decree, manifest = encoding.expect(Decree, message, operator), self._leader.manifest
+        if self._is_past(decree):
+            return decree  # it was decided, and its signer asks whether it was, who may be no operator any more
         if operator not in ousting.members_after(manifest, self._leader.head):
             raise RemoteError(operator, f"{short_peer(operator)} is not among the operators who decide rounds now")
         if decree.run != manifest.run_id:
@@ -81,14 +90,38 @@ class Decrees:
             raise RemoteError(operator, "that decree says nothing")
         if decree.action == OUST and decree.subject not in ousting.out_after(self._leader.head):
             self._check_ousting(operator, decree)
-        # one with an older number was decided, and its signer asks whether it was
-        is_open = decree.number >= access.decrees_after(self._leader.head)
-        if decree.schedule is not None and is_open:
-            refused = schedule.why_not(manifest, self._leader.head, decree.schedule)
-            if refused is not None:
-                raise RemoteError(operator, f"that decree cannot be: {refused}")
+        refused = self._why_not(decree)
+        if refused is not None:
+            raise RemoteError(operator, f"that decree cannot be: {refused}")
         await self._hand_in(Petition(operator, decree, signature))
+        self._say(decree)
         return decree
+
+    def _say(self, decree: Decree) -> None:
+        """Tells the operator once what waits for others to sign it, too."""
+        known = decree, self._leader.petitions.signers(decree)
+        wanted = votes_needed(len(ousting.members_after(self._leader.manifest, self._leader.head)))
+        if known == self._told or decree.action == OUST or len(known[1]) >= wanted:
+            return
+        self._told = known
+        signers = ", ".join(map(short_peer, known[1]))
+        self._tell(
+            f"decree {decree.action}: {len(known[1])} of {wanted} operators have signed it ({signers}); it waits for others"
+        )
+
+    def _is_past(self, decree: Decree) -> bool:
+        """Whether the run has had as many decrees as this one comes after."""
+        return decree.action != OUST and decree.number < access.decrees_after(self._leader.head)
+
+    def _why_not(self, decree: Decree) -> str | None:
+        """Why it cannot come next, as far as this node knows."""
+        manifest, head = self._leader.manifest, self._leader.head
+        if decree.schedule is not None:
+            return schedule.why_not(manifest, head, decree.schedule)
+        if decree.action in board.CHANGES:
+            refused = board.why_not(manifest, head, decree)
+            return refused or board.why_too_few(manifest, head, decree, self._living())
+        return None
 
     def _check_ousting(self, operator: str, decree: Decree) -> None:
         """Raises RemoteError where it cannot be."""

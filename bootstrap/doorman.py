@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 
 from peer.net.clock import Clock
-from protocol.rounds import invitations
+from protocol.rounds import board, invitations
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Knock
 from protocol.wire.invitation import Joined
@@ -52,7 +52,10 @@ class Doorman:
         if joining.peer != peer:
             return NotAdmitted(reason="its invitation was shown by another peer")
         refused = self._leader.access.why_not_join(joining) or invitations.why_invalid(
-            self._leader.manifest, joining, self._clock.wall()
+            self._leader.manifest,
+            joining,
+            self._clock.wall(),
+            board.operators(self._leader.manifest, self._leader.head),
         )
         if refused is not None:
             return NotAdmitted(reason=refused)

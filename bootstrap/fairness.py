@@ -24,7 +24,8 @@ log = logging.getLogger("potluck.fairness")
 
 class Fairness:
     """`put` takes the answers; `leader` is the node's own machine; `read`: payloads and lists of parts by their names, None for what is
-    not here; `known`: what was found in payloads (protocol/rounds/notes.py); `living` says which members of the quorum give signs of life."""
+    not here; `known`: what was found in payloads (protocol/rounds/notes.py); `alive` says which members of the quorum give
+    signs of life, and which operators."""
 
     def __init__(
         self,
@@ -33,14 +34,14 @@ class Fairness:
         put: Callable[[Judged], None],
         read: Callable[[str], bytes | None],
         known: Known,
-        living: Callable[[], frozenset[str]],
+        alive: Callable[[], tuple[frozenset[str], frozenset[str]]],
     ) -> None:
         self._leader = leader
         self._clock = clock
         self._put = put
         self._read = wanted(read)
         self._known = known
-        self._living = living
+        self._alive = alive
         self._since = clock.steady()
         self._doubts = Doubts()
         self._questions: asyncio.Queue[tuple[str, Sight, Commit]] = asyncio.Queue()
@@ -49,7 +50,7 @@ class Fairness:
         """Whether this node could have proposed what `peer` proposes, from what it has seen up to now."""
         now = self._clock.steady()
         settled = now - self._since >= self._leader.manifest.timing.gone_after
-        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled, self._living())
+        sight = fairness.sight_of(self._leader, self._clock.wall(), now, settled, *self._alive())
         self._questions.put_nowait((peer, sight, commit))
 
     def decided(self, commit: Commit) -> None:

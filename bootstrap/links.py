@@ -19,17 +19,21 @@ RETRY_SECONDS = 2.0
 
 
 class Links:
-    """Those of one node. `hear(node, message)` is awaited with whatever another node says. What could not be sent is made again."""
+    """Those of one node, with whom `follow` names. `hear(node, message)` is awaited with whatever another node says. What could not be sent is
+    made again. `knock(node)` is called when somebody else wants to say something."""
 
     def __init__(
         self,
         transport: Transport,
         directory: Directory,
-        others: Iterable[str],
         hear: Callable[[str, Message | Record], Awaitable[None]],
+        knock: Callable[[str], None],
     ) -> None:
-        self.to = {other: Session() for other in others}
+        self.to: dict[str, Session] = {}
         """What waits to be sent, by node."""
+        self._knock = knock
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()
         self._transport = transport
         self._directory = directory
         self._hear = hear
@@ -44,9 +48,38 @@ class Links:
 
     async def run(self) -> None:
         """Keeps ours open, until it is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for node in self.to:
-                group.create_task(self._keep(node))
+        try:
+            while True:
+                self._changed.clear()
+                for node in [n for n in self.to if n not in self._keeping]:
+                    self._keeping[node] = asyncio.create_task(self._keep(node))
+                changed = asyncio.create_task(self._changed.wait())
+                try:
+                    await asyncio.wait({changed, *self._keeping.values()}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
+                for node in [n for n, task in self._keeping.items() if task.done()]:
+                    task = self._keeping.pop(node)
+                    if not task.cancelled():
+                        task.result()
+        finally:
+            tasks = list(self._keeping.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def follow(self, nodes: Iterable[str]) -> None:
+        """From now on these are the others."""
+        names = set(nodes)
+        for node in [n for n in self.to if n not in names]:
+            del self.to[node]
+            if node in self._keeping:
+                self._keeping[node].cancel()
+            for stream in self._streams.pop(node, ()):
+                await stream.close()
+        for node in sorted(names - self.to.keys()):
+            self.to[node] = Session()
+        self._changed.set()
 
     async def leave_out(self, nodes: Iterable[str], why: bytes | None) -> None:
         """These were taken out of the run: they are not heard any more. `why`: the record that says so; who comes back is told it."""
@@ -76,17 +109,18 @@ class Links:
     async def _listen(self, stream: Stream) -> None:
         node = stream.remote
         if node in self._out:
-            if self._why is not None:
+            if self._why is not None and node in self.to:
                 self.to[node].post(self._why)
             raise RemoteError(node, f"operator {short_peer(node)}: was taken out of the run; it has no vote")
         if node not in self.to:
+            self._knock(node)
             raise RemoteError(node, f"peer {short_peer(node)}: not an operator of this run; it has no vote")
         if self._open[node]:
             self._transport.doubt(node)  # it has moved: this stream's forerunner is dead, and so is our own to it
         self._open[node] += 1
         self._streams.setdefault(node, set()).add(stream)
         try:
-            while True:
+            while node in self.to:
                 await self._hear(node, encoding.decode_any(bytes(await stream.recv()), node))
         finally:
             self._open[node] -= 1

@@ -28,6 +28,7 @@ from bootstrap.fairness import Fairness
 from bootstrap.inbox import Inbox
 from bootstrap.links import Links
 from bootstrap.news import News
+from bootstrap.operators import Dismissed, Operators
 from bootstrap.payloads import Payloads
 from bootstrap.planning import Planning
 from bootstrap.roster import Heard
@@ -115,7 +116,8 @@ class BootstrapNode:
         )
         transport.guests.tell = told.refusing(emit, self._directory)
         self._events = Inbox[leader_events.Event | paxos_events.Event](manifest.timing.heartbeat)
-        self._links = Links(transport, self._directory, [o for o in manifest.operators if o != own], self._vote)
+        self._operators = Operators(self._directory, transport, archive, initial_peers, lambda: self.quorum, self._told)
+        self._links = Links(transport, self._directory, self._vote, self._operators.knocks)
         self._news = News(self._tell_offered, lambda: len(self._sessions.open))
         self.roster = Heard(manifest.run_id, int(1000 * self._clock.wall()))
         self._heard = Allowance(HEARD_PER_SECOND, HEARD_AT_ONCE)
@@ -135,11 +137,15 @@ class BootstrapNode:
         doorman = Doorman(self.leader, self._events.hand_in, self._clock)
         self._sessions = Sessions(manifest, self._clock, self._hear, self._opened, transport, doorman)
         self.decrees = Decrees(
-            self.leader, self._events.hand_in, self._spread, archive.commits, lambda: self.quorum.may_oust
+            self.leader,
+            self._events.hand_in,
+            self._spread,
+            archive.commits,
+            lambda: self.quorum.may_oust,
+            lambda: self._alive()[1],
+            self._told,
         )
-        self._fairness = Fairness(
-            self.leader, self._clock, self._events.put, archive.blobs.get, known, lambda: self.quorum.living
-        )
+        self._fairness = Fairness(self.leader, self._clock, self._events.put, archive.blobs.get, known, self._alive)
         self.quorum = Quorum(
             manifest,
             identity.peer_id,
@@ -153,8 +159,13 @@ class BootstrapNode:
             archive.oust,
         )
 
+    def _alive(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The members that give signs of life, and the operators that do."""
+        return self.quorum.living, self.quorum.leadership.present
+
     async def run(self) -> None:
-        """Serves until it is cancelled. Raises UsageError when the disk refuses, or the operator was taken out of the run."""
+        """Serves until it is cancelled, or the operators dismiss this node. Raises UsageError when the disk refuses, or the operator was taken
+        out of the run."""
         await self._leave_out()
         await self._transport.serve(endpoints.SESSION, self._sessions.serve)
         await self._links.serve()
@@ -184,8 +195,14 @@ class BootstrapNode:
                 group.create_task(self._news.run())
                 group.create_task(self._latency.run(lambda: tuple(self._sessions.open)))
                 group.create_task(self._links.run())
+                group.create_task(self._operators.watch(self._links))
+        except* Dismissed:
+            self._told("the operators dismissed this one, and others decide now; it ends, as potluck log show says why")
         finally:
             await self._payloads.aclose()
+
+    def _told(self, text: str) -> None:
+        self._emit(events.Warning(text=f"run {shown(self.manifest.name)}: {text}"))
 
     async def _serve_blobs(self, named: dict[str, bytes]) -> None:
         """Payloads, the run's text, and what has a name."""
@@ -213,7 +230,8 @@ class BootstrapNode:
             case Holds() | Confirmed() | DoubleVote():
                 await self._events.hand_in(paxos_events.Heard(node, message))
             case LogRequest(after=after):
-                self._send_log(self._links.to[node], after)
+                if node in self._links.to:
+                    self._send_log(self._links.to[node], after)
             case Evaluation():
                 await self._events.hand_in(leader_events.Received(node, message))
             case Motion():
@@ -306,7 +324,7 @@ class BootstrapNode:
             absent = presence.absent(self._ready, self._sessions.open, heard, timing, now)
             for peer in absent:
                 self._stays.lost(peer)
-            self._events.put(leader_events.Tick(absent))
+            self._events.put(leader_events.Tick(absent, self.quorum.leadership.present))
             self._events.put(paxos_events.Tick(not self.quorum.leads and fairness.is_due(self.leader, now)))
             await asyncio.sleep(POLL_SECONDS)
 
@@ -388,9 +406,11 @@ class BootstrapNode:
                 case paxos_events.Save(vote):
                     await asyncio.to_thread(self.archive.save_vote, vote)
                 case paxos_events.Send(peer, message):
-                    self._links.to[peer].post(encoding.encode(message))
+                    if peer in self._links.to:
+                        self._links.to[peer].post(encoding.encode(message))
                 case paxos_events.SendLog(peer, after):
-                    self._send_log(self._links.to[peer], after)
+                    if peer in self._links.to:
+                        self._send_log(self._links.to[peer], after)
                 case paxos_events.Fetch(holders, part):
                     self._payloads.fetch(holders, part, holders[-1], self.leader.round)
                 case paxos_events.FetchList(holders, share):
@@ -431,6 +451,7 @@ class BootstrapNode:
         archive, now, held = self.archive, self._clock.steady(), list(self.archive.blobs)
         self._emit(told.undone(enacted.decree))
         self._payloads.undo(len(archive.commits) - 1)
+        self._operators.forget()
         self.leader.begin_again(archive.commits, held, now, archive.oust)
         self.quorum.begin(archive.last, archive.vote, held, now, archive.oust)
         for candidate in self._ready.values():
@@ -443,6 +464,7 @@ class BootstrapNode:
             raise UsageError(
                 f"run {shown(self.manifest.name)}: the other operators took this one out, since it voted twice; potluck log show says when"
             )
+        await self._operators.follow(self._links)
         await self._links.leave_out(self.quorum.out, self.archive.ousting)
 
     def _decided(self, record: Record) -> None:
@@ -469,6 +491,8 @@ class BootstrapNode:
 
     def _stall(self, missing: tuple[str, ...]) -> None:
         self._stalled = bool(missing)
+        if missing and not self._operators.is_named:
+            return  # it waits for something else, and says so (bootstrap/operators.py)
         self._emit(told.stalled(len(self.quorum.members), missing, self.quorum.round))
 
     # --- payloads

@@ -51,6 +51,7 @@ class Payloads:
         self._manifest = manifest
         self._transport = transport
         self._archive = archive
+        self._directory = directory
         self._emit = emit
         self._held = held
         self._listed = listed
@@ -214,7 +215,7 @@ class Payloads:
             self._fetching.discard(part.digest)
 
     def _asked(self, holders: Sequence[str]) -> list[str]:
-        asked = dict.fromkeys((*holders, *self._manifest.operators))
+        asked = dict.fromkeys((*holders, *self._directory.operators))
         return [peer for peer in asked if peer != self._transport.peer_id]
 
     def _warn(self, text: str) -> None:

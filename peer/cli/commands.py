@@ -112,10 +112,10 @@ def node_of(options: NodeOptions) -> Node:
         parse(address)
     text = None if options.corpus is None else whole_corpus(options.corpus, manifest)
     key = keyfile.load_or_create(options.folder / KEY)
-    if key.peer_id not in manifest.operators:
+    if key.peer_id not in manifest.operators and not others:
         raise UsageError(
-            f"manifest {options.manifest}: operators does not name {key.peer_id}, the key in {options.folder};"
-            " add it there before the run begins, or start with the right --dir"
+            f"manifest {options.manifest}: {key.peer_id}, the key in {options.folder}, is no operator of it; add it there before the run"
+            " begins, or give --initial-peer ADDRESS of one of its nodes, and have the operators appoint this one"
         )
     typed = options.door
     door = dataclasses.replace(typed, announce=read_announced(typed.announce, typed.port, key.peer_id))
@@ -157,9 +157,11 @@ async def bootstrap(options: NodeOptions) -> None:
             node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
             node.leader.witnesses.auditors = frozenset({auditor(folder)} if audit else ())
             async with asyncio.TaskGroup() as group:
-                group.create_task(serve_bootstrap(node, transport, emit, relay_bps))
-                if audit:
-                    group.create_task(audit_beside(folder, manifest.run_id, transport.addresses, emit))
+                beside = audit_beside(folder, manifest.run_id, transport.addresses, emit) if audit else None
+                auditing = None if beside is None else group.create_task(beside)
+                await serve_bootstrap(node, transport, emit, relay_bps)  # until the operators dismiss it
+                if auditing is not None:
+                    auditing.cancel()
         finally:
             await transport.aclose()
     finally:
@@ -290,10 +292,11 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
                         emit(events.Warning(text=text))
                 config = dataclasses.replace(config, downlink=downlink)
                 transport = await RelayedTransport.begin(transport, key, manifest.operators)
-                await own_folder.check_document_end(manifest, config, transport, storage.blobs)
+                nodes = tuple(dict.fromkeys((*run.dialled, *manifest.operators)))
+                await own_folder.check_document_end(manifest, config, transport, storage.blobs, nodes)
                 peer = Peer(manifest, key, transport, storage, config, run.bootstrap, emit, factories)
                 if not options.dry_run:
-                    await _run(peer, own_folder.keep(manifest, config, transport, storage.blobs))
+                    await _run(peer, own_folder.keep(manifest, config, transport, storage.blobs, nodes))
                     return
                 for line in await dry_run.dry_run(peer, transport):
                     print(line, flush=True)
@@ -323,8 +326,8 @@ async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:
 
 
 def _look_at(ticket: Ticket | None, manifest: Manifest, peer: str) -> None:
-    """Raises UsageError where an invitation was changed on its way, or is no operator's; whether it still holds is for the nodes."""
-    why = None if ticket is None else invitations.why_invalid(manifest, ticket.joined(peer), 0.0)
+    """Raises UsageError where an invitation was changed on its way; whether an operator signed it, and it still holds, is for the nodes."""
+    why = None if ticket is None else invitations.why_invalid(manifest, ticket.joined(peer), 0.0, (ticket.operator,))
     if why is not None:
         raise UsageError(f"RUN: {why}; copy the whole line, or ask for a new one")
 

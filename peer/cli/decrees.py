@@ -1,4 +1,7 @@
-"""`potluck run`: what operators change while a run goes on."""
+"""`potluck run`: what operators change while a run goes on.
+
+Long because typer reads the options of each of its commands from a function's parameters.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ import typer
 
 from peer.cli import running
 from peer.log import reader
-from peer.net import base, keyfile
-from peer.net.base import Closed, Timeout, Transport, Unreachable
+from peer.net import asking, keyfile
+from peer.net.address import parse
+from peer.net.asking import CALL_SECONDS
+from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from peer.ui import log_text
@@ -25,16 +30,32 @@ from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
 from protocol.identity import Identity, short_peer
 from protocol.rounds import schedule
-from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints
-from protocol.wire.bounds import LEAST_SHARE, MAX_PROBATION, MAX_SESSIONS
-from protocol.wire.decree import ADMIT, BAN, CLOSE, LONGEST_REASON, OPEN, OUST, SET, Decree, Motion, Motions, Schedule
+from protocol.run.manifest import QUORUMS, Manifest
+from protocol.wire.bounds import LEAST_SHARE, LONGEST_PLACE, MAX_PROBATION, MAX_SESSIONS
+from protocol.wire.decree import (
+    ADMIT,
+    APPOINT,
+    BAN,
+    CLOSE,
+    DISMISS,
+    LONGEST_REASON,
+    MAX_APPOINTED,
+    MAX_PLACES,
+    OPEN,
+    OUST,
+    QUORUM,
+    SET,
+    Decree,
+    Motion,
+    Motions,
+    Operator,
+    Schedule,
+)
 from protocol.wire.sealed import seal
 
 ASK_SECONDS = 1.0
 SHORTEST = 4
 """Characters of the end of a peer's id that may stand for it."""
-CALL_SECONDS = 10.0
 SILENT_SECONDS = 180.0
 """That one's own node may be silent while its operator waits: it may be started again meanwhile."""
 
@@ -96,6 +117,54 @@ def oust(
 ) -> None:
     """Take an operator out whose own signatures prove that it voted for two commits of one round. The others go on without it."""
     running.run(_decree(run, OUST, operator, reason, dir), interrupted=1)
+
+
+@app.command(
+    epilog="Example: potluck run appoint my-run.toml /ip4/198.51.100.7/tcp/4001/p2p/12D3KooWExample",
+)
+def appoint(
+    run: Run,
+    nodes: Annotated[
+        list[str],
+        typer.Argument(
+            help="The address of each new operator's node, with its key, as that node prints it.",
+            show_default=False,
+        ),
+    ],
+    reason: Reason = "",
+    dir: Dir = FOLDER,
+) -> None:
+    """Make others operators too, or give operators other addresses. Who decides changes only with run quorum, or where one is silent for long."""
+    with running.reporting():
+        named = _operators(nodes)
+    running.run(_decree(run, APPOINT, "", reason, dir, operators=named), interrupted=1)
+
+
+@app.command(epilog="Example: potluck run dismiss my-run.toml p8kZq3Rt")
+def dismiss(
+    run: Run,
+    operator: Annotated[str, typer.Argument(help="The operator's id, or its last characters.", show_default=False)],
+    reason: Reason = "",
+    dir: Dir = FOLDER,
+) -> None:
+    """End that somebody is an operator. Another one takes the place among those who decide; its node ends."""
+    running.run(_decree(run, DISMISS, operator, reason, dir), interrupted=1)
+
+
+@app.command(epilog="Example: potluck run quorum my-run.toml 3")
+def quorum(
+    run: Run,
+    number: Annotated[
+        int, typer.Argument(help="1, 3, 4, 5 or 7: so many operators decide each round.", show_default=False)
+    ],
+    reason: Reason = "",
+    dir: Dir = FOLDER,
+) -> None:
+    """Have more operators decide, or fewer. Enough of them must give signs of life."""
+    with running.reporting():
+        if number not in QUORUMS:
+            raise UsageError(f"NUMBER {number}: so many cannot decide; give 1, 3, 4, 5 or 7")
+    running.run(_decree(run, QUORUM, "", reason, dir, quorum=number), interrupted=1)
 
 
 @app.command(
@@ -171,6 +240,28 @@ def own_key(folder: Path) -> Identity:
     return keyfile.load_or_create(folder / KEY)
 
 
+def _operators(typed: list[str]) -> tuple[Operator, ...]:
+    """Who is meant by these addresses; the same operator may have several. Raises UsageError."""
+    found: dict[str, list[str]] = {}
+    for text in typed:
+        whole = text.partition("#")[0]
+        try:
+            address = parse(whole)
+            identity.public_key(address.peer)
+        except (BadAddress, ValueError) as error:
+            raise UsageError(
+                f"NODE {clean(text, 80)}: {error}; give the address that the node prints, with /p2p/ and its key"
+            ) from None
+        found.setdefault(address.peer, []).append(whole.rpartition("/p2p/")[0])
+    for peer, places in found.items():
+        if len(places) > MAX_PLACES or max(map(len, places)) > LONGEST_PLACE:
+            most = f"{MAX_PLACES} addresses of {LONGEST_PLACE} characters at most"
+            raise UsageError(f"NODE {peer}: an operator has {most}; give fewer or shorter ones")
+    if len(found) > MAX_APPOINTED:
+        raise UsageError(f"NODE: {len(found)} are given, {MAX_APPOINTED} at most can be; give the others afterwards")
+    return tuple(Operator(peer=peer, places=tuple(places)) for peer, places in found.items())
+
+
 async def _decree(
     text: str,
     action: str,
@@ -178,7 +269,11 @@ async def _decree(
     reason: str,
     folder: Path,
     wanted: Callable[[Manifest, Schedule], Schedule] | None = None,
+    *,
+    operators: tuple[Operator, ...] = (),
+    quorum: int | None = None,
 ) -> None:
+    """Long because these are a decree's fields: (text, folder) say where it goes."""
     operator = own_key(folder)
     if len(reason) > LONGEST_REASON or not reason.isprintable():
         raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")
@@ -187,12 +282,14 @@ async def _decree(
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            if operator.peer_id not in manifest.operators:
-                raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
             node = _node(run.bootstrap)
-            now = await _ask(transport, node, Motion())
+            now = await asking.ask(transport, node, Motion())
+            if operator.peer_id not in now.board.names:
+                raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
             if action == OUST:
                 subject = _proven(manifest, now, subject)
+            elif action == DISMISS:
+                subject = _named(now, subject)
             elif subject:
                 subject = await _whole(
                     manifest, reader.Remote(transport, [node], BlobStore(Path(name) / "blobs")), subject
@@ -207,6 +304,8 @@ async def _decree(
                 schedule=lasts,
                 proof=now.proof if action == OUST else None,
                 after=now.after if action == OUST else None,
+                operators=operators,
+                quorum=quorum,
             )
             await _until_decided(transport, run.bootstrap, decree, operator)
         finally:
@@ -226,6 +325,17 @@ async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
     if len(known) != 1:
         what = "several peers of the log end so" if known else "no peer of the log ends so"
         raise UsageError(f"PEER {clean(text, 64)}: {what}; give the whole id, as potluck log show --json has it")
+    return known[0]
+
+
+def _named(now: Motions, text: str) -> str:
+    """The operator who is meant. Raises UsageError."""
+    known = [peer for peer in now.board.names if peer == text or (len(text) >= SHORTEST and peer.endswith(text))]
+    if len(known) != 1:
+        what = "several operators end so" if known else "no operator of the run ends so"
+        raise UsageError(
+            f"OPERATOR {clean(text, 64)}: {what}; give the whole id: {', '.join(map(clean, now.board.names))}"
+        )
     return known[0]
 
 
@@ -250,6 +360,10 @@ async def _until_decided(transport: Transport, at: Sequence[str], decree: Decree
     RemoteError."""
     motion = Motion(sealed=seal(operator, decree))
     what, told = f"{decree.action}{f' {short_peer(decree.subject)}' if decree.subject else ''}", -1
+    if decree.operators:
+        what = f"appoint {', '.join(short_peer(one.peer) for one in decree.operators)}"
+    if decree.quorum is not None:
+        what = f"quorum {decree.quorum}"
     if decree.schedule is not None:
         what = f"set {schedule_of(decree.schedule)}"
     while True:
@@ -281,7 +395,7 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
     loop, began = asyncio.get_running_loop(), math.inf
     while True:
         try:
-            return await _ask(transport, _node(at), motion)
+            return await asking.ask(transport, _node(at), motion)
         except (Unreachable, Closed, Timeout):
             if loop.time() - began > SILENT_SECONDS:
                 raise
@@ -295,11 +409,3 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
 
 def _node(at: Sequence[str]) -> str:
     return at[0].rpartition("/p2p/")[2]
-
-
-async def _ask(transport: Transport, node: str, motion: Motion) -> Motions:
-    raw = await base.call(transport, node, endpoints.DECREES, encoding.encode(motion), timeout=CALL_SECONDS)
-    try:
-        return encoding.expect(Motions, encoding.decode(raw, node), node)
-    except RemoteError as error:
-        raise RemoteError(node, f"{error}; is it of the same version?") from None

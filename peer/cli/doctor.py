@@ -348,7 +348,7 @@ async def _role(
             )
             find(Finding("line", GOOD, text))
 
-    monitor = Monitor(manifest, transport)
+    monitor = Monitor(manifest, transport, dialled=run.dialled)
     known = await known_by(monitor)
     check_nodes([monitor.peers[o] for o in manifest.operators if o in monitor.peers], clock, find)
     storage = Storage(config.folder)

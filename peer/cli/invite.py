@@ -15,6 +15,7 @@ import typer
 
 from peer.cli import running
 from peer.cli.decrees import FOLDER, Run, own_key
+from peer.net import asking
 from peer.node.open_run import Door, manifest_of, parse_run, start_transport
 from peer.node.open_run import Run as Found
 from peer.ui.text import clean
@@ -44,8 +45,8 @@ async def _invite(text: str, span: str, count: int, reason: str, folder: Path) -
         raise UsageError(f"--count {count}: must be from 1 to {MOST_GUESTS}")
     if len(reason) > LONGEST_NOTE or not reason.isprintable():
         raise UsageError(f"--reason: may have {LONGEST_NOTE} printable characters")
-    manifest = await _manifest(run)
-    if operator.peer_id not in manifest.operators:
+    manifest, operators = await _operators(run, operator.peer_id)
+    if operator.peer_id not in operators:
         raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
     expires = int(time.time()) + seconds
     ticket = invitations.issue(operator, os.urandom(32), run.run_id, expires=expires, count=count, reason=reason)
@@ -59,13 +60,16 @@ async def _invite(text: str, span: str, count: int, reason: str, folder: Path) -
     )
 
 
-async def _manifest(run: Found) -> Manifest:
-    if run.manifest is not None:
-        return run.manifest
+async def _operators(run: Found, peer: str) -> tuple[Manifest, tuple[str, ...]]:
+    """The run's manifest and its operators; nobody is asked where the manifest is here and names this one."""
+    if run.manifest is not None and peer in run.manifest.operators:
+        return run.manifest, run.manifest.operators
     with tempfile.TemporaryDirectory(prefix="potluck-invite-") as name:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
-            return await manifest_of(run, transport)
+            manifest = await manifest_of(run, transport)
+            now = await asking.operating(transport, run.dialled[0])
+            return manifest, now.board.names
         finally:
             await transport.aclose()
 

@@ -101,8 +101,7 @@ async def log_of(text: str) -> AsyncIterator[tuple[Manifest | None, Source]]:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            dialled = [address.rpartition("/p2p/")[2] for address in run.bootstrap]
-            nodes = list(dict.fromkeys([*dialled, *manifest.operators]))
+            nodes = list(dict.fromkeys([*run.dialled, *manifest.operators]))
             source = reader.Remote(transport, nodes, BlobStore(Path(name) / "blobs"))
             try:
                 yield manifest, source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
 _PREFIX = "checkpoint-"
 
 
-async def keep(manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore) -> None:
-    """Writes the manifest into the peer's folder, and the tokenizer, if the peer may come to hold the whole model. Where no node gives the
+async def keep(
+    manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
+) -> None:
+    """Writes the manifest into the peer's folder, and the tokenizer, if the peer may come to hold the whole model. Where none of the `nodes` gives the
     tokenizer now, it is asked again at the next start. Raises UsageError where the disk refuses."""
     disk, folder = LocalDisk(), config.folder
     disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
@@ -38,26 +41,30 @@ async def keep(manifest: Manifest, config: JoinConfig, transport: Transport, blo
     if config.memory_bytes < whole or _is_the_runs(folder, manifest):
         return
     with contextlib.suppress(RemoteError, TransportLost):
-        disk.write(folder / TOKENIZER, await _tokenizer(manifest, config, transport, blobs))
+        disk.write(folder / TOKENIZER, await _tokenizer(manifest, config, transport, blobs, nodes))
 
 
-async def check_document_end(manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore) -> None:
-    """Whether the tokenizer ends documents as the manifest says, which only runs are asked that look for these ends. Where no node gives the
+async def check_document_end(
+    manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
+) -> None:
+    """Whether the tokenizer ends documents as the manifest says, which only runs are asked that look for these ends. Where none of the `nodes` gives the
     tokenizer now, nothing is said. Raises UsageError, TransportLost."""
     if manifest.model.document_end_id >= 0:
         from peer.corpus.tokenizer import check_document_end as check
 
         with contextlib.suppress(RemoteError):
-            raw = await _tokenizer(manifest, config, transport, blobs)
+            raw = await _tokenizer(manifest, config, transport, blobs, nodes)
             await asyncio.to_thread(check, manifest.model, raw)
 
 
-async def _tokenizer(manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore) -> bytes:
-    """From a file, or a node. Raises UsageError, RemoteError, TransportLost."""
+async def _tokenizer(
+    manifest: Manifest, config: JoinConfig, transport: Transport, blobs: BlobStore, nodes: Sequence[str]
+) -> bytes:
+    """From a file, or one of the `nodes`. Raises UsageError, RemoteError, TransportLost."""
     if _is_the_runs(config.folder, manifest):
         return (config.folder / TOKENIZER).read_bytes()
     raw = tokenizer_bytes(manifest, config.folder, config.corpus)
-    return raw if raw is not None else await reader.Remote(transport, manifest.operators, blobs).tokenizer(manifest)
+    return raw if raw is not None else await reader.Remote(transport, nodes, blobs).tokenizer(manifest)
 
 
 def _is_the_runs(folder: Path, manifest: Manifest) -> bool:

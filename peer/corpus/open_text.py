@@ -31,7 +31,8 @@ from protocol.wire import endpoints
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """What it takes to fetch text. `folder`: for what is kept, at most `limit` bytes of it; `reach(peer)` connects to a peer, `lost(peer)`
-    forgets how it was reached; `mirrors` is the client of the manifest's mirrors, which is closed with the text."""
+    forgets how it was reached; `mirrors` is the client of the manifest's mirrors, which is closed with the text; `nodes`: the
+    operators' nodes, if they are others than the manifest names."""
 
     transport: Transport
     folder: Path
@@ -42,6 +43,7 @@ class Access:
     emit: events.Emit
     patience: Patience = PATIENCE
     mirrors: Mirrors | None = None
+    nodes: tuple[str, ...] = ()
 
 
 async def open_text(manifest: Manifest, access: Access) -> FetchedText:
@@ -61,7 +63,7 @@ async def open_text(manifest: Manifest, access: Access) -> FetchedText:
     except BaseException:
         await mirrors.aclose()
         raise
-    nodes = [node for node in manifest.operators if node != access.transport.peer_id]
+    nodes = [node for node in access.nodes or manifest.operators if node != access.transport.peer_id]
     origins = Origins(client, nodes, places, warn)
     closes = (client.aclose, mirrors.aclose)
     return FetchedText(index, manifest.seed_bytes, cache, origins, access.emit, access.patience, closes)
@@ -83,7 +85,7 @@ async def _index(manifest: Manifest, access: Access, mirrors: list[Mirror]) -> C
 
 async def _fetch_index(digest: str, manifest: Manifest, access: Access, mirrors: list[Mirror]) -> bytes:
     failures: list[str] = []
-    places: list[str | Mirror] = [*manifest.operators, *mirrors]
+    places: list[str | Mirror] = [*(access.nodes or manifest.operators), *mirrors]
     for place in places:
         name = place.name if isinstance(place, Mirror) else short_peer(place)
         try:

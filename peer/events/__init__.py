@@ -240,7 +240,14 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
         leader=commit.leader,
         voters=tuple(voters),
         rounds=None if commit.schedule is None else commit.schedule.rounds,
+        operators=None if commit.board is None else board_names(commit),
+        quorum=None if commit.board is None else commit.board.quorum,
     )
+
+
+def board_names(commit: WireCommit) -> tuple[str, ...]:
+    """Who operates the run after a commit that has a board."""
+    return () if commit.board is None else tuple(name for name in commit.board.names if name not in commit.out)
 
 
 def invited(round: int, joined: Joined) -> Invited:
@@ -267,6 +274,8 @@ def decreed(round: int, enacted: Enacted) -> Decreed:
         rounds=None if decree.schedule is None else decree.schedule.rounds,
         total_steps=None if decree.schedule is None else decree.schedule.total_steps,
         limits=None if decree.schedule is None else decree.schedule.limits,
+        appointed=tuple(operator.peer for operator in decree.operators),
+        quorum=decree.quorum,
     )
 
 

@@ -92,6 +92,10 @@ class Commit:
     """The bootstrap nodes whose votes are in the log; only `potluck monitor` tells them."""
     rounds: int | None = None
     """How many rounds the run has now, where the operators have decreed it; null: as many as the manifest says."""
+    operators: tuple[str, ...] | None = None
+    """Who operates the run now, where the operators have decreed it; null: whom the manifest names."""
+    quorum: int | None = None
+    """How many of them decide rounds, where they have decreed that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +231,7 @@ class Decreed:
     """Of the commit that says so; it holds from the next round on."""
     action: str
     """`ban` or `admit` one peer, `open` the run for all who are not banned, or `close` it for all who are not admitted;
-    or `set` how long it is, and what strangers may have."""
+    or `set` how long it is, and what strangers may have; or `oust`, `appoint` or `dismiss` operators, or set their `quorum`."""
     peer: str | None
     """The peer that it is about, if it is about one."""
     reason: str
@@ -240,6 +244,10 @@ class Decreed:
     """The inner steps of the learning rate's schedule, where that was set."""
     limits: Limits | None = None
     """What strangers may have, where that was set."""
+    appointed: tuple[str, ...] = ()
+    """Who became an operator, or has other addresses."""
+    quorum: int | None = None
+    """How many operators decide from now on, where that was said."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

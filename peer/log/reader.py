@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from peer.net.base import Transport, call
+from peer.net.asking import page
+from peer.net.base import Transport
 from peer.net.blobs import BlobStore, Fetcher
 from peer.net.blobs.named import fetch_named
 from peer.net.roster import RosterReader
@@ -23,8 +24,7 @@ from protocol.identity import short_peer
 from protocol.rounds.validation import BadCommit
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
-from protocol.wire import encoding, endpoints, framing, logfile
-from protocol.wire.session import LogRequest
+from protocol.wire import encoding, endpoints, logfile
 
 CALL_SECONDS = 20.0
 MAX_TOKENIZER = 64 * 1024 * 1024
@@ -135,19 +135,6 @@ def _checked(tokenizer: bytes, manifest: Manifest, name: str) -> bytes:
 def _hex(text: str) -> str:
     """`text` if it can be the name of a blob: a stranger's may lead out of the folder."""
     return text if len(text) == 64 and set(text) <= set("0123456789abcdef") else "none"
-
-
-async def page(transport: Transport, node: str, after: int) -> list[bytes]:
-    """The records of the rounds after round `after`, as many as `node` sends at once; none where it has no more. Raises
-    RemoteError."""
-    reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=CALL_SECONDS)
-    try:
-        found = framing.unpack_message(reply)
-    except framing.FrameError as error:
-        raise RemoteError(node, f"log of {short_peer(node)}: {error}; ask another bootstrap node") from None
-    if not isinstance(found, list) or not all(isinstance(raw, bytes) for raw in found):
-        raise RemoteError(node, f"log of {short_peer(node)}: not a list of commits; ask another bootstrap node")
-    return found
 
 
 class Remote:

@@ -23,6 +23,7 @@ from protocol.identity import Identity, short_peer
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
+from protocol.wire.decree import Board
 from protocol.wire.plan import Plan
 from protocol.wire.roster import MOST_LOOKED_UP
 
@@ -85,8 +86,11 @@ class Directory:
         self._direct = self._where(circuits=False)
         self._wanted: dict[str, None] = {}
         self._asking = asyncio.Lock()
+        self.operators = manifest.operators
+        """Who operates the run, as far as we know."""
+        self._planned: tuple[str, ...] = ()
+        self._places: tuple[str, ...] = ()
         transport.prefer(manifest.operators)
-        self._is_operator = identity.peer_id in manifest.operators
         self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
     def update(self, **fields: object) -> None:
@@ -100,7 +104,16 @@ class Directory:
     def planned(self, plan: Plan) -> None:
         """The run goes on with these: their announcements are kept before those of strangers."""
         self.crowd = plan.count
-        self._transport.prefer((*self.manifest.operators, *plan.peers))
+        self._planned = tuple(plan.peers)
+        self._transport.prefer((*self.operators, *self._planned))
+
+    def follow(self, board: Board, others: Iterable[str] = ()) -> None:
+        """These operate the run now; `others`: who is taken for an operator besides."""
+        operators = tuple(dict.fromkeys((*board.names, *others)))
+        self._places = tuple(f"{_without(a, o.peer)}/p2p/{o.peer}" for o in board.operators for a in o.places)
+        if operators != self.operators:
+            self.operators = operators
+            self._transport.prefer((*self.operators, *self._planned))
 
     # --- what we say
 
@@ -112,7 +125,7 @@ class Directory:
     @property
     def is_sampled(self) -> bool:
         """Whether our announcement is in the DHT."""
-        return self._is_operator or self._place * max(self.crowd, SAMPLE) < SAMPLE
+        return self._identity.peer_id in self.operators or self._place * max(self.crowd, SAMPLE) < SAMPLE
 
     async def announce(self, tell: Callable[[bytes], None]) -> None:
         """Seals the announcement and has it told whenever it changed, and again now and then. Never returns."""
@@ -211,7 +224,8 @@ class Directory:
     def addresses(self, peer: str) -> list[str]:
         """Those that `peer` announced, as far as we know, or that we began with."""
         announced = self.known[peer].addresses if peer in self.known else ()
-        return [*(a for a in self._bootstrap if a.endswith(f"/p2p/{peer}")), *announced]
+        known = dict.fromkeys((*self._bootstrap, *self._places))
+        return [*(a for a in known if a.endswith(f"/p2p/{peer}")), *announced]
 
     async def _find(self, peer: str) -> None:
         """Learns the announcement of `peer`, if anybody has it; those who want others meanwhile ask together. Raises RemoteError."""
@@ -222,7 +236,7 @@ class Directory:
             wanted = [peer, *(p for p in self._wanted if p != peer)][:MOST_LOOKED_UP]
             for name in wanted:
                 del self._wanted[name]
-            if not set(wanted) <= set(self.manifest.operators):
+            if not set(wanted) <= set(self.operators):
                 await self._ask_nodes(wanted)
                 if all(name in self.known for name in wanted):
                     return
@@ -255,7 +269,7 @@ class Directory:
 
     def nodes(self) -> list[str]:
         """The bootstrap nodes, in any order."""
-        others = [node for node in self.manifest.operators if node != self._transport.peer_id]
+        others = [node for node in self.operators if node != self._transport.peer_id]
         random.shuffle(others)
         return others
 
@@ -271,10 +285,19 @@ class Directory:
 
     async def connect(self) -> None:
         """Connects to any of the addresses that we began with, if there are any; failures are tried again by whoever needs it."""
-        others = [a for a in self._bootstrap if not a.endswith(f"/p2p/{self._transport.peer_id}")]
+        others = [
+            a
+            for a in dict.fromkeys((*self._bootstrap, *self._places))
+            if not a.endswith(f"/p2p/{self._transport.peer_id}")
+        ]
         if others:
             with contextlib.suppress(RemoteError):
                 await self._transport.connect(others, timeout=10.0)
+
+
+def _without(address: str, peer: str) -> str:
+    """An address without the id of its peer at its end."""
+    return address.removesuffix(f"/p2p/{peer}").rstrip("/")
 
 
 def latest_expiry(run: str) -> Callable[[bytes], float]:

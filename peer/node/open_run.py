@@ -46,6 +46,11 @@ class Run:
     bootstrap: tuple[str, ...]
     ticket: Ticket | None = None
 
+    @property
+    def dialled(self) -> tuple[str, ...]:
+        """The nodes at these addresses."""
+        return tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in self.bootstrap))
+
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest in a file. Raises UsageError."""

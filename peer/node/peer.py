@@ -1,4 +1,7 @@
-"""A volunteer's peer: the one place where its parts are put together. It owns their tasks."""
+"""A volunteer's peer: the one place where its parts are put together. It owns their tasks.
+
+Long because each part is made here, with what it needs of the others.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,7 @@ from peer.node.audit import nobody
 from peer.node.evaluating import Evaluator, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
+from peer.node.operators import Operators
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
 from peer.node.scoring import Scorer
@@ -52,7 +56,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
 from protocol.wire.announcement import Announcement
 from protocol.wire.ballot import Confirmed
-from protocol.wire.commit import Record
+from protocol.wire.commit import Commit, Record
 from protocol.wire.encoding import Message
 from protocol.wire.session import Announced, ChainReconfig, Finished, Offered, TakeSeat, TimeUp
 
@@ -118,6 +122,7 @@ class Peer:
         self._reach = self._make_reach()
         joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
         self._sessions = Sessions(self._directory, transport, emit, joining)
+        self._operators = Operators(manifest, transport, self._directory, self._sessions, bootstrap, self._head)
         transport.guests.tell = emit
         self._latency = Latency(
             transport, self._factories.clock, self._directory.placed, random.Random(identity.peer_id)
@@ -143,6 +148,7 @@ class Peer:
             )
         if memory.in_files(self.manifest, offered):
             self._storage.use_files()
+        await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
         try:
             if not self._line.is_given:
@@ -152,6 +158,14 @@ class Peer:
             await text.aclose()
             raise
         return text
+
+    @property
+    def dialled(self) -> tuple[str, ...]:
+        """The nodes that it began with."""
+        return self._operators.dialled
+
+    def _head(self) -> Commit | None:
+        return None if self.rounds is None else self.rounds.member.commits.get(self.rounds.member.head)
 
     async def run(self) -> None:
         """Until the run is over. Raises PotluckError."""
@@ -186,6 +200,7 @@ class Peer:
             lost=self._directory.lost,
             peers=nobody if self._config.audit else self._directory.peers,
             uplink=self._line.uplink,
+            nodes=lambda: self._directory.operators,
         )
         evaluator = self._make_evaluator(text)
         examiner = self._make_examiner(text, inner_loop)
@@ -226,6 +241,7 @@ class Peer:
             reach=self._directory.reach,
             lost=self._directory.lost,
             emit=self._emit,
+            nodes=self._directory.operators,
         )
 
     def _make_line(self) -> Line:
@@ -240,7 +256,7 @@ class Peer:
                 addresses=self._directory.addresses,
                 draw=random.Random(self.identity.peer_id),
             ),
-            self.manifest.operators,
+            self._directory.operators,
             self._measured,
         )
 
@@ -255,7 +271,7 @@ class Peer:
         tell = self._sessions.tell
         load = functools.partial(inference.Measured, wanted=self._config.device)
         scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
-        nodes = Remote(self._transport, self.manifest.operators, self._storage.blobs)
+        nodes = Remote(self._transport, self._directory.operators, self._storage.blobs)
         return Evaluator(
             self.manifest,
             self.identity,
@@ -301,6 +317,7 @@ class Peer:
             up_bps=self._line.up_bps,
             warm=self._config.audit or memory.keeps_warm(self.manifest, self._config.memory_bytes),
             whole=self._config.audit or memory.holds_whole(self.manifest, self._config.memory_bytes),
+            decided=self._operators.follow,
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)
 
@@ -334,6 +351,7 @@ class Peer:
             asyncio.create_task(self._directory.watch()),
             asyncio.create_task(self._sessions.run(on_message, on_open)),
             asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
+            asyncio.create_task(self._operators.look()),
         ]
         if not self._line.is_given:
             background.append(asyncio.create_task(self._line.run()))

@@ -70,6 +70,8 @@ class Surroundings:
     up_bps: int
     warm: bool
     whole: bool
+    decided: Callable[[Commit], None] = lambda commit: None
+    """Is told the newest commit that counts."""
 
 
 class Rounds:
@@ -161,8 +163,11 @@ class Rounds:
                         await self._hold_shards(self.member.commits[self.member.applied], whole=True)
                         self._moments.prepare(self.member.plan, tuple(self.outer.theta))
                 effects = self.member.handle(event, self._clock.steady())
+                head = self.member.commits.get(self.member.head)
+                if head is not None:
+                    self._around.decided(head)
                 if self._events.empty():  # else a newer commit may follow
-                    self._text_ahead.follow(self.member.commits.get(self.member.head))
+                    self._text_ahead.follow(head)
                 for effect in effects:
                     if isinstance(effect, member_events.Finish):
                         return

@@ -2,7 +2,7 @@
 
 A session is one stream to a bootstrap node: Hello, then messages both ways, a Heartbeat at least every `heartbeat` seconds. When it
 breaks, or nobody answers on its connection any more, it is opened again with growing pauses, for ever, and the member machine tells
-again what matters. There is one with every operator's node, so that whoever leads next knows what the one before knew, and hears
+again what matters. There is one with every present operator's node, so that whoever leads next knows what the one before knew, and hears
 from us what we announce.
 """
 
@@ -62,6 +62,8 @@ class Sessions:
         self._joining = joining
         self._outboxes: dict[str, asyncio.Queue[Message]] = {}
         self._turns = itertools.count()
+        self._changed = asyncio.Event()
+        self._followed = directory.operators
         self._stalled: set[str] = set()
         self._named: set[str] = set()
         self._certificate: tuple[Confirmed | None, Confirmed] = (None, Confirmed(round=0, digest="", by={}))
@@ -80,9 +82,38 @@ class Sessions:
         self, on_message: Callable[[Message | Record], Awaitable[None]], on_open: Callable[[], Awaitable[None]]
     ) -> None:
         """Keeps the sessions open. Never returns."""
-        async with asyncio.TaskGroup() as group:
-            for operator in self.manifest.operators:
-                group.create_task(self._session(operator, on_message, on_open))
+        tasks: dict[str, asyncio.Task[None]] = {}
+        try:
+            while True:
+                self._changed.clear()
+                for operator in [o for o in self.directory.operators if o not in tasks]:
+                    tasks[operator] = asyncio.create_task(self._session(operator, on_message, on_open))
+                for operator in [o for o in tasks if o not in self.directory.operators]:
+                    tasks[operator].cancel()
+                changed = asyncio.create_task(self._changed.wait())
+                try:
+                    await asyncio.wait({changed, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    changed.cancel()
+                for operator in [o for o, task in tasks.items() if task.done()]:
+                    task = tasks.pop(operator)
+                    if not task.cancelled():
+                        task.result()
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is one."""
+        return bool(self._outboxes)
+
+    def follow(self) -> None:
+        """The directory knows other operators than before, perhaps."""
+        if self.directory.operators != self._followed:
+            self._followed = self.directory.operators
+            self._changed.set()
 
     async def _session(
         self,
@@ -176,18 +207,17 @@ class Sessions:
             raise RemoteError(node, "it is silent; dialling again") from None
 
     def _believed(self, told: Confirmed) -> Confirmed:
-        """Only the operators, and of them those whose signature is right."""
+        """Only those whose signature is right; whose it has to be is for whoever has the log."""
         if told == self._certificate[0]:  # every node says it
             return self._certificate[1]
         body = confirmation_body(self.manifest.run_id, told.round, told.digest)
-        by = {who: told.by[who] for who in self.manifest.operators if who in told.by}
-        found = dataclasses.replace(told, by={w: s for w, s in by.items() if identity.verify(w, body, s)})
+        found = dataclasses.replace(told, by={w: s for w, s in told.by.items() if identity.verify(w, body, s)})
         self._certificate = (told, found)
         return found
 
     def _name(self, proof: DoubleVote) -> None:
         """Says once of each operator that it lied, if that is true."""
-        if proof.peer in self._named or proof.peer not in self.manifest.operators:
+        if proof.peer in self._named or proof.peer not in self.directory.operators:
             return
         if proof.is_true(self.manifest.run_id):
             self._named.add(proof.peer)

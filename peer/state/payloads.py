@@ -68,7 +68,7 @@ class Committed:
 
 class Exchange:
     """One per daemon. It serves the payloads and checkpoints in `storage`, in turns of `uplink`. `reach(peer)` connects to a peer,
-    `lost(peer)` forgets how it was reached, `peers()` are those who may have states."""
+    `lost(peer)` forgets how it was reached, `peers()` are those who may have states, `nodes()` the operators' nodes."""
 
     def __init__(
         self,
@@ -81,8 +81,11 @@ class Exchange:
         lost: Callable[[str], None] = lambda peer: None,
         peers: Callable[[], Awaitable[Sequence[str]]],
         uplink: Uplink,
+        nodes: Callable[[], Sequence[str]] | None = None,
     ) -> None:
+        """Long because it stands between the store, the network and those who know where others are."""
         self.manifest = manifest
+        self._nodes = nodes or (lambda: manifest.operators)
         self.store = store = storage.blobs
         self._transport = transport
         self._emit = emit
@@ -219,7 +222,7 @@ class Exchange:
         self, name: str, size: int, sender: str, round: int, check: Callable[[bytes], None] | None = None
     ) -> None:
         """From its sender or an archive: about half of the peers ask the sender first."""
-        holders = [sender, *self.manifest.operators]
+        holders = [sender, *self._nodes()]
         if sum((self._transport.peer_id + name).encode()) % 2:
             holders.append(holders.pop(0))
         await self._fetcher.fetch(name, size, holders, round=round, check=check, owner=sender)

@@ -82,12 +82,7 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             who = f"node {called(peer, names)}: its commit of round {round}"
             return [Said("error", f"{who} {clean(reason)}; it gets no vote, and another node leads")]
         case events.Decreed() as decree:
-            who = "" if decree.peer is None else f" {called(decree.peer, names)}"
-            if decree.rounds is not None:
-                lasts = Schedule(rounds=decree.rounds, total_steps=decree.total_steps or 0, limits=decree.limits)
-                who = f" {schedule_of(lasts)}"
-            why = f": {clean(decree.reason)}" if decree.reason else ""
-            return [Said("warning", f"decreed by the operators: {clean(decree.action)}{who}{why}")]
+            return [Said("warning", f"decreed by the operators: {_decreed(decree, names)}")]
         case events.Evaluated(round=round, evaluations=found):
             return [Said("good", f"held out: {_evaluated(round, x, names)}") for x in found]
         case events.Scored(scores=scores):
@@ -182,6 +177,19 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.Finished(round=round):
             return [Said("good", f"the run is over after round {round}")]
     return describe(event, names)
+
+
+def _decreed(decree: events.Decreed, names: Mapping[str, str]) -> str:
+    who = "" if decree.peer is None else f" {called(decree.peer, names)}"
+    if decree.rounds is not None:
+        lasts = Schedule(rounds=decree.rounds, total_steps=decree.total_steps or 0, limits=decree.limits)
+        who = f" {schedule_of(lasts)}"
+    if decree.appointed:
+        who = f" {', '.join(called(peer, names) for peer in decree.appointed)}"
+    if decree.quorum is not None:
+        who = f" {decree.quorum}"
+    why = f": {clean(decree.reason)}" if decree.reason else ""
+    return f"{clean(decree.action)}{who}{why}"
 
 
 def _probation(rounds: int) -> list[Said]:

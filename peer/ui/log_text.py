@@ -156,6 +156,10 @@ def round_lines(record: Record, plan: Plan | None, rounds: int) -> list[str]:
         who = f" {_peers((shown.decree.subject,))}" if shown.decree.subject else ""
         if shown.decree.schedule is not None:
             who = f" {schedule_of(shown.decree.schedule)}"
+        if shown.decree.operators:
+            who = f" {_peers(tuple(one.peer for one in shown.decree.operators))}"
+        if shown.decree.quorum is not None:
+            who = f" {shown.decree.quorum}"
         if shown.decree.proof is not None:
             who += f", which {what_it_did(shown.decree.proof)}"
         lines.append(f"  {'decree':<13} {clean(shown.decree.action)}{who}{why}")

@@ -11,7 +11,7 @@ from peer import events
 from protocol.rounds import part_lists
 from protocol.wire.commit import Commit, Contribution, Diverged, Record
 from protocol.wire.commit import LeftOut as PlannedOut
-from protocol.wire.decree import Decree, Schedule
+from protocol.wire.decree import Decree, Operator, Schedule
 from protocol.wire.invitation import Joined
 from protocol.wire.plan import Plan
 
@@ -103,7 +103,7 @@ class LoggedDecree:
     number: int
     """How many decrees the run has had before."""
     action: str
-    """`ban`, `admit`, `open`, `close`, `set` or `oust`."""
+    """`ban`, `admit`, `open`, `close`, `set`, `oust`, `appoint`, `dismiss` or `quorum`."""
     subject: str
     """The peer or the operator, where it is about one; else empty."""
     reason: str
@@ -114,6 +114,10 @@ class LoggedDecree:
     """What the operator has done who is taken out."""
     after: int | None
     """Where one is taken out: the last round that stayed."""
+    operators: tuple[Operator, ...] = ()
+    """Who is appointed, and where their nodes are."""
+    quorum: int | None = None
+    """How many operators decide from the next round on, where it says that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +222,8 @@ def _decree(decree: Decree) -> LoggedDecree:
         reason=decree.reason,
         schedule=decree.schedule,
         after=decree.after,
+        operators=decree.operators,
+        quorum=decree.quorum,
         proof=None
         if proof is None
         else LoggedProof(

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 
 from peer import events
 from peer.events import Event, Sink
-from peer.log import reader
-from peer.net import directory
+from peer.net import asking, directory
 from peer.net.base import Transport
 from peer.net.roster import RosterReader
 from peer.ui.snapshot import Snapshot, snapshot
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import schedule, validation
+from protocol.rounds import board, schedule, validation
 from protocol.rounds.validation import BadCommit
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
@@ -47,12 +46,13 @@ class BadLog(RemoteError):
 
 @dataclass(slots=True)
 class Monitor:
-    """`head`: the newest commit of the log; `peers`: the newest announcement of everyone who is there. The commits before are told and
+    """`dialled`: nodes that answered when the run was looked for; `head`: the newest commit of the log; `peers`: the newest announcement of everyone who is there. The commits before are told and
     not kept: a long run of many peers would take all memory."""
 
     manifest: Manifest
     transport: Transport
     poll_seconds: float = POLL_SECONDS
+    dialled: tuple[str, ...] = ()
     head: Record | None = None
     peers: dict[str, Announcement] = field(default_factory=dict)
     _roster: RosterReader = field(init=False)
@@ -92,11 +92,17 @@ class Monitor:
             self._look_at = self._polls + min(max(1, len(self.peers) // PEERS_A_POLL), MOST_POLLS)
         self._polls += 1
         if self._polls % COMPARE_POLLS == 0 and self.head is not None and not self._forked:
-            others = self.manifest.operators
+            others = self.nodes
             await self._compare(self.head, others[self._polls // COMPARE_POLLS % len(others)], sink)
         if self.head is not None and self.finished:
             last = self.head.commit
             sink(Event(last.time, "bootstrap", events.RunFinished(round=last.round, state_digest=None)))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Whom we ask: the node that we began with, and who operates the run."""
+        head = None if self.head is None else self.head.commit
+        return tuple(dict.fromkeys((*self.dialled, *board.operators(self.manifest, head))))
 
     @property
     def finished(self) -> bool:
@@ -117,14 +123,14 @@ class Monitor:
 
     async def _read(self, take: Callable[[Record], None]) -> None:
         """Takes the records that the log has and we had not, from the first bootstrap node that answers, checked."""
-        *others, last = self.manifest.operators
+        *others, last = self.nodes
         for node in others:
             with contextlib.suppress(RemoteError):
                 return await self._read_log(node, take)
         await self._read_log(last, take)
 
     async def _read_log(self, node: str, take: Callable[[Record], None]) -> None:
-        while records := await reader.page(self.transport, node, -1 if self.head is None else self.head.commit.round):
+        while records := await asking.page(self.transport, node, -1 if self.head is None else self.head.commit.round):
             for raw in records:
                 before = None if self.head is None else self.head.commit
                 self._members = self.manifest.first_members if before is None else before.members
@@ -140,7 +146,7 @@ class Monitor:
         """Tells whether `node` has another decided commit of the newest round: then the run is forked."""
         commit = head.commit
         try:
-            found = await reader.page(self.transport, node, commit.round - 1)
+            found = await asking.page(self.transport, node, commit.round - 1)
             other = encoding.decode_record(found[0], node) if found else head
         except RemoteError:
             return
@@ -154,14 +160,15 @@ class Monitor:
         """The newest announcement of everyone whom a bootstrap node knows, and of the other nodes; without one, of those in the DHT.
         Raises RemoteError where neither answers."""
         try:
-            await self._roster.refresh(self.manifest.operators)
+            await self._roster.refresh(self.nodes)
         except RemoteError:
             return await directory.announcements(self.transport, self.manifest.run_id)
         found = dict(self._roster.known)
-        if not set(self.manifest.operators) <= set(found):
+        operators = board.operators(self.manifest, None if self.head is None else self.head.commit)
+        if not set(operators) <= set(found):
             with contextlib.suppress(RemoteError):
                 stored = await directory.announcements(self.transport, self.manifest.run_id)
-                found.update({p: a for p, a in stored.items() if p in self.manifest.operators and p not in found})
+                found.update({p: a for p, a in stored.items() if p in operators and p not in found})
         return found
 
     async def _announcements(self, sink: Sink) -> None:

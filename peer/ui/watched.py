@@ -109,6 +109,10 @@ class Watched:
         self._refused: dict[str, int] = {}  # by each since its start
         self.forks: list[str] = []
         """Rounds with two decided commits, for a reader."""
+        self.operators = self.view.manifest.operators
+        """Who operates the run, by the newest commit."""
+        self.quorum = self.view.manifest.quorum
+        """How many of them decide."""
         self.leader = ""
         """The node that proposed the newest commit."""
         self.voters: tuple[str, ...] = ()
@@ -124,14 +128,14 @@ class Watched:
                 self.reachable[peer] = clean(reachable, 12)
             case events.Gone(peer=peer):
                 self.reachable.pop(peer, None)
-            case events.Announced(refused=told) if event.source in self.view.manifest.operators:
+            case events.Announced(refused=told) if event.source in self.operators:
                 before = self._refused.get(event.source, 0)
                 self.refused += told - before if told >= before else told
                 self._refused[event.source] = told
             case events.Refused() if event.source == RECORDED:
                 self.refused += 1
             case events.Relayed(circuits=circuits, bps=bps, bytes=passed, refused=refused):
-                if event.source in self.relays or len(self.relays) < len(self.view.manifest.operators):
+                if event.source in self.relays or len(self.relays) < len(self.operators):
                     self.relays[event.source] = RelayFigures(circuits, bps, passed, refused)
             case events.Forked(round=round, liars=liars):
                 who = ", ".join(map(self.view.name, liars))
@@ -151,6 +155,8 @@ class Watched:
         if self.recent and commit.round <= self.recent[-1].round:
             return
         self.leader, self.voters = commit.leader, commit.voters
+        if commit.operators is not None and commit.quorum is not None:
+            self.operators, self.quorum = commit.operators, min(commit.quorum, max(1, len(commit.operators)))
         self.credits.add(commit)
         before = self.recent[-1] if self.recent else None
         follows = before is not None and commit.round == before.round + 1 and when > before.time
@@ -333,7 +339,7 @@ def _peer(p: PeerView, reachable: str) -> StatePeer:
 
 
 def _health(watched: Watched, listed: list[PeerView]) -> StateHealth:
-    view, manifest = watched.view, watched.view.manifest
+    view = watched.view
     here = {p.peer for p in view.peers.values() if p.here}
     reachable = {"direct": 0, "mapped": 0, "private": 0, "unknown": 0}
     for p in listed:
@@ -350,10 +356,10 @@ def _health(watched: Watched, listed: list[PeerView]) -> StateHealth:
                 leads=peer == watched.leader,
                 voted=peer in watched.voters,
             )
-            for peer in manifest.operators
+            for peer in watched.operators
         ),
-        quorum=manifest.quorum,
-        votes_needed=votes_needed(manifest.quorum),
+        quorum=watched.quorum,
+        votes_needed=votes_needed(watched.quorum),
         forks=tuple(watched.forks),
         compared_round=view.compared.round if view.compared is not None and view.compared.round > 0 else None,
         diverged=tuple(StateDiverged(peer=view.name(peer), shard=shard) for peer, shard in wrong[:MOST_DIVERGED]),

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocol import identity
 from protocol.identity import short_peer
-from protocol.rounds import invitations, ousting, schedule
+from protocol.rounds import board, invitations, ousting, schedule
 from protocol.rounds.ousting import members_after
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
@@ -51,7 +51,7 @@ class Access:
         if enacted is None:
             return self
         decree = enacted.decree
-        if decree.action == SET:
+        if decree.action == SET or decree.action in board.CHANGES:
             return dataclasses.replace(self, newest=decree)
         if decree.action in (OPEN, CLOSE):
             return dataclasses.replace(self, is_open=decree.action == OPEN, newest=decree)
@@ -111,8 +111,9 @@ def is_signed(operator: str, decree: Decree, signature: bytes) -> bool:
 def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str | None:
     """Why what `commit` decrees after `head` is not decreed, or lets in who shows no invitation; None where nothing is wrong with either.
     Checks their signatures. How often an invitation was used is for `intruders`."""
+    operators = board.operators(manifest, head)
     for joined in commit.joined:
-        invalid = invitations.why_invalid(manifest, joined, commit.time)
+        invalid = invitations.why_invalid(manifest, joined, commit.time, operators)
         if invalid is not None:
             return f"lets in {short_peer(joined.peer)}, and {invalid}"
     enacted, number = commit.decree, decrees_after(head)
@@ -122,6 +123,8 @@ def why_unlawful(manifest: Manifest, head: Commit | None, commit: Commit) -> str
         return f"counts {commit.decrees} decrees after {number}"
     if commit.out != ousting.out_after(head, enacted):
         return "says otherwise which operators are out than was decreed"
+    if commit.board != board.after(manifest, head, enacted):
+        return "says otherwise who operates the run than was decreed"
     return None if enacted is None else why_not_decreed(manifest, head, enacted)
 
 
@@ -136,6 +139,10 @@ def why_not_decreed(manifest: Manifest, head: Commit | None, enacted: Enacted) -
         refused = schedule.why_not(manifest, head, enacted.decree.schedule)
         if refused is not None:
             return f"has a decree that comes too late, or is none: {refused}"
+    if board.is_change(enacted):
+        refused = board.why_not(manifest, head, enacted.decree)
+        if refused is not None:
+            return f"has a decree that cannot be: {refused}"
     if ousting.is_ousting(enacted):
         body = DOMAIN + encoding.encode(enacted.decree)
         if not ousting.are_enough(manifest, head, enacted, body):
@@ -195,8 +202,9 @@ class Petitions:
         signed = {w: s for w, (d, s) in sorted(self._signed.items()) if d == decree and w != decree.subject}
         return Enacted(decree=decree, signatures=signed)
 
-    def enacted(self, manifest: Manifest, head: Commit | None) -> Enacted | None:
-        """What enough of the members have signed, for the commit after `head`."""
+    def enacted(self, manifest: Manifest, head: Commit | None, living: Collection[str] | None = None) -> Enacted | None:
+        """What enough of the members have signed, for the commit after `head`. `living`: the operators that give signs of life; None: it is
+        not looked at."""
         members, number = members_after(manifest, head), decrees_after(head)
         if self._oust is not None:
             return self._oust if number == self._oust.decree.number else None
@@ -207,6 +215,10 @@ class Petitions:
         }
         for decree, count in Counter(decree for decree, _ in there.values()).most_common(1):
             late = decree.schedule is not None and schedule.why_not(manifest, head, decree.schedule) is not None
+            if decree.action in board.CHANGES:
+                late = board.why_not(manifest, head, decree) is not None or (
+                    living is not None and board.why_too_few(manifest, head, decree, living) is not None
+                )
             if count >= votes_needed(len(members)) and not late:
                 return Enacted(decree=decree, signatures={w: s for w, (d, s) in sorted(there.items()) if d == decree})
         return None

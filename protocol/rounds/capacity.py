@@ -23,6 +23,7 @@ from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, framing
 from protocol.wire.audit import Audit
+from protocol.wire.bounds import LONGEST_PLACE
 from protocol.wire.commit import (
     MAX_AUDITS,
     MAX_EVALUATIONS,
@@ -33,7 +34,19 @@ from protocol.wire.commit import (
     LeftOut,
     Share,
 )
-from protocol.wire.decree import ACTIONS, LONGEST_REASON, Decree, Enacted, Limits, Schedule
+from protocol.wire.decree import (
+    ACTIONS,
+    LONGEST_REASON,
+    MAX_APPOINTED,
+    MAX_OPERATORS,
+    MAX_PLACES,
+    Board,
+    Decree,
+    Enacted,
+    Limits,
+    Operator,
+    Schedule,
+)
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 from protocol.wire.grounds import MAX_GROUNDS, Sworn
@@ -68,6 +81,7 @@ _PROOF = DoubleVote(
 )
 _SWORN = Sworn(peer=_PEER, ballot=_INTEGER, accepted=_INTEGER, digest=_DIGEST, signature=bytes(64))
 _LIMITS = Limits(probation=_INTEGER, share=_NUMBER, range_sessions=_INTEGER, range_share=_NUMBER)
+_OPERATOR = Operator(peer=_PEER, places=("\U0010ffff" * LONGEST_PLACE,) * MAX_PLACES)
 _SCHEDULE = Schedule(rounds=_INTEGER, total_steps=_INTEGER, limits=_LIMITS)
 
 
@@ -123,10 +137,11 @@ def budget(manifest: Manifest) -> Cost:
         digests=dict.fromkeys(names, _DIGEST),
         plan=Plan(round=_INTEGER, replicas=(), next_number=_INTEGER, next_slot=_INTEGER),
         leader=_PEER,
-        members=(_PEER,) * len(manifest.operators),
+        members=(_PEER,) * MAX_OPERATORS,
         decrees=_INTEGER,
         schedule=_SCHEDULE,
-        out=(_PEER,) * len(manifest.operators),
+        out=(_PEER,) * MAX_OPERATORS,
+        board=Board(operators=(_OPERATOR,) * MAX_OPERATORS, quorum=7),
     )
     reserved = [
         _envelope(),
@@ -175,6 +190,8 @@ def reserved_for_a_decree() -> Cost:
             schedule=_SCHEDULE,
             proof=_PROOF,
             after=_INTEGER,
+            operators=(_OPERATOR,) * MAX_APPOINTED,
+            quorum=7,
         ),
         signatures=signatures,
     )

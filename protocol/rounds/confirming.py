@@ -60,11 +60,14 @@ class Confirming:
     def hear(
         self, told: Confirmed, members: Iterable[str], verify: Callable[[str, bytes, bytes], bool], run: str
     ) -> None:
-        """Confirmations by `members`; those whose signature is right are kept, the newest of each."""
+        """Confirmations by `members`; those whose signature is right are kept, the newest of each. What many said together may be old: it
+        takes the place of older ones only."""
         body = confirmation_body(run, told.round, told.digest)
         for member, signature in told.by.items():
             known = self._signed.get(member)
             if member not in members or (known is not None and known[:2] == (told.round, told.digest)):
+                continue
+            if known is not None and len(told.by) > 1 and known[0] >= told.round:
                 continue
             if verify(member, body, signature):
                 self._signed[member] = (told.round, told.digest, signature)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from protocol import identity
 from protocol.identity import Identity, short_peer
+from protocol.rounds import board
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import DOMAIN, MAX_EVALUATIONS, Commit
 from protocol.wire.evaluation import Evaluation, evaluation_body
@@ -28,20 +29,21 @@ MOST = MAX_EVALUATIONS
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What is to be measured now: the state after `round`, -1 for none, whose commit has the digest `of`; `by` whom; and who is in the log
-    with it already."""
+    """What is to be measured now: the state after `round`, -1 for none, whose commit has the digest `of`; `by` whom, besides the `operators`;
+    and who is in the log with it already."""
 
     manifest: Manifest
     round: int = -1
     of: str = ""
     by: tuple[str, ...] = ()
     known: frozenset[str] = frozenset()
+    operators: tuple[str, ...] = ()
 
     def why_not(self, said: Evaluation) -> str | None:
         """Why this has no place in the next commit; None if it has one. Checks its signature."""
         if self.round < 0 or said.round != self.round:
             return f"measures the state of round {said.round}, which is not due"
-        if said.peer not in self.by and said.peer not in self.manifest.operators:
+        if said.peer not in self.by and said.peer not in self.operators:
             return f"is of {short_peer(said.peer)}, whose turn it is not"
         if said.peer in self.known:
             return f"is told by {short_peer(said.peer)} for the second time"
@@ -54,7 +56,8 @@ class Due:
     def after(self, commit: Commit) -> Due:
         """What is due when `commit` is the newest."""
         if is_due(self.manifest, commit):
-            return Due(self.manifest, commit.round, commit.digest, evaluators(self.manifest, commit))
+            by, operators = evaluators(self.manifest, commit), board.operators(self.manifest, commit)
+            return Due(self.manifest, commit.round, commit.digest, by, operators=operators)
         if not commit.evaluations:
             return self
         return dataclasses.replace(self, known=self.known.union(x.peer for x in commit.evaluations))

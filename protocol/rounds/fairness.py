@@ -28,6 +28,7 @@ from protocol.planning.planner import arranged
 from protocol.rounds import (
     access,
     audits,
+    board,
     capacity,
     evaluation,
     grace,
@@ -71,7 +72,7 @@ class Sight:
     contributes of which all is here, by its number, and `since` how many seconds after the round began; `waited`: seconds since then. `ready`: by peer.
     `digests`: of the shards that more than half of all witnesses' weight attests; `attested`: all that anybody attested, by shard. `wall`: the
     time of day in Unix seconds. `medians`, `last`: what the log says of the rounds before, and the contributions of the last one
-    (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life. `settled`: whether this node has been
+    (protocol/rounds/judging.py). `living`: the members of the quorum that give signs of life; `present`: the operators that do. `settled`: whether this node has been
     there for a lease or longer. `head`: the last commit of the log; `standing`: what it says of each peer, and `due`: what is
     to be measured; None where that is not looked at."""
 
@@ -90,6 +91,7 @@ class Sight:
     medians: tuple[float, ...] = ()
     last: tuple[Contribution, ...] = ()
     living: Set[str] = frozenset()
+    present: Set[str] = frozenset()
     head: Commit | None = None
     standing: Standing | None = None
     due: Due | None = None
@@ -200,8 +202,7 @@ def _slots(manifest: Manifest, work: Work) -> int:
 def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
     if abs(commit.time - sight.wall) > DAY:
         yield "has a time that is more than a day from this node's"
-    for member in sorted(sight.living - set(commit.members)):
-        yield f"puts another node in the place of {short_peer(member)}, which gives signs of life"
+    yield from board.doubts(sight.manifest, sight.head, commit, sight.living, sight.present)
     lease = sight.manifest.timing.gone_after
     only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
     if only_guests and commit.round > 0 and sight.waited < lease / 2:
@@ -302,7 +303,14 @@ def _rate(manifest: Manifest, there: tuple[Candidate, ...], plan: Plan) -> float
 # --- what a node sees
 
 
-def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set[str] = frozenset()) -> Sight:
+def sight_of(
+    leader: Leader,
+    wall: float,
+    now: float,
+    settled: bool,
+    living: Set[str] = frozenset(),
+    present: Set[str] = frozenset(),
+) -> Sight:
     """What the node whose machine this is knows now; nothing of it changes later. `settled`: whether it has run for a lease."""
     verdicts, waited, latest = leader.seen(now)
     known = leader.attestations.of(leader.round - 1)
@@ -326,6 +334,7 @@ def sight_of(leader: Leader, wall: float, now: float, settled: bool, living: Set
         medians=leader.medians,
         last=() if leader.head is None else leader.head.contributions,
         living=living,
+        present=present,
         head=leader.head,
         standing=leader.standing,
         due=leader.due,

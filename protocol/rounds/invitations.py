@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from protocol import identity
@@ -39,12 +40,12 @@ def proof_body(invitation: Invitation, peer: str) -> bytes:
     return DOMAIN + framing.pack_message(["join", invitation.run, invitation.key, peer])
 
 
-def why_invalid(manifest: Manifest, joined: Joined, time: float) -> str | None:
-    """Why this lets nobody into the run at this time (Unix seconds), whatever the log says; None if it may."""
+def why_invalid(manifest: Manifest, joined: Joined, time: float, operators: Collection[str]) -> str | None:
+    """Why this lets nobody into the run, which these operate, at this time (Unix seconds), whatever else the log says; None if it may."""
     invitation = joined.invitation
     if invitation.run != manifest.run_id:
         return "its invitation is of another run"
-    if joined.operator not in manifest.operators:
+    if joined.operator not in operators:
         return "its invitation is of nobody who operates the run"
     if time > invitation.expires:
         return "its invitation has expired"

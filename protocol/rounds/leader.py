@@ -82,6 +82,7 @@ from protocol.rounds import (
     access,
     admission,
     audits,
+    board,
     evaluation,
     ousting,
     presence,
@@ -180,6 +181,7 @@ class Leader:
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
+        self._living: frozenset[str] | None = None
         self._verdicts = Verdicts()
         self._asked: tuple[Question, Commit] | None = None
         self._docket = Docket(manifest, commits)
@@ -263,7 +265,8 @@ class Leader:
                     return self._settle(now, Verdict)
             case Decided(commit):
                 return self._begin(commit, now)
-            case Tick(absent):
+            case Tick(absent, living):
+                self._living = living
                 return self._tick(absent, now)
         return []
 
@@ -468,8 +471,10 @@ class Leader:
 
     def _changes(self, now: float) -> tuple[Enacted | None, tuple[Joined, ...]]:
         """What the next commit changes in who may take part."""
-        decree = self.petitions.enacted(self.manifest, self.head)
-        return decree, self.guests.next(self.access.after(decree), now)
+        decree = self.petitions.enacted(self.manifest, self.head, self._living)
+        operators = board.operators(self.manifest, self.head)
+        joined = self.guests.next(self.access.after(decree), now)
+        return decree, tuple(one for one in joined if one.operator in operators)
 
     def _decide(self, now: float, event: Event) -> list[Effect]:
         """Has the open round's contributions judged, or proposes its commit, if nobody is to be waited for."""
@@ -524,6 +529,7 @@ class Leader:
         found = self._audits.next(self.standing.audits)
         lasts, out = schedule.after(self.head, decree), ousting.out_after(self.head, decree)
         commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=lasts, out=out)
+        commit = dataclasses.replace(commit, board=board.after(self.manifest, self.head, decree))
         if self.round >= schedule.of(self.manifest, self.head).rounds:
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)

@@ -133,12 +133,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time.
-
-    protocol/rounds/presence.py says who is absent.
-    """
+    """Event: time passed. `absent`: ready peers whose session ended and was not opened again in time (protocol/rounds/presence.py says who
+    that is); `living`: the operators that give signs of life, None where that is not known."""
 
     absent: frozenset[str] = frozenset()
+    living: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,12 +55,14 @@ TABLE = Table(
 class Leadership:
     """The signs of life that node `peer` has of the others; `now` is in seconds on any steady clock."""
 
-    def __init__(self, manifest: Manifest, peer: str, now: float) -> None:
+    def __init__(self, manifest: Manifest, peer: str, now: float, operators: tuple[str, ...] | None = None) -> None:
         self.manifest = manifest
         self.peer = peer
         self.position = Position(TABLE, Role.FOLLOWING)
-        self._heard = dict.fromkeys(manifest.operators, now)
-        self._alive = set(manifest.operators)
+        self._operators = manifest.operators if operators is None else operators
+        self._heard = dict.fromkeys(self._operators, now)
+        self._alive = set(self._operators)
+        self._signs = {peer}
         self._now = now
         self._missing: tuple[str, ...] = ()
         self._skipped: dict[str, int] = {}
@@ -78,8 +80,21 @@ class Leadership:
         self._now = now
         if peer in self._heard:
             self._heard[peer] = now
+            self._signs.add(peer)
         lease = self.manifest.timing.gone_after
         self._alive = {o for o, at in self._heard.items() if o == self.peer or now - at < lease}
+
+    @property
+    def present(self) -> frozenset[str]:
+        """The operators that have given signs of life within a lease, and this node; after a start nobody has yet."""
+        return frozenset(self._alive & self._signs)
+
+    def follow(self, operators: tuple[str, ...]) -> None:
+        """These operate the run now. Who is new has given no sign of life yet."""
+        self._operators = operators
+        self._heard = {o: self._heard.get(o, float("-inf")) for o in operators}
+        self._alive &= set(operators)
+        self._alive |= {self.peer} & set(operators)
 
     def begin(self, round: int) -> None:
         """`round` is to be decided from now on."""
@@ -157,7 +172,7 @@ class Leadership:
     def next_members(self, members: tuple[str, ...], out: tuple[str, ...] = ()) -> tuple[str, ...]:
         """The members of the round after the one that `members` decide. `out`: the operators that were taken out."""
         silent = REPLACE_LEASES * self.manifest.timing.gone_after
-        spares = [o for o in self.manifest.operators if o not in (*members, *out) and o in self._alive]
+        spares = [o for o in self._operators if o not in (*members, *out) and o in self._alive]
         return tuple(
             spares.pop(0) if spares and m != self.peer and self._now - self._heard[m] >= silent else m for m in members
         )

@@ -34,6 +34,7 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     IDLE       Learned   APPENDING  Append            the record is the next one of the log
     PREPARING  Learned   APPENDING  Append            the record is the next one of the log
     ACCEPTING  Learned   APPENDING  Append            the record is the next one of the log
+    IDLE                 APPENDING  Append            we decide nothing, and the next one of the log counts by now
     ACCEPTING  Judged    IDLE                         what another claims to have accepted is not fair
     APPENDING  Appended  IDLE       Decided           the next round begins
     IDLE       Appended  IDLE       Decided           the next round begins; who leads changed meanwhile
@@ -44,6 +45,7 @@ parts: the acceptor votes (protocol/rounds/acceptor.py), leadership says who sho
     any                  the same   Send(Heartbeat)   every `heartbeat` seconds, to all other nodes
     any        Heard     the same   Send(LogRequest)  the sender is at a later round
     any        Heard     the same   SendLog           the sender is at an earlier round
+    any        Heard     the same   Send(Confirmed)   the same, and enough members have confirmed our last commit
     any        Learned   the same   Send(LogRequest)  records in between are missing
     any        Appended  the same   Send(Holds)       the commit has to be confirmed: the other nodes hear that it
                                                       is in our log
@@ -76,8 +78,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from protocol.rounds import access, ousting
+from protocol.rounds import access, board, ousting
 from protocol.rounds.acceptor import Acceptor
+from protocol.rounds.ahead import Ahead
 from protocol.rounds.confirming import GRACE_HEARTBEATS, Confirming, is_needed
 from protocol.rounds.leadership import LIAR_ROUNDS, SLOW_ROUNDS, Leadership
 from protocol.rounds.paxos_events import (
@@ -174,7 +177,11 @@ class Quorum:
         self.suspects = Suspects(self.manifest, self._recorded)
         self._last = last
         self.position = Position(TABLE, Phase.IDLE)
-        self.leadership = Leadership(self.manifest, self.peer, now)
+        self.leadership = Leadership(self.manifest, self.peer, now, self.operators)
+        self.suspects.operators = self.operators
+        self.ahead = Ahead(self.manifest, self.head, self._verify)
+        before = self._recorded(self.round - 2) if self.round > 1 else None
+        self.former: tuple[str, ...] = self._former(before.commit if before is not None else None)
         self.leadership.begin(self.round)
         fresh = vote is None or vote.round < self.round or vote.term != len(self.out)
         known = Promise(round=self.round, term=len(self.out)) if vote is None or fresh else vote
@@ -230,7 +237,17 @@ class Quorum:
     @property
     def operators(self) -> tuple[str, ...]:
         """The others."""
-        return ousting.operators_after(self.manifest, self.out)
+        return board.operators(self.manifest, self.head, self.out)
+
+    @property
+    def reached(self) -> tuple[str, ...]:
+        """Who is told what happens: the operators, and who was one until the log's last commit, so that it hears of that."""
+        return (*self.operators, *self.former)
+
+    def _former(self, before: Commit | None) -> tuple[str, ...]:
+        """Who operated the run after `before`, and does no more after the log's last commit; those who are out aside."""
+        names = board.operators(self.manifest, before, self.out)
+        return tuple(name for name in names if name not in self.operators)
 
     @property
     def is_stopped(self) -> bool:
@@ -284,6 +301,7 @@ class Quorum:
             case Tick(due):
                 self._wait_for_leader(due, out)
         self._watch(out)
+        self._follow(out)
         self._advance(out)
         self._confirm(out)
         return out
@@ -293,7 +311,8 @@ class Quorum:
         that a digest that was computed beforehand counts: of 10,000 replicas it takes a tenth of a second."""
         out = ousting.out_after(self.head, commit.decree)
         leader = self.peer
-        members = ousting.completed(self.manifest, self.leadership.next_members(self.members, out), out)
+        then, living = board.of(self.manifest, commit), self.leadership.present
+        members = ousting.completed(then, self.leadership.next_members(self.members, out), out, living)
         same = (commit.leader, commit.members) == (leader, members)
         return commit if same else dataclasses.replace(commit, leader=leader, members=members)
 
@@ -314,10 +333,10 @@ class Quorum:
             beat = Heartbeat(
                 phase="leading" if self.leads else "following", round=self.round, turn=turn, head=self._head_digest
             )
-            out += self._to(None, self._others(self.operators), beat)
+            out += self._to(None, self._others(self.reached), beat)
             own = self.confirming.own(self.head)
             if own is not None:
-                out += self._to(None, self._others(self.operators), own)
+                out += self._to(None, self._others(self.reached), own)
 
     def _wait_for_leader(self, due: bool, out: list[Effect]) -> None:
         """A leader that has not got a round decided a lease after this node would have proposed it is skipped. Of three or five, all may come to
@@ -355,9 +374,9 @@ class Quorum:
                 self.confirming.holds(peer, round, digest)
             case Confirmed():
                 self.confirming.hear(message, self.operators, self._verify, self.manifest.run_id)
-                known = self.confirming.newest(self.members)
-                if self.peer not in self.members and known is not None and known[0] >= self.round:
-                    self._help(peer, known[0] + 1, out)  # what we could not take yet
+                if self.peer not in self.members and message.round >= self.round:
+                    self.ahead.hear(peer, message)
+                    self._help(peer, message.round + 1, out)  # what we could not take yet
             case DoubleVote():
                 if self.suspects.hear(message, self.out):
                     self._name(Heard, (message,), out)
@@ -381,9 +400,13 @@ class Quorum:
     def _help(self, peer: str, round: int, out: list[Effect]) -> None:
         """`peer` is at `round`: who is behind gets the records in between."""
         if round > self.round:
-            out += self.position.stay(Heard, [Send(peer, LogRequest(after=self.round - 1))])
+            known = self.round - 1 if self.peer in self.members else self.ahead.end
+            if round > known + 1:
+                out += self.position.stay(Heard, [Send(peer, LogRequest(after=known))])
         elif round < self.round:
             out += self.position.stay(Heard, [SendLog(peer, round - 1)])
+            if self.confirming.certificate is not None:
+                out += self.position.stay(Heard, [Send(peer, self.confirming.certificate)])
 
     def _is_current(self, peer: str, message: Prepare | Accept, out: list[Effect]) -> bool:
         """Whether this round is to be decided here and the ballot is the sender's."""
@@ -655,7 +678,7 @@ class Quorum:
     def _name(self, event: type, proofs: Sequence[DoubleVote], out: list[Effect]) -> None:
         for proof in proofs:
             out += self.position.stay(event, [Named(proof)])
-            out += self._to(None, self._others(self.operators), proof)
+            out += self._to(None, self._others(self.reached), proof)
 
     def _adopt(self, event: type, enacted: Enacted, out: list[Effect]) -> bool:
         """Whether a member is taken out by this decree here and now."""
@@ -681,7 +704,7 @@ class Quorum:
             self.confirming.is_done = True  # it only passes on what the members say
         elif self.confirming.is_due(self.head, waited, self._now):
             own = self.confirming.confirm(self.head, self._sign)
-            out += self._to(None, self._others(self.operators), own)
+            out += self._to(None, self._others(self.reached), own)
         found = self.confirming.certified(self.head, members)
         if found is not None:
             out += self.position.stay(None, [Certified(found)])
@@ -695,19 +718,33 @@ class Quorum:
         asks = takes and self.oust is None and not self.is_stopped
         if asks and record.commit.round == self.round > 0 and record.commit.parent != self._head_digest:
             out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 2))])
+        if record.commit.round > self.round and self.peer not in self.members:
+            self.ahead.learn(record)
         if record.commit.round > self.round:
             if asks:
                 out += self.position.stay(Learned, [Send(peer, LogRequest(after=self.round - 1))])
+        elif self.peer not in self.members and self.oust is None and not self._fits(record.commit):
+            self.ahead.learn(record)
         elif self.phase is Phase.APPENDING or not self._fits(record.commit):
             pass
         elif why_not_next(self.manifest, self.head, record) is None:
             out += self.position.step(Learned, Phase.APPENDING, [Append(record)])
 
+    def _follow(self, out: list[Effect]) -> None:
+        """Who decides nothing takes what counts."""
+        found = self.ahead.next() if self.phase is Phase.IDLE and self.oust is None else None
+        if found is not None:
+            out += self.position.step(None, Phase.APPENDING, [Append(found)])
+
     def _begin(self, record: Record, out: list[Effect]) -> None:
         """The record is in the log: the next round begins."""
         commit = record.commit
-        decided_by = self.members
+        decided_by, before = self.members, self.head
         self.head, self._last, self.oust = commit, record, None
+        self.former = self._former(before)
+        self.ahead.begin(commit)
+        self.leadership.follow(self.operators)
+        self.suspects.operators = self.operators
         self.confirming.begin(self._now)
         self.acceptor.begin(self.round)
         self.leadership.begin(self.round)
@@ -716,7 +753,7 @@ class Quorum:
         self._began = self._now
         self._rest()
         out += self.position.step(Appended, Phase.IDLE, [Decided(record)])
-        others = self._others(self.operators)
+        others = self._others(self.reached)
         if commit.leader == self.peer and others:
             out += self.position.stay(Appended, [SendLog(o, commit.round - 1) for o in others])
         if is_needed(len(decided_by), commit):

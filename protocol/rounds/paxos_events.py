@@ -269,6 +269,9 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(Phase.IDLE, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
     Transition(Phase.PREPARING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
     Transition(Phase.ACCEPTING, Learned, Phase.APPENDING, (Append,), "the record is the next one of the log"),
+    Transition(
+        Phase.IDLE, None, Phase.APPENDING, (Append,), "we decide nothing, and the next one of the log counts by now"
+    ),
     Transition(Phase.ACCEPTING, Judged, Phase.IDLE, (), "what another claims to have accepted is not fair"),
     Transition(Phase.APPENDING, Appended, Phase.IDLE, (Decided,), "the next round begins"),
     Transition(Phase.IDLE, Appended, Phase.IDLE, (Decided,), "the next round begins; who leads changed meanwhile"),
@@ -279,6 +282,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, None, None, (Heartbeat,), "every `heartbeat` seconds, to all other nodes"),
     Transition(None, Heard, None, (LogRequest,), "the sender is at a later round"),
     Transition(None, Heard, None, (SendLog,), "the sender is at an earlier round"),
+    Transition(None, Heard, None, (Confirmed,), "the same, and enough members have confirmed our last commit"),
     Transition(None, Learned, None, (LogRequest,), "records in between are missing"),
     Transition(
         None, Appended, None, (Holds,), "the commit has to be confirmed: the other nodes hear that it is in our log"

@@ -24,6 +24,8 @@ class Suspects:
         self.manifest = manifest
         self.named: dict[str, DoubleVote] = {}
         self.conflict: int | None = None
+        self.operators: tuple[str, ...] = ()
+        """Who operates the run now."""
         self._recorded = recorded
 
     def members_of(self, record: Record) -> tuple[str, ...]:
@@ -35,10 +37,16 @@ class Suspects:
         """A proof; whether it is true, of this term and news. `out`: who is out already."""
         gone = tuple(out)
         news = proof.peer not in self.named and proof.peer not in gone and proof.term == len(gone)
-        if not news or proof.peer not in self.manifest.operators or not proof.is_true(self.manifest.run_id):
+        if not news or proof.peer not in self._could_vote(proof.round) or not proof.is_true(self.manifest.run_id):
             return False
         self.named[proof.peer] = proof
         return True
+
+    def _could_vote(self, round: int) -> tuple[str, ...]:
+        """Who operates the run, and whom the board of that round's time names."""
+        before = self._recorded(round - 1) if round > 0 else None
+        then = ousting.names_of(self.manifest, before.commit if before is not None else None)
+        return (*self.operators, *then)
 
     def compare(self, peer: str, record: Record, out: Iterable[str]) -> tuple[tuple[DoubleVote, ...], bool]:
         """`peer` sent a record, whose signatures are right: the proofs in it that are news, and whether it makes a conflict that was not

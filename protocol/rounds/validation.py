@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from protocol.errors import PotluckError, RemoteError
 from protocol.identity import short_peer
-from protocol.rounds import access, chain_repair, ousting, part_lists, schedule
+from protocol.rounds import access, board, chain_repair, ousting, part_lists, schedule
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Record, is_decided
@@ -35,8 +35,8 @@ def why_not_next(manifest: Manifest, head: Commit | None, record: Record) -> str
         return f"is not the one of round {round}"
     if commit.parent != (head.digest if head else manifest.run_id):
         return "does not follow the one before it"
-    if not ousting.is_complete(manifest, commit.members, commit.out):
-        return "names other members than operators of the manifest"
+    if not ousting.is_complete(board.of(manifest, commit), commit.members, commit.out):
+        return "names other members than operators of the run"
     if commit.leader not in members:
         return "was proposed by a node that is not a member"
     if not is_decided(record, members):

@@ -80,6 +80,10 @@ PeerId = Annotated[str, AtMost(64)]
 RunId = Annotated[str, AtMost(64)]
 Shard = Annotated[str, AtMost(16)]
 Address = Annotated[str, AtMost(512)]
+LONGEST_PLACE = 128
+Place = Annotated[str, AtMost(LONGEST_PLACE)]
+"""An address that stays in the log."""
+QuorumSize = Annotated[int, Within(1, 7)]
 Word = Annotated[str, AtMost(48)]
 """One word of what somebody says of itself."""
 Name = Annotated[str, AtMost(64)]

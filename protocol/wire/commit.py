@@ -30,7 +30,7 @@ from protocol.wire.bounds import (
     Size,
     Time,
 )
-from protocol.wire.decree import Enacted, Schedule
+from protocol.wire.decree import Board, Enacted, Schedule
 from protocol.wire.double_vote import DoubleVote, vote_body
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.grounds import DOMAIN as DOMAIN
@@ -130,7 +130,7 @@ class Commit:
     `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
     (protocol/rounds/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/rounds/scoring.py); `audits`: whether they are
     what they say (protocol/rounds/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `out`: the operators that
-    were taken out so far (protocol/rounds/ousting.py)."""
+    were taken out so far (protocol/rounds/ousting.py). `board`: who operates the run from here on; None: as the manifest says."""
 
     run: RunId
     round: Round
@@ -151,6 +151,7 @@ class Commit:
     scores: Annotated[tuple[Score, ...], AtMost(MAX_SCORES)] = ()
     audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
     out: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
+    board: Board | None = None
 
     @functools.cached_property
     def digest(self) -> str:

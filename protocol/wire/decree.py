@@ -1,4 +1,4 @@
-"""What the operators of a run decide together while it goes on: who may take part, how long it is, and which of them is out.
+"""What the operators of a run decide together while it goes on: who may take part, how long it is, and who they are themselves.
 
 A decree is in the commit that it came with, signed by as many members of the quorum as a commit needs votes. So everybody who reads
 the log knows it, and no single operator of several can make one.
@@ -9,16 +9,57 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from protocol.wire.bounds import Count, PartOfAll, PeerId, Probation, Round, RunId, Sessions, Signature, Since, Word
+from protocol.wire.bounds import (
+    Count,
+    PartOfAll,
+    PeerId,
+    Place,
+    Probation,
+    QuorumSize,
+    Round,
+    RunId,
+    Sessions,
+    Signature,
+    Since,
+    Word,
+)
 from protocol.wire.double_vote import DoubleVote
-from protocol.wire.schema import AtMost
+from protocol.wire.schema import AtMost, row
 
 BAN, ADMIT, OPEN, CLOSE, SET, OUST = "ban", "admit", "open", "close", "set", "oust"
-ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, OUST)
+APPOINT, DISMISS, QUORUM = "appoint", "dismiss", "quorum"
+ACTIONS = (BAN, ADMIT, OPEN, CLOSE, SET, OUST, APPOINT, DISMISS, QUORUM)
 """`ban` keeps a peer out, `admit` lets it in again, or into a run that is closed; `open` lets everybody in who is not banned, and `close` only
-who is admitted; `set` gives the run another schedule, or other limits; `oust` takes an operator out who voted twice (protocol/rounds/ousting.py)."""
-OF_PEERS = (BAN, ADMIT, OUST)
+who is admitted; `set` gives the run another schedule, or other limits; `oust` takes an operator out who voted twice (protocol/rounds/ousting.py).
+`appoint` makes somebody an operator, `dismiss` ends that, `quorum` says how many of them decide (protocol/rounds/board.py)."""
+OF_PEERS = (BAN, ADMIT, OUST, DISMISS)
 LONGEST_REASON = 200
+MAX_OPERATORS, MAX_APPOINTED, MAX_PLACES = 16, 7, 2
+"""Of a run, of one decree, and addresses of one operator."""
+
+
+@row
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """One of a run's operators."""
+
+    peer: PeerId
+    """The key of its node."""
+    places: Annotated[tuple[Place, ...], AtMost(MAX_PLACES)] = ()
+    """Where that is found, without the key; those of the manifest have no addresses here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    """Who operates a run, and how many of them decide its rounds; those who were taken out for voting twice may still be named."""
+
+    operators: Annotated[tuple[Operator, ...], AtMost(MAX_OPERATORS)]
+    quorum: QuorumSize
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their keys."""
+        return tuple(operator.peer for operator in self.operators)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +97,7 @@ class Decree:
     number: Count
     """How many decrees the run has had before, so that none can be used twice."""
     action: Word
-    """`ban`, `admit`, `open`, `close`, `set` or `oust`."""
+    """One of ACTIONS."""
     subject: PeerId = ""
     """The peer, where it is about one; else empty."""
     reason: Annotated[str, AtMost(LONGEST_REASON)] = ""
@@ -67,6 +108,10 @@ class Decree:
     """What the operator who is out has done."""
     after: Since | None = None
     """Where one is out: the last round that stays; the next one is decided anew, by the others."""
+    operators: Annotated[tuple[Operator, ...], AtMost(MAX_APPOINTED)] = ()
+    """Who is appointed; one who was before has other addresses from now on."""
+    quorum: QuorumSize | None = None
+    """How many operators decide from now on, where it says that."""
 
     @property
     def is_sound(self) -> bool:
@@ -76,7 +121,10 @@ class Decree:
             (self.action == SET) == (self.schedule is not None),
             (self.action == OUST) == (self.proof is not None) == (self.after is not None),
         )
-        return self.action in ACTIONS and whom and what and why
+        board = (self.action == APPOINT) == bool(self.operators) and (self.action == QUORUM) == (
+            self.quorum is not None
+        )
+        return self.action in ACTIONS and whom and what and why and board
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +145,13 @@ class Motion:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motions:
     """A node's answer: the `number` that the next decree has, the `newest` one, how many signatures the next one needs (`wanted`), who has
-    signed what was sent, and the run's `schedule` now. Where a member has voted twice: the `proof`, and the last round that stays if it is
+    signed what was sent, the run's `schedule` now, and its `board`. Where a member has voted twice: the `proof`, and the last round that stays if it is
     taken out (`after`); `number` and `wanted` are then of the decree that does that."""
 
     number: Count
     wanted: Count
     schedule: Schedule
+    board: Board
     signed: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     newest: Decree | None = None
     proof: DoubleVote | None = None

@@ -141,7 +141,7 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
     words = ("ours/run.toml", "--dir", "ours/node", "--corpus", "ours/corpus", *where)
     for wrong, told in (
         (("none.toml", *words[1:]), "none.toml"),
-        ((*words, "--dir", "other"), "operators does not name"),
+        ((*words, "--dir", "other"), "is no operator of it"),
     ):
         refused = user.potluck("service", "install-node", *wrong)
         assert refused.returncode == 2

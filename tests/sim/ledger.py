@@ -195,12 +195,16 @@ class Ledger:
         """Once a majority has accepted a commit, it is the round's: nobody asks for votes for another one in a higher ballot."""
         assert isinstance(accept, Accept)
         for (round, ballot, digest), nodes in self._accepted.items():
-            chosen = (
-                round == accept.round and ballot < accept.ballot and len(nodes) >= votes_needed(self.manifest.quorum)
-            )
+            chosen = round == accept.round and ballot < accept.ballot and len(nodes) >= self._needed(round)
             if chosen and digest != accept.commit.digest:
                 text = f"{who[-8:]} asks for another commit of round {round} than a majority accepted"
                 raise Violation("P2", text)
+
+    def _needed(self, round: int) -> float:
+        """Votes that decide a round."""
+        if round == 0:
+            return votes_needed(self.manifest.quorum)
+        return votes_needed(len(self.log[round - 1].members)) if round <= len(self.log) else float("inf")
 
     def _entry(self, who: str, shard: str, round: int) -> Entry:
         return self.entries.setdefault((who, shard), {}).setdefault(round, Entry())

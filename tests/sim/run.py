@@ -6,6 +6,7 @@ python -m tests.sim.run --seeds 0:1000 --liars 6       # and so many made-up ide
 python -m tests.sim.run --seeds 0:1000 --probation 1   # and newcomers on probation
 python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as a quorum of 3f + 1 bears
 python -m tests.sim.run --seeds 0:1000 --double-voter  # of three operators the leading one votes twice, and the others take it out
+python -m tests.sim.run --seeds 0:1000 --fixed         # the same operators from beginning to end
 python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm   # nothing else goes wrong: no round takes LEASES leases longer than without lies
 
 A seed gives the same run in every process that has the same PYTHONHASHSEED; this command sets it to 0.
@@ -33,7 +34,8 @@ SEEDS = 150
 HAPPENS = (
     "dropped", "doubled", "held up", "partitions", "cuts", "jumps of the wall clock", "losses of power", "deaths of peers",
     "deaths of nodes", "higher ballots", "stalls", "left out", "leads", "withdrawals", "recovered", "chains reconfigured",
-    "chains finished", "chains ended", "spares' shares", "handed over", "taken back",
+    "chains finished", "chains ended", "spares' shares", "handed over", "taken back", "decreed: appoint", "decreed: quorum",
+    "decreed: dismiss", "dismissed",
 )  # fmt: skip
 """What many runs must have seen a few times."""
 LEASES = 2
@@ -49,10 +51,19 @@ def live(
     calm: bool = False,
     probation: int = 0,
     double_voter: bool = False,
+    fixed: bool = False,
 ) -> Life:
     """Lives through one of many seeds, with so many liars, with dishonest operators, and with newcomers on probation."""
     gc.disable()  # the collector would cost a tenth, and a run is short
-    swarm = Swarm(seed, liars=liars, lying_nodes=lying_nodes, calm=calm, probation=probation, double_voter=double_voter)
+    swarm = Swarm(
+        seed,
+        liars=liars,
+        lying_nodes=lying_nodes,
+        calm=calm,
+        probation=probation,
+        double_voter=double_voter,
+        fixed=fixed,
+    )
     try:
         swarm.run()
         if calm:
@@ -104,6 +115,7 @@ def main() -> int:
         action="store_true",
         help="of three operators the leading one votes twice; the others take it out",
     )
+    parser.add_argument("--fixed", action="store_true", help="nobody becomes an operator, or ceases to be one")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
@@ -125,7 +137,10 @@ def main() -> int:
 
 def chosen_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was typed of what `live` takes."""
-    return {name: getattr(arguments, name) for name in ("liars", "lying_nodes", "calm", "probation", "double_voter")}
+    return {
+        name: getattr(arguments, name)
+        for name in ("liars", "lying_nodes", "calm", "probation", "double_voter", "fixed")
+    }
 
 
 def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:

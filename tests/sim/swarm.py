@@ -33,6 +33,7 @@ from protocol.wire.sealed import seal
 from tests import tiny
 from tests.liars import Liar
 from tests.lying_nodes import DoubleVoter, LyingNode
+from tests.sim.board import BoardChanges, newcomers
 from tests.sim.disk import SimDisk
 from tests.sim.ledger import Ledger
 from tests.sim.trainer import DrawnTrainer, Meetings
@@ -59,7 +60,7 @@ class Swarm:
     `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
     operators who could lie and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
     `double_voter`: of three operators the leading one votes for two commits of a round, in one ballot or, in odd seeds, in two, and nothing else goes
-    wrong; the others take it out as docs/guides/operator.md says."""
+    wrong; the others take it out as docs/guides/operator.md says. `fixed`: nobody becomes an operator, or ceases to be one."""
 
     def __init__(
         self,
@@ -71,6 +72,7 @@ class Swarm:
         honest: bool = False,
         probation: int = 0,
         double_voter: bool = False,
+        fixed: bool = False,
     ) -> None:
         rng = random.Random(seed)
         kind = kind_of(seed)
@@ -107,7 +109,10 @@ class Swarm:
         self._trainers: dict[str, DrawnTrainer] = {}
         self._applied: dict[str, int] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
-        addresses = tuple(f"/memory/p2p/{name}" for name in names)
+        fresh = () if fixed or calm else newcomers(seed, lying_nodes)
+        self.changes = BoardChanges(self, random.Random(f"board {seed}"), fresh, lying_nodes, double_voter)
+        addresses = tuple(f"/memory/p2p/{name}" for name in (*names, *(who.peer_id for who in fresh)))
+        operators = (*operators, *fresh)
         self.nodes = [Process(world, o, lambda p: self._node(p, addresses), "nodes") for o in operators]
         whole, third = tiny.full_memory(self.manifest), tiny.third_memory(self.manifest)
         full = rng.choice(FULL[kind])
@@ -143,6 +148,7 @@ class Swarm:
         if process.name not in self._lying:
             process.running = BootstrapNode(*parts)
             await process.running.run()
+            self.changes.left(process)
             return
         if process.name == self.double_voter:
             process.running = DoubleVoter(*parts, since=self._since, later=self.world.seed % 2 == 1)
@@ -345,6 +351,7 @@ class Swarm:
             world.loop.call_later(rng.uniform(0.0, LATEST), liar.start)
         names = [p.name for p in (*self.nodes, *self.peers)]
         weathers = asyncio.ensure_future(world.weathers(names, [n.name for n in self.nodes]))
+        changes = asyncio.ensure_future(self.changes.run())
         over = asyncio.ensure_future(asyncio.wait(list(self._ended.values())))
         await asyncio.wait({weathers, over, world.over}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({over, world.over}, timeout=LATEST, return_when=asyncio.FIRST_COMPLETED)
@@ -357,6 +364,7 @@ class Swarm:
             world.broken(Violation("P4", text))
         over.cancel()
         weathers.cancel()
+        changes.cancel()
 
     def _check_end(self, process: Process, peer: Peer) -> None:
         assert peer.rounds is not None

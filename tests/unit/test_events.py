@@ -25,7 +25,7 @@ from protocol.rounds import invitations, part_lists
 from protocol.wire.announcement import Announcement
 from protocol.wire.audit import Audit
 from protocol.wire.commit import Commit, Contribution, Diverged, LeftOut, Part
-from protocol.wire.decree import Decree, Enacted, Limits, Schedule
+from protocol.wire.decree import Decree, Enacted, Limits, Operator, Schedule
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.evaluation import Evaluation
 from protocol.wire.plan import Plan, Seat, Work
@@ -271,6 +271,8 @@ def test_every_field_of_the_logs_json_has_a_source() -> None:
             ),
             proof=PROOF,
             after=1,
+            operators=(Operator(peer=BOB.peer_id, places=("/ip4/1.2.3.4/tcp/1",)),),
+            quorum=3,
         ),
         signatures={},
     )

@@ -18,7 +18,7 @@ from protocol.wire.announcement import Announcement, ChainReport
 from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
 from protocol.wire.commit import DOMAIN, Commit, Contribution, Diverged, LeftOut, Part, Record, is_decided
-from protocol.wire.decree import Decree, Enacted, Limits, Motion, Motions, Schedule
+from protocol.wire.decree import Board, Decree, Enacted, Limits, Motion, Motions, Operator, Schedule
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.double_vote import DoubleVote
 from protocol.wire.encoding import (
@@ -82,6 +82,9 @@ PLAN = Plan(
 SCHEDULE = Schedule(
     rounds=9, total_steps=450, limits=Limits(probation=4, share=0.5, range_sessions=6, range_share=0.25)
 )
+BOARD = Board(
+    operators=(Operator(peer="o", places=("/ip4/1.2.3.4/tcp/1",)), Operator(peer="p"), Operator(peer="q")), quorum=3
+)
 DECREE = Decree(run="r" * 64, number=1, action="ban", subject="p", reason="noise")
 SCORE = Score(peer="p", round=1, marks=(Mark(replica=0, assigned=-0.5, other=0.25),), signature=b"s")
 AUDIT = Audit(peer="p", round=1, replica=2, agreement=-1.5, signature=b"s")
@@ -116,6 +119,7 @@ COMMIT = Commit(
     digests={"embed": "d" * 64},
     plan=PLAN,
     joined=(JOINED,),
+    board=BOARD,
 )
 LISTS = ((PART,), (dataclasses.replace(PART, digest="b" * 64),), (dataclasses.replace(PART, shard="head"),))
 REPORT = ChainReport(times_ms=(9, 5, 1, 1, 2, 0), counts=(70, 0, 8, 2), gradients=(0.5, 2.0, 0.0))
@@ -150,7 +154,10 @@ SAMPLES: list[Message] = [
     Roster(announcements=(b"a", b"b"), gone=("p",), position=2, more=True, anew=True),
     DECREE,
     Motion(sealed=b"s"),
-    Motions(number=1, wanted=2, schedule=SCHEDULE, signed=("p",), newest=DECREE),
+    Motions(number=1, wanted=2, schedule=SCHEDULE, board=BOARD, signed=("p",), newest=DECREE),
+    Decree(run="r" * 64, number=2, action="appoint", operators=BOARD.operators[:1]),
+    Decree(run="r" * 64, number=3, action="dismiss", subject="p"),
+    Decree(run="r" * 64, number=4, action="quorum", quorum=3),
     NotAdmitted(reason="it is banned"),
     EVALUATION,
     SCORE,
@@ -347,7 +354,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
         "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "scores": (SCORE,), "joined": (),
-        "schedule": SCHEDULE, "audits": (AUDIT,), "out": ("x",),
+        "schedule": SCHEDULE, "audits": (AUDIT,), "out": ("x",), "board": None,
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}

@@ -1,0 +1,76 @@
+"""Whom a peer takes for the run's operators: whom the newest commit that counts names (protocol/rounds/board.py). As long as the log is not here,
+those whom a node names whom it began with are tried, too; nothing else follows from their word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from peer.net.asking import operating
+from peer.net.base import Transport
+from peer.net.directory import Directory
+from peer.node.sessions import Sessions
+from protocol.errors import RemoteError
+from protocol.rounds import access, board
+from protocol.run.manifest import Manifest
+from protocol.wire.commit import Commit
+from protocol.wire.decree import Board, Motions
+
+FIND_SECONDS = 5.0
+"""That nodes may take to say who operates the run; one that we began with may be gone for good."""
+LOST_SECONDS = 10.0
+"""After which a peer without a session asks again."""
+
+
+class Operators:
+    """Of one peer. `dialled`: the nodes that it began with. `head()`: the newest commit that counts, None before the first."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        transport: Transport,
+        directory: Directory,
+        sessions: Sessions,
+        bootstrap: Sequence[str],
+        head: Callable[[], Commit | None],
+    ) -> None:
+        self.dialled = tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in bootstrap))
+        self._manifest = manifest
+        self._transport = transport
+        self._directory = directory
+        self._sessions = sessions
+        self._head = head
+        self._hint: Motions | None = None
+
+    async def find(self) -> None:
+        """Asks those that we began with, and those that we know."""
+        known = dict.fromkeys((*self.dialled, *self._directory.operators))
+        await asyncio.gather(*(self._ask(node) for node in known if node != self._transport.peer_id))
+        self.follow(self._head())
+
+    async def _ask(self, node: str) -> None:
+        with contextlib.suppress(RemoteError, TimeoutError):
+            async with asyncio.timeout(FIND_SECONDS):
+                await self._directory.reach(node)
+                found = await operating(self._transport, node)
+            if self._hint is None or found.number > self._hint.number:
+                self._hint = found
+
+    def follow(self, head: Commit | None) -> None:
+        """This commit is the newest one that counts."""
+        known, hint = board.of(self._manifest, head), self._hint
+        others: tuple[str, ...] = ()
+        if hint is not None and access.decrees_after(head) < hint.number:
+            others = (*self.dialled, *hint.board.names)
+            known = Board(operators=(*known.operators, *hint.board.operators), quorum=known.quorum)
+        self._directory.follow(known, others)
+        self._sessions.follow()
+
+    async def look(self) -> None:
+        """Asks again where all sessions are lost. Never returns."""
+        while True:
+            await asyncio.sleep(LOST_SECONDS)
+            if not self._sessions.is_open:
+                await self.find()
