@@ -27,11 +27,15 @@ class Suspects:
         self.operators: tuple[str, ...] = ()
         """Who operates the run now."""
         self._recorded = recorded
+        self._decided: tuple[Record, tuple[str, ...]] | None = None
 
     def members_of(self, record: Record) -> tuple[str, ...]:
-        """Who decided a record of the log."""
-        before = self._recorded(record.commit.round - 1) if record.commit.round else None
-        return ousting.deciders(self.manifest, before.commit if before else None, record.commit.decree)
+        """Who decided a record of the log. It is asked of the last one with each message that comes: nothing is read for that again."""
+        if self._decided is None or self._decided[0] is not record:
+            before = self._recorded(record.commit.round - 1) if record.commit.round else None
+            members = ousting.deciders(self.manifest, before.commit if before else None, record.commit.decree)
+            self._decided = record, members
+        return self._decided[1]
 
     def hear(self, proof: DoubleVote, out: Iterable[str]) -> bool:
         """A proof; whether it is true, of this term and news. `out`: who is out already."""

@@ -9,6 +9,7 @@ import pytest
 from protocol.rounds import access, ousting
 from protocol.rounds.confirming import GRACE_HEARTBEATS
 from protocol.rounds.paxos_events import Certified, Forked, Heard, Learned, Named, Ousted, Proposed
+from protocol.rounds.suspects import Suspects
 from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Confirmed, Holds
 from protocol.wire.commit import DOMAIN, Commit, Record, voted_twice
@@ -377,3 +378,21 @@ def test_who_waits_for_the_decree_takes_nothing_that_was_decided_without_it() ->
     votes = len(cluster.votes[B])
     cluster.do(B, Heard(A, Accept(round=0, ballot=0, commit=second.commit)))
     assert len(cluster.votes[B]) == votes
+
+
+def test_who_decided_the_last_record_is_read_from_the_log_once() -> None:
+    cluster, read = Cluster(3), list[int]()
+    first, _ = records(cluster)
+
+    def recorded(round: int) -> Record:
+        read.append(round)
+        return first
+
+    suspects = Suspects(cluster.manifest, recorded)
+    last, other = (
+        dataclasses.replace(first, commit=dataclasses.replace(first.commit, round=round)) for round in (1, 2)
+    )
+    assert suspects.members_of(last) == suspects.members_of(last) == cluster.manifest.first_members
+    assert read == [0]
+    suspects.members_of(other)
+    assert read == [0, 1]
