@@ -233,10 +233,7 @@ def config_of(options: JoinOptions) -> JoinConfig:
 
 
 async def join(options: JoinOptions, factories: Factories | None = None) -> None:
-    """`potluck join`. `factories`: what the peer makes its parts with (default: the usual).
-
-    Its folder stays locked in pauses, too.
-    """
+    """`potluck join`; its folder stays locked in pauses, too. `factories`: what the peer makes its parts with (default: the usual)."""
     from peer.cli import dry_run
     from peer.net.relay import RelayedTransport
     from peer.node.peer import Factories, Peer

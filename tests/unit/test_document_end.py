@@ -85,7 +85,8 @@ async def checked(manifest: Manifest, config: JoinConfig, served: bytes | None) 
         await BlobServer(BlobStore(config.folder / "node"), named={endpoints.TOKENIZER_NAME: served}).serve(node)
     try:
         async with asyncio.timeout(60):
-            await own_folder.check_document_end(manifest, config, peer, BlobStore(config.folder / "blobs"))
+            blobs = BlobStore(config.folder / "blobs")
+            await own_folder.check_document_end(manifest, config, peer, blobs, manifest.operators)
     finally:
         await peer.aclose()
         await node.aclose()
