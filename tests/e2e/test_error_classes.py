@@ -35,7 +35,7 @@ NOWHERE = f"/ip4/127.0.0.1/tcp/1/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
 
 INSIDE = {
     "Absent", "Busy", "Corrupt", "Lie", "NotTaken",  # another peer is asked, or it is tried again
-    "Closed", "Ended", "NotServed", "Timeout", "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault", "RemoteError",  # likewise
+    "Closed", "Ended", "Malformed", "NotServed", "Timeout", "Unreachable", "MessageError", "NeighbourLost", "Refused", "RelayFault", "RemoteError",  # likewise
     "BadCommit", "BadList", "BadTensor", "FrameError", "NoiseError", "PayloadError", "SchemaError",  # the stream ends, or the update is refused
 }  # fmt: skip
 """Those that end no command; other tests provoke them."""
