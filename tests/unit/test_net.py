@@ -17,15 +17,17 @@ import msgpack
 import psutil
 import pytest
 
+from peer import events
 from peer.net import address, base, blobs, daemon, descriptors, dht, directory, keyfile, p2p
 from peer.net.base import Closed, Ended, Stream, Timeout, Transport, TransportLost, Unreachable, call, serve_calls
 from peer.net.memory import MemoryNetwork
 from peer.net.sockets import sweep
-from peer.net.stream import ending
+from peer.net.stream import Endpoint, ending
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
-from protocol.wire import endpoints, sealed
+from protocol.wire import calls, endpoints, sealed
 from protocol.wire.announcement import Announcement
+from protocol.wire.calls import PipeHello
 from protocol.wire.framing import MAX_FRAME, FrameError, pack_message
 
 DEADLINE = 200.0
@@ -270,6 +272,32 @@ def test_a_sender_waits_for_a_reader(kind: str, tmp_path: Path) -> None:
             with pytest.raises(Closed):
                 await stream.send(b"more")
             stop.set()
+
+    run(work())
+
+
+@pytest.mark.parametrize("said", [bytes(257), b"nonsense"], ids=["too long", "no message"])
+def test_whoever_says_what_has_no_place_again_and_again_is_refused(said: bytes) -> None:
+    async def work() -> None:
+        network, told = MemoryNetwork(), list[events.Refused]()
+        a, b = (network.transport(Identity(bytes([i]) * 32).peer_id) for i in range(2))
+        assert isinstance(b, Endpoint)
+        b.guests.tell = told.append
+
+        async def listen(stream: Stream) -> None:
+            calls.read(PipeHello, await stream.recv(256), stream.remote, "pipe")
+
+        await b.serve("pipe", listen)
+        tries = 0
+        while not told:
+            tries += 1
+            with contextlib.suppress(RemoteError):
+                stream = await a.open(b.peer_id, "pipe", timeout=SOON)
+                await stream.send(said)
+                await stream.recv()
+        assert (told[0].peer, told[0].reason) == (a.peer_id, "says what has no place in pipe")
+        assert tries > b.guests.limits.offences.burst, "an honest peer may err"
+        await asyncio.gather(a.aclose(), b.aclose())
 
     run(work())
 
