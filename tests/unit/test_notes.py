@@ -113,7 +113,9 @@ def test_of_a_decided_round_what_was_committed_stays_for_one_round_beside_one_ne
 
 
 class Everybody:
-    """In place of a directory: whoever is asked is there."""
+    """In place of a directory: whoever is asked is there, and nobody operates the run."""
+
+    operators: tuple[str, ...] = ()
 
     async def reach(self, peer: str) -> None:
         """Nothing is to be done."""

@@ -22,7 +22,12 @@ REPLACED = {
 OURS = {"protocol", "peer", "bootstrap", "tests"}
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_field_defaults"}
 """Members of a namedtuple: the underscore only keeps them from its fields."""
-PRIVATE_OF_OTHERS = {"os._exit"}
+PRIVATE_OF_OTHERS = {
+    "os._exit",
+    "torch.Tensor._make_wrapper_subclass",
+    "torch.utils._python_dispatch",
+    "_ATEN._local_scalar_dense",
+}
 """Documented, for all its underscore."""
 
 Bound = dict[str, bool]
