@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from bootstrap.sessions import Session
 from peer.net.base import Stream, Transport
 from peer.net.directory import Directory
+from peer.net.keeping import Keeping
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
@@ -32,8 +33,7 @@ class Links:
         self.to: dict[str, Session] = {}
         """What waits to be sent, by node."""
         self._knock = knock
-        self._keeping: dict[str, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
+        self._keeping = Keeping(lambda: self.to, self._keep)
         self._transport = transport
         self._directory = directory
         self._hear = hear
@@ -48,38 +48,19 @@ class Links:
 
     async def run(self) -> None:
         """Keeps ours open, until it is cancelled."""
-        try:
-            while True:
-                self._changed.clear()
-                for node in [n for n in self.to if n not in self._keeping]:
-                    self._keeping[node] = asyncio.create_task(self._keep(node))
-                changed = asyncio.create_task(self._changed.wait())
-                try:
-                    await asyncio.wait({changed, *self._keeping.values()}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
-                for node in [n for n, task in self._keeping.items() if task.done()]:
-                    task = self._keeping.pop(node)
-                    if not task.cancelled():
-                        task.result()
-        finally:
-            tasks = list(self._keeping.values())
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await self._keeping.run()
 
     async def follow(self, nodes: Iterable[str]) -> None:
         """From now on these are the others."""
         names = set(nodes)
         for node in [n for n in self.to if n not in names]:
             del self.to[node]
-            if node in self._keeping:
-                self._keeping[node].cancel()
+            self._keeping.end(node)
             for stream in self._streams.pop(node, ()):
                 await stream.close()
         for node in sorted(names - self.to.keys()):
             self.to[node] = Session()
-        self._changed.set()
+        self._keeping.changed.set()
 
     async def leave_out(self, nodes: Iterable[str], why: bytes | None) -> None:
         """These were taken out of the run: they are not heard any more. `why`: the record that says so; who comes back is told it."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from bootstrap.archive import Archive
 from bootstrap.links import Links
+from peer.net.address import peers_of
 from peer.net.asking import page
 from peer.net.base import Transport
 from peer.net.directory import Directory
@@ -53,7 +54,7 @@ class Operators:
         self._transport = transport
         self._directory = directory
         self._archive = archive
-        self._others = tuple(a.rpartition("/p2p/")[2] for a in others)
+        self._others = peers_of(others)
         self._quorum = quorum
         self._tell = tell
         self._hint: Commit | None = None

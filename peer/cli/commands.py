@@ -145,7 +145,8 @@ async def bootstrap(options: NodeOptions) -> None:
                 " beside the manifest and name it under [tokenizer] file"
             )
         check_document_end(manifest.model, raw)
-        archive.save_tokenizer(raw)
+        if tokenizer is not None:
+            archive.save_tokenizer(tokenizer)
         emit = Emitter("bootstrap", _sink(options.json))
         _raise_limits(emit)
         if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
@@ -157,10 +158,9 @@ async def bootstrap(options: NodeOptions) -> None:
             node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
             node.leader.witnesses.auditors = frozenset({auditor(folder)} if audit else ())
             async with asyncio.TaskGroup() as group:
-                beside = audit_beside(folder, manifest.run_id, transport.addresses, emit) if audit else None
-                auditing = None if beside is None else group.create_task(beside)
+                auditing = audit and group.create_task(audit_beside(folder, manifest.run_id, transport.addresses, emit))
                 await serve_bootstrap(node, transport, emit, relay_bps)  # until the operators dismiss it
-                if auditing is not None:
+                if auditing:
                     auditing.cancel()
         finally:
             await transport.aclose()

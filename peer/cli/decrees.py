@@ -19,7 +19,7 @@ import typer
 from peer.cli import running
 from peer.log import reader
 from peer.net import asking, keyfile
-from peer.net.address import parse
+from peer.net.address import parse, peers_of
 from peer.net.asking import CALL_SECONDS
 from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
@@ -282,7 +282,7 @@ async def _decree(
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            node = _node(run.bootstrap)
+            node = run.dialled[0]
             now = await asking.ask(transport, node, Motion())
             if operator.peer_id not in now.board.names:
                 raise UsageError(f"--dir {folder}: {operator.peer_id} is no operator of {clean(manifest.name)}")
@@ -395,7 +395,7 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
     loop, began = asyncio.get_running_loop(), math.inf
     while True:
         try:
-            return await asking.ask(transport, _node(at), motion)
+            return await asking.ask(transport, peers_of(at)[0], motion)
         except (Unreachable, Closed, Timeout):
             if loop.time() - began > SILENT_SECONDS:
                 raise
@@ -405,7 +405,3 @@ async def _patiently(transport: Transport, at: Sequence[str], motion: Motion, wh
         await asyncio.sleep(ASK_SECONDS)
         with contextlib.suppress(RemoteError):
             await transport.connect(at, timeout=CALL_SECONDS)
-
-
-def _node(at: Sequence[str]) -> str:
-    return at[0].rpartition("/p2p/")[2]

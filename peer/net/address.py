@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from multiaddr import Multiaddr
@@ -89,6 +90,11 @@ def _is_host(kind: str, host: str) -> bool:
 
 
 # --- what an address says, without a check of all of it: ours, or one that was parsed before
+
+
+def peers_of(addresses: Iterable[str]) -> tuple[str, ...]:
+    """The peers at these full addresses, each once, in their order."""
+    return tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in addresses))
 
 
 def is_circuit(address: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from peer.net.address import is_circuit, parse
+from peer.net.address import is_circuit, parse, peers_of
 from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
@@ -49,7 +49,7 @@ class Run:
     @property
     def dialled(self) -> tuple[str, ...]:
         """The nodes at these addresses."""
-        return tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in self.bootstrap))
+        return peers_of(self.bootstrap)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -154,7 +154,7 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
         raise NobodyThere(str(error)) from None
     if run.manifest is not None:
         return run.manifest
-    peer = run.bootstrap[0].rpartition("/p2p/")[2]
+    peer = run.dialled[0]
     raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_BYTES)
     manifest = manifests.from_bytes(raw, f"from {short_peer(peer)}")
     if manifest.run_id != run.run_id:

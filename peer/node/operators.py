@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 
+from peer.net.address import peers_of
 from peer.net.asking import operating
 from peer.net.base import Transport
 from peer.net.directory import Directory
@@ -36,13 +37,14 @@ class Operators:
         bootstrap: Sequence[str],
         head: Callable[[], Commit | None],
     ) -> None:
-        self.dialled = tuple(dict.fromkeys(address.rpartition("/p2p/")[2] for address in bootstrap))
+        self.dialled = peers_of(bootstrap)
         self._manifest = manifest
         self._transport = transport
         self._directory = directory
         self._sessions = sessions
         self._head = head
         self._hint: Motions | None = None
+        self._followed: tuple[Commit | None, Motions | None] | None = None
 
     async def find(self) -> None:
         """Asks those that we began with, and those that we know."""
@@ -59,7 +61,10 @@ class Operators:
                 self._hint = found
 
     def follow(self, head: Commit | None) -> None:
-        """This commit is the newest one that counts."""
+        """This commit is the newest one that counts. It is told with each event of a round."""
+        if self._followed is not None and self._followed[0] is head and self._followed[1] is self._hint:
+            return
+        self._followed = head, self._hint
         known, hint = board.of(self._manifest, head), self._hint
         others: tuple[str, ...] = ()
         if hint is not None and access.decrees_after(head) < hint.number:

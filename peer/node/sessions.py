@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from peer import events
 from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, Transport, answer
 from peer.net.directory import Directory
+from peer.net.keeping import Keeping
 from protocol import identity
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -62,7 +63,7 @@ class Sessions:
         self._joining = joining
         self._outboxes: dict[str, asyncio.Queue[Message]] = {}
         self._turns = itertools.count()
-        self._changed = asyncio.Event()
+        self._keeping: Keeping | None = None
         self._followed = directory.operators
         self._stalled: set[str] = set()
         self._named: set[str] = set()
@@ -82,27 +83,10 @@ class Sessions:
         self, on_message: Callable[[Message | Record], Awaitable[None]], on_open: Callable[[], Awaitable[None]]
     ) -> None:
         """Keeps the sessions open. Never returns."""
-        tasks: dict[str, asyncio.Task[None]] = {}
-        try:
-            while True:
-                self._changed.clear()
-                for operator in [o for o in self.directory.operators if o not in tasks]:
-                    tasks[operator] = asyncio.create_task(self._session(operator, on_message, on_open))
-                for operator in [o for o in tasks if o not in self.directory.operators]:
-                    tasks[operator].cancel()
-                changed = asyncio.create_task(self._changed.wait())
-                try:
-                    await asyncio.wait({changed, *tasks.values()}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    changed.cancel()
-                for operator in [o for o, task in tasks.items() if task.done()]:
-                    task = tasks.pop(operator)
-                    if not task.cancelled():
-                        task.result()
-        finally:
-            for task in tasks.values():
-                task.cancel()
-            await asyncio.gather(*tasks.values(), return_exceptions=True)
+        self._keeping = Keeping(
+            lambda: self.directory.operators, lambda operator: self._session(operator, on_message, on_open)
+        )
+        await self._keeping.run()
 
     @property
     def is_open(self) -> bool:
@@ -113,7 +97,8 @@ class Sessions:
         """The directory knows other operators than before, perhaps."""
         if self.directory.operators != self._followed:
             self._followed = self.directory.operators
-            self._changed.set()
+            if self._keeping is not None:
+                self._keeping.changed.set()
 
     async def _session(
         self,
