@@ -25,7 +25,7 @@ from peer.net.clock import Clock
 from peer.node.orders import ChainOrders, InnerLoop, Result
 from peer.state.outer_optimizer import difference
 from peer.state.storage import Shards
-from protocol.rounds import member_events, retention, schedule
+from protocol.rounds import grace, member_events, retention, schedule
 from protocol.rounds.member_events import TrainOrder
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
@@ -34,16 +34,12 @@ from protocol.wire.plan import Plan
 NOTHING = Result(0, 0, None, None)
 
 
-OVERRUN = 0.03
-"""Share of a round's time by which the last inner step may end too late: less than what everybody is waited for."""
-
-
 class RoundEnd:
     """When a round of so many `seconds` ends: a sign that a trainer looks at towards the end of each inner step."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
-        self._overrun = OVERRUN * seconds
+        self._overrun = grace.OVERRUN * seconds
         self._at = math.inf
         self._step_began = clock.steady()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from protocol.rounds import grace
 from protocol.run.manifest import Manifest
 from protocol.wire.session import Offer
 
@@ -31,10 +32,10 @@ class Deadline:
 
     def left_of(self, now: float, seconds: float, size: int) -> float:
         """The same for who came within the round, of whose time so many `seconds` are left. It has sent nothing yet; others' offers have
-        `size` bytes."""
+        `size` bytes. A seat is hardly waited for (protocol/rounds/seats.py): its last inner step ends before the time is over."""
         self.began = now - max(0.0, self._seconds - seconds)
         self._lead = max(self._lead, self._upload_seconds(size))
-        return self.left(now)
+        return max(0.0, self.left(now) - grace.OVERRUN * self._seconds)
 
     def asked(self, now: float) -> None:
         """We are asked to finish now."""

@@ -23,6 +23,8 @@ from protocol.wire.plan import ReplicaSpec
 
 LEAST = 0.05
 """Share of the training time that everybody is waited for."""
+OVERRUN = 0.03
+"""Share of the training time by which the last inner step of who was planned may end too late: less than LEAST."""
 
 
 def is_over(

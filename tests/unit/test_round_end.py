@@ -13,11 +13,13 @@ from peer.events import Emitter
 from peer.net.clock import Clock
 from peer.node.audit import NoTraining
 from peer.node.orders import Result
-from peer.node.training import OVERRUN, RoundEnd, Training
-from protocol.rounds.grace import LEAST
+from peer.node.training import RoundEnd, Training
+from protocol.rounds.deadline import Deadline
+from protocol.rounds.grace import LEAST, OVERRUN
 from protocol.rounds.member_events import Event, Trained, TrainOrder
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
 from tests import tiny
+from tests.sim import paces
 
 WORK = Work(slot=0, steps=100, micro_batches=1)
 SPEC = ReplicaSpec(number=7, rank=0, stages=(StageSpec(peer="me", first=0, last=4),), work=WORK)
@@ -138,3 +140,15 @@ def test_what_is_of_no_use_any_more_ends_at_the_next_step() -> None:
 
     (failed,) = trained(too_late)
     assert (failed.round, failed.steps) == (3, 2)  # type: ignore[union-attr]
+
+
+def test_a_seat_ends_with_a_step_before_the_time_is_over() -> None:
+    """It is waited for half a second at most, whatever a step takes; without its own uplink's time, here unknown."""
+    watch, manifest = Watch(), paces.manifest(24.0, 2)
+    deadline = Deadline(manifest, up_bps=0)
+    left = deadline.left_of(watch.now, 20.0, 1000)
+    end = RoundEnd(watch.clock, 24.0)
+    end.set_in(left)
+    seconds = 0.6
+    assert seconds * (steps_until(end, watch, seconds) + 1) > left
+    assert watch.now <= 1000.0 + 20.0 + 1e-6
