@@ -120,14 +120,13 @@ class Operators:
         known = (*self._others, *board.of(self._manifest, self.head).names) if lost else ()
         here = [name for name in self._knocking if name not in known]
         self._knocking.clear()
-        before = self.head
-        asked = [self._ask(name, name in known) for name in (*dict.fromkeys(known), *here) if name != self._peer]
-        await asyncio.gather(*asked)
-        if self.head is not before:
-            await self.follow(links)
+        names = [name for name in (*dict.fromkeys(known), *here) if name != self._peer]
+        await asyncio.gather(*(self._ask(name, name in known, links) for name in names))
 
-    async def _ask(self, node: str, dial: bool) -> None:
-        """What `node` has after what is known. Nobody is looked for since he knocked: he is connected to us."""
+    async def _ask(self, node: str, dial: bool, links: Links) -> None:
+        """What `node` has after what is known, and whom that names: who answers nothing, or slowly, delays nobody's news. Nobody is looked
+        for since he knocked: he is connected to us."""
+        before = self.head
         try:
             async with asyncio.timeout(ASK_SECONDS):
                 if dial:
@@ -136,6 +135,8 @@ class Operators:
                     pass
         except (RemoteError, TimeoutError):
             self._directory.lost(node)
+        if self.head is not before:
+            await self.follow(links)
 
     async def _read(self, node: str) -> bool:
         """Takes what `node` sends at once; whether there was something. Raises RemoteError."""

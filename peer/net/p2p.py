@@ -202,6 +202,8 @@ class P2PTransport(Endpoint):
                     reached = result
                 else:
                     failures.append(result)
+        for task in tasks:  # should the daemon end meanwhile, others tell
+            task.add_done_callback(lambda late: late.cancelled() or late.exception())
         if reached is None:
             raise failures[0] if failures else Unreachable("", "no address: nobody to connect to; give one")
         await self.dht.join(reached, timeout)

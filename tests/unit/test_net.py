@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 import resource
@@ -652,6 +653,35 @@ def test_our_daemon_dies(tmp_path: Path) -> None:
             ):
                 with pytest.raises(TransportLost, match="network daemon"):
                     await attempt
+
+    run(work())
+
+
+def test_our_daemon_dies_while_an_address_that_nobody_needs_any_more_is_dialled(tmp_path: Path) -> None:
+    """Everything else tells that; an exception that nobody asks for would be a traceback on the user's screen."""
+
+    async def work() -> None:
+        errors: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            stranger = Identity(b"s" * 32).peer_id
+            nobody = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}/p2p/{stranger}"
+            async with swarm("p2p", tmp_path, 2) as (a, b):
+                assert isinstance(a, p2p.P2PTransport)
+                await a.connect([*b.addresses, nobody], timeout=SOON)
+                before = asyncio.all_tasks()
+                assert any(is_dialling(task) for task in before), "one address is still dialled"
+                os.kill(a.daemon.pid, signal.SIGKILL)
+                await a.lost.wait()
+                async with asyncio.timeout(SOON):
+                    while any(is_dialling(task) for task in asyncio.all_tasks()):
+                        await asyncio.sleep(0.01)
+                del before
+                gc.collect()
+        assert errors == []
+
+    def is_dialling(task: asyncio.Task[Any]) -> bool:
+        return "P2PTransport._connect" in repr(task.get_coro())
 
     run(work())
 
