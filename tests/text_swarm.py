@@ -200,6 +200,8 @@ class TextSwarm:
         self._numbers = itertools.count()
         self._stack = contextlib.AsyncExitStack()
         self.manifest = manifest(noise.index, self._identities[:1])
+        self.operating: list[str] = []
+        """The nodes that the peers know."""
 
     async def __aenter__(self) -> TextSwarm:
         for i in range(self._count):
@@ -215,6 +217,7 @@ class TextSwarm:
         operators = [node.transport.peer_id for node in self.nodes] or [self._identities[0].peer_id]
         run = manifest(self.noise.index, self._identities[:1], self._mirrors)
         self.manifest = dataclasses.replace(run, operators=tuple(operators))
+        self.operating = operators
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -243,6 +246,7 @@ class TextSwarm:
             emit=told.append,
             patience=patience,
             mirrors=mirrors,
+            nodes=lambda: self.operating,
         )
         text = await open_text(self.manifest, access)
         self._stack.push_async_callback(text.aclose)

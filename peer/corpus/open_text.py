@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +31,8 @@ from protocol.wire import endpoints
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
     """What it takes to fetch text. `folder`: for what is kept, at most `limit` bytes of it; `reach(peer)` connects to a peer, `lost(peer)`
-    forgets how it was reached; `mirrors` is the client of the manifest's mirrors, which is closed with the text; `nodes`: the
-    operators' nodes, if they are others than the manifest names."""
+    forgets how it was reached; `mirrors` is the client of the manifest's mirrors, which is closed with the text; `nodes()`: the
+    operators' nodes now, if they may be others than the manifest names."""
 
     transport: Transport
     folder: Path
@@ -43,7 +43,12 @@ class Access:
     emit: events.Emit
     patience: Patience = PATIENCE
     mirrors: Mirrors | None = None
-    nodes: tuple[str, ...] = ()
+    nodes: Callable[[], Sequence[str]] | None = None
+
+    def operating(self, manifest: Manifest) -> list[str]:
+        """The nodes to ask: without ourselves."""
+        nodes = manifest.operators if self.nodes is None else self.nodes()
+        return [node for node in nodes if node != self.transport.peer_id]
 
 
 async def open_text(manifest: Manifest, access: Access) -> FetchedText:
@@ -63,8 +68,7 @@ async def open_text(manifest: Manifest, access: Access) -> FetchedText:
     except BaseException:
         await mirrors.aclose()
         raise
-    nodes = [node for node in access.nodes or manifest.operators if node != access.transport.peer_id]
-    origins = Origins(client, nodes, places, warn)
+    origins = Origins(client, lambda: access.operating(manifest), places, warn)
     closes = (client.aclose, mirrors.aclose)
     return FetchedText(index, manifest.seed_bytes, cache, origins, access.emit, access.patience, closes)
 
@@ -85,7 +89,7 @@ async def _index(manifest: Manifest, access: Access, mirrors: list[Mirror]) -> C
 
 async def _fetch_index(digest: str, manifest: Manifest, access: Access, mirrors: list[Mirror]) -> bytes:
     failures: list[str] = []
-    places: list[str | Mirror] = [*(access.nodes or manifest.operators), *mirrors]
+    places: list[str | Mirror] = [*access.operating(manifest), *mirrors]
     for place in places:
         name = place.name if isinstance(place, Mirror) else short_peer(place)
         try:

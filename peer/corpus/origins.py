@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from peer.corpus.cache import Chunk
@@ -103,19 +103,25 @@ class Rests:
 
 
 class Origins:
-    """Everybody who is asked for text. `nodes` are asked for a chunk in an order that is the same for all peers, so that these hear of each other;
-    then the mirrors."""
+    """Everybody who is asked for text. `nodes()`, the run's nodes now, are asked for a chunk in an order that is the same for all peers, so
+    that these hear of each other; then the mirrors."""
 
     def __init__(
-        self, client: RangeClient, nodes: Sequence[str], mirrors: Sequence[Origin], warn: Callable[[str], None]
+        self,
+        client: RangeClient,
+        nodes: Callable[[], Iterable[str]],
+        mirrors: Sequence[Origin],
+        warn: Callable[[str], None],
     ) -> None:
         self._client = client
-        self._nodes = {node: PeerOrigin(client, node) for node in nodes}
+        self._operating = nodes
+        self._nodes: dict[str, Origin] = {}
         self._mirrors = tuple(mirrors)
         self.rests = Rests(warn)
 
     def order(self, chunk: Chunk) -> list[Origin]:
         """Whom to ask for a chunk, one after the other."""
+        self._nodes = {node: self.peer(node) for node in self._operating()}
         nodes = sorted(self._nodes, key=lambda node: hashlib.sha256(f"{chunk.name} {node}".encode()).digest())
         return [*(self._nodes[node] for node in nodes), *self._mirrors]
 

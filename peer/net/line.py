@@ -70,15 +70,18 @@ async def measured_downlink(transport: Transport, nodes: Sequence[str], clock: C
 
 
 class Line:
-    """One per peer. `tell(event)` hears of every change. `up_bps`, `down_bps`: bits a second, 0 before `measure`."""
+    """One per peer. `nodes()`: those of the run now; `tell(event)` hears of every change. `up_bps`, `down_bps`: bits a second, 0 before
+    `measure`."""
 
-    def __init__(self, given: Given, around: Around, nodes: Sequence[str], tell: Callable[[events.Body], None]) -> None:
+    def __init__(
+        self, given: Given, around: Around, nodes: Callable[[], Sequence[str]], tell: Callable[[events.Body], None]
+    ) -> None:
         self.up_bps = given.up_bps or 0
         self.down_bps = given.down_bps or 0
         self.uplink = Uplink(given.limit_bps)
         self._given = given
         self._around = around
-        self._nodes = list(nodes)
+        self._nodes = nodes
         self._tell = tell
         self._missing = [up for up, bps in ((False, given.down_bps), (True, given.up_bps)) if bps is None]
         self._transfers: Transfers | None = None
@@ -149,7 +152,7 @@ class Line:
 
     async def _ask(self, up: bool, fresh: bool) -> tuple[str, Measured]:
         """The best that one of the nodes finds of one way, and who. Raises Busy, RemoteError, TransportLost."""
-        nodes = [node for node in self._nodes if node != self._around.transport.peer_id]
+        nodes = [node for node in self._nodes() if node != self._around.transport.peer_id]
         self._around.draw.shuffle(nodes)
         best: tuple[str, Measured] | None = None
         last: RemoteError | None = None

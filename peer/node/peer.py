@@ -241,7 +241,7 @@ class Peer:
             reach=self._directory.reach,
             lost=self._directory.lost,
             emit=self._emit,
-            nodes=self._directory.operators,
+            nodes=lambda: self._directory.operators,
         )
 
     def _make_line(self) -> Line:
@@ -256,7 +256,7 @@ class Peer:
                 addresses=self._directory.addresses,
                 draw=random.Random(self.identity.peer_id),
             ),
-            self._directory.operators,
+            lambda: self._directory.operators,
             self._measured,
         )
 
@@ -271,17 +271,20 @@ class Peer:
         tell = self._sessions.tell
         load = functools.partial(inference.Measured, wanted=self._config.device)
         scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
-        nodes = Remote(self._transport, self._directory.operators, self._storage.blobs)
         return Evaluator(
             self.manifest,
             self.identity,
             text,
             tell,
             self._emit,
-            tools=Tools(load, lambda: nodes.tokenizer(self.manifest), scorer),
+            tools=Tools(load, self._tokenizer, scorer),
             has_room=audit or room,
             always=audit,
         )
+
+    async def _tokenizer(self) -> bytes:
+        """Raises RemoteError."""
+        return await Remote(self._transport, self._directory.operators, self._storage.blobs).tokenizer(self.manifest)
 
     def _make_examiner(self, text: Text, inner_loop: InnerLoop) -> Examiner:
         config = self._config

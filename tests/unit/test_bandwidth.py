@@ -140,7 +140,7 @@ def a_line(
     around = Around(
         transport=home, clock=clock(), reach=reached, lost=lambda peer: None, addresses=addresses, draw=random.Random(1)
     )
-    return Line(said, around, nodes, heard.told.append)
+    return Line(said, around, lambda: nodes, heard.told.append)
 
 
 # --- good nodes
@@ -180,7 +180,7 @@ def test_a_downlink_that_was_measured_before_is_not_measured_again() -> None:
             addresses=lambda peer: [],
             draw=random.Random(1),
         )
-        line = Line(Given(None, None, None, known), around, ("node",), heard.told.append)
+        line = Line(Given(None, None, None, known), around, lambda: ["node"], heard.told.append)
         await line.measure()
         (told,) = heard.measured
         assert line.down_bps == told.down_bps == known.bps == pytest.approx(100 * MBPS, rel=0.15)

@@ -160,7 +160,7 @@ def a_line(home: MemoryTransport, told: list[events.Body], where: str) -> Line:
         addresses=lambda peer: [f"/ip4/{where}/tcp/1/p2p/{peer}"] if where else [],
         draw=random.Random(0),
     )
-    return Line(Given(up_bps=None, down_bps=None, limit_bps=None), around, [], told.append)
+    return Line(Given(up_bps=None, down_bps=None, limit_bps=None), around, list, told.append)
 
 
 @pytest.mark.parametrize(("where", "counts"), [("203.0.113.9", True), ("192.168.1.9", False), ("", False)])

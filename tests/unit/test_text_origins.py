@@ -53,6 +53,28 @@ async def read(swarm: TextSwarm, reader: Reader, steps: int = 20) -> None:
 # --- nodes and peers
 
 
+def test_text_comes_from_whoever_operates_the_run_now(noise: Noise, tmp_path: Path) -> None:
+    """The node that a peer began with is gone for good; another one was appointed meanwhile."""
+
+    async def work() -> None:
+        async with TextSwarm(noise, tmp_path, nodes=2) as swarm:
+            first, second = (node.transport for node in swarm.nodes)
+            swarm.operating = [first.peer_id]
+            reader = await swarm.start(patience=patience(False))
+            at = range(STEP)
+            reader.text.expect([at])
+            np.testing.assert_array_equal(await reader.text.sequences(at), swarm.slots(at))
+            assert swarm.nodes[1].sent == 0
+            swarm.operating = [second.peer_id]
+            await first.aclose()
+            at = range(CHUNK, CHUNK + STEP)
+            reader.text.expect([at])
+            np.testing.assert_array_equal(await reader.text.sequences(at), swarm.slots(at))
+            assert swarm.nodes[1].sent > 0
+
+    run(work())
+
+
 async def wrong_bytes(index: int, data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1]) if index >= 0 else data
 
