@@ -14,11 +14,11 @@ class Allowance:
     left: float = float("inf")
     at: float = 0.0
 
-    def take(self, now: float) -> bool:
-        """Whether one more is allowed at `now`, in steady seconds."""
+    def take(self, now: float, amount: float = 1.0) -> bool:
+        """Whether so many more are allowed at `now`, in steady seconds."""
         self.left = min(self.burst, self.left + (now - self.at) * self.per_second)
         self.at = now
-        if self.left < 1:
+        if self.left < amount:
             return False
-        self.left -= 1
+        self.left -= amount
         return True

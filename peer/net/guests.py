@@ -67,7 +67,8 @@ it counts as any other stream."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """`of_a_peer`, `of_an_address`, `together`: streams that are open at once. `rates_of_an_address`: times those of a peer. An offence is a stream
-    beyond its limit, or what a handler calls one; after `offences` of them, at most so many a second on average, a peer is refused for
+    beyond its limit, one that would wait over `patience` seconds because of its sender's own rate, or what a handler calls one, which may count
+    several times; after `offences` of them, at most so many a second on average, a peer is refused for
     `seconds`, and each further time for twice as long, up to `longest_seconds`; after each `forgiven_seconds` without an offence one time less
     counts. `remembered`: peers and addresses whose rates are known."""
 
@@ -75,7 +76,8 @@ class Limits:
     of_an_address: int = 4096
     together: int = 8192
     rates_of_an_address: float = 16.0
-    offences: Rate = Rate(1.0, 64.0)
+    patience: float = 5.0
+    offences: Rate = Rate(1.0, 32.0)
     seconds: float = 60.0
     longest_seconds: float = 3600.0
     forgiven_seconds: float = 3600.0
@@ -194,6 +196,8 @@ class Guests:
         pretends = name in COUNTED_ELSEWHERE and not self.carries(peer, name)
         rate, address = OPENED_ELSE if pretends else OPENED.get(name, OPENED_ELSE), self._open[peer].address
         seconds = self._bucket((peer, name), rate).take(now)
+        if seconds > self.limits.patience and not self.carries(peer, name):
+            self.offend(peer, f"opens {name} again and again", now)
         if address:
             times = self.limits.rates_of_an_address
             whole = Rate(times * rate.per_second, times * rate.burst)
@@ -225,18 +229,18 @@ class Guests:
             self._nodes.popitem(last=False)
         return True
 
-    def offend(self, peer: str, reason: str, now: float) -> None:
-        """`peer` did what an honest peer does seldom, or never; too often, and it is refused."""
-        if not self._may(self._offences, peer, self.limits.offences, now):
+    def offend(self, peer: str, reason: str, now: float, times: float = 1.0) -> None:
+        """`peer` did what an honest peer does seldom, or never; too often, and it is refused. It counts so many times."""
+        if not self._may(self._offences, peer, self.limits.offences, now, times):
             self.refuse(peer, reason, now)
 
-    def _may(self, known: OrderedDict[str, Allowance], peer: str, rate: Rate, now: float) -> bool:
-        """Whether one more is within the rate."""
+    def _may(self, known: OrderedDict[str, Allowance], peer: str, rate: Rate, now: float, amount: float = 1.0) -> bool:
+        """Whether so many more are within the rate."""
         allowance = known.setdefault(peer, Allowance(rate.per_second, rate.burst))
         known.move_to_end(peer)
         if len(known) > self.limits.remembered:
             known.popitem(last=False)
-        return allowance.take(now)
+        return allowance.take(now, amount)
 
     def refuse(self, peer: str, reason: str, now: float) -> None:
         """Takes nothing more from `peer` for a while, and ends what it has open."""

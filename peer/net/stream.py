@@ -23,6 +23,8 @@ from protocol.wire.framing import MAX_FRAME, FrameError, FrameReader
 
 CHUNK = 256 * 1024
 """Bytes written or read at once."""
+NONSENSE = 4.0
+"""Offences that a message counts as which makes no sense: of our own version nobody sends one."""
 TOLD = (0.1, 20.0)
 """Of a second, and at once: failures of handlers of which the log says everything."""
 LINGER_SECONDS = 5.0
@@ -293,7 +295,7 @@ class Endpoint:
             log.debug("serving %s: %s", stream.name, error)
             theirs = isinstance(error, MessageError | Malformed) and error.peer == stream.remote
             if theirs and not self.guests.carries(stream.remote, stream.name):
-                self.guests.offend(stream.remote, f"says what has no place in {stream.name}", clock())
+                self.guests.offend(stream.remote, f"says what has no place in {stream.name}", clock(), NONSENSE)
         except Exception as error:
             self._failed(stream, error)
         finally:

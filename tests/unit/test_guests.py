@@ -74,6 +74,29 @@ def test_whoever_goes_on_is_refused_and_the_operator_hears_why() -> None:
     assert len(house.told) == 1
 
 
+def test_whoever_opens_far_more_than_its_rate_is_refused_before_it_has_all_streams() -> None:
+    house = House(of_a_peer=256, of_an_address=1000, together=1000)
+    rate, patience = OPENED[endpoints.SESSION], house.guests.limits.patience
+    opened = 0
+    while not house.told:
+        assert house.enter("a", HOME, endpoints.SESSION) is not None
+        house.guests.wait("a", endpoints.SESSION, 0.0)
+        opened += 1
+    assert house.told[0].reason == f"opens {endpoints.SESSION} again and again"
+    assert opened == rate.burst + patience * rate.per_second + house.guests.limits.offences.burst + 1
+    assert opened < 64
+    assert house.enter("b", HOME, endpoints.SESSION) is not None, "whoever shares its address is not"
+
+
+def test_whoever_shares_an_address_with_many_waits_and_is_not_refused() -> None:
+    house = House(of_a_peer=256, of_an_address=10_000, together=10_000, rates_of_an_address=1.0)
+    for number in range(100):
+        assert house.enter(f"p{number}", HOME, endpoints.SESSION) is not None
+        wait = house.guests.wait(f"p{number}", endpoints.SESSION, 0.0)
+    assert wait > house.guests.limits.patience
+    assert house.told == []
+
+
 def test_when_all_is_taken_the_greediest_gives_one_up() -> None:
     house = House(of_an_address=100)
     greedy = [house.enter(name) for name in ("a", "b") for _ in range(4)]

@@ -36,6 +36,7 @@ from tests.liars import Liar
 TURN_SECONDS = 2.5
 """For which each of several identities is there: some rounds."""
 FLOODS = ("says too much in its session",)
+AGAIN = ("has 256 streams open and opens more", f"opens {endpoints.SESSION} again and again")
 
 
 async def heartbeats(enemy: Attacker) -> None:
@@ -294,7 +295,7 @@ ATTACKS = (
     Attack(work=offers, told=FLOODS, slowly=True),
     Attack(work=seats),
     Attack(work=evaluations, told=FLOODS, slowly=True),
-    Attack(work=sessions),
+    Attack(work=sessions, told=AGAIN),
     Attack(work=half_open),
     Attack(work=unread),
     Attack(work=dripping),
