@@ -95,11 +95,10 @@ def gone(transport: P2PTransport) -> None:
 
 @dataclass(frozen=True)
 class Sizes:
-    """MiB: of this process, of each daemon, and of what is on disk."""
+    """MiB of memory: of this process, and of each daemon."""
 
     process: float
     daemons: dict[str, float]
-    disk: float
 
 
 class Siege:
@@ -192,8 +191,12 @@ class Siege:
         started = self.ground.daemons.started
         names = {self.ground.boot.peer_id: "node", **{peer.id: name for name, peer in self.ground.peers.items()}}
         daemons = {name: resident(started[who].daemon.pid) for who, name in names.items()}
-        files = [Path(folder) / file for folder, _, found in os.walk(self._folder) for file in found]
-        return Sizes(resident(os.getpid()), daemons, sum(size(path) for path in files) / MIB)
+        return Sizes(resident(os.getpid()), daemons)
+
+    def disk(self) -> float:
+        """MiB of files now."""
+        files = [os.path.join(folder, file) for folder, _, found in os.walk(self._folder) for file in found]
+        return sum(map(size, files)) / MIB
 
 
 @dataclass
@@ -219,10 +222,10 @@ def resident(pid: int) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / MIB
 
 
-def size(path: Path) -> int:
+def size(path: str) -> int:
     """Bytes; none of a file that is gone."""
     with contextlib.suppress(OSError):
-        return path.stat().st_size
+        return os.stat(path).st_size
     return 0
 
 

@@ -57,7 +57,7 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
 
 
 async def withstands(siege: Siege, attack: Attack) -> None:
-    ground, before = siege.ground, siege.sizes()
+    ground, before, disk = siege.ground, siege.sizes(), siege.disk()
     siege.longest_gap = 0.0
     async with siege.attacked(attack) as blows:
         await ground.goes_on(ROUNDS)
@@ -71,7 +71,7 @@ async def withstands(siege: Siege, attack: Attack) -> None:
     assert after.process - before.process < PROCESS_MIB
     for name, daemon in after.daemons.items():
         assert daemon - before.daemons[name] < DAEMON_MIB, name
-    assert after.disk - before.disk < DISK_MIB
+    assert siege.disk() - disk < DISK_MIB
     honest = {peer.id for peer in ground.peers.values()}
     assert not [s for s in siege.refusals(blows) if s.peer in honest]
 
