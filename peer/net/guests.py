@@ -66,7 +66,7 @@ it counts as any other stream."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """`of_a_peer`, `of_an_address`, `together`: streams that are open at once. `rates_of_an_address`: times those of a peer. An offence is a stream
+    """`of_a_peer`, `of_an_address`, `together`: streams that are open at once; `silent`: of a peer, on which nothing has been said. `rates_of_an_address`: times those of a peer. An offence is a stream
     beyond its limit, one that would wait over `patience` seconds because of its sender's own rate, or what a handler calls one, which may count
     several times; after `offences` of them, at most so many a second on average, a peer is refused for
     `seconds`, and each further time for twice as long, up to `longest_seconds`; after each `forgiven_seconds` without an offence one time less
@@ -75,6 +75,7 @@ class Limits:
     of_a_peer: int = 256
     of_an_address: int = 4096
     together: int = 8192
+    silent: int = 64
     rates_of_an_address: float = 16.0
     patience: float = 5.0
     offences: Rate = Rate(1.0, 32.0)
@@ -100,6 +101,7 @@ class _Peer:
 
     address: str
     streams: dict[Ends, None] = field(default_factory=dict)
+    silent: set[Ends] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -180,10 +182,25 @@ class Guests:
         self._of_address[known.address] += 1
         return True
 
+    def may_be_silent(self, peer: str, name: str, stream: Ends, now: float) -> bool:
+        """Whether a stream that entered, and on which nothing has been said yet, may be waited for; `leave` follows if not."""
+        known = self._open[peer]
+        if len(known.silent) >= self.limits.silent and not self.carries(peer, name):
+            self.offend(peer, f"has {self.limits.silent} streams open and says nothing", now)
+            return False
+        known.silent.add(stream)
+        return True
+
+    def speaks(self, peer: str, stream: Ends) -> None:
+        """Something was said on a stream."""
+        if peer in self._open:
+            self._open[peer].silent.discard(stream)
+
     def leave(self, peer: str, stream: Ends) -> None:
         """A stream that entered is over."""
         known = self._open[peer]
         del known.streams[stream]
+        known.silent.discard(stream)
         self._count -= 1
         self._of_address[known.address] -= 1
         if not self._of_address[known.address]:

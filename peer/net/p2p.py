@@ -97,13 +97,17 @@ class P2PTransport(Endpoint):
         self._met(came.peer, came.where)
         conn.recv(head)
         if guest.is_silent():
-            guest.when_said(functools.partial(self._said, handler, came, guest), SILENT_SECONDS)
+            if self.guests.may_be_silent(came.peer, came.name, guest, now):
+                guest.when_said(functools.partial(self._said, handler, came, guest), SILENT_SECONDS)
+            else:
+                guest.abort()
         else:
             self._said(handler, came, guest)
 
     def _said(self, handler: Handler, came: Came, guest: Guest) -> None:
         """The opener of a stream always speaks first, and has: it is served as soon as its rate allows."""
         loop = asyncio.get_running_loop()
+        self.guests.speaks(came.peer, guest)
         if guest.is_over():  # it is closed, and nothing was made of it
             guest.abort()
             if not self.guests.carries(came.peer, came.name):

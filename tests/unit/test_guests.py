@@ -88,6 +88,25 @@ def test_whoever_opens_far_more_than_its_rate_is_refused_before_it_has_all_strea
     assert house.enter("b", HOME, endpoints.SESSION) is not None, "whoever shares its address is not"
 
 
+def test_whoever_says_nothing_has_fewer_streams() -> None:
+    house = House(of_a_peer=256, of_an_address=1000, together=1000, silent=8, offences=Rate(1.0, 4.0))
+    lines = []
+    for _ in range(8):
+        lines.append(house.enter("a", HOME))
+        assert house.guests.may_be_silent("a", "x", lines[-1], 0.0)
+    house.guests.speaks("a", lines[0])
+    house.guests.leave("a", lines[1])
+    for _ in range(2):
+        lines.append(house.enter("a", HOME))
+        assert house.guests.may_be_silent("a", "x", lines[-1], 0.0), "one has said something, and one is over"
+    while not house.told:
+        late = house.enter("a", HOME)
+        assert not house.guests.may_be_silent("a", "x", late, 0.0)
+        house.guests.leave("a", late)
+    assert house.told[0].reason == "has 8 streams open and says nothing"
+    assert len(lines) == 10
+
+
 def test_whoever_shares_an_address_with_many_waits_and_is_not_refused() -> None:
     house = House(of_a_peer=256, of_an_address=10_000, together=10_000, rates_of_an_address=1.0)
     for number in range(100):

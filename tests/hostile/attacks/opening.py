@@ -14,7 +14,11 @@ from tests.hostile.attacks.attacker import AT_ONCE, Attack, Attacker
 from tests.hostile.ground import SOON
 
 NAMES = sorted(v for v in vars(endpoints).values() if isinstance(v, str) and v.startswith("potluck/"))
-MANY = ("has 256 streams open and opens more", *(f"opens {name} again and again" for name in NAMES))
+MANY = (
+    "has 256 streams open and opens more",
+    "has 64 streams open and says nothing",
+    *(f"opens {name} again and again" for name in NAMES),
+)
 NOTHING = (*MANY, "opens streams, says nothing, and closes them")
 NONSENSE = (*NOTHING, *(f"says what has no place in {name}" for name in NAMES))
 LIBP2P_PING = "/ipfs/ping/1.0.0"

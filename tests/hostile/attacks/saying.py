@@ -36,7 +36,11 @@ from tests.liars import Liar
 TURN_SECONDS = 2.5
 """For which each of several identities is there: some rounds."""
 FLOODS = ("says too much in its session",)
-AGAIN = ("has 256 streams open and opens more", f"opens {endpoints.SESSION} again and again")
+AGAIN = (
+    "has 256 streams open and opens more",
+    "has 64 streams open and says nothing",
+    f"opens {endpoints.SESSION} again and again",
+)
 
 
 async def heartbeats(enemy: Attacker) -> None:
