@@ -114,6 +114,16 @@ BUGS: dict[str, Bug] = {
         ("P2", "P4"),
         only="crowd",
     ),
+    "whoever decides next is taken for whoever decided": Bug(
+        (
+            (
+                "protocol/rounds/validation.py",
+                "    members = ousting.deciders(manifest, head, commit.decree)\n",
+                "    members = commit.members\n",
+            ),
+        ),
+        ("P2", "P4"),
+    ),
     # the pumps
     "a commit is applied twice after a restart": Bug(
         ((ROUNDS, "Checkpoint(round, theta,", "Checkpoint(round - 1, theta,"),), ("P1",)
