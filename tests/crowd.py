@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 
 from bootstrap.archive import Archive
@@ -17,6 +17,7 @@ from bootstrap.calls import Calls
 from bootstrap.roster import Heard
 from peer import events
 from peer.net import directory, p2p
+from peer.net.base import Handler
 from peer.net.blobs import BlobServer
 from peer.net.disk import LocalDisk
 from peer.net.sockets import socket_base
@@ -46,6 +47,10 @@ class Signing(MadeUp):
     @functools.cached_property
     def ids(self) -> list[str]:
         return list(self.keys)
+
+    def name_of(self, index: int) -> str:
+        """What a peer calls itself."""
+        return f"peer {index}"
 
     def record(self, before: Commit | None) -> Record:
         """The next record of the log; every tenth round leaves a replica out."""
@@ -103,7 +108,7 @@ class Signing(MadeUp):
                 chain=load if peer in chained else None,
                 coordinates=(1.0 * index, 2.0, 3.0),
                 reachable=("direct", "mapped", "private", "")[index % 4],
-                name=f"peer {index}",
+                name=self.name_of(index),
             )
             out[peer] = sealed.seal(key, about)
         return out
@@ -141,8 +146,8 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def node(made: Signing, folder: Path) -> AsyncIterator[Node]:
-    """It serves until the block ends."""
+async def node(made: Signing, folder: Path, instead: Mapping[str, Handler] | None = None) -> AsyncIterator[Node]:
+    """It serves until the block ends. `instead`: what answers under these names on the wire in its place."""
     folder.mkdir(parents=True, exist_ok=True)
     key = folder / "identity.key"
     key.write_bytes(tiny.OPERATOR.libp2p_bytes())
@@ -151,26 +156,40 @@ async def node(made: Signing, folder: Path) -> AsyncIterator[Node]:
     )
     found = Node(made, folder, transport)
     try:
-        await Calls(found.archive, found.heard).serve(transport)
-        named = {endpoints.MANIFEST_NAME: made.manifest.to_bytes()}
-        await BlobServer(found.archive.blobs, named=named).serve(transport)
+        if endpoints.LOG not in (instead or {}):
+            await Calls(found.archive, found.heard).serve(transport)
+        if endpoints.BLOB not in (instead or {}):
+            named = {endpoints.MANIFEST_NAME: made.manifest.to_bytes()}
+            await BlobServer(found.archive.blobs, named=named).serve(transport)
+        for name, handler in (instead or {}).items():
+            await transport.serve(name, handler)
         yield found
     finally:
         await transport.aclose()
         found.archive.close()
 
 
+THREE = Signing(3)
+
+
 @contextlib.contextmanager
-def living(folder: Path, spoil: Callable[[Node], None] = lambda node: None) -> Iterator[str]:
-    """The line of a node with three peers and two rounds, which lives on another thread; `spoil` changes what it says."""
+def living(
+    folder: Path,
+    spoil: Callable[[Node], None] = lambda node: None,
+    *,
+    made: Signing = THREE,
+    instead: Mapping[str, Handler] | None = None,
+) -> Iterator[str]:
+    """The line of a node with two rounds, and three peers unless `made` has others, which lives on another thread; `spoil` changes what it says. `instead`: see
+    `node`."""
     loop, found, over = asyncio.new_event_loop(), queue.SimpleQueue[str](), asyncio.Event()
 
     async def live() -> None:
-        async with node(Signing(3), folder) as made:
-            made.decide(3)
-            made.hear(1)
-            spoil(made)
-            found.put(made.line)
+        async with node(made, folder, instead) as there:
+            there.decide(3)
+            there.hear(1)
+            spoil(there)
+            found.put(there.line)
             await over.wait()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(live(),))

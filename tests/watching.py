@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import pty
 import re
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -49,6 +51,16 @@ class Watching:
     process: subprocess.Popen[bytes]
     drawn: bytearray = field(default_factory=bytearray)
     url: str = ""
+    keys: int = -1
+    """Where what is typed goes."""
+
+    def press(self, key: bytes, sign: bytes) -> None:
+        """Types a key, until `sign` is drawn."""
+        before, end = self.drawn.rfind(sign), time.monotonic() + DEADLINE
+        os.write(self.keys, key)
+        while self.drawn.rfind(sign) <= before:
+            assert time.monotonic() < end, (key, self.drawn[-2000:])
+            time.sleep(0.05)  # a terminal has no other sign of news
 
     def taken(self) -> Taken:
         """As of now."""
@@ -69,8 +81,9 @@ class Watching:
 
 
 @contextlib.contextmanager
-def watching(*arguments: object, width: int = 120, height: int = 40) -> Iterator[Watching]:
-    """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the block."""
+def watching(*arguments: object, width: int = 120, height: int = 40, keys: bool = False) -> Iterator[Watching]:
+    """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the block. `keys`: whether the
+    terminal is its own, so that it takes what is typed."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
     command = [sys.executable, "-m", "peer.cli", "monitor", *map(str, arguments), "--web", "0"]
@@ -80,10 +93,11 @@ def watching(*arguments: object, width: int = 120, height: int = 40) -> Iterator
         stdout=inner,
         stderr=inner,
         start_new_session=True,
+        preexec_fn=functools.partial(fcntl.ioctl, inner, termios.TIOCSCTTY, 0) if keys else None,
         env=os.environ | {"TERM": "xterm-256color"},
     )
     os.close(inner)
-    found, there = Watching(process), threading.Event()
+    found, there = Watching(process, keys=outer), threading.Event()
 
     def read() -> None:
         with contextlib.suppress(OSError):  # how the end of a terminal reads on Linux

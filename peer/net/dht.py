@@ -243,14 +243,16 @@ class Dht:
         return cls(node, validator, daemon, preferred)
 
     async def join(self, peer: str, timeout: float) -> None:
-        """Enters the DHT through a connected peer, unless we are in it. Raises ClockWrong, Unreachable, TransportLost."""
-        protocol = self.node.protocol
+        """Enters the DHT through a connected peer, unless we are in it, within `timeout` seconds. Raises ClockWrong, Unreachable,
+        TransportLost."""
+        protocol, loop = self.node.protocol, asyncio.get_running_loop()
         if len(protocol.routing_table.uid_to_peer_id):
             return
-        found = None
+        found, end = None, loop.time() + timeout
         for _ in range(PINGS):  # one that is busy answers a later ping
             try:
-                found = await self._daemon.within(protocol.call_ping(PeerID.from_base58(peer), validate=True), timeout)
+                ping = protocol.call_ping(PeerID.from_base58(peer), validate=True)
+                found = await self._daemon.within(ping, end - loop.time())
             except ValidationError as error:
                 if "local time" in str(error):
                     raise ClockWrong(
@@ -258,7 +260,7 @@ class Dht:
                     ) from None
             except TimeoutError:
                 pass
-            if found is not None:
+            if found is not None or end - loop.time() < RETRY_SECONDS:
                 break
             await asyncio.sleep(RETRY_SECONDS)
         if found is None:
@@ -267,7 +269,7 @@ class Dht:
             )
         await asyncio.sleep(0)  # lets hivemind enter it in the routing table
         with contextlib.suppress(TimeoutError):
-            await self._daemon.within(self.node.find_nearest_nodes([self.node.node_id]), timeout)
+            await self._daemon.within(self.node.find_nearest_nodes([self.node.node_id]), end - loop.time())
 
     async def store(self, key: str, subkey: str, value: bytes, ttl: float) -> bool:
         """See peer.net.base.Transport."""

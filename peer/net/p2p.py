@@ -183,6 +183,8 @@ class P2PTransport(Endpoint):
 
     async def connect(self, addresses: Sequence[str], *, timeout: float) -> None:
         self.daemon.check()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + timeout
         by_peer: dict[str, dict[str, bytes]] = {}
         failures: list[RemoteError] = []
         for text in addresses:
@@ -210,7 +212,7 @@ class P2PTransport(Endpoint):
             task.add_done_callback(lambda late: late.cancelled() or late.exception())
         if reached is None:
             raise failures[0] if failures else Unreachable("", "no address: nobody to connect to; give one")
-        await self.dht.join(reached, timeout)
+        await self.dht.join(reached, max(end - loop.time(), RPC_SECONDS))
 
     async def _connect(self, peer: str, known: dict[str, bytes], timeout: float) -> str | RemoteError:
         """The peer, whose addresses are `known` as text and as bytes, or why it was not reached. The daemon takes a connection that it

@@ -161,7 +161,8 @@ class FrameStream:
                 if not self._ended:
                     self._ended = True
                     self._traffic.count_received(self.name, self.remote, framing.PREFIX)
-                raise Ended(self.remote, f"stream {self.name} from {short_peer(self.remote)}: has ended") from None
+                what = f"stream {self.name} from {short_peer(self.remote)}"
+                raise Ended(self.remote, f"{what}: has ended; ask another peer, or try again") from None
             if frame is not None:
                 self._traffic.count_received(self.name, self.remote, framing.PREFIX + len(frame))
                 return frame

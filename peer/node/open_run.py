@@ -30,7 +30,9 @@ ASSETS = Path(__file__).parent.parent / "assets"
 
 
 REACH_SECONDS = 14.0
-"""In which somebody answers. Whoever typed a line where nobody does is told so in less than twenty seconds."""
+"""In which somebody answers, and gives the manifest. Whoever typed a line where nobody does is told so in less than twenty seconds."""
+MANIFEST_SECONDS = 4.0
+"""For the manifest, at least."""
 
 
 class NobodyThere(UsageError):
@@ -148,6 +150,8 @@ def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> by
 async def manifest_of(run: Run, transport: Transport) -> Manifest:
     """Connects to the run and gives its manifest, from its file or from the bootstrap node. Raises NobodyThere,
     UsageError, RemoteError."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + REACH_SECONDS
     try:
         await transport.connect(run.bootstrap, timeout=REACH_SECONDS)
     except RemoteError as error:
@@ -155,7 +159,13 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
     if run.manifest is not None:
         return run.manifest
     peer = run.dialled[0]
-    raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_BYTES)
+    try:
+        async with asyncio.timeout_at(max(end, loop.time() + MANIFEST_SECONDS)):
+            raw = await fetch_named(transport, peer, endpoints.MANIFEST_NAME, limit=manifests.MAX_BYTES)
+    except TimeoutError:
+        raise NobodyThere(
+            f"manifest from {short_peer(peer)}: it did not come in {REACH_SECONDS:g} s; try again, or ask who operates the node"
+        ) from None
     manifest = manifests.from_bytes(raw, f"from {short_peer(peer)}")
     if manifest.run_id != run.run_id:
         raise UsageError(

@@ -405,19 +405,30 @@ def test_parts_of_manifests_in_the_documents_can_be_read_in_a_whole_one() -> Non
     assert found
 
 
+def with_field(table: str, name: str, line: str) -> bytes:
+    """The guide's manifest in which `line` gives this field of a table."""
+    parts = re.split(r"^(?=\[)", whole_manifest(), flags=re.MULTILINE)
+    kept = [re.sub(rf"^{name} = .*\n", "", p, flags=re.M) if p.startswith(f"[{table}]") else p for p in parts]
+    if not any(part.startswith(f"[{table}]") for part in parts):
+        kept.append(f"[{table}]\n")
+    return "".join(p.replace(f"[{table}]\n", f"[{table}]\n{line}\n", 1) for p in kept).encode()
+
+
 def test_fields_with_values_in_prose_are_taken_by_a_manifest() -> None:
     hints = typing.get_type_hints(Manifest)
-    tables = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
+    fields = {t: {f.name for f in dataclasses.fields(k)} for t, k in hints.items() if dataclasses.is_dataclass(k)}
     found = set()
     for document in DOCUMENTS:
         for code in CODE.findall(prose(text(document))):
-            if given := re.fullmatch(r"(\w+) = (\d+|\"\w+\")", code):
-                homes = [t for t, kind in tables.items() if given[1] in {f.name for f in dataclasses.fields(kind)}]
-                assert homes, (named(document), code)
-                for table in set(homes) - {"model", "train", "tokenizer", "data"}:
-                    manifests.from_toml(with_table(table, code), named(document))
-                    found.add(code)
-    assert {"overlap = 1", "topk = 32", 'backward = "sym2"'} <= found
+            if given := re.fullmatch(r"(?:(\w+)\.)?(\w+) = (\d[\d.]*|\"[^\"]*\"|true|false)", code):
+                tables = [t for t, names in fields.items() if given[2] in names and given[1] in (None, t)]
+                assert tables, (named(document), code)
+                for table in tables:
+                    made = manifests.from_toml(with_field(table, given[2], f"{given[2]} = {given[3]}"), named(document))
+                    told = tomllib.loads(f"it = {given[3]}")["it"]
+                    assert getattr(getattr(made, table), given[2]) == told, (named(document), code)
+                found.add(code)
+    assert {"overlap = 1", "topk = 32", 'backward = "sym2"', 'train.optimizer = "muon"'} <= found
 
 
 def test_the_list_of_machines_that_a_guide_shows_is_read(tmp_path: Path) -> None:

@@ -16,17 +16,19 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from peer.cli import doctor
 from peer.cli.doctor import BAD, GOOD, WARNING, Finding
 from peer.net.clock import Clock
-from peer.net.daemon import START_SECONDS
 from peer.net.disk import LocalDisk
+from peer.net.sockets import FRESH_SECONDS
 from protocol.wire import sealed
 from protocol.wire.announcement import NODE_DEVICE, VERSION, Announcement
 from tests import crowd, tiny
 from tests.benchmarks import doctor as promises
+from tests.e2e.typed import hanging, running, until
 from tests.faults import slow_disk
 from tests.faults.homes import homes
 from tests.faults.processes import DEADLINE, Swarm
@@ -207,6 +209,34 @@ def test_no_memory(tmp_path: Path) -> None:
     assert "close other programs" in found["memory"].remedy
 
 
+LIMIT = 700_000_000
+"""Bytes of a container: doctor takes a quarter of it for itself."""
+
+
+def test_a_container_with_little_memory(tmp_path: Path) -> None:
+    """The system's own limit, of a control group in which the process is."""
+    groups = Path("/sys/fs/cgroup")
+    if (groups / "memory").is_dir():
+        group, limit = groups / "memory" / f"potluck-{os.getpid()}", "memory.limit_in_bytes"
+    else:
+        group, limit = groups / f"potluck-{os.getpid()}", "memory.max"
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"control groups: {error.strerror}; a limit of memory needs them")
+    try:
+        if not (group / limit).exists():
+            pytest.skip("control groups: this system limits no memory by them")
+        (group / limit).write_text(str(LIMIT))
+        place = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"))
+        found, works = examined("--dir", tmp_path / "b", place=place)
+    finally:
+        group.rmdir()
+    assert works
+    assert found["memory"].state == WARNING, found
+    assert "close other programs" in found["memory"].remedy
+
+
 @pytest.fixture
 def short() -> Iterator[Path]:
     """A folder whose path leaves room for that of a socket."""
@@ -214,13 +244,24 @@ def short() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_sockets_of_killed_processes(tmp_path: Path, short: Path) -> None:
-    left = short / "potluck-net-dead"
-    left.mkdir()
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(left / "p2pd-1.sock"))
-    os.utime(left, times=(0, time.time() - 2 * START_SECONDS))
-    found, works = examined("--dir", tmp_path / "b", env={"TMPDIR": str(short)})
+def test_sockets_of_killed_processes(run_file: Path, tmp_path: Path, short: Path) -> None:
+    """Of a bootstrap node and its network daemon, a minute ago; what a node has that lives is left alone."""
+    where = ("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json")
+    here = {"TMPDIR": str(short)}
+    with running(*where, env=here) as node:
+        until(node, "listening")
+        for process in (*psutil.Process(node.pid).children(recursive=True), node):
+            process.kill()
+        node.wait(DEADLINE)
+    (left,) = short.glob("potluck-net-*")
+    assert [path for path in left.glob("p2pd-*.sock") if path.is_socket()]
+    with running(*where, env=here) as node:
+        until(node, "listening")
+        (lives,) = set(short.glob("potluck-net-*")) - {left}
+        for folder in (left, lives):  # long enough ago not to be that of a daemon which just starts
+            os.utime(folder, times=(0, time.time() - 2 * FRESH_SECONDS))
+        found, works = examined("--dir", tmp_path / "b", env=here)
+        assert lives.exists()
     assert works
     assert "killed processes, 1 of them" in found["leftovers"].text
     assert not left.exists()
@@ -247,6 +288,14 @@ def test_nobody_at_the_address(swarm: Swarm, tmp_path: Path, silent: bool) -> No
     assert not works
     assert found["run"].state == BAD
     assert time.monotonic() - began < MINUTE
+
+
+def test_a_node_that_hangs(run_file: Path, tmp_path: Path) -> None:
+    with hanging(run_file) as line:
+        found, works = examined(line, "--dir", tmp_path / "b", "--host", "127.0.0.1")
+    assert not works
+    assert found["run"].state == BAD
+    assert "answers, but not to the DHT" in found["run"].text
 
 
 def test_a_router_that_lets_nobody_in(tmp_path: Path) -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from tests.faults.processes import DEADLINE
 
 
 @contextlib.contextmanager
-def running(*arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """`potluck …` as it is typed."""
+def running(*arguments: object, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`potluck …` as it is typed. `env`: more of its environment."""
     command = [sys.executable, "-m", "peer.cli", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    whole = {**os.environ, **(env or {})}
+    with subprocess.Popen(command, env=whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         watchdog = threading.Timer(DEADLINE, process.kill)
         watchdog.start()
         try:
@@ -24,6 +28,21 @@ def running(*arguments: object) -> Iterator[subprocess.Popen[str]]:
         finally:
             watchdog.cancel()
             process.terminate()
+
+
+@contextlib.contextmanager
+def hanging(run_file: Path) -> Iterator[str]:
+    """The line of a bootstrap node that hangs: its process is stopped, its network daemon lives. Its key is in the folder `boot` beside
+    the manifest."""
+    with running(
+        "bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json"
+    ) as node:
+        line = str(until(node, "listening")["address"])
+        node.send_signal(signal.SIGSTOP)
+        try:
+            yield line
+        finally:
+            node.send_signal(signal.SIGCONT)
 
 
 def until(process: subprocess.Popen[str], kind: str, **fields: object) -> dict[str, object]:

@@ -45,13 +45,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=512)},
     "yarn, sharp": {
-        "rope_scaling": RopeScaling(rope_type="yarn", factor=2.0, original_max_position_embeddings=8, beta_slow=31.0)
+        "rope_scaling": RopeScaling(
+            rope_type="yarn", factor=2.0, original_max_position_embeddings=8, beta_slow=31.0, beta_fast=40.0
+        )
     },
     "documents": {"document_end_id": 0},
     "llama today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "rope_scaling": LLAMA3, "document_end_id": 0},
     "qwen today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "use_qk_norm": True, "document_end_id": 0},
     "qwen untied": {"num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": LLAMA3, "document_end_id": 0},
 }  # fmt: skip
+SIZES = {"vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "context"}
 UNTIED = [name for name, changes in OPTIONS.items() if not changes.get("tie_word_embeddings")]
 IDS = torch.tensor(np.random.default_rng(3).integers(1, SPEC.vocab_size, (3, SPEC.context)))
 PACKED = IDS.clone()
@@ -68,6 +71,21 @@ def whole(spec: ModelSpec) -> Stage:
     stage = Stage(spec, 0, spec.n_layers, True, True)
     stage.load(random_theta(spec))
     return stage
+
+
+def test_every_option_of_the_architecture_is_here() -> None:
+    """Each field of a model that is no size has another value than its default in one of them; each kind of RoPE is there, with each of
+    its numbers."""
+    varied = {name for option in OPTIONS for name in differing(spec_of(option))}
+    assert varied == {f.name for f in dataclasses.fields(ModelSpec)} - SIZES
+    scalings = [spec.rope_scaling for spec in map(spec_of, OPTIONS) if spec.rope_scaling is not None]
+    assert {scaling.rope_type for scaling in scalings} == set(layout.ROPE_TYPES)
+    assert set().union(*map(differing, scalings)) == {f.name for f in dataclasses.fields(RopeScaling)}
+
+
+def differing(spec: ModelSpec | RopeScaling) -> set[str]:
+    """The fields that are no sizes and whose values are not the defaults."""
+    return {f.name for f in dataclasses.fields(spec) if f.name not in SIZES and getattr(spec, f.name) != f.default}
 
 
 @pytest.fixture

@@ -33,11 +33,11 @@ async def fetch_named(transport: Transport, peer: str, name: str, *, limit: int,
         while len(data) < size:
             piece = await stream.recv(blob_hash.RANGE, timeout=timeout)
             if not piece or len(data) + len(piece) > size:
-                raise RemoteError(peer, f"{what}: it sent another number of bytes than it said")
+                raise RemoteError(peer, f"{what}: it sent another number of bytes than it said; ask another node")
             data += piece
         await stream.finish()
         return bytes(data)
     except framing.FrameError as error:
-        raise RemoteError(peer, f"{what}: {error}") from None
+        raise RemoteError(peer, f"{what}: {error}; ask another node") from None
     finally:
         await stream.close()
