@@ -42,7 +42,7 @@ LABEL = 13
 _WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """How the table of peers marks what a chain waits for."""
 _LEAST_PLOT = 8
-"""Lines that the curve keeps when the table of chains needs space."""
+"""Lines that the curve keeps when the tables need space; beside many peers it has a third."""
 
 
 def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
@@ -51,7 +51,7 @@ def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
     plot = busy = 0
     rows = height - 2 - notes
     if height >= 20:
-        rows = max(4, min(len(view.peers) + 3, rows - _LEAST_PLOT))
+        rows = max(4, min(len(view.peers) + 3, rows - max(_LEAST_PLOT, rows // 3)))
         busy = _busy_rows(view, height - 2 - notes - rows - _LEAST_PLOT)
         plot = min(20, height - 2 - notes - rows - busy)
         notes = height - 2 - rows - busy - plot
