@@ -20,7 +20,7 @@ from peer.ui.utilization import percent
 from protocol.rounds.credits import Credits
 
 Row = tuple[Text | str, ...]
-_ROLES = {"full": "a full replica", "spare": "a spare", "joining": "joining", "waiting": "waiting for a plan"}
+_ROLES = {"full": "a full replica", "spare": "a spare", "joining": "joining a replica", "waiting": "waiting for a plan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ def _rounds(state: State) -> Sheet:
         Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
         Column("loss"), Column("held out", 90), Column("payloads", 100), Column("left out", left=True, wide=True),
     )  # fmt: skip
-    return Sheet(f"the last {count(rows, 'round')}, the newest first" if rows else "rounds", columns, rows)
+    return Sheet(f"rounds: the newest {len(rows)}" if rows else "rounds", columns, rows)
 
 
 def _contributors(state: State) -> Sheet:
