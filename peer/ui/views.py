@@ -73,7 +73,7 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     space = max(1, height - 2 - headed)
     skip = max(0, min(skip, len(rows) - space))
     seen = rows[skip : skip + space]
-    between = 2 if width >= 120 else 1
+    between = 2 if headed and width >= 120 else 1
     table = Table(
         box=None,
         padding=(0, between, 0, 0),
