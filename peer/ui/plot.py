@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from rich.text import Text
 
 Point = tuple[float, float]
-LINE, MARK, AXIS = "#56B4E9", "bold #E69F00", "bright_black"
-"""Styles: the sky blue and orange that colour-blind readers tell apart (Okabe and Ito, 2008)."""
+SKY, ORANGE = "#2E93D0", "#C07A00"
+"""Colour-blind readers tell them apart; both can be read on black and on white."""
+LINE, MARK, AXIS = SKY, f"bold {ORANGE}", "bright_black"
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _LABEL = 6

@@ -1,7 +1,7 @@
 """The live screen of `potluck demo` and `potluck monitor`, drawn from events only (peer/ui/run_state.py).
 
-Colour-blind readers can tell the colours apart, and nothing is said by colour alone. `NO_COLOR` is honoured, and an
-output that is not UTF-8 gets plain ASCII. A frame is exactly as wide and high as asked, from about 60 x 12 characters
+Colour-blind readers can tell the colours apart, dark and light terminals show them, and nothing is said by colour alone.
+`NO_COLOR` is honoured, and an output that is not UTF-8 gets plain ASCII. A frame is exactly as wide and high as asked, from about 60 x 12 characters
 on; one of fewer than 20 lines has no curve.
 """
 
@@ -24,7 +24,7 @@ from peer.events import Event
 from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
 from peer.ui.names import END, LONGEST, Names
-from peer.ui.plot import chart
+from peer.ui.plot import ORANGE, SKY, chart
 from peer.ui.run_state import PeerView, View
 from peer.ui.text import clean, clock, duration, rate, size, times
 from peer.ui.utilization import percent
@@ -32,7 +32,7 @@ from protocol.run.manifest import Manifest
 
 __all__ = ["Plain", "Screen", "View", "render"]
 
-BLUE, SKY, ORANGE, GREEN, RED = "#0072B2", "#56B4E9", "#E69F00", "#009E73", "#D55E00"
+BLUE, GREEN, RED = "#0072B2", "#009E73", "#DC3545"
 LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}
 MANY_FACTS, LONGEST_WRITTEN = 12, 120
 """Lines that the facts need before there is one for what the model writes, and so many characters of it."""
@@ -42,7 +42,7 @@ LABEL = 13
 _WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """How the table of peers marks what a chain waits for."""
 _LEAST_PLOT = 8
-"""Lines that the curve keeps when the table of chains needs space."""
+"""Lines that the curve keeps when the tables need space; beside many peers it has a third."""
 
 
 def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
@@ -51,7 +51,7 @@ def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
     plot = busy = 0
     rows = height - 2 - notes
     if height >= 20:
-        rows = max(4, min(len(view.peers) + 3, rows - _LEAST_PLOT))
+        rows = max(4, min(len(view.peers) + 3, rows - max(_LEAST_PLOT, rows // 3)))
         busy = _busy_rows(view, height - 2 - notes - rows - _LEAST_PLOT)
         plot = min(20, height - 2 - notes - rows - busy)
         notes = height - 2 - rows - busy - plot

@@ -20,7 +20,7 @@ from peer.ui.utilization import percent
 from protocol.rounds.credits import Credits
 
 Row = tuple[Text | str, ...]
-_ROLES = {"full": "a full replica", "spare": "a spare", "joining": "joining", "waiting": "waiting for a plan"}
+_ROLES = {"full": "a full replica", "spare": "a spare", "joining": "joining a replica", "waiting": "waiting for a plan"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,19 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     """A panel of exactly `width` x `height` characters with the rows that have `pattern`, and how many of them are above it: `skip`,
     or fewer where that is beyond the end."""
     rows = [row for row in shown.rows if _has(row, pattern)] if pattern else list(shown.rows)
-    space = max(1, height - 3)
+    headed = any(column.name for column in shown.columns)
+    space = max(1, height - 2 - headed)
     skip = max(0, min(skip, len(rows) - space))
     seen = rows[skip : skip + space]
-    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
+    between = 2 if headed and width >= 120 else 1
+    table = Table(
+        box=None,
+        padding=(0, between, 0, 0),
+        expand=True,
+        header_style="bright_black",
+        show_edge=False,
+        show_header=headed,
+    )
     places = [i for i, column in enumerate(shown.columns) if width >= column.least]
     for column in (shown.columns[i] for i in places):
         justify, ratio = "left" if column.left else "right", 1 if column.wide else None
@@ -167,7 +176,7 @@ def _rounds(state: State) -> Sheet:
         Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
         Column("loss"), Column("held out", 90), Column("payloads", 100), Column("left out", left=True, wide=True),
     )  # fmt: skip
-    return Sheet("rounds, the newest first", columns, rows)
+    return Sheet(f"rounds: the newest {len(rows)}" if rows else "rounds", columns, rows)
 
 
 def _contributors(state: State) -> Sheet:

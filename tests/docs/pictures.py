@@ -3,7 +3,8 @@
     python -m tests.docs.pictures docs/images --all pictures         (`make pictures`; about four minutes; needs Chromium)
 
 It runs the demo, watches it as `potluck monitor` does, and draws when most of the rounds are over. Into the first folder go the pictures that
-documents show; with `--all` each view at each size, light and dark, as a picture and as text, and the web page on a phone and on a desk.
+documents show; with `--all` each view at each size, light and dark, as a picture and as text, and the web page on a phone and on a desk;
+also of a monitor that has heard nothing yet, and of a run that is over.
 What a page logs as an error, and what is wider than its window, is printed, and the exit code is 1 then.
 """
 
@@ -23,6 +24,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
 
+from peer import events
 from peer.cli.watch import to_json
 from peer.events import Event
 from peer.node.open_run import Door, manifest_of, parse_run, start_transport
@@ -33,11 +35,14 @@ from peer.ui.monitor_screen import MonitorScreen, draw
 from peer.ui.screen import render
 from peer.ui.watched import Watched
 from protocol.run.manifest import Manifest
+from tests import tiny
 from tests.docs.browser import Browser
-from tests.watched import MadeUp
+from tests.watched import BEGAN, ROUND_SECONDS, MadeUp
 
-MOMENT = 0.7
-"""The share of the rounds after which pictures are taken: within the run, where there is something to see."""
+MOMENT = 0.715
+"""The share of the run after which pictures are taken: there is something to see then, and one of the demo's thirty rounds is half over."""
+LAST = 60
+"""Round of what is made up."""
 SIZES = ((80, 24), (120, 40), (200, 60))
 """Characters."""
 DEMO, SHOWN = (122, 36), (110, 26)
@@ -111,7 +116,7 @@ async def _until_moment(manifest: Manifest, monitor: Monitor) -> MonitorScreen:
 
     def take(event: Event) -> None:
         screen.take(event)
-        if screen.watched.recent and screen.watched.recent[-1].round >= MOMENT * manifest.rounds:
+        if screen.view.progress >= MOMENT:
             enough.set()
 
     work = asyncio.ensure_future(monitor.follow(take))
@@ -125,12 +130,21 @@ async def _until_moment(manifest: Manifest, monitor: Monitor) -> MonitorScreen:
     return screen
 
 
-def made_up() -> MonitorScreen:
-    """What a monitor knows of a run of 500 peers after 60 rounds."""
-    made = MadeUp(500)
+def made_up(peers: int, *, rounds: int = 1000) -> MonitorScreen:
+    """What a monitor knows of a run of so many peers after its 60th round, or at its end if it has no more."""
+    made = MadeUp(peers, rounds)
     screen = MonitorScreen(made.manifest, Console(file=io.StringIO()))
-    for event in made.all(60):
-        screen.take(event)
+    end = BEGAN + LAST * ROUND_SECONDS
+    for event in made.all(LAST):
+        if rounds > LAST or event.time <= end:
+            screen.take(event)
+    if rounds == LAST:
+        for peer in made.ids:
+            done = events.Announced(
+                phase="finished", round=LAST, step=4, loss=None, bytes_sent=LAST * 200_000, bytes_received=0, load=None
+            )
+            screen.take(Event(end, peer, done))
+        screen.take(Event(end, "bootstrap", events.RunFinished(round=LAST, state_digest="5a" * 32)))
     return screen
 
 
@@ -152,9 +166,9 @@ def of_documents(screen: MonitorScreen, folder: Path, browser: Browser) -> None:
             browser.picture(url, folder / f"web-{name}.png", width, height, dark=name == "phone", ready=READY)
 
 
-def everything(screen: MonitorScreen, name: str, folder: Path, browser: Browser) -> None:
-    """Each view at each size, and the web page; their names begin with `name`."""
-    for view in VIEWS:
+def everything(screen: MonitorScreen, name: str, folder: Path, browser: Browser, views: Sequence[str] = VIEWS) -> None:
+    """Each of the views at each size, and the web page; their names begin with `name`."""
+    for view in views:
         for width, height in SIZES:
             drawn, title = view_of(screen.watched, view, width, height), f"{name}-{view}-{width}x{height}"
             console = _console(width, height)
@@ -188,7 +202,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if typed.all is not None:
             typed.all.mkdir(parents=True, exist_ok=True)
             everything(screen, "five", typed.all, browser)
-            everything(made_up(), "many", typed.all, browser)
+            everything(made_up(500), "many", typed.all, browser)
+            everything(MonitorScreen(tiny.manifest()), "begin", typed.all, browser, VIEWS[:1])
+            everything(made_up(5, rounds=LAST), "over", typed.all, browser, VIEWS[:1])
         for fault in browser.faults:
             print(fault)
         return 1 if browser.faults else 0

@@ -183,7 +183,10 @@ def test_what_a_document_shows_does_what_it_says(town: Town, document: Path) -> 
 def prepare(command: str, at: Path, town: Town) -> None:
     """What the text around the command says is there, or is not."""
     if command.startswith("potluck init my-run"):
-        (at / "my-run").unlink(missing_ok=True)
+        made = at / "my-run"
+        if made.is_symlink():
+            made.unlink()
+        shutil.rmtree(made, ignore_errors=True)
     corpus = at / "corpus"
     if "--corpus corpus" in command or "--out corpus" in command:
         if corpus.is_symlink():
