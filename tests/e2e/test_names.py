@@ -36,7 +36,7 @@ SAID = (
 MOST = "y" * 10_000
 VIEWS = {
     "2": "replicas and chains: ",
-    "3": "the newest first",
+    "3": "rounds: the newest ",
     "4": "contributors: ",
     "5": "no fork was seen",
     "6": "has no peer",
