@@ -196,7 +196,7 @@ class TextSwarm:
         self._kind = kind
         self._network = MemoryNetwork()
         self._identities = [Identity(bytes([200 + i]) * 32) for i in range(8)]
-        self._stranger: Transport | None = None
+        self._strangers: dict[int, Transport] = {}
         self._numbers = itertools.count()
         self._stack = contextlib.AsyncExitStack()
         self.manifest = manifest(noise.index, self._identities[:1])
@@ -257,12 +257,12 @@ class TextSwarm:
         self.peers.append(reader)
         return reader
 
-    def stranger(self) -> Transport:
+    def stranger(self, number: int = 0) -> Transport:
         """Somebody else on the in-memory network."""
-        if self._stranger is None:
-            self._stranger = self._network.transport(Identity(bytes([99]) * 32).peer_id)
-            self._stack.push_async_callback(self._stranger.aclose)
-        return self._stranger
+        if number not in self._strangers:
+            self._strangers[number] = made = self._network.transport(Identity(bytes([100 + number]) * 32).peer_id)
+            self._stack.push_async_callback(made.aclose)
+        return self._strangers[number]
 
     async def stop(self, peer: Member) -> None:
         """It is gone."""

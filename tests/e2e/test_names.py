@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from protocol.wire.announcement import Announcement
 from tests import crowd
 from tests.docs.browser import NAMES, Browser
 from tests.docs.pictures import READY
-from tests.watching import DEADLINE, watching
+from tests.watching import DEADLINE, Watching, watching
 
 SAID = (
     "\x1b[2J\x1b]0;owned\x07\x1b[31mred",
@@ -92,6 +93,18 @@ def shown(made: Hostile) -> set[str]:
     return {f"{name}·{peer[-4:]}" for peer, text in zip(made.ids, SAID, strict=True) if (name := harmless_name(text))}
 
 
+def of_all(watched: Watching, names: set[str]) -> str:
+    """The state of the page as soon as the monitor has heard of all who are called so."""
+    end = time.monotonic() + DEADLINE
+    while True:
+        page = watched.get("state.json").decode()
+        heard = {peer["name"] for peer in json.loads(page)["peers"]}
+        if names <= heard:
+            return page
+        assert time.monotonic() < end, heard
+        time.sleep(0.2)  # a page has no other sign of news
+
+
 def test_names_reach_every_screen_as_harmless_text(tmp_path: Path) -> None:
     made = Hostile(len(SAID))
     names = shown(made)
@@ -108,7 +121,7 @@ def test_names_reach_every_screen_as_harmless_text(tmp_path: Path) -> None:
         assert {p["name"] for p in snapshot["peers"]} >= {name.partition("·")[0] for name in names}
         assert any(name in harmless(said("monitor", line, "--once")) for name in names)
         with watching(line, "--metrics", "0", width=160, height=50, keys=True) as watched:
-            page = watched.get("state.json").decode()
+            page = of_all(watched, names)
             harmless(page)
             of_data(json.loads(page))
             for row in watched.get("metrics").decode().splitlines():

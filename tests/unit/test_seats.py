@@ -9,6 +9,7 @@ import pytest
 
 from protocol.planning.allotment import A_SEAT_FOR, MOST_SEATS, NEW, allot
 from protocol.rounds import validation
+from protocol.rounds.grace import OVERRUN
 from protocol.rounds.leader_events import Effect, Gone, Lead, Propose, Received, Send
 from protocol.rounds.member_events import EndIn, Reconfigured, Seated, TrainOrder
 from protocol.rounds.part_lists import share_of
@@ -266,7 +267,7 @@ def test_a_newcomer_trains_its_seat_for_the_rest_of_the_round() -> None:
     assert isinstance(order, TrainOrder)
     assert order.plan.replica(order.replica).peers == (ME,)
     assert order.plan.replica(order.replica).work == plan.seats[0].work
-    assert end == EndIn(1, 12.0)
+    assert end == EndIn(1, 12.0 - OVERRUN * TIMING.training_seconds)
     assert driver.do(Seated(1, plan.seats[0].number, 11.0)) == [], "it is told again, and trains already"
 
 

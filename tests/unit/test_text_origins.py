@@ -369,8 +369,9 @@ def test_requests_that_make_no_sense_end_the_stream(noise: Noise, tmp_path: Path
         async with TextSwarm(noise, tmp_path) as swarm:
             reader = await swarm.start()
             await read(swarm, reader, 2)
-            for peer, change in itertools.product((swarm.nodes[0], reader), bad):
-                stream = await swarm.stranger().open(peer.transport.peer_id, endpoints.BLOB, timeout=5.0)
+            for number, (peer, change) in enumerate(itertools.product((swarm.nodes[0], reader), bad)):
+                who = swarm.stranger(1 + number // 5)  # whoever goes on with it is refused
+                stream = await who.open(peer.transport.peer_id, endpoints.BLOB, timeout=5.0)
                 await stream.send(framing.pack_message({**good, **change}))
                 with pytest.raises((Closed, Ended)):
                     await stream.recv(timeout=5.0)
