@@ -58,6 +58,7 @@ class Operators:
         self._quorum = quorum
         self._tell = tell
         self._hint: Commit | None = None
+        self._following = asyncio.Lock()
         self._knocking: dict[str, None] = {}
         boards = [commit.board.names for commit in archive.commits if commit.board is not None]
         self._was_named = any(peer in names for names in (manifest.operators, *boards))
@@ -87,12 +88,13 @@ class Operators:
 
     async def follow(self, links: Links) -> None:
         """Whom we talk to from now on."""
-        quorum, head = self._quorum(), self.head
-        known = board.of(self._manifest, head)
-        self._directory.follow(known)
-        names = {*quorum.reached, *quorum.out, *board.operators(self._manifest, head)} - {self._peer}
-        self._was_named = self._was_named or self._peer in quorum.operators
-        await links.follow(names if self.is_named or self._was_named else ())
+        async with self._following:  # who looks later knows more, and has the last word
+            quorum, head = self._quorum(), self.head
+            known = board.of(self._manifest, head)
+            self._directory.follow(known)
+            names = {*quorum.reached, *quorum.out, *board.operators(self._manifest, head)} - {self._peer}
+            self._was_named = self._was_named or self._peer in quorum.operators
+            await links.follow(names if self.is_named or self._was_named else ())
 
     async def watch(self, links: Links) -> None:
         """Asks others where that is needed. Raises Dismissed."""

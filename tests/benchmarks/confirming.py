@@ -3,8 +3,8 @@
     git worktree add OTHER COMMIT
     python -m tests.benchmarks.confirming OTHER [--operators 1 3 5] [--seeds 6] [--rounds 12]
 
-The real nodes and six full replicas in a simulated network (tests/sim/paces.py): messages take 5 to 20 ms and, one more often than
-not, 20 ms on top; home lines take the time of the bytes. Told are the seconds of a round, from commit to commit, and the bytes that all
+The real nodes and six full replicas in a simulated network (tests/sim/paces.py): messages take 5 to 20 ms, and 20 ms more on average;
+home lines take the time of the bytes. Told are the seconds of a round, from commit to commit, and the bytes that all
 processes send in it; medians over the rounds of all seeds. Nothing depends on the machine's speed, so each version is run once with the
 same seeds. Exits with 1 if the seconds or the bytes are over 3 % more. OTHER has to have the same simulation; b9ef7bb has.
 """
