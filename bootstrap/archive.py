@@ -8,7 +8,11 @@ what the log had from that round on before (protocol/rounds/ousting.py).
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import threading
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from bootstrap.text import ServedText
@@ -16,6 +20,7 @@ from peer.net.blobs import BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
 from protocol.rounds import ousting, validation
+from protocol.rounds.kept import Kept
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
@@ -24,6 +29,8 @@ from protocol.wire.decree import Enacted
 from protocol.wire.encoding import MessageError
 from protocol.wire.schema import SchemaError, build, packed
 
+READ = 256 * 1024
+"""Bytes of records that are read from disk at once."""
 OUST = "oust"
 """The name of the decree that takes an operator out, in the node's folder."""
 
@@ -37,14 +44,29 @@ class Archive:
         self.manifest = manifest
         self._disk: Disk = disk or LocalDisk()
         self._lock = self._disk.lock(folder, "bootstrap node")
-        if logfile.MANIFEST not in self._disk.names(folder):
-            self._disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
-        self.blobs = BlobStore(folder / "blobs", disk=self._disk)
-        self.records: list[bytes] = []
+        try:
+            self._open()
+        except BaseException:
+            self.close()  # whoever mends it may try again in this process
+            raise
+
+    def _open(self) -> None:
+        """Reads what is there."""
+        if logfile.MANIFEST not in self._disk.names(self.folder):
+            self._disk.write(self.folder / logfile.MANIFEST, self.manifest.to_bytes())
+        self.blobs = BlobStore(self.folder / "blobs", disk=self._disk)
+        self._ends: list[int] = []
+        self._reading = threading.Lock()
+        """Whether the file and `_ends` are of one moment: calls read it on threads of their own."""
+        self.records = Kept(lambda round: self._read_raws(round, round + 1)[0])
+        """Of each round, as it was sent: the newest are in memory, older ones on disk."""
         self.tokenizer = self._read_tokenizer()
         self.text: ServedText | None = None
         """The run's corpus, if this node serves it."""
-        self.commits: list[Commit] = []
+        self.commits = Kept(lambda round: encoding.commit_in(self.records[round]))
+        """What the records decide."""
+        self.named: set[str] = set()
+        """Everybody whom a decree of the log has named as an operator."""
         self._ousting = -1
         self._read()
         self.vote = self._read_vote()
@@ -110,9 +132,14 @@ class Archive:
         if stays < len(self.records):
             packed_records = [logfile.pack(raw) for raw in self.records]
             self._disk.write(self.folder / f"{logfile.LOG}.undone-{stays:08d}", *packed_records[stays:])
-            self._disk.write(self.folder / logfile.LOG, *packed_records[:stays])
-            del self.records[stays:], self.commits[stays:]
-            self._ousting = max((c.round for c in self.commits if ousting.is_ousting(c.decree)), default=-1)
+            with self._reading:
+                self._disk.write(self.folder / logfile.LOG, *packed_records[:stays])
+                del self._ends[stays:]
+            self.records.cut(stays)
+            self.commits.cut(stays)
+            self._ousting, self.named = -1, set()
+            for commit in self.commits:
+                self._note(commit)
 
     def _read_oust(self) -> Enacted | None:
         """The decree that takes an operator out, if the log has not got it."""
@@ -134,17 +161,43 @@ class Archive:
         """The newest record that takes an operator out."""
         return self.records[self._ousting] if self._ousting >= 0 else None
 
-    def since(self, round: int) -> list[bytes]:
+    def since(self, round: int) -> Iterator[bytes]:
         """The records after `round`; before them the newest one that takes an operator out, since who has others from there on asks for what
-        comes after those."""
-        first = [self.records[self._ousting]] if 0 <= self._ousting <= round else []
-        return [*first, *self.records[max(round + 1, 0) :]]
+        comes after those. Each is read when it is asked for."""
+        if 0 <= self._ousting <= round:
+            yield self.records[self._ousting]
+        yield from self._from(round + 1)
+
+    def _from(self, round: int) -> Iterator[bytes]:
+        """The records of this round and later ones: those that are on disk many at a time."""
+        round = max(round, 0)
+        while round < self.records.old:
+            last = bisect.bisect_right(self._ends, self._begin(round) + READ, round + 1)
+            yield from self._read_raws(round, last)
+            round = last
+        yield from (self.records[each] for each in range(round, len(self.records)))
+
+    def _begin(self, round: int) -> int:
+        """Where the record of a round begins in the file."""
+        return self._ends[round - 1] if round else 0
+
+    def _read_raws(self, first: int, last: int) -> list[bytes]:
+        """The records of the rounds from `first` to before `last`, from disk. Raises UsageError."""
+        path = self.folder / logfile.LOG
+        with self._reading:
+            places = [self._begin(round) for round in range(first, min(last, len(self._ends)) + 1)]
+            try:
+                data = self._disk.read(path, places[0], places[-1] - places[0])
+            except OSError as error:
+                raise disk_error(self.folder, error) from None
+        begin = places[0]
+        return [logfile.unpack(data[a - begin : b - begin], path, a) for a, b in itertools.pairwise(places)]
 
     def after(self, round: int) -> bytes:
         """The reply to a LOG call: records after `round`, as many as fit."""
         out: list[bytes] = []
         size = 0
-        for raw in self.records[max(round + 1, 0) :]:
+        for raw in self._from(round + 1):
             size += len(raw) + 8
             if out and size > endpoints.LOG_REPLY:
                 break
@@ -182,10 +235,16 @@ class Archive:
         self._add(raw, record.commit)
 
     def _add(self, raw: bytes, commit: Commit) -> None:
+        self._ends.append(logfile.end_of(self._ends[-1] if self._ends else 0, raw))
         self.records.append(raw)
         self.commits.append(commit)
+        self._note(commit)
+
+    def _note(self, commit: Commit) -> None:
         if ousting.is_ousting(commit.decree):
             self._ousting = commit.round
+        if commit.board is not None:
+            self.named.update(commit.board.names)
 
     def _read_vote(self) -> Promise | None:
         path = self.folder / "vote"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -302,7 +303,7 @@ class BootstrapNode:
         return abs(attest.round - self.leader.round + 1) <= 2 and session.may_tell(attest.round, self._clock.steady())
 
     def _send_log(self, session: Session, after: int) -> None:
-        session.post_records(self.archive.since(after)[: OUTBOX // 2], self._clock.steady())
+        session.post_records(itertools.islice(self.archive.since(after), OUTBOX // 2), self._clock.steady())
 
     async def _watch(self) -> None:
         """Turns silences into events."""

@@ -60,8 +60,7 @@ class Operators:
         self._hint: Commit | None = None
         self._following = asyncio.Lock()
         self._knocking: dict[str, None] = {}
-        boards = [commit.board.names for commit in archive.commits if commit.board is not None]
-        self._was_named = any(peer in names for names in (manifest.operators, *boards))
+        self._was_named = peer in manifest.operators or peer in archive.named
         self._told = False
 
     def knocks(self, node: str) -> None:

@@ -67,7 +67,7 @@ class Payloads:
 
     def complete(self, commits: Iterable[Commit]) -> None:
         """Begins to get what the commits name and the archive lacks, until it has it."""
-        self._spawn(self._complete(list(commits)))
+        self._spawn(self._complete(commits))
 
     def fetch(self, holders: Sequence[str], part: Part, sender: str, round: int) -> None:
         """Begins to get a payload of `sender`'s offer to `round` from one of `holders` or another operator's node."""
@@ -143,7 +143,7 @@ class Payloads:
         await self.fetcher.aclose()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _complete(self, commits: Sequence[Commit]) -> None:
+    async def _complete(self, commits: Iterable[Commit]) -> None:
         for commit in commits:
             for share in commit.shares:
                 self._want(share.root, _FOR_GOOD)

@@ -406,7 +406,7 @@ class Rounds:
         self._storage.save_checkpoint(Checkpoint(round, theta, self._around.inner_loop.optimizer()), digests)
         self._checkpointed = round
         if not self._warm_up.shards:
-            self._exchange.drop_states(self.member.commits)
+            self._exchange.drop_states()
 
     def _last_checkpoint(self) -> None:
         round, applying = self.member.applied, self.member.phase is member_events.Phase.APPLYING

@@ -47,6 +47,8 @@ WARNINGS = (1.0, 50.0)
 """That are told in a second, and at once: others decide how often a fetch fails."""
 ASKED = 64
 """Peers that are asked for their states."""
+HELD = 4
+"""States of which each is believed to have them, the newest; nobody keeps more checkpoints than peer/state/storage.py does."""
 ASK_SECONDS = 10.0
 ANSWER_BYTES = 64 * 1024
 STREAMS = 2
@@ -283,7 +285,8 @@ class Exchange:
                     raw = await call(
                         self._transport, peer, endpoints.STATES, b"", timeout=ASK_SECONDS, limit=ANSWER_BYTES
                     )
-                for state in calls.read(calls.States, raw, peer, "states").held:
+                held = calls.read(calls.States, raw, peer, "states").held
+                for state in sorted(held, key=lambda state: state.round)[-HELD:]:
                     for shard in state.shards:
                         found.setdefault((state.round, shard), []).append(peer)
 
@@ -326,10 +329,10 @@ class Exchange:
             return False
         return True
 
-    def drop_states(self, log: Mapping[int, Commit]) -> None:
+    def drop_states(self) -> None:
         """There is a checkpoint now: fetched shards, and begun ones, are not needed any more."""
         self.store.drop_parts(self._fetcher.running)
-        for digest in {d for commit in log.values() for d in commit.digests.values() if self.store.has(d)}:
+        for digest in self.store.of_no_round():
             self.store.remove(digest)
 
     # --- what is kept

@@ -24,9 +24,9 @@ from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.storage import Storage
 from protocol.errors import RemoteError
+from protocol.rounds.kept import NEWEST, Commits
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
-from protocol.wire.commit import Commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class Base:
     holders: tuple[str, ...] | None
 
 
+NEAR = NEWEST - 1
+"""Rounds back from the newest of which each is looked at: a run has more than a start should take the time to look through."""
 PREFETCHED = 16
 """Rounds whose payloads come while the state does."""
 AGAIN = 8.0
@@ -64,7 +66,7 @@ class _Progress:
 
 
 class Recovery:
-    """Builds shards in `outer.theta`. `log`: the commits that are known, by round."""
+    """Builds shards in `outer.theta`. `log`: the commits that count, by round."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class Recovery:
         outer: Outer,
         storage: Storage,
         exchange: Exchange,
-        log: Mapping[int, Commit],
+        log: Commits,
         emit: events.Emit,
     ) -> None:
         self.manifest = manifest
@@ -154,12 +156,13 @@ class Recovery:
         return sum(self.bases(shard, round, holders)[0].cost for shard in shards) < replay
 
     def replay_bytes(self, shard: str, after: int, round: int) -> int:
-        """Bytes of payloads to fetch from state `after` to `round`; of a share whose list of parts is not here, about as many as the shard
-        has of the model."""
-        store, lists = self._storage.blobs, self._exchange.lists
-        spec, found = self.manifest.model, 0.0
+        """Bytes of payloads to fetch from state `after` to `round`; of a share whose list of parts is not here, and of one of long ago, about
+        as many as the shard has of the model."""
+        store, lists, near = self._storage.blobs, self._exchange.lists, max(after, round - NEAR)
+        spec = self.manifest.model
         portion = layout.parameters(spec, shard) / layout.total_parameters(spec)
-        for share in (share for r in range(after + 1, round + 1) for share in self._log[r].shares):
+        found = portion * self._log.bytes_of(after, near)
+        for share in (share for r in range(near + 1, round + 1) for share in self._log[r].shares):
             parts = lists.get(share.root)
             if parts is None:
                 found += portion * share.size
@@ -171,7 +174,8 @@ class Recovery:
         """The states to start from for `shard` after `round`, the cheapest first."""
         found = [Base(self.replay_bytes(shard, 0, round), 0, "", None)]
         own, store = self._storage.states(), self._storage.blobs
-        for r in range(1, round + 1):
+        offered = {r for r, name in holders if name == shard}
+        for r in sorted(r for r in {*own, *offered, *range(round - NEAR, round + 1)} if 0 < r <= round):
             digest = self._log[r + 1].digests.get(shard) if r + 1 in self._log else None
             others = holders.get((r, shard), ())
             if digest is None:

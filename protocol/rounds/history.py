@@ -8,6 +8,7 @@ that takes an operator out (protocol/rounds/ousting.py) counts instead of what c
 from __future__ import annotations
 
 from protocol.rounds import confirming, ousting
+from protocol.rounds.kept import Commits
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Confirmed
@@ -26,7 +27,7 @@ class History:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.commits: dict[int, Commit] = {}
+        self.commits = Commits()
         self.undone: int | None = None
         self._known: dict[int, Commit] = {}
         self.rivals: dict[str, Commit] = {}
@@ -35,7 +36,7 @@ class History:
     @property
     def head(self) -> int:
         """The newest round up to which every commit counts, -1 for none."""
-        return next(reversed(self.commits), -1)  # they are kept in order
+        return len(self.commits) - 1
 
     @property
     def known(self) -> int:
@@ -126,7 +127,7 @@ class History:
         if self._known.get(commit.round) != commit:
             self._known = {r: c for r, c in self._known.items() if r < commit.round}
         if commit.round <= self.head:
-            for round in [r for r in self.commits if r >= commit.round]:
+            for round in range(self.head, commit.round - 1, -1):
                 del self.commits[round]
             self.undone = commit.round - 1 if self.undone is None else min(self.undone, commit.round - 1)
         for round in sorted(r for r in self._known if r < commit.round):

@@ -74,7 +74,7 @@ Long because all events of a round meet here; what of it is a rule has a module 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from protocol.planning import memory, partition
 from protocol.planning.partition import Candidate
@@ -164,15 +164,14 @@ class Leader:
         self.head: Commit | None = commits[-1] if commits else None
         self.position = Position(TABLE, self._between())
         self.ready: dict[str, Candidate] = {}
-        self.witnesses = Witnesses(commits)
+        self.witnesses, self.due = Witnesses(), evaluation.of(manifest)
         self.attestations = Attestations(self.witnesses.weights)
         self.promises = Promises()
         self.newcomers = Newcomers()
         self.quarrels = Quarrels()
-        self.standing = standing.of(manifest, commits)
+        self.standing = standing.of(manifest, self._noted(commits))
         self.newcomers.begin(self.standing, self.plan)
         self.petitions = access.Petitions(oust)
-        self.due = evaluation.of(manifest, commits)
         self._evaluations = evaluation.Evaluations()
         self._scores = scoring.Scores()
         self._audits = audits.Heard()
@@ -187,6 +186,13 @@ class Leader:
         self._docket = Docket(manifest, commits)
         self._final: presence.Final | None = None
         self._leads, self._began = False, now
+
+    def _noted(self, commits: Iterable[Commit]) -> Iterator[Commit]:
+        """The log so far, read once: it may be long, and on disk."""
+        for commit in commits:
+            self.witnesses.add(commit)
+            self.due = self.due.after(commit)
+            yield commit
 
     def begin_again(self, commits: Sequence[Commit], held: Sequence[str], now: float, oust: Enacted | None) -> None:
         """Rounds were undone: everything follows from the log once more. Who is ready has to be told again."""

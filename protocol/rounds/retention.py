@@ -72,7 +72,7 @@ def payloads_needed(
     """
     base = round - 1 if checkpoint < 0 else checkpoint
     needed = {root_of(offer.parts), *(part.digest for part in offer.parts)} if offer is not None else set()
-    for commit in (c for r, c in log.items() if r > base):
+    for commit in (log[r] for r in log if r > base):
         needed |= {share.root for share in commit.shares} if shards else set()
         needed |= {part.digest for part, _ in part_lists.named(commit, lists, shards)}
     return needed

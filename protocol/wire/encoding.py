@@ -14,7 +14,7 @@ from protocol.wire import framing
 from protocol.wire.announcement import Announcement
 from protocol.wire.audit import Audit
 from protocol.wire.ballot import Accept, Confirmed, Holds, Pledge, Prepare, Promise, Reject, Vote
-from protocol.wire.commit import Record, body_of
+from protocol.wire.commit import Commit, Record, body_of
 from protocol.wire.decree import Decree, Motion, Motions
 from protocol.wire.dial_back import Dialled, DialMe
 from protocol.wire.double_vote import DoubleVote
@@ -133,6 +133,11 @@ def encode_record(record: Record) -> bytes:
             f"commit of round {record.commit.round}: nobody could read its record ({error}); it was not written, tell the operator"
         ) from None
     return raw
+
+
+def commit_in(raw: bytes) -> Commit:
+    """The commit of a record that was checked before."""
+    return _record(raw).commit
 
 
 def _record(raw: bytes | memoryview) -> Record:

@@ -38,6 +38,14 @@ def pack(record: bytes) -> bytes:
     return _HEAD.pack(len(record), zlib.crc32(record)) + record
 
 
+def unpack(packed: bytes, path: object, at: int) -> bytes:
+    """The record that `pack` made this of; it was read from byte `at` of the log `path`. Raises Damaged."""
+    record = packed[_HEAD.size :]
+    if len(packed) < _HEAD.size or _HEAD.unpack_from(packed) != (len(record), zlib.crc32(record)):
+        raise Damaged(path, at)
+    return record
+
+
 def end_of(at: int, record: bytes) -> int:
     """Where a record that begins at byte `at` of the file ends."""
     return at + _HEAD.size + len(record)

@@ -326,7 +326,7 @@ def test_full_disk_at_a_commit(small_disk: Path) -> None:
         archive.append(record)
     archive.close()
     again = Archive(small_disk / "boot", RUN)
-    assert again.commits == [record.commit for record in commits]
+    assert list(again.commits) == [record.commit for record in commits]
     again.close()
 
 

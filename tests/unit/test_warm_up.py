@@ -20,9 +20,9 @@ from peer.state.recovery import Recovery
 from peer.state.storage import Shards, Storage
 from protocol.errors import UsageError
 from protocol.identity import Identity
+from protocol.rounds.kept import Commits
 from protocol.run import layout
 from protocol.wire import endpoints
-from protocol.wire.commit import Commit
 from tests.volunteers import QuickDisk, Swarm, manifest
 
 DEADLINE = 120.0
@@ -65,7 +65,8 @@ class Mover:
             run, self.transport, self.storage, emit, reach=reach, peers=peers, uplink=Uplink()
         )  # fmt: skip
         self.outer = Outer(run.model, run.outer.codec, run.outer.beta, run.outer.eta)
-        log: dict[int, Commit] = {commit.round: commit for commit in self.commits}
+        log = Commits()
+        log.update({commit.round: commit for commit in self.commits})
         recovery = Recovery(run, self.outer, self.storage, self.exchange, log, emit)
         self.warm_up = WarmUp(recovery, lambda: self.applied, self.news.set)
 

@@ -110,6 +110,11 @@ class BlobStore:
             later = self._rounds[bisect.bisect_right(self._rounds, round) :]
             return {name for each in later if each < NO_ROUND for name in self._of_round[each]}
 
+    def of_no_round(self) -> set[str]:
+        """The blobs that belong to none."""
+        with self._lock:
+            return set(self._of_round.get(NO_ROUND, ()))
+
     def find(self, name: str) -> Blob | None:
         """Where a blob lies, or None where it is not here."""
         known = self._known.get(name)
