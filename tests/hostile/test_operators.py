@@ -25,6 +25,7 @@ from peer.log.replay import replay
 from peer.node.open_run import KEY
 from protocol.identity import Identity
 from protocol.rounds import validation
+from protocol.run.manifest import TimingSpec
 from protocol.wire import encoding
 from protocol.wire.commit import voted_twice
 from tests import tiny, volunteers
@@ -32,6 +33,9 @@ from tests.hostile.ground import Ground, manifest, run
 from tests.lying_nodes import DoubleVoter, LyingNode
 
 pytestmark = pytest.mark.slow
+PATIENT = TimingSpec(round_deadline=30.0, round_seconds=1.0, heartbeat=2.0, gone_after=10.0)
+"""Nobody applies either of two commits as long as honest nodes hear each other within two heartbeats (protocol/rounds/confirming.py), and here all
+nodes and peers are one process."""
 Make = Callable[..., BootstrapNode]
 
 
@@ -39,9 +43,9 @@ class Operators(Ground):
     """Use as `async with`: one node of each operator; the one with the number `liar` is made by `make`. What the first honest one holds
     and tells is the archive and the events of the ground."""
 
-    def __init__(self, folder: Path, quorum: int, liar: int, make: Make) -> None:
+    def __init__(self, folder: Path, quorum: int, liar: int, make: Make, **changes: Any) -> None:
         names = tuple(o.peer_id for o in tiny.OPERATORS[:quorum])
-        super().__init__(folder, manifest(operators=names, quorum=quorum))
+        super().__init__(folder, manifest(operators=names, quorum=quorum, **changes))
         self.liar, self._make = tiny.OPERATORS[liar].peer_id, make
         self.archives: dict[str, Archive] = {}
         self.machines: dict[str, BootstrapNode] = {}
@@ -189,7 +193,7 @@ def test_one_of_three_that_votes_twice_is_named_and_taken_out_and_the_run_goes_o
         def make(*parts: Any) -> DoubleVoter:
             return DoubleVoter(*parts, since=2, later=later)
 
-        async with Operators(tmp_path, 3, 0, make) as ground:
+        async with Operators(tmp_path, 3, 0, make, timing=PATIENT) as ground:
             peers = await ground.join("a", "b")
             everybody = [told for name, told in ground.told.items() if name != ground.liar] + [p.events for p in peers]
 
