@@ -114,6 +114,9 @@ def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_path: Pa
             await asked.wait()
             assert not leaver.task.done()
             assert [e.fields["seconds"] for e in leaver.events if e.kind == "leaving"] == [LEAVE_SECONDS]
+            heir.task.cancel()  # it leaves, too, and its own heir takes nothing any more
+            await asyncio.gather(heir.task, return_exceptions=True)
+            assert not leaver.task.done(), "two who leave do not wait for each other"
             began = time.monotonic()
             await swarm.stop("a")
             assert time.monotonic() - began < LEAVE_SECONDS
