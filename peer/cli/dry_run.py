@@ -49,7 +49,7 @@ def _lines(known: Known, own: Announcement, head: Commit | None) -> Iterator[str
 
 
 def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
-    """What the next plan would give to whoever announces this to do, and to fetch."""
+    """What the next plan would give to whoever announces this to do, and to fetch. Nothing is promised that follows from a speed which is not known."""
     manifest, own = known.manifest, candidate(announced)
     others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
     replicas, _ = next_plan(dataclasses.replace(known, candidates=(*others, own)))
@@ -62,10 +62,13 @@ def part_lines(known: Known, announced: Announcement) -> Iterator[str]:
     first, last = replica.ranges[replica.members.index(own.peer)]
     whole = len(replica.members) == 1
     part = "a full replica" if whole else f"{blocks(first, last)} of a chain of {len(replica.members)}"
-    speed = "its measured speed" if own.speed_flops else "a usual speed"
-    a_day = replica.rate * 86400 / 1e6
-    yield f"it would be {part}: {replica.rate:,.0f} tokens per second by {speed}, {a_day:,.0f} million a day"
     state = sum(layout.shard_bytes(manifest.model, shard) for shard in memory.held_shards(manifest, first, last))
+    fetches = f"it would fetch {size(state)} of state first ({duration(8 * state / max(own.down_bps, 1))} by its line)"
+    if not own.speed_flops:
+        yield f"it would be {part}; how much it would train a day is not known, since its speed is not"
+        yield fetches
+        return
+    a_day = replica.rate * 86400 / 1e6
+    yield f"it would be {part}: {replica.rate:,.0f} tokens per second by its measured speed, {a_day:,.0f} million a day"
     text = replica.rate * manifest.timing.training_seconds * corpus.id_bytes(manifest.model.vocab_size)
-    took = duration(8 * state / max(own.down_bps, 1))
-    yield f"it would fetch {size(state)} of state first ({took} by its line), and then about {size(text)} of text a round"
+    yield f"{fetches}, and then about {size(text)} of text a round"

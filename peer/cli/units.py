@@ -21,7 +21,7 @@ FIRST_PAUSE = 10
 LONGEST_PAUSE = 320
 """and at most. systemd before version 254 has no growing pauses: there it stays the first."""
 STOP_SECONDS = 90
-"""Twenty to hand over (handover.LEAVE_SECONDS), the rest for the inner step under way and a checkpoint on a slow disk. systemd gives
+"""Twenty to end the inner step under way and to hand over (handover.LEAVE_SECONDS), the rest for a checkpoint on a slow disk. systemd gives
 120 to all that a user runs."""
 
 _AGAIN = f"""\

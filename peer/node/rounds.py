@@ -193,19 +193,21 @@ class Rounds:
 
     async def _leave(self) -> None:
         """Whoever is asked to end gives away what it has learned and not sent, where somebody else trains those shards."""
-        await self._training.end()
-        plan, phase = self.member.plan, self.member.phase
+        until, plan, phase = self._clock.steady() + handover.LEAVE_SECONDS, self.member.plan, self.member.phase
         trained = retention.trained_shards(self.manifest, plan, self.peer)
         heirs = [s for s in trained if plan and handover.heir(self.manifest, None, plan, self.peer, s)]
-        at_work = phase in (member_events.Phase.TRAINING, member_events.Phase.STOPPING)
+        if heirs:
+            self._emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
+        self._taking.refuse()
+        await self._training.end()
         if plan is None or not heirs:
             return
+        at_work = phase in (member_events.Phase.TRAINING, member_events.Phase.STOPPING)
         if at_work and self._training.result(plan.round).steps:  # the steps of a round that is not offered any more
             await self._feedback.written()
             await self._work(self._own_work.keep, heirs)
             await self._feedback.changed_between()
-        self._emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
-        await self._giving.leave(plan, self.member.deadline.up_bps, handover.LEAVE_SECONDS)
+        await self._giving.leave(plan, self.member.deadline.up_bps, max(0.0, until - self._clock.steady()))
 
     async def _tick(self) -> None:
         while True:

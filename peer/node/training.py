@@ -32,6 +32,8 @@ from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan
 
 NOTHING = Result(0, 0, None, None)
+END_SECONDS = 8.0
+"""That an inner step may still take when this peer is asked to end: in a chain it may be waiting for somebody who does not answer."""
 
 
 class RoundEnd:
@@ -125,10 +127,15 @@ class Training:
         self._end.set_in(0.0)
 
     async def end(self) -> None:
-        """Stops, and waits for the end."""
+        """Stops, and waits for the end of the inner step under way, END_SECONDS at most: then that step is given up, and those before it
+        stay done."""
         self.stop()
         if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
+            try:
+                await asyncio.wait({self._task}, timeout=END_SECONDS)
+            finally:
+                self._task.cancel()
+                await asyncio.gather(self._task, return_exceptions=True)
 
     def result(self, round: int) -> Result:
         """What was done of a round that is not forgotten."""
@@ -150,12 +157,12 @@ class Training:
         end: RoundEnd,
     ) -> None:
         began = last = self._clock.steady()
-        plan = order.plan
+        plan, done = order.plan, 0
         step_tokens = self.manifest.train.tokens(1, plan.replica(order.replica).work.micro_batches)
 
         def progress(step: int, loss: float | None) -> None:
-            nonlocal last
-            now = self._clock.steady()
+            nonlocal last, done
+            now, done = self._clock.steady(), step
             self._emit(events.Step(round=plan.round, step=step, loss=loss, tokens=step_tokens, seconds=now - last))
             last = now
             end.step_begins()
@@ -166,7 +173,11 @@ class Training:
 
         if ahead:
             theta = await asyncio.to_thread(self._ahead, plan, theta)
-        result = await self._inner_loop.train(order, theta, stop, end, progress, ChainOrders(failed, orders))
+        try:
+            result = await self._inner_loop.train(order, theta, stop, end, progress, ChainOrders(failed, orders))
+        except asyncio.CancelledError:
+            self._results[plan.round] = dataclasses.replace(NOTHING, steps=done, tokens=done * step_tokens)
+            raise
         self._results[plan.round] = dataclasses.replace(result, seconds=self._clock.steady() - began)
         if result.error is None:
             self._put(member_events.Trained(plan.round, result.steps, result.tokens, result.loss))

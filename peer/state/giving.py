@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Awaitable, Callable, Mapping
 
 from peer.state.feedback_writer import FeedbackWriter
@@ -108,17 +109,18 @@ class Giving:
             await self._look(log, plan)
 
     async def leave(self, plan: Plan | None, up_bps: int, seconds: float) -> None:
-        """Gives all that the feedback holds to others who train its shards, and waits so many seconds at most until they have it."""
+        """Gives all that the feedback holds to others who train its shards, and waits until they have it: so many seconds in all, at most."""
         if plan is None:
             return
+        until = asyncio.get_running_loop().time() + seconds
         heirs: dict[str, str] = {}
         for shard in self._outer.feedback:
             heir = rules.heir(self.manifest, None, plan, self.peer, shard)
             if heir is not None and await asyncio.to_thread(self._outer.held, shard) > 0.0:
                 heirs[shard] = heir
-        await self._give(heirs, rules.leaving_topk(self.manifest, list(heirs), up_bps, seconds))
+        await self._give(heirs, rules.leaving_topk(self.manifest, list(heirs), up_bps, seconds), until)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(until):
                 while self.open:
                     await self.call_heirs()
                     answers, self._answers = self._answers, {}
@@ -177,12 +179,13 @@ class Giving:
         norm = await asyncio.to_thread(self._outer.held, shard)
         return norm > rules.LEFT * self._first.setdefault(shard, norm)
 
-    async def _give(self, heirs: Mapping[str, str], topk: int) -> None:
-        """Makes the feedback of these shards hand-overs, in one change of its file."""
+    async def _give(self, heirs: Mapping[str, str], topk: int, until: float = math.inf) -> None:
+        """Makes the feedback of these shards hand-overs, in one change of its file; those for which there is no time `until` then keep theirs."""
         if heirs:
             await self._writer.written()
             for shard, heir in heirs.items():
-                await self._work(self._take_out, shard, heir, topk)
+                if asyncio.get_running_loop().time() < until:
+                    await self._work(self._take_out, shard, heir, topk)
             await self._writer.changed_between()
             self._storage.forget_older_feedback()
 

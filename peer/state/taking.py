@@ -70,9 +70,16 @@ class Taking:
         self._owner = owner
         self._coming: dict[str, _Coming] = {}
         self._taken = _read(storage.notes)
+        self._refuses = False
+
+    def refuse(self) -> None:
+        """From now on givers hear that nobody is here, and do not wait for us: who leaves takes nothing any more."""
+        self._refuses = True
 
     async def answer(self, giver: str, request: bytes) -> bytes:
         """What we say to a giver's call. Raises RemoteError."""
+        if self._refuses:
+            raise RemoteError(giver, "hand-over: this peer leaves, too; ask again when it is back")
         try:
             handover = build(Handover, framing.unpack_message(request), ignore_unknown=True)
         except (framing.FrameError, SchemaError) as error:

@@ -25,8 +25,6 @@ from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.manifest import Manifest
 
-START_SECONDS = 20.0
-"""That it may take until it begins to train: torch has to be imported, and the model to be made."""
 FIRST = 1
 """Micro-batches that do not count: memory is taken, and on some devices code is made."""
 
@@ -77,10 +75,12 @@ def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> Non
 
 
 async def measured(
-    manifest: Manifest, folder: Path, device: str, threads: int, memory_bytes: int, seconds: float
+    manifest: Manifest, folder: Path, device: str, threads: int, memory_bytes: int, seconds: float, within: float
 ) -> int | None:
-    """The speed of this machine, in operations a second, as far as it is known after so many seconds of training; None where it is not, or the
-    machine could not train. `folder`: for a file that is removed again."""
+    """The speed of this machine, in operations a second, as it is known after so many seconds of training, or as soon after them as it is; None where
+    it is not known `within` seconds in all, or the machine could not train. `folder`: for a file that is removed again."""
+    clock = asyncio.get_running_loop().time
+    enough = until = clock() + within
     path = folder / f"speed-test-{secrets.token_hex(4)}.toml"
     path.write_text(manifests.to_toml(manifest), encoding="utf-8")
     child = await asyncio.create_subprocess_exec(
@@ -92,11 +92,15 @@ async def measured(
     found: int | None = None
     try:
         assert child.stdout is not None
-        async with asyncio.timeout(START_SECONDS) as limit:
+        async with asyncio.timeout_at(until) as limit:
             async for line in child.stdout:
                 found = int(line) or None
-                if found is None:
-                    limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                if found is None:  # torch is imported, and the model made
+                    enough = min(until, clock() + seconds)
+                elif clock() >= enough:
+                    break
+                else:
+                    limit.reschedule(enough)
     except TimeoutError:
         pass
     finally:
@@ -108,12 +112,18 @@ async def measured(
 
 
 async def together(
-    manifest: Manifest, folder: Path, devices: Sequence[str], threads: int, memory_bytes: int, seconds: float
+    manifest: Manifest,
+    folder: Path,
+    devices: Sequence[str],
+    threads: int,
+    memory_bytes: int,
+    seconds: float,
+    within: float,
 ) -> int | None:
     """The same of several devices that train at the same time. Each does as much as every other, so the slowest counts for all; what it takes
     to add up their gradients is not in it."""
     speeds = await asyncio.gather(
-        *(measured(manifest, folder, device, threads, memory_bytes, seconds) for device in devices)
+        *(measured(manifest, folder, device, threads, memory_bytes, seconds, within) for device in devices)
     )
     known = [speed for speed in speeds if speed is not None]
     return min(known) * len(devices) if len(known) == len(devices) else None

@@ -216,15 +216,9 @@ class View:
 
     def listed(self) -> list[PeerView]:
         """The peers, replicas first in plan order, then spares and others, then those who are gone."""
-        places = {replica.number: place for place, replica in enumerate(self.replicas)}
+        places: dict[int | None, int] = {replica.number: place for place, replica in enumerate(self.replicas)}
         return sorted(
-            self.peers.values(),
-            key=lambda p: (
-                not p.here,
-                len(places) if p.replica is None else places.get(p.replica, len(places)),
-                p.position,
-                p.name,
-            ),
+            self.peers.values(), key=lambda p: (not p.here, places.get(p.replica, len(places)), p.position, p.name)
         )
 
     def place(self, p: PeerView, short: bool = False) -> str:
@@ -283,6 +277,11 @@ class View:
                 self._attested(attest)
             case events.RunFinished(state_digest=digest):
                 self.finished, self.state_digest = True, digest
+        for p in (
+            self.peers.values() if self.finished else ()
+        ):  # whatever was announced last, nobody does anything any more
+            if p.here and p.device != NODE_DEVICE:
+                p.phase, p.measured = "finished", None
         self.notes.extend(Note(event.time, *said) for said in describe(event, self.names))
 
     def _peer(self, peer: str) -> PeerView:

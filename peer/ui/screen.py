@@ -21,37 +21,35 @@ from rich.table import Table
 from rich.text import Text
 
 from peer.events import Event
+from peer.ui import tables
 from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
-from peer.ui.names import END, LONGEST, Names
+from peer.ui.names import Names
 from peer.ui.plot import ORANGE, SKY, chart
-from peer.ui.run_state import PeerView, View
-from peer.ui.text import clean, clock, duration, rate, size, times
-from peer.ui.utilization import percent
+from peer.ui.run_state import View
+from peer.ui.tables import GREEN, RED
+from peer.ui.text import clean, clock, duration, size, times
 from protocol.run.manifest import Manifest
 
 __all__ = ["Plain", "Screen", "View", "render"]
 
-BLUE, GREEN, RED = "#0072B2", "#009E73", "#DC3545"
 LEVEL_STYLES = {"info": "", "good": GREEN, "warning": ORANGE, "error": f"bold {RED}"}
 MANY_FACTS, LONGEST_WRITTEN = 12, 120
 """Lines that the facts need before there is one for what the model writes, and so many characters of it."""
-WIDEST_NAME = LONGEST + 1 + END
 LABEL = 13
 """Characters of a line of the figures beside the curve that its label, the border and the space between take."""
-_WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
-"""How the table of peers marks what a chain waits for."""
+_LEAST_NOTES = 3
 _LEAST_PLOT = 8
 """Lines that the curve keeps when the tables need space; beside many peers it has a third."""
 
 
 def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
     """One frame of exactly `width` x `height` characters."""
-    notes = 0 if height < 14 else 5 if height < 30 else 8
+    notes = _note_rows(view, height)
     plot = busy = 0
     rows = height - 2 - notes
     if height >= 20:
-        rows = max(4, min(len(view.peers) + 3, rows - max(_LEAST_PLOT, rows // 3)))
+        rows = max(4, min(len(view.peers) + 3, _table_rows(height, notes)))
         busy = _busy_rows(view, height - 2 - notes - rows - _LEAST_PLOT)
         plot = min(20, height - 2 - notes - rows - busy)
         notes = height - 2 - rows - busy - plot
@@ -66,13 +64,26 @@ def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
             _panel("run", _facts(view, plot - 2, facts - LABEL), facts, plot, ascii_only),
         )
         parts.append(grid)
-    parts.append(_panel("peers", _peers(view, width - 4, rows - 3), width, rows, ascii_only))
+    parts.append(_panel("peers", tables.peers(view, width - 4, rows - 3), width, rows, ascii_only))
     if busy:
-        parts.append(_panel("chains", _chains(view, width - 4, busy - 3), width, busy, ascii_only))
+        parts.append(_panel("chains", tables.chains(view, width - 4, busy - 3), width, busy, ascii_only))
     if notes:
         parts.append(_panel("messages", _notes(view, width - 4, notes - 2), width, notes, ascii_only))
     frame = Group(*parts)
     return Plain(frame) if ascii_only else frame
+
+
+def _note_rows(view: View, height: int) -> int:
+    """Lines of the panel of messages, which gives way to the table of peers, but for one message."""
+    most = 0 if height < 14 else 5 if height < 30 else 8
+    enough = (n for n in range(most, _LEAST_NOTES, -1) if _table_rows(height, n) >= len(view.peers) + 3)
+    return next(enough, min(most, _LEAST_NOTES))
+
+
+def _table_rows(height: int, notes: int) -> int:
+    """The most lines that the table of peers may have beside so many of messages."""
+    free = height - 2 - notes
+    return free if height < 20 else free - max(_LEAST_PLOT, free // 3)
 
 
 def _busy_rows(view: View, free: int) -> int:
@@ -211,102 +222,6 @@ def _digests(view: View) -> Text:
     return Text(f"✗ {view.name(peer)} differs in {shard}{more}", style=f"bold {RED}")
 
 
-def _peers(view: View, width: int, rows: int) -> Table:
-    wide = width >= 112
-    marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
-    busy = any(p.activity for p in view.peers.values())
-    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
-    table.add_column("peer", no_wrap=True, max_width=WIDEST_NAME)
-    table.add_column("does", no_wrap=True, ratio=1)
-    if wide:
-        table.add_column("device", no_wrap=True)
-        table.add_column("memory", justify="right", no_wrap=True)
-        table.add_column("uplink", justify="right", no_wrap=True)
-    table.add_column("phase", no_wrap=True, min_width=8)
-    if busy:
-        table.add_column("busy", justify="right", no_wrap=True, min_width=6)
-    table.add_column("step", justify="right", no_wrap=True, min_width=5)
-    table.add_column("loss", justify="right", no_wrap=True, min_width=5)
-    table.add_column("sent", justify="right", no_wrap=True, min_width=7)
-    if wide or not busy:
-        table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
-    listed = view.listed()
-    shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
-    for p in shown:
-        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
-        if wide:
-            cells += [
-                p.device or "-",
-                size(p.memory_bytes) if p.memory_bytes else "-",
-                rate(p.up_bps) if p.up_bps else "-",
-            ]
-        style = {"training": SKY, "gone": RED, "withdrew": ORANGE, "offered": GREEN, "finished": GREEN}.get(p.phase, "")
-        trains = p.replica is not None
-        cells.append(Text(p.phase, style=style))
-        if busy:
-            cells.append(_share(p, marks.get(p.peer, "")))
-        cells += [
-            f"{p.step}/{p.steps}" if trains else "-",
-            f"{p.loss:.3f}" if trains and p.loss is not None else "-",
-            size(p.sent_bytes) if p.sent_bytes is not None else "-",
-        ]
-        if wide or not busy:
-            cells.append(times(p.dense_bytes / p.sent_bytes) if p.sent_bytes and p.dense_bytes else "-")
-        table.add_row(*cells)
-    if len(shown) < len(listed):
-        table.add_row(f"+{len(listed) - len(shown)} more", style="bright_black")
-    if not listed:
-        table.add_row(Text("nobody yet", style="bright_black"))
-    return table
-
-
-def _chains(view: View, width: int, rows: int) -> Table:
-    """What each stage of each chain did in its last inner step, forward (→) and backward (←), and what its chain waits
-    for."""
-    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
-    table.add_column("chain", no_wrap=True)
-    table.add_column("peer", no_wrap=True, max_width=WIDEST_NAME)
-    columns = ["busy", "waits →", "waits ←", "sends →", "sends ←", *(("depth", "queue") if width >= 88 else ())]
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("slowest", no_wrap=True, ratio=1)
-    listed = [(c, i, p) for c in view.chains for i, p in enumerate(c.members)]
-    for chain, position, p in listed[:rows]:
-        a = p.activity
-        cells = ["-"] * len(columns)
-        if a is not None:
-            cells = [percent(a.busy), percent(a.wait_forward), percent(a.wait_backward)]
-            cells += [size(a.forward_bytes), size(a.backward_bytes), str(a.depth), str(a.queued)]
-            cells = cells[: len(columns)]
-        mark = Text(f"◄ {chain.slowest}", style=ORANGE) if position == chain.bottleneck.position else ""
-        table.add_row(chain.name if position == 0 else "", Text(p.name, style="bold"), *cells, mark)
-    return table
-
-
-class _Fitting:
-    """The longer text where it has room, else the shorter one."""
-
-    def __init__(self, longer: Text, shorter: Text) -> None:
-        self._longer, self._shorter = longer, shorter
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._longer if self._longer.cell_len <= options.max_width else self._shorter
-
-
-def _place(view: View, p: PeerView, wide: bool) -> RenderableType:
-    mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", "bright_black"))
-    longer, shorter = (Text.assemble((mark, style), f" {view.place(p, x)}", no_wrap=True) for x in (False, True))
-    return _Fitting(longer, shorter) if wide else shorter
-
-
-def _share(p: PeerView, mark: str) -> Text:
-    """Of the time that a stage computes, marked if its chain waits for that or for what comes to it."""
-    a = p.activity
-    if a is None:
-        return Text("-")
-    return Text(percent(a.busy) + (mark or " "), style=ORANGE if mark else "")
-
-
 def _notes(view: View, width: int, rows: int) -> Group:
     def lines() -> Iterable[Text]:
         for note in list(view.notes)[-rows:]:
@@ -396,4 +311,4 @@ class Screen:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
-            self.console.print(self.frame(min(self.console.size.height, 16 + len(self.view.peers))))
+            self.console.print(self.frame(min(self.console.size.height - 1, 18 + len(self.view.peers))))

@@ -131,7 +131,7 @@ class Snapshot:
     peers: tuple[SeenPeer, ...]
     """Everybody who announces himself, bootstrap nodes too."""
     bottlenecks: tuple[SeenBottleneck, ...]
-    """What each chain waits for, as far as its members announced it."""
+    """What each chain waits for, as far as its members announced it; nothing when the run is over."""
     commits: tuple[SeenCommit, ...]
     """The whole log."""
 
@@ -151,7 +151,7 @@ def snapshot(manifest: Manifest, commits: Sequence[Commit], peers: Mapping[str, 
         log_digest=head.digest if head else None,
         plan=plan,
         peers=tuple(_peer(a, plan) for _, a in sorted(peers.items())),
-        bottlenecks=tuple(_bottlenecks(peers, plan)),
+        bottlenecks=() if finished else tuple(_bottlenecks(peers, plan)),
         commits=tuple(_commit(c) for c in commits),
     )
 

@@ -39,7 +39,7 @@ class StatePeer:
     reachable: str
     """How others reach it: `direct`, `mapped`, `private`; empty while it is not known."""
     phase: str
-    """What it does now, in its own word."""
+    """What it does now, in its own word; `finished` when the run is over."""
     round: int
     """Its round."""
     step: int

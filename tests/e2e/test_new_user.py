@@ -31,7 +31,7 @@ THIRD = "potluck join ADDRESS"
 STAYS_HERE = {
     "bootstrap": " --host 127.0.0.1 --port {port}",
     "join": " --host 127.0.0.1",
-    "doctor": " --host 127.0.0.1",
+    "doctor": " --host 127.0.0.1 --within 200",
 }
 
 

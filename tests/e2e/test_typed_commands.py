@@ -111,6 +111,8 @@ class Town:
             found += f" --dir {shlex.quote(str(self.swarm.folder / NODE))}"
         if verb in ("join", "bootstrap", "doctor"):
             found += " --host 127.0.0.1"
+        if verb == "doctor":
+            found += " --within 250"
         if verb in ("join", "doctor"):
             found += "" if "--devices " in found else " --device cpu"
             found += f" --threads 1 --memory {tiny.full_memory(self.swarm.manifest)}"

@@ -248,7 +248,8 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
         last, diverged=wrong, contributions=(made,), evaluations=EVALUATIONS, audits=AUDITS, left_out=tried
     )
     log = [first, spare, newest]
-    every_field_has_a_value(Snapshot, snapshot(MANIFEST, log, said, 5.0))
+    over, before = snapshot(MANIFEST, log, said, 5.0), snapshot(MANIFEST, log[:-1], said, 5.0)
+    every_field_has_a_value(Snapshot, (over, before))
 
 
 def test_every_field_of_the_logs_json_has_a_source() -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from peer.net.base import Stream
+from peer.net.clock import Clock
+from peer.node.audit import NoTraining
+from peer.node.training import END_SECONDS, Training
 from peer.state.storage import Shards
 from protocol.rounds.handover import LEAVE_SECONDS
-from protocol.rounds.member_events import Phase
+from protocol.rounds.member_events import Phase, TrainOrder
 from protocol.wire import endpoints
+from tests.sim.loop import VirtualLoop
+from tests.unit.test_short_rounds import PLAN, RUN
 from tests.volunteers import Swarm, Volunteer, manifest
 
 pytestmark = pytest.mark.slow
@@ -114,6 +121,9 @@ def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_path: Pa
             await asked.wait()
             assert not leaver.task.done()
             assert [e.fields["seconds"] for e in leaver.events if e.kind == "leaving"] == [LEAVE_SECONDS]
+            heir.task.cancel()  # it leaves, too, and its own heir takes nothing any more
+            await asyncio.gather(heir.task, return_exceptions=True)
+            assert not leaver.task.done(), "two who leave do not wait for each other"
             began = time.monotonic()
             await swarm.stop("a")
             assert time.monotonic() - began < LEAVE_SECONDS
@@ -122,3 +132,31 @@ def test_to_ask_again_ends_the_waiting_for_heirs_that_do_not_answer(tmp_path: Pa
             assert norm(before) > 0
 
     asyncio.run(asyncio.wait_for(work(), DEADLINE))
+
+
+class Stuck(NoTraining):
+    """Does three inner steps, and waits in the fourth for somebody of its chain who never answers."""
+
+    def __init__(self) -> None:
+        self.waits = asyncio.Event()
+
+    async def train(self, order: Any, theta: Any, stop: Any, end: Any, progress: Any, chain_orders: Any) -> Any:
+        for step in (1, 2, 3):
+            progress(step, 1.0)
+        self.waits.set()
+        await asyncio.Event().wait()
+
+
+def test_an_inner_step_that_does_not_end_is_given_up_and_those_before_it_are_kept() -> None:
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        inner_loop = Stuck()
+        training = Training(RUN, "me", inner_loop, lambda body: None, lambda event: None, Clock(steady=loop.time))
+        training.begin(TrainOrder(PLAN, 0), {}, ahead=False, commits={})
+        await inner_loop.waits.wait()
+        await training.end()
+        assert loop.time() == END_SECONDS
+        assert training.result(PLAN.round).steps == 3
+
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(random.Random(0))) as runner:
+        runner.run(work())

@@ -20,6 +20,7 @@ from peer.net.memory import MemoryNetwork
 from peer.ui.monitor import COMPARE_POLLS, BadLog, Monitor
 from peer.ui.run_state import View
 from peer.ui.screen import Screen
+from peer.ui.watched import Watched, state
 from protocol.identity import Identity, short_peer
 from protocol.rounds import part_lists
 from protocol.wire import encoding, endpoints, framing, schema, sealed
@@ -124,13 +125,21 @@ def records(found: list[Commit]) -> list[bytes]:
     return [encoding.encode_record(tiny.record(commit)) for commit in found]
 
 
+REPORT = ChainReport(
+    times_ms=(2000, 1860, 20, 40, 500, 300),
+    counts=(4_000, 0, 7, 2),
+    activations=(1.5, 9.0, 1.0),
+)
+
+
 def test_a_whole_run_becomes_events_and_a_screen() -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
         node.log = records(commits())
         await node.announce(ALICE, phase="training", round=2, step=3, loss=1.5)
-        await node.announce(BOB, phase="waiting", round=1, bytes_sent=900)
+        await node.announce(BOB, phase="waiting", round=1, bytes_sent=900, chain=REPORT)
         await monitor.follow(events.append)
         assert node.asked == [-1, 1, 2]
+        assert (await monitor.snapshot()).bottlenecks == ()
 
     events = play(story)
     told = [e.kind for e in events]
@@ -145,14 +154,19 @@ def test_a_whole_run_becomes_events_and_a_screen() -> None:
     )
     (left,) = [e.body.left_out for e in events if isinstance(e.body, kinds.Commit)][-1]
     assert left == LeftOut(replica=1, reason=f"peer {BOB.peer_id[-8:]}: gone", judged="0" * 64)
-    view = View(MANIFEST)
-    for event in events:
-        view.feed(event)
-    assert view.committed == {1: 2.0, 2: 1.0}
-    assert view.finished
+    watched = Watched(MANIFEST)
+    view = watched.view
+    for event in events[:-1]:
+        watched.feed(event)
     alice, bob = view.peers[ALICE.peer_id], view.peers[BOB.peer_id]
     assert (alice.phase, alice.step, alice.loss) == ("training", 3, 1.5)
     assert (bob.phase, bob.sent_bytes) == ("waiting", 900)
+    assert {p.peer: p.busy for p in state(watched, 0.0).peers if p.busy} == {BOB.peer_id: 0.93}
+    watched.feed(events[-1])
+    assert view.committed == {1: 2.0, 2: 1.0}
+    assert view.finished
+    shown = [(p.phase, p.busy) for p in state(watched, 0.0).peers if p.here]
+    assert shown == [("finished", None)] * len(shown), "nobody is busy with a run that is over, on the page neither"
 
 
 @pytest.mark.parametrize(("peers", "looks"), [(3, 12), (160, 2), (4000, 1)])
@@ -202,13 +216,6 @@ def test_in_a_pipe_it_prints_a_line_a_round() -> None:
         f"· {carol} is ready: cpu, 5 B",
         "✓ run finished",
     ])  # fmt: skip
-
-
-REPORT = ChainReport(
-    times_ms=(2000, 1860, 20, 40, 500, 300),
-    counts=(4_000, 0, 7, 2),
-    activations=(1.5, 9.0, 1.0),
-)
 
 
 def test_a_chain_that_only_announces_is_shown() -> None:

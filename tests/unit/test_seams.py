@@ -13,8 +13,6 @@ TESTS = Path(__file__).parents[1]
 REPLACED = {
     # replaces the operating system's clock in a process of its own, since hivemind takes no other
     "faults/wall_clock.py": {"time.time": "time"},
-    # makes the disk slow in a process of its own, as a real slow disk is
-    "faults/slow_disk.py": {"os.fsync": "os"},
     # goes round a defect of hivemind, in a process that runs hivemind alone, which measures it and nothing of ours
     "benchmarks/averaging.py": {"quantization.Quantization.extract": "hivemind"},
 }

@@ -239,9 +239,19 @@ def test_the_end() -> None:
     story = Story().begin()
     for number in range(1, 6):
         story.round(number, 3 - number / 10)
+    for peer in PEERS[2:5]:
+        story.chain(peer, 1.9)
+    assert "95 %" in text(story.view)
     story.finish()
+    story.tell(PEERS[0], announced(9_000, 5, "training"))  # one who has not heard of it yet
+    story.chain(PEERS[2], 1.9)
     shown = text(story.view)
     assert "finished 5 rounds in" in shown
+    assert [line.split("finished")[1].split()[0] for line in shown.splitlines() if "20 Mb/s" in line] == ["4/4"] * 5 + [
+        "-"
+    ]
+    assert "95 %" not in shown, "nobody is busy any more"
+    assert "training" not in shown
     assert "100 %" in shown
     assert "✓ equal · ababababab" in shown
     assert story.view.eta is None
@@ -366,7 +376,21 @@ def test_more_peers_than_rows() -> None:
         story.tell("bootstrap", ready(f"peer-{i:08}"))
     lines = draw(story.view, 80, 24)
     assert len(lines) == 24
-    assert any("more" in x for x in lines)
+    assert sum("○ waiting" in x for x in lines) == 7
+    assert any("and 33 more" in x for x in lines)
+
+
+@pytest.mark.parametrize("height", [14, 22, 23, 24])
+def test_all_peers_of_a_demo_are_there_in_a_small_terminal(height: int) -> None:
+    """Also where a line of it is taken for keys, or for the prompt: messages give way first, but for one."""
+    story = Story().begin()
+    story.round(1, 2.5)
+    lines = draw(story.view, 80, height)
+    assert len(lines) == height
+    for name in NAMES.values():
+        assert any(name in x and "20" not in x for x in lines), lines
+    assert any("✓ round 1: " in x for x in lines)
+    assert not any(" more" in x for x in lines)
 
 
 def printed(story: Story) -> list[str]:

@@ -1,0 +1,118 @@
+"""The tables of the live screen: who is there, and how busy the members of chains are."""
+
+from __future__ import annotations
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from peer.ui.names import END, LONGEST
+from peer.ui.plot import ORANGE, SKY
+from peer.ui.run_state import PeerView, View
+from peer.ui.text import rate, size, times
+from peer.ui.utilization import percent
+
+BLUE, GREEN, RED = "#0072B2", "#009E73", "#DC3545"
+WIDEST_NAME = LONGEST + 1 + END
+_WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
+"""How the table of peers marks what a chain waits for."""
+
+
+def peers(view: View, width: int, rows: int) -> Table:
+    """Of everybody, at most so many rows below the heading; the last one says how many more there are."""
+    wide = width >= 112
+    marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
+    busy = any(p.activity for p in view.peers.values())
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
+    table.add_column("peer", no_wrap=True, max_width=WIDEST_NAME)
+    table.add_column("does", no_wrap=True, ratio=1)
+    if wide:
+        table.add_column("device", no_wrap=True)
+        table.add_column("memory", justify="right", no_wrap=True)
+        table.add_column("uplink", justify="right", no_wrap=True)
+    table.add_column("phase", no_wrap=True, min_width=8)
+    if busy:
+        table.add_column("busy", justify="right", no_wrap=True, min_width=6)
+    table.add_column("step", justify="right", no_wrap=True, min_width=5)
+    table.add_column("loss", justify="right", no_wrap=True, min_width=5)
+    table.add_column("sent", justify="right", no_wrap=True, min_width=7)
+    if wide or not busy:
+        table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
+    listed = view.listed()
+    shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
+    for p in shown:
+        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
+        if wide:
+            cells += [
+                p.device or "-",
+                size(p.memory_bytes) if p.memory_bytes else "-",
+                rate(p.up_bps) if p.up_bps else "-",
+            ]
+        style = {"training": SKY, "gone": RED, "withdrew": ORANGE, "offered": GREEN, "finished": GREEN}.get(p.phase, "")
+        trains = p.replica is not None
+        cells.append(Text(p.phase, style=style))
+        if busy:
+            cells.append(_share(p, marks.get(p.peer, "")))
+        cells += [
+            f"{p.step}/{p.steps}" if trains else "-",
+            f"{p.loss:.3f}" if trains and p.loss is not None else "-",
+            size(p.sent_bytes) if p.sent_bytes is not None else "-",
+        ]
+        if wide or not busy:
+            cells.append(times(p.dense_bytes / p.sent_bytes) if p.sent_bytes and p.dense_bytes else "-")
+        table.add_row(*cells)
+    if len(shown) < len(listed):
+        table.add_row(f"and {len(listed) - len(shown)} more", style="bright_black")
+    if not listed:
+        table.add_row(Text("nobody yet", style="bright_black"))
+    return table
+
+
+def chains(view: View, width: int, rows: int) -> Table:
+    """What each stage of each chain did in its last inner step, forward (→) and backward (←), and what its chain waits
+    for."""
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
+    table.add_column("chain", no_wrap=True)
+    table.add_column("peer", no_wrap=True, max_width=WIDEST_NAME)
+    columns = ["busy", "waits →", "waits ←", "sends →", "sends ←", *(("depth", "queue") if width >= 88 else ())]
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("slowest", no_wrap=True, ratio=1)
+    listed = [(c, i, p) for c in view.chains for i, p in enumerate(c.members)]
+    shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
+    for chain, position, p in shown:
+        a = p.activity
+        cells = ["-"] * len(columns)
+        if a is not None:
+            cells = [percent(a.busy), percent(a.wait_forward), percent(a.wait_backward)]
+            cells += [size(a.forward_bytes), size(a.backward_bytes), str(a.depth), str(a.queued)]
+            cells = cells[: len(columns)]
+        mark = Text(f"◄ {chain.slowest}", style=ORANGE) if position == chain.bottleneck.position else ""
+        table.add_row(chain.name if position == 0 else "", Text(p.name, style="bold"), *cells, mark)
+    if len(shown) < len(listed):
+        table.add_row(f"and {len(listed) - len(shown)} more", style="bright_black")
+    return table
+
+
+class _Fitting:
+    """The longer text where it has room, else the shorter one."""
+
+    def __init__(self, longer: Text, shorter: Text) -> None:
+        self._longer, self._shorter = longer, shorter
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._longer if self._longer.cell_len <= options.max_width else self._shorter
+
+
+def _place(view: View, p: PeerView, wide: bool) -> RenderableType:
+    mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", "bright_black"))
+    longer, shorter = (Text.assemble((mark, style), f" {view.place(p, x)}", no_wrap=True) for x in (False, True))
+    return _Fitting(longer, shorter) if wide else shorter
+
+
+def _share(p: PeerView, mark: str) -> Text:
+    """Of the time that a stage computes, marked if its chain waits for that or for what comes to it."""
+    a = p.activity
+    if a is None:
+        return Text("-")
+    return Text(percent(a.busy) + (mark or " "), style=ORANGE if mark else "")
