@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -25,15 +26,24 @@ from peer.log import replay
 from peer.log.export import WEIGHTS
 from peer.training.model import Stage
 from protocol.run import layout
+from protocol.run.layout import ModelSpec, RopeScaling
 from protocol.run.manifest import Manifest
+from protocol.wire import schema
 from tests.e2e import swarms
 
 ROUNDS = 3
+SHARED: dict[str, Any] = {"num_key_value_heads": 1, "use_qk_norm": True, "document_end_id": 0}
+LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
+NEWER: dict[str, dict[str, Any]] = {
+    "a chain": {**SHARED, "rope_scaling": LLAMA3},
+    "no chain": {**SHARED, "tie_word_embeddings": True},
+}
+"""What the architecture has besides that of `done`, all at once; a model with tied embeddings has no chains."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A run that is over. `full`, `chain`: the first checkpoints of its full replica and of its chain's members."""
+    """A run that is over. `full`, `chain`: the first checkpoints of its full replica and of its chain's members, if it has one."""
 
     folder: Path
     manifest: Manifest
@@ -41,14 +51,21 @@ class Done:
     chain: tuple[Path, ...]
 
 
+def trained(out: Path, chains: int = 1, in_memory: bool = False, **model: Any) -> Done:
+    """A full replica, and a chain of two or none. `model`: fields of its ModelSpec."""
+    chosen = swarms.options(out, full=1, chains=chains, rank=(8,), rounds=ROUNDS, in_memory=in_memory)
+    manifest = swarms.manifest(chosen, model=model)
+    swarms.run(chosen, manifest)
+    full, *chain = (
+        out / name / "checkpoint-00000001" for name in ("full-0", "chain-0-0", "chain-0-1")[: 1 + 2 * chains]
+    )
+    return Done(out / "bootstrap", manifest, full, tuple(chain))
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """A full replica and a chain of two, as processes."""
-    out = tmp_path_factory.mktemp("export") / "run"
-    chosen = swarms.options(out, full=1, chains=1, rank=(8,), rounds=ROUNDS, in_memory=False)
-    swarms.run(chosen)
-    first = {name: out / name / "checkpoint-00000001" for name in ("full-0", "chain-0-0", "chain-0-1")}
-    return Done(out / "bootstrap", swarms.manifest(chosen), first["full-0"], (first["chain-0-0"], first["chain-0-1"]))
+    """As processes."""
+    return trained(tmp_path_factory.mktemp("export") / "run")
 
 
 def potluck(*arguments: object) -> int:
@@ -62,13 +79,37 @@ def files(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
 
 
+def exports_agree(done: Done, folder: Path) -> None:
+    """From the archive alone, from the full replica, and from the chain's members together, if there is one."""
+    sources: dict[str, tuple[Path, ...]] = {"archive": (), "full": (done.full,)}
+    if done.chain:
+        sources["chain"] = done.chain
+    for name, checkpoints in sources.items():
+        given = [word for path in checkpoints for word in ("--checkpoint", path)]
+        assert potluck("export", done.folder, "--out", folder / name, *given) == 0
+    archive, *others = (files(folder / name) for name in sources)
+    assert WEIGHTS in archive
+    for other in others:
+        assert other == archive
+
+
 def test_a_full_replica_a_chain_and_the_archive_give_the_same_files(done: Done, tmp_path: Path) -> None:
-    assert potluck("export", done.folder, "--out", tmp_path / "archive") == 0
-    assert potluck("export", done.folder, "--out", tmp_path / "full", "--checkpoint", done.full) == 0
-    members = [word for path in done.chain for word in ("--checkpoint", path)]
-    assert potluck("export", done.folder, "--out", tmp_path / "chain", *members) == 0
-    assert files(tmp_path / "archive") == files(tmp_path / "full") == files(tmp_path / "chain")
-    assert WEIGHTS in files(tmp_path / "archive")
+    assert done.chain
+    exports_agree(done, tmp_path)
+
+
+@pytest.mark.parametrize("kind", NEWER)
+def test_they_do_with_every_later_option_of_the_architecture(kind: str, tmp_path: Path) -> None:
+    """Trained in memory."""
+    made = trained(tmp_path / "run", chains=int(kind == "a chain"), in_memory=True, **NEWER[kind])
+    assert len(made.chain) == (2 if kind == "a chain" else 0)
+    exports_agree(made, tmp_path)
+
+
+def test_every_later_option_is_in_one_of_these() -> None:
+    plain, options = swarms.MODEL, [dataclasses.replace(swarms.MODEL, **changes) for changes in NEWER.values()]
+    later = {f.name for f in dataclasses.fields(ModelSpec) if f.metadata == schema.LATER}
+    assert later == {name for name in later for spec in options if getattr(spec, name) != getattr(plain, name)}
 
 
 def test_transformers_computes_the_same(done: Done, tmp_path: Path) -> None:

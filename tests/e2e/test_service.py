@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -59,6 +60,12 @@ def home(folder: Path, *programs: str) -> Home:
     for name in ("sh", "basename"):
         (folder / "bin" / name).symlink_to(f"/usr/bin/{name}")
     return Home(folder / "home", folder / "bin")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def test_install_status_and_remove_with_systemd(tmp_path: Path) -> None:
@@ -135,9 +142,7 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
     """The unit's command brings the same node back after a kill: its line stays, and the log that a service keeps has both starts."""
     user = home(tmp_path, "systemctl")
     assert user.potluck("init", "ours").returncode == 0
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = ("--host", "127.0.0.1", "--port", free.getsockname()[1])
+    where = ("--host", "127.0.0.1", "--port", free_port())
     words = ("ours/run.toml", "--dir", "ours/node", "--corpus", "ours/corpus", *where)
     for wrong, told in (
         (("none.toml", *words[1:]), "none.toml"),
@@ -166,7 +171,8 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
             children = psutil.Process(node.pid).children(recursive=True)
             node.send_signal(stop)
             code = node.wait(DEADLINE)
-            psutil.wait_procs(children, DEADLINE)
+            left_over = psutil.wait_procs(children, DEADLINE)[1]
+        assert not left_over
         assert code == (-signal.SIGKILL if stop == signal.SIGKILL else 0)
     assert lines[0] == lines[1]
     assert (user.path / "ours" / "node" / "potluck.log").read_text().count(lines[0]) == 2
@@ -176,29 +182,44 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
 
 
 class Service:
-    """The unit that was installed for PEER of a swarm, run as systemd would run it. `place`: where it listens, and what a command begins with
-    that is to run there."""
+    """The unit that was installed for `name`, which is PEER or NODE of a swarm, run as systemd would run it. `place`: where it listens, and
+    what a command begins with that is to run there."""
 
-    def __init__(self, swarm: Swarm, user: Home, place: Place = ("127.0.0.1", [])) -> None:
-        self.swarm = swarm
+    def __init__(self, swarm: Swarm, user: Home, name: str = PEER, place: Place = ("127.0.0.1", [])) -> None:
+        self.swarm, self.name = swarm, name
         host, self._prefix = place
-        whole = tiny.full_memory(swarm.manifest)
-        line = ("--up", "20Mbps", "--down", "100Mbps", "--corpus", swarm.corpus)
-        offer = ("--host", host, "--device", "cpu", "--memory", whole, "--threads", 1, "--json")
-        done = user.potluck("service", "install", swarm.addresses[0], "--dir", PEER, *offer, *line, at=swarm.folder)
+        common = ("--dir", name, "--host", host, "--corpus", swarm.corpus, "--json")
+        if name == NODE:
+            words = ("install-node", swarm.file, *common, "--port", swarm.ports[NODE])
+        else:
+            offer = ("--device", "cpu", "--memory", tiny.full_memory(swarm.manifest), "--threads", 1)
+            words = ("install", swarm.addresses[0], *common, *offer, "--up", "20Mbps", "--down", "100Mbps")
+        before = user.units()
+        done = user.potluck("service", *words, at=swarm.folder)
         assert done.returncode == 0, done.stderr
-        (unit,) = user.units()
+        (unit,) = set(user.units()) - set(before)
         self.settings = systemd.settings(unit.read_text())
-        (swarm.folder / PEER).mkdir(exist_ok=True)
+        (swarm.folder / name).mkdir(exist_ok=True)
 
     def start(self, **files: object) -> subprocess.Popen[bytes]:
         command = [*self._prefix, *systemd.command(self.settings["ExecStart"])]
         return subprocess.Popen(command, cwd=systemd.value(self.settings["WorkingDirectory"]), **files)  # type: ignore[call-overload, no-any-return]
 
     def boot(self) -> None:
-        folder = self.swarm.folder / PEER
+        folder = self.swarm.folder / self.name
         with open(folder / "events.jsonl", "ab") as out, open(folder / "stderr.txt", "ab") as errors:
-            self.swarm.running[PEER] = self.start(stdout=out, stderr=errors)
+            self.swarm.running[self.name] = self.start(stdout=out, stderr=errors)
+
+    def refuses_a_second(self, who: str, *kinds: str) -> None:
+        """Another start on its folder ends with one line, such that systemd does not try it again. The line is in the log that a service keeps,
+        too, beside what the first one tells: events of these `kinds`."""
+        second = self.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        (said,) = second.communicate(timeout=DEADLINE)[1].decode().splitlines()
+        assert second.returncode == int(self.settings["RestartPreventExitStatus"])
+        assert said == f"potluck: directory {self.name}: another {who} uses it; stop that one or choose another folder"
+        log = (self.swarm.folder / self.name / "potluck.log").read_text()
+        assert f"another {who} uses it" in log
+        assert {e.kind for line in log.splitlines() if (e := from_json(line))} >= set(kinds)
 
     def trains_again(self) -> None:
         """From now on."""
@@ -216,33 +237,47 @@ class Service:
     def works_in(event: Event, peer: str) -> bool:
         return any(peer in c["peers"] and c["tokens"] for c in event.fields["contributions"])
 
+    def daemons(self) -> list[psutil.Process]:
+        """Its processes but the first one."""
+        return psutil.Process(self.swarm.running[self.name].pid).children(recursive=True)
+
     def signal(self, number: int) -> None:
         """To all its processes."""
-        process = psutil.Process(self.swarm.running[PEER].pid)
-        for one in (*process.children(recursive=True), process):
+        for one in (*self.daemons(), self.swarm.running[self.name]):
             one.send_signal(number)
+
+    def loses_power(self) -> None:
+        """All its processes end at once."""
+        daemons, process = self.daemons(), self.swarm.running.pop(self.name)
+        process.kill()
+        for daemon in daemons:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                daemon.kill()
+        process.wait()
+        assert not psutil.wait_procs(daemons, DEADLINE)[1]
 
 
 def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it(tmp_path: Path) -> None:
     manifest = make_manifest(start_peers=1)
     user = home(tmp_path, "systemctl")
     with Swarm(tmp_path / "a run", manifest, tiny.OPERATORS[:1]) as swarm:
-        swarm.start_node(NODE)
+        swarm.ports[NODE] = free_port()
+        node = Service(swarm, user, NODE)
+        node.boot()
+        swarm.addresses.append(swarm.wait(NODE, lambda e: e.kind == "listening", "its address").fields["address"])
         service = Service(swarm, user)
         service.boot()
         service.trains_again()
 
-        second = service.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        said = second.communicate(timeout=DEADLINE)[1].decode()
-        assert second.returncode == int(service.settings["RestartPreventExitStatus"])
-        assert "another potluck process uses it" in said
-        log = (tmp_path / "a run" / PEER / "potluck.log").read_text()
-        assert "another potluck process uses it" in log
-        assert {e.kind for line in log.splitlines() if (e := from_json(line))} >= {"started", "round"}
+        node.refuses_a_second("bootstrap node", "listening", "commit")
+        service.refuses_a_second("potluck process", "started", "round")
+        service.trains_again()
 
+        left_over = service.daemons()
         swarm.kill(PEER)
         service.boot()
         service.trains_again()
+        assert not psutil.wait_procs(left_over, DEADLINE)[1], "what a kill leaves over ends by itself"
 
         before = len(swarm.events(NODE))
         service.signal(signal.SIGSTOP)  # a lid is closed
@@ -250,14 +285,14 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
         service.signal(signal.SIGCONT)
         service.trains_again()
 
-        swarm.kill(NODE)
-        swarm.kill(PEER)
+        node.loses_power()
+        service.loses_power()
         told = len(swarm.events(PEER))
         service.boot()
         swarm.wait(
             PEER, lambda e: e.kind == "warning" and "tries again" in e.fields["text"], "what it waits for", after=told
         )
-        swarm.start(NODE)
+        node.boot()
         service.trains_again()
 
         swarm.running[PEER].terminate()
@@ -283,7 +318,7 @@ def test_it_survives_nights_without_any_network_and_changes_of_address_without_a
     ):
         swarm.start_node(NODE)
         swarm.start("other")
-        service = Service(swarm, user, there.places["laptop"])
+        service = Service(swarm, user, place=there.places["laptop"])
         service.boot()
         service.trains_again()
         first = swarm.running[PEER]

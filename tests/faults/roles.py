@@ -8,9 +8,11 @@ A full replica and a chain of two train a model with a past (tests/faults/histor
                   that it lacks while the chain trains on, and becomes a full replica; the other one a spare
     a newcomer    it fetches the whole state, and becomes a full replica
 
-Then the newcomer is killed, misses some rounds, and *comes back*. A line stays slow until the others have done ROUNDS rounds
-meanwhile: so nothing here depends on how fast the machine is. Without --netlab the processes make their lines slow themselves
-(tests/faults/paced.py).
+Then the newcomer is killed in the middle of a round, misses some, and *comes back*. A line stays slow until the others have done
+ROUNDS rounds meanwhile: so nothing here depends on how fast the machine is. Without --netlab the processes make their lines slow
+themselves (tests/faults/paced.py).
+
+In the end the log is verified, and what it says of everybody's tokens is counted a second time.
 
 Printed: the seconds of a round before, and while each of the three was on its way.
 """
@@ -21,18 +23,20 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from peer.events import Event
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
+from protocol.wire.commit import Commit
 from tests import tiny
 from tests.e2e import swarms
 from tests.faults import history, paced
@@ -132,6 +136,13 @@ class Roles:
         plan = commit.fields["plan"]
         return [tuple(self.ids.get(s["peer"], s["peer"]) for s in replica["stages"]) for replica in plan[kind]]
 
+    def left_out(self, commit: Event) -> set[str]:
+        """Who was planned for this round, and whose work is not in it."""
+        plan = self.commits[commit.fields["round"] - 1].fields["plan"]
+        numbers = {left["replica"] for left in commit.fields["left_out"]}
+        stages = [stage for replica in plan["replicas"] if replica["number"] in numbers for stage in replica["stages"]]
+        return {self.ids[stage["peer"]] for stage in stages}
+
     def look(self, commit: Event) -> bool:
         """False. Raises TooBusy where the chain is given up already."""
         if any((MOVER,) in self.planned(commit, kind) for kind in ("replicas", "forming")):
@@ -139,12 +150,17 @@ class Roles:
         return False
 
     def end(self) -> None:
-        """Kills everybody. All that was committed is right, and all that who contributed to a round had done in it is in it."""
+        """Kills everybody. All that was committed is right, all that who contributed to a round had done in it is in it, and everybody's
+        credits are what the log says."""
         for name in list(self.swarm.running):
             self.swarm.kill(name)
-        command = [sys.executable, "-m", "peer.cli", "log", "verify", str(self.swarm.folder / NODE)]
-        verified = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert verified.returncode == 0, verified.stdout + verified.stderr
+        self.log("verify")
+        with self.swarm.log_of(NODE) as archive:
+            expected = recounted(archive.commits, self.swarm.manifest.model.n_layers)
+            total = sum(made.tokens for commit in archive.commits for made in commit.contributions)
+        credited = [json.loads(line) for line in self.log("credits", "--json").splitlines()]
+        assert {c["peer"]: (c["tokens"], c["rounds"], c["left_out"]) for c in credited} == expected
+        assert sum(c["tokens"] for c in credited) == total
         events = self.swarm.events(NODE)
         self.commits = {e.fields["round"]: e for e in events if e.kind == "commit"}
         assert sorted(self.commits) == list(range(min(self.commits), max(self.commits) + 1))
@@ -158,6 +174,30 @@ class Roles:
             for contribution in commit.fields["contributions"]:
                 for peer in contribution["peers"]:
                     assert contribution["steps"] == steps[peer][round], (round, self.ids[peer])
+
+    def log(self, command: str, *options: str) -> str:
+        """What `potluck log` prints of the node's folder; it must be content."""
+        typed = [sys.executable, "-m", "peer.cli", "log", command, str(self.swarm.folder / NODE), *options]
+        ended = subprocess.run(typed, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+
+def recounted(commits: Sequence[Commit], layers: int) -> dict[str, tuple[int, int, int]]:
+    """What the log says of everybody whose work it took or left out: tokens, rounds, and rounds that were left out. The tokens of a
+    replica are its members' in proportion to their blocks, in whole tokens up to each boundary. Nobody is on probation here."""
+    tokens, rounds, left = Counter[str](), Counter[str](), Counter[str]()
+    for before, now in itertools.pairwise(commits):
+        assert before.plan is not None
+        planned = {replica.number: replica.stages for replica in before.plan.replicas}
+        for made in now.contributions:
+            ends = [stage.last for stage in planned.get(made.replica, ())] or [layers]  # or who took a seat
+            for share, (first, last) in zip(made.shares, itertools.pairwise([0, *ends]), strict=True):
+                tokens[share.peer] += made.tokens * last // layers - made.tokens * first // layers
+                rounds[share.peer] += 1
+        for out in now.left_out:
+            left.update(out.peers or [stage.peer for stage in planned.get(out.replica, ())])
+    return {peer: (tokens[peer], rounds[peer], left[peer]) for peer in rounds | left}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +278,8 @@ def live(roles: Roles) -> dict[str, Meanwhile]:
         roles.line(name, None)
     alone = {frozenset({name}) for name in (FULL, MOVER, NEWCOMER)}
     roles.until(lambda trained: trained == alone, "three full replicas")
+    last = roles.newest.fields["round"]
+    swarm.wait(NEWCOMER, lambda e: e.kind == "step" and e.fields["round"] > last, "its work in the next round")
     swarm.kill(NEWCOMER)
     roles.wait(lambda commit: (NEWCOMER,) not in roles.planned(commit), "a plan without who was killed")
     roles.line(NEWCOMER, STUCK_BPS)
@@ -247,6 +289,10 @@ def live(roles: Roles) -> dict[str, Meanwhile]:
     roles.line(NEWCOMER, None)
     roles.until(lambda trained: trained == alone, "the return of who was killed")
     roles.end()
+    came = min(r for r, commit in roles.commits.items() if frozenset({NEWCOMER}) in roles.trained(commit))
+    assert came > usual[1], "it joined later"
+    without = (roles.left_out(roles.commits[round]) for round in range(last + 1, back))
+    assert any(NEWCOMER in names for names in without), "and was killed in the middle of a round"
     for name, first in begun.items():
         found[name] = first, in_time(roles, name, first)
     found["returning"] = back, in_time(roles, NEWCOMER, back)

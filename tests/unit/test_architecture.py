@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from peer.cli.trained import Choice, replayed
 from peer.log import export
 from peer.log.replay import State
 from peer.net.disk import LocalDisk
@@ -26,8 +28,11 @@ from protocol.codec.topk import in_memory
 from protocol.errors import LocalError, UsageError
 from protocol.run import layout
 from protocol.run.layout import ModelSpec, RopeScaling
+from protocol.run.manifest import TokenizerSpec
 from tests import tiny
 from tests.chains import SPEC, TRAIN, make_chain, project_at, random_theta, relative, run_chain
+from tests.faults import history
+from tests.faults.processes import Swarm
 
 LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=12)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -54,6 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "qwen today": {"num_key_value_heads": 2, "tie_word_embeddings": True, "use_qk_norm": True, "document_end_id": 0},
     "qwen untied": {"num_key_value_heads": 1, "use_qk_norm": True, "rope_scaling": LLAMA3, "document_end_id": 0},
 }  # fmt: skip
+ROUNDS = 2
 SIZES = {"vocab_size", "d_model", "n_layers", "n_heads", "d_ff", "context"}
 UNTIED = [name for name, changes in OPTIONS.items() if not changes.get("tie_word_embeddings")]
 IDS = torch.tensor(np.random.default_rng(3).integers(1, SPEC.vocab_size, (3, SPEC.context)))
@@ -93,11 +99,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
+def words(spec: ModelSpec) -> bytes:
+    """A tokenizer for it."""
+    found = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, spec.vocab_size)}
+    return Tokenizer(WordLevel(found, unk_token="<|endoftext|>")).to_str().encode()  # type: ignore[arg-type]
+
+
 def written(spec: ModelSpec, folder: Path) -> Path:
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, spec.vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<|endoftext|>")).to_str().encode()  # type: ignore[arg-type]
     digests = dict.fromkeys(layout.shard_names(spec), "0" * 64)
-    export.write(tiny.manifest(model=spec), State(1, random_theta(spec), digests), tokenizer, folder, LocalDisk())
+    export.write(tiny.manifest(model=spec), State(1, random_theta(spec), digests), words(spec), folder, LocalDisk())
     return folder
 
 
@@ -150,6 +160,25 @@ def test_what_was_exported_is_read_again(name: str, folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": 3}))
     with pytest.raises(UsageError, match="is not as potluck export writes it"):
         export.read(folder, LocalDisk(), lambda _: in_memory)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_log_a_full_replica_and_a_chains_members_give_the_same_files(name: str, tmp_path: Path) -> None:
+    """Of a run that nobody trained (tests/faults/history.py); runs that were are in tests/e2e/test_export.py."""
+    spec = spec_of(name)
+    manifest = tiny.manifest(model=spec, tokenizer=TokenizerSpec(digest=hashlib.sha256(words(spec)).hexdigest()))
+    swarm = Swarm(tmp_path / "run", manifest, tiny.OPERATORS[:1], corpus=tmp_path)
+    parts = {"a": (0, 1), "b": (1, spec.n_layers)} if name in UNTIED else {"a": (0, spec.n_layers)}
+    history.write(swarm, ROUNDS, parts, whole=["full"], young=[])
+    (swarm.folder / "node-0" / "tokenizer.json").write_bytes(words(spec))
+    made = []
+    for members in ([], ["full"], list(parts)):
+        checkpoints = tuple(swarm.folder / member / f"checkpoint-{ROUNDS:08d}" for member in members)
+        found = asyncio.run(replayed(Choice(str(swarm.folder / "node-0"), None, checkpoints)))
+        export.write(found.manifest, found.state, found.tokenizer, tmp_path / f"model-{len(made)}", LocalDisk())
+        made.append({path.name: path.read_bytes() for path in (tmp_path / f"model-{len(made)}").iterdir()})
+    assert export.WEIGHTS in made[0]
+    assert made[0] == made[1] == made[2]
 
 
 @pytest.mark.parametrize("name", ["documents", "qwen today"])
