@@ -20,17 +20,18 @@ T = TypeVar("T")
 
 
 class Kept(Sequence[T]):
-    """Items of which the newest are in memory; `older(index)` gives one that is not, whenever it is asked for."""
+    """Items of which the newest are in memory; `older(index)` gives one that is not, whenever it is asked for. `most`: of those in memory."""
 
-    def __init__(self, older: Callable[[int], T]) -> None:
+    def __init__(self, older: Callable[[int], T], most: int = NEWEST) -> None:
         self._older = older
+        self._most = most
         self._newest: dict[int, T] = {}
         self._count = 0
 
     def append(self, item: T) -> None:
         """The next one."""
         self._newest[self._count] = item
-        self._newest.pop(self._count - NEWEST, None)
+        self._newest.pop(self._count - self._most, None)
         self._count += 1
 
     def cut(self, stays: int) -> None:
@@ -66,13 +67,13 @@ class Kept(Sequence[T]):
 
 
 class Commits(MutableMapping[int, Commit]):
-    """A peer's, by round, from round 0 on without a gap. Not safe to use from several threads."""
+    """A peer's, by round, from round 0 on without a gap; `most`: that are kept as they are. Not safe to use from several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = NEWEST) -> None:
         self._packed: list[bytes] = []
         self._bytes = [0]
-        self._unpacked = functools.lru_cache(NEWEST)(lambda round: unpacked(self._packed[round]))
-        self._kept = Kept(self._unpacked)
+        self._unpacked = functools.lru_cache(most)(lambda round: unpacked(self._packed[round]))
+        self._kept = Kept(self._unpacked, most)
 
     def bytes_of(self, after: int, round: int) -> int:
         """Of all payloads that the commits after `after` name, as far as `round`."""

@@ -473,7 +473,9 @@ class Leader:
     def _may_begin(self, now: float) -> bool:
         """Whether enough are there for the first plan, or there is something else to say before it: else nobody could ever come."""
         decree, joined = self._changes(now)
-        return decree is not None or bool(joined) or len(self.candidates()) >= self.manifest.start_peers
+        wanted = self.manifest.start_peers
+        enough = len(self.ready) >= wanted and len(self.candidates()) >= wanted
+        return decree is not None or bool(joined) or enough
 
     def _changes(self, now: float) -> tuple[Enacted | None, tuple[Joined, ...]]:
         """What the next commit changes in who may take part."""

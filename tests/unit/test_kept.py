@@ -11,20 +11,14 @@ from pathlib import Path
 import pytest
 
 from bootstrap.archive import Archive
-from protocol.rounds import kept
-from protocol.rounds.kept import Commits, Kept
+from protocol.rounds.kept import NEWEST, Commits, Kept
 from protocol.wire import encoding
 from protocol.wire.commit import Commit
 from tests import tiny
 from tests.unit.test_messages import COMMIT
 
-NEWEST, ROUNDS = 32, 50
-
-
-@pytest.fixture(autouse=True)
-def _few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer commits are kept as they are, so that there are old ones soon."""
-    monkeypatch.setattr(kept, "NEWEST", NEWEST)
+FEW, ROUNDS = 32, 50
+"""Commits that are kept as they are, and all."""
 
 
 def other(round: int) -> Commit:
@@ -34,11 +28,11 @@ def other(round: int) -> Commit:
 
 
 def test_older_commits_are_the_same_as_when_they_came() -> None:
-    log = Commits()
+    log = Commits(FEW)
     for round in range(ROUNDS):
         log[round] = other(round)
     assert list(log) == list(range(ROUNDS)) == list(reversed(log))[::-1]
-    for round in (0, 1, ROUNDS - NEWEST - 1, ROUNDS - NEWEST, ROUNDS - 1):
+    for round in (0, 1, ROUNDS - FEW - 1, ROUNDS - FEW, ROUNDS - 1):
         assert log[round] == other(round)
         assert log[round].digest == other(round).digest
     assert (ROUNDS in log, -1 in log, log.get(ROUNDS), log.get(-1)) == (False, False, None, None)
@@ -53,7 +47,7 @@ def test_older_commits_are_the_same_as_when_they_came() -> None:
 
 
 def test_a_log_has_no_gap_and_is_cut_off_from_its_end() -> None:
-    log = Commits()
+    log = Commits(FEW)
     for round in range(ROUNDS):
         log[round] = other(round)
     for round in (0, ROUNDS + 1):
@@ -77,11 +71,11 @@ def test_the_same_of_any_items() -> None:
         asked.append(index)
         return str(index)
 
-    items = Kept(older)
+    items = Kept(older, FEW)
     for index in range(ROUNDS):
         items.append(str(index))
     everything = [str(index) for index in range(ROUNDS)]
-    assert (items[-1], items[-NEWEST]) == (everything[-1], everything[-NEWEST])
+    assert (items[-1], items[-FEW]) == (everything[-1], everything[-FEW])
     assert not asked
     assert items[:3] + items[-2:] == everything[:3] + everything[-2:]
     assert asked == [0, 1, 2]
@@ -94,23 +88,23 @@ def test_the_same_of_any_items() -> None:
 
 
 def growth(add: Callable[[int], None]) -> float:
-    """Bytes of memory for each of the rounds from NEWEST on."""
+    """Bytes of memory for each of the rounds from FEW on."""
     tracemalloc.start()
     try:
         sizes = []
-        for first in (0, NEWEST):
-            for round in range(first, first + NEWEST):
+        for first in (0, FEW):
+            for round in range(first, first + FEW):
                 add(round)
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    return (sizes[1] - sizes[0]) / NEWEST
+    return (sizes[1] - sizes[0]) / FEW
 
 
 def test_what_a_round_of_long_ago_takes() -> None:
     """A peer keeps little more than its bytes."""
-    log, plain = Commits(), dict[int, Commit]()
+    log, plain = Commits(FEW), dict[int, Commit]()
     raw = len(encoding.encode_record(tiny.record(COMMIT)))
     took = growth(lambda round: log.__setitem__(round, other(round)))
     assert took < raw + 200
@@ -120,15 +114,13 @@ def test_what_a_round_of_long_ago_takes() -> None:
 def test_a_node_has_its_log_on_disk(tmp_path: Path) -> None:
     manifest = tiny.manifest()
     archive, head = Archive(tmp_path, manifest), None
-
-    def add(round: int) -> None:
-        nonlocal head
+    for round in range(NEWEST + 20):
         parent = manifest.run_id if head is None else head.digest
         new = dataclasses.replace(other(round), run=manifest.run_id, parent=parent, members=manifest.operators)
         head = dataclasses.replace(new, board=None, joined=(), plan=None, leader=manifest.operators[0])
         archive.append(tiny.record(head))
 
-    assert growth(add) < 500
+    assert (archive.records.old, archive.commits.old) == (20, 20)
     written = list(archive.commits)
     archive.close()
     again = Archive(tmp_path, manifest)
