@@ -167,11 +167,14 @@ def test_bad_log(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tupl
     """A node serves a commit whose vote has another byte than its operator has signed, or the same commit twice."""
 
     def spoil(node: crowd.Node) -> None:
-        records = node.archive.records
+        records = list(node.archive.records)
         if round == 1:
             records[1] = records[1][:-1] + bytes([records[1][-1] ^ 1])
         else:
             records[2] = records[1]
+        node.archive.records.cut(0)
+        for raw in records:
+            node.archive.records.append(raw)
 
     with crowd.living(tmp_path / "node", spoil) as line:
         said = typed(capsys, BadLog, words[0], line, *words[1:])
