@@ -16,7 +16,7 @@ from pathlib import Path
 from peer import events
 from peer.config import JoinConfig
 from peer.events import Emitter, json_sink
-from peer.net import keyfile
+from peer.net import children, keyfile
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from protocol.errors import PotluckError
 from protocol.identity import short_peer
@@ -121,7 +121,7 @@ async def _end(child: asyncio.subprocess.Process, patience: float) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(_rest(child), patience)
     if child.returncode is None:
-        child.kill()
+        children.send(child)
         await _rest(child)
 
 

@@ -35,6 +35,7 @@ from peer.cli.findings import (
     Time,
     not_looked_at,
 )
+from peer.net import children
 from peer.node.open_run import parse_run
 
 KILLED_SECONDS = 1.0
@@ -149,7 +150,7 @@ async def _end(child: asyncio.subprocess.Process, seconds: float) -> None:
     """Ends what looks, and all that it has started; it has so many seconds to do that itself."""
     try:
         if child.returncode is None and seconds:
-            child.terminate()
+            children.send(child, signal.SIGTERM)
             await _wait(child, seconds)
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -26,7 +26,7 @@ from peer.cli.dry_run import REACHED, part_lines
 from peer.cli.findings import BAD, GOOD, OUT_OF_TIME, WARNING, Find, Finding, Options, Time
 from peer.cli.plan import known_by
 from peer.config import JoinConfig, why_one_device
-from peer.net import descriptors, keyfile
+from peer.net import children, descriptors, keyfile
 from peer.net.base import ClockWrong, Transport
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
@@ -145,8 +145,7 @@ async def _torch(find: Find) -> bool:
         find(Finding("torch", BAD, f"did nothing for {TORCH_SECONDS:g} s", "install PyTorch again"))
         return False
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
+        children.send(child)
     if child.returncode:
         reason = (complained.decode(errors="replace").strip().splitlines() or [f"exit code {child.returncode}"])[-1]
         find(

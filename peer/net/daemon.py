@@ -37,6 +37,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
+from peer.net import children
 from peer.net.address import Address, is_circuit, tcp
 from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
 from peer.net.entry import Arrive, Came, Entry
@@ -319,7 +320,7 @@ async def stop(p2p: P2P) -> None:
         async with asyncio.timeout(CLOSE_SECONDS):
             await child.wait()
     except TimeoutError:
-        child.kill()
+        children.send(child)
         await child.wait()
     await asyncio.gather(*(task for task in own if task is not None), return_exceptions=True)
     child._transport.close()

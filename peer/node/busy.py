@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from peer.net import children
+
 BUSY_CPU, BUSY_GPU = 0.5, 0.25
 """Shares above which others have the machine, once they had as much for BUSY_SECONDS,"""
 CALM_CPU, CALM_GPU = 0.25, 0.1
@@ -112,7 +114,7 @@ async def _gpu() -> float:
         return 0.0
     finally:
         if process.returncode is None:
-            process.kill()
+            children.send(process)
             await process.wait()
     return gpu_share(said.decode(errors="replace"), {os.getpid(), *(one.pid for one in _own())})
 

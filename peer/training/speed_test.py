@@ -9,7 +9,6 @@ It goes on until it is stopped.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from peer.net import children
 from protocol.planning import memory
 from protocol.planning.speed import Speedometer
 from protocol.run import layout
@@ -104,8 +104,7 @@ async def measured(
     except TimeoutError:
         pass
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
+        children.send(child)
         await child.wait()
         path.unlink(missing_ok=True)
     return found
