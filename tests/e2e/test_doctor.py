@@ -114,7 +114,7 @@ def test_a_machine_with_two_devices_is_told_what_they_would_do_together(swarm: S
     assert "devices" not in found
     assert not list((tmp_path / "b").glob("speed-test*"))
     found, works = examined(swarm.addresses[0], *options, "--memory", memory - 1)
-    assert works, "with one of them"
+    assert works, found
     assert found["devices"].text.startswith("each of the 2 must hold the whole model")
     assert "only cpu trains" in found["devices"].remedy
 
