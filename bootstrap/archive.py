@@ -130,7 +130,7 @@ class Archive:
         assert self.oust is not None
         stays = 0 if self.oust.decree.after is None else self.oust.decree.after + 1
         if stays < len(self.records):
-            packed_records = [logfile.pack(raw) for raw in self.records]
+            packed_records = [logfile.pack(raw) for raw in self._from(0)]
             self._disk.write(self.folder / f"{logfile.LOG}.undone-{stays:08d}", *packed_records[stays:])
             with self._reading:
                 self._disk.write(self.folder / logfile.LOG, *packed_records[:stays])

@@ -182,7 +182,7 @@ class BootstrapNode:
         if self.archive.commits:
             self._emit(events.commit_of(self.archive.commits[-1]))
         self._forget(await self._payloads.sweep(self.archive.commits))
-        self._payloads.complete(self.archive.commits)
+        self._payloads.complete(itertools.islice(self.archive.commits, len(self.archive.commits)))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump())

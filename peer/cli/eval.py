@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import math
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,6 +16,7 @@ import typer
 
 from peer.cli import running
 from peer.cli.trained import Checkpoints, Choice, Round, Where, replayed, trained
+from peer.net import children
 from peer.net.disk import LocalDisk
 from peer.ui.text import count, size
 from protocol.errors import LocalError, UsageError
@@ -127,8 +128,7 @@ async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
         try:
             code = await process.wait()
         except asyncio.CancelledError:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
+            children.send(process, signal.SIGTERM)
             await process.wait()
             raise
     if code:

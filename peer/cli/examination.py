@@ -329,12 +329,12 @@ async def _speed(look: Look, manifest: Manifest, config: JoinConfig) -> int | No
     """In operations a second; None where it cannot be found in time."""
     from peer.training import speed_test
 
-    within, began = look.time.left(but=ROLE_SECONDS), look.time.steady()
+    within, began = look.time.left(but=ROLE_SECONDS), time.monotonic()
     speed = await speed_test.together(
         manifest, config.folder, config.devices, config.threads, config.memory_bytes, SPEED_SECONDS, within
     )
     if speed is None:
-        text = f"not known after {look.time.steady() - began:.0f} s of trying, others may be much faster"
+        text = f"not known after {time.monotonic() - began:.0f} s of trying, others may be much faster"
         remedy = "try again when this machine has less to do, give --device a GPU, or join a run with a smaller model"
         look.find(Finding("speed", WARNING, text, remedy))
     else:

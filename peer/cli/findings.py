@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,16 +48,15 @@ class Time:
     """The one owner of the time: all is over at `until`, by the steady clock, which is the same one in all processes of a machine."""
 
     until: float
-    steady: Callable[[], float] = time.monotonic
 
     @classmethod
     def of(cls, seconds: float) -> Time:
         """So many, from now on."""
         return cls(time.monotonic() + seconds)
 
-    def left(self, most: float = math.inf, *, but: float = 0.0) -> float:
-        """Seconds that a step may take which may take `most` by itself, and leaves so many to those after it."""
-        return max(0.0, min(most, self.until - but - self.steady()))
+    def left(self, but: float = 0.0) -> float:
+        """Seconds that a step may take which leaves so many to those after it."""
+        return max(0.0, self.until - but - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

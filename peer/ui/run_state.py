@@ -277,11 +277,10 @@ class View:
                 self._attested(attest)
             case events.RunFinished(state_digest=digest):
                 self.finished, self.state_digest = True, digest
-        for p in (
-            self.peers.values() if self.finished else ()
-        ):  # whatever was announced last, nobody does anything any more
-            if p.here and p.device != NODE_DEVICE:
-                p.phase, p.measured = "finished", None
+        if self.finished:  # whatever was announced last, nobody does anything any more
+            for p in self.peers.values():
+                if p.here and p.device != NODE_DEVICE:
+                    p.phase, p.measured = "finished", None
         self.notes.extend(Note(event.time, *said) for said in describe(event, self.names))
 
     def _peer(self, peer: str) -> PeerView:

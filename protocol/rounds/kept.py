@@ -6,7 +6,6 @@ A commit of two replicas takes some 10 KiB as objects, and a tenth of that packe
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import TypeVar, overload
 
@@ -104,7 +103,7 @@ class Commits(MutableMapping[int, Commit]):
         return isinstance(round, int) and 0 <= round < len(self)
 
     def __iter__(self) -> Iterator[int]:
-        return itertools.takewhile(lambda round: round < len(self), itertools.count())
+        return iter(range(len(self)))
 
     def __reversed__(self) -> Iterator[int]:
         return reversed(range(len(self)))
