@@ -73,14 +73,14 @@ def read_result(out: Path) -> dict[str, Any]:
 
 
 class Background:
-    """A demo that runs while the test does things to its processes; they end with the `with` block."""
+    """A demo that runs while the test does things to its processes; they end with the `with` block. It has `deadline` seconds."""
 
-    def __init__(self, chosen: DemoOptions, of: Manifest | None = None) -> None:
+    def __init__(self, chosen: DemoOptions, of: Manifest | None = None, deadline: float = DEADLINE) -> None:
         self.out = chosen.out
         self._result: dict[str, Any] | None = None
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
-        self._task = self._loop.create_task(asyncio.wait_for(swarm.run(chosen, main, of or manifest(chosen)), DEADLINE))
+        self._task = self._loop.create_task(asyncio.wait_for(swarm.run(chosen, main, of or manifest(chosen)), deadline))
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
