@@ -7,7 +7,8 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 - whether a port is free is tried first, because libp2p itself shares it (SO_REUSEPORT) with another daemon of the same user;
 - it offers no relay but libp2p's usual one, for signals: 128 KiB and two minutes a circuit, with small buffers (docs/adr/0023-dial-back.md);
 - the socket that the daemon brings streams to is ours (peer/net/entry.py): hivemind makes a task and buffers for each before it looks who came;
-- it has a lower priority than the process that it serves: what strangers make it do is not to take the time of rounds.
+- it has a lower priority than the process that it serves: what strangers make it do is not to take the time of rounds;
+- on a terminal it is in a process group of its own: Ctrl-C goes to all of ours, and who leaves needs the daemon until all is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ import functools
 import ipaddress
 import logging
 import math
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -55,6 +58,8 @@ SPARING = "GOGC=20"
 """For a daemon that is to need little memory: it looks for garbage when it has a fifth more than it needs, not twice as much."""
 NICE = 5
 """By how much lower its priority is: beside a busy process of ours it gets a quarter of a core, and all that nobody else wants."""
+APART = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+"""Becomes what it is given, in a process group of its own."""
 PING = "/ipfs/ping/1.0.0"
 """libp2p's ping: 32 bytes that come back. The other daemon answers, however busy its process is."""
 PING_BYTES = 32
@@ -97,7 +102,10 @@ class Net(P2P):  # type: ignore[misc]
             kwargs["relayDiscovery"] = False
         little = ("env", SPARING) if cls.sparing and shutil.which("env") else ()
         nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
-        return P2P._make_process_args(*little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False)
+        apart = (sys.executable, "-I", "-S", "-c", APART) if _on_a_terminal() else ()
+        return P2P._make_process_args(
+            *apart, *little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False
+        )
 
     @classmethod
     def within(cls, folder: str, sparing: bool = False) -> type[Net]:
@@ -309,6 +317,15 @@ class Daemon:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
+
+
+def _on_a_terminal() -> bool:
+    """Whether somebody may press Ctrl-C. Elsewhere whoever started us may end us by our process group."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 async def stop(p2p: P2P) -> None:

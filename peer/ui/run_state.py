@@ -299,7 +299,8 @@ class View:
 
     def _begins(self, peer: str, role: events.Role) -> None:
         p = self._peer(peer)
-        p.role, p.round, p.step, p.phase = clean(role.role, 10), role.round, 0, "training"
+        p.role, p.round, p.step = clean(role.role, 10), role.round, 0
+        p.phase = "training" if p.here else p.phase  # who left after the plan was made
         p.replica, p.first, p.last, p.rank = role.replica, role.first, role.last, role.rank
         p.position, p.stages, p.steps = role.position, role.stages, max(role.steps, 1)
 

@@ -14,6 +14,8 @@ from peer.ui.utilization import percent
 
 BLUE, GREEN, RED = "#0072B2", "#009E73", "#DC3545"
 WIDEST_NAME = LONGEST + 1 + END
+WIDEST = 132
+"""Characters of a row of the table of peers: the eye loses a longer one."""
 _WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """How the table of peers marks what a chain waits for."""
 
@@ -23,7 +25,9 @@ def peers(view: View, width: int, rows: int) -> Table:
     wide = width >= 112
     marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
     busy = any(p.activity for p in view.peers.values())
-    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
+    table = Table(
+        width=min(width, WIDEST), box=None, padding=(0, 1, 0, 0), header_style="bright_black", show_edge=False
+    )
     table.add_column("peer", no_wrap=True, max_width=WIDEST_NAME)
     table.add_column("does", no_wrap=True, ratio=1)
     if wide:

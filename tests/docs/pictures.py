@@ -1,10 +1,11 @@
-"""The pictures of the documents, and of every screen: from a real run that a real monitor watches, and from a made-up one of 500 peers.
+"""The pictures of the documents, and of every screen: from a real run that a real monitor watches, and from a recorded one of 500 peers.
 
     python -m tests.docs.pictures docs/images --all pictures         (`make pictures`; about four minutes; needs Chromium)
 
 It runs the demo, watches it as `potluck monitor` does, and draws when most of the rounds are over. Into the first folder go the pictures that
 documents show; with `--all` each view at each size, light and dark, as a picture and as text, and the web page on a phone and on a desk;
-also of a monitor that has heard nothing yet, and of a run that is over.
+also of a monitor that has heard nothing yet, and of a run that is over. The recording (tests/docs/recording.py) stays there: potluck monitor
+pictures/many.toml --replay pictures/many.jsonl.
 What a page logs as an error, and what is wider than its window, is printed, and the exit code is 1 then.
 """
 
@@ -27,15 +28,17 @@ from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
 from peer import events
 from peer.cli.watch import to_json
 from peer.events import Event
-from peer.node.open_run import Door, manifest_of, parse_run, start_transport
+from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui import web
 from peer.ui.browsing import VIEWS, Browsing
 from peer.ui.monitor import Monitor
 from peer.ui.monitor_screen import MonitorScreen, draw
+from peer.ui.replay import Replay
 from peer.ui.screen import render
 from peer.ui.watched import Watched
 from protocol.run.manifest import Manifest
 from tests import tiny
+from tests.docs import recording
 from tests.docs.browser import Browser
 from tests.watched import BEGAN, ROUND_SECONDS, MadeUp
 
@@ -130,6 +133,20 @@ async def _until_moment(manifest: Manifest, monitor: Monitor) -> MonitorScreen:
     return screen
 
 
+async def recorded(folder: Path) -> MonitorScreen:
+    """What a monitor knows that plays a recording of a run of 500 peers, which is made in `folder`."""
+    manifest, file = await recording.record(folder)
+    return await replayed(manifest, file)
+
+
+async def replayed(path: Path, file: Path) -> MonitorScreen:
+    """What a monitor knows at the end of a recording. `path`: the run's manifest."""
+    manifest = read_manifest(path)
+    screen = MonitorScreen(manifest, Console(file=io.StringIO()))
+    await Replay(manifest, file).poll(screen.take)
+    return screen
+
+
 def made_up(peers: int, *, rounds: int = 1000) -> MonitorScreen:
     """What a monitor knows of a run of so many peers after its 60th round, or at its end if it has no more."""
     made = MadeUp(peers, rounds)
@@ -202,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if typed.all is not None:
             typed.all.mkdir(parents=True, exist_ok=True)
             everything(screen, "five", typed.all, browser)
-            everything(made_up(500), "many", typed.all, browser)
+            everything(asyncio.run(recorded(typed.all)), "many", typed.all, browser)
             everything(MonitorScreen(tiny.manifest()), "begin", typed.all, browser, VIEWS[:1])
             everything(made_up(5, rounds=LAST), "over", typed.all, browser, VIEWS[:1])
         for fault in browser.faults:
