@@ -44,8 +44,11 @@ def peers(view: View, width: int, rows: int) -> Table:
         table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
     listed = view.listed()
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
+    places = {p.peer: _place(view, p) for p in shown}
+    longest = max((longer.cell_len for longer, _ in places.values()), default=0)
     for p in shown:
-        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
+        place = _Fitting(*places[p.peer], longest) if width >= 88 else places[p.peer][1]
+        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), place]
         if wide:
             cells += [
                 p.device or "-",
@@ -99,19 +102,20 @@ def chains(view: View, width: int, rows: int) -> Table:
 
 
 class _Fitting:
-    """The longer text where it has room, else the shorter one."""
+    """The longer text where the longest of its column has room, else the shorter one."""
 
-    def __init__(self, longer: Text, shorter: Text) -> None:
-        self._longer, self._shorter = longer, shorter
+    def __init__(self, longer: Text, shorter: Text, longest: int) -> None:
+        self._longer, self._shorter, self._longest = longer, shorter, longest
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._longer if self._longer.cell_len <= options.max_width else self._shorter
+        yield self._longer if self._longest <= options.max_width else self._shorter
 
 
-def _place(view: View, p: PeerView, wide: bool) -> RenderableType:
+def _place(view: View, p: PeerView) -> tuple[Text, Text]:
+    """What it does, in longer and in shorter words."""
     mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", "bright_black"))
     longer, shorter = (Text.assemble((mark, style), f" {view.place(p, x)}", no_wrap=True) for x in (False, True))
-    return _Fitting(longer, shorter) if wide else shorter
+    return longer, shorter
 
 
 def _share(p: PeerView, mark: str) -> Text:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import random
 import sys
 import tempfile
@@ -24,23 +25,42 @@ from peer.node.open_run import Door, manifest_of, parse_run, start_transport
 from peer.ui.monitor import PEERS_A_POLL, Monitor
 from protocol.rounds import evaluation
 from protocol.run import manifest as manifests
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest, TrainSpec
 from protocol.wire.commit import Commit, Record
 from protocol.wire.evaluation import Evaluation
+from protocol.wire.plan import Plan
 from tests import crowd, tiny
 from tests.watched import BEGAN, ROUND_SECONDS
 
 PEERS, ROUNDS, SEED = 500, 60, 1
 """Who is there, rounds that are decided, and what the coming and going follows from."""
 LAST_STEP = 4
+LOOKED, COUNTED = 2, 15
+"""Every so many rounds the monitor looks at announcements: in one of the steps; and when the round is over, which tells what was sent."""
 AWAY = 0.02
 """The part of all peers that is away at a time."""
+MODEL = ModelSpec(vocab_size=4096, d_model=256, n_layers=tiny.LAYERS, n_heads=4, d_ff=688, context=256)
 NAMES = ("Ada", "", "lab-gpu-03", "", "old laptop", "Grace", "", "attic_2")
 """What peers call themselves, by turns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured(crowd.Signing):
-    """A run whose full replicas measure the loss on held-out text, and some of whose peers have names."""
+    """A run of a model of a usual size, whose full replicas measure the loss on held-out text, and some of whose peers have names."""
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        train = TrainSpec(
+            inner_steps=4, micro_batches=2, rows=4, sequence=256, lr=1e-3, warmup_steps=0, total_steps=4 * self.rounds
+        )
+        return tiny.manifest(name="many", rounds=self.rounds, model=MODEL, train=train)
+
+    def plan(self, round: int) -> Plan:
+        """Of a round, with full replicas and chains among each other."""
+        made = super().plan(round)
+        replicas = sorted(made.replicas, key=lambda replica: random.Random(replica.number).random())
+        return dataclasses.replace(made, replicas=tuple(replicas))
 
     def name_of(self, index: int) -> str:
         return NAMES[index % len(NAMES)]
@@ -98,9 +118,10 @@ async def record(folder: Path, peers: int = PEERS, rounds: int = ROUNDS) -> tupl
 
                 node.decide()
                 for round in range(1, rounds + 1):
-                    node.away = frozenset(dice.sample(made.ids, int(AWAY * peers)) if round % 5 == 0 else node.away)
-                    await look(1 + round % (LAST_STEP - 1))
-                    if round % 5 == 0:
+                    node.away = frozenset(dice.sample(made.ids, int(AWAY * peers)) if round % 6 == 0 else node.away)
+                    if round % LOOKED == 0:
+                        await look(1 + round % (LAST_STEP - 1))
+                    if round % COUNTED == 0:
                         await look(LAST_STEP, "waiting")
                     node.decide()
                 for step in (1, 2, 3):
