@@ -44,10 +44,10 @@ def peers(view: View, width: int, rows: int) -> Table:
         table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
     listed = view.listed()
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
-    places = {p.peer: _place(view, p) for p in shown}
-    longest = max((longer.cell_len for longer, _ in places.values()), default=0)
-    for p in shown:
-        place = _Fitting(*places[p.peer], longest) if width >= 88 else places[p.peer][1]
+    places = [[_place(view, p, words) for p in shown] for words in ((3, 2, 1) if width >= 88 else (2, 1))]
+    longest = [max((text.cell_len for text in texts), default=0) for texts in places]
+    for row, p in enumerate(shown):
+        place = _Fitting([(texts[row], most) for texts, most in zip(places, longest, strict=True)])
         cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), place]
         if wide:
             cells += [
@@ -102,20 +102,18 @@ def chains(view: View, width: int, rows: int) -> Table:
 
 
 class _Fitting:
-    """The longer text where the longest of its column has room, else the shorter one."""
+    """The first of the texts, each with the length of the longest one of its kind in the column, whose kind has room; else the last."""
 
-    def __init__(self, longer: Text, shorter: Text, longest: int) -> None:
-        self._longer, self._shorter, self._longest = longer, shorter, longest
+    def __init__(self, texts: list[tuple[Text, int]]) -> None:
+        self._texts = texts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._longer if self._longest <= options.max_width else self._shorter
+        yield next((text for text, most in self._texts if most <= options.max_width), self._texts[-1][0])
 
 
-def _place(view: View, p: PeerView) -> tuple[Text, Text]:
-    """What it does, in longer and in shorter words."""
+def _place(view: View, p: PeerView, words: int) -> Text:
     mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", "bright_black"))
-    longer, shorter = (Text.assemble((mark, style), f" {view.place(p, x)}", no_wrap=True) for x in (False, True))
-    return longer, shorter
+    return Text.assemble((mark, style), f" {view.place(p, words)}", no_wrap=True)
 
 
 def _share(p: PeerView, mark: str) -> Text:
