@@ -155,11 +155,13 @@ def served(screen: MonitorScreen) -> Iterator[str]:
         yield server.url
 
 
-def of_documents(screen: MonitorScreen, folder: Path, browser: Browser) -> None:
+def of_documents(screen: MonitorScreen, many: MonitorScreen, folder: Path, browser: Browser) -> None:
     """Those that README and guides show."""
     (folder / "demo.svg").write_text(svg(render(screen.view, *DEMO), *DEMO, "potluck demo"), encoding="utf-8")
     chains = view_of(screen.watched, "chains", *SHOWN)
     (folder / "monitor.svg").write_text(svg(chains, *SHOWN, "potluck monitor"), encoding="utf-8")
+    crowd = view_of(many.watched, "run", *DEMO)
+    (folder / "many.svg").write_text(svg(crowd, *DEMO, "potluck monitor"), encoding="utf-8")
     with served(screen) as url:
         for name, (width, height) in WINDOWS.items():
             browser.picture(url, folder / f"web-{name}.png", width, height, dark=name == "phone", ready=READY)
@@ -198,11 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         manifest, told = watched(Path(name) / "demo-run")
         screen = at(MOMENT, manifest, told)
         typed.folder.mkdir(parents=True, exist_ok=True)
-        of_documents(screen, typed.folder, browser)
+        kept = typed.all or Path(name)
+        kept.mkdir(parents=True, exist_ok=True)
+        many = asyncio.run(recorded(kept))
+        of_documents(screen, many, typed.folder, browser)
         if typed.all is not None:
-            typed.all.mkdir(parents=True, exist_ok=True)
             everything(screen, "five", typed.all, browser)
-            everything(asyncio.run(recorded(typed.all)), "many", typed.all, browser)
+            everything(many, "many", typed.all, browser)
             everything(MonitorScreen(tiny.manifest()), "begin", typed.all, browser, VIEWS[:1])
             everything(at(2.0, manifest, told), "over", typed.all, browser, VIEWS[:1])
         for fault in browser.faults:
