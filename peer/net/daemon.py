@@ -23,9 +23,7 @@ import functools
 import ipaddress
 import logging
 import math
-import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -58,8 +56,6 @@ SPARING = "GOGC=20"
 """For a daemon that is to need little memory: it looks for garbage when it has a fifth more than it needs, not twice as much."""
 NICE = 5
 """By how much lower its priority is: beside a busy process of ours it gets a quarter of a core, and all that nobody else wants."""
-APART = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
-"""Becomes what it is given, in a process group of its own."""
 PING = "/ipfs/ping/1.0.0"
 """libp2p's ping: 32 bytes that come back. The other daemon answers, however busy its process is."""
 PING_BYTES = 32
@@ -102,9 +98,8 @@ class Net(P2P):  # type: ignore[misc]
             kwargs["relayDiscovery"] = False
         little = ("env", SPARING) if cls.sparing and shutil.which("env") else ()
         nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
-        apart = (sys.executable, "-I", "-S", "-c", APART) if _on_a_terminal() else ()
         return P2P._make_process_args(
-            *apart, *little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False
+            *children.apart(), *little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False
         )
 
     @classmethod
@@ -317,15 +312,6 @@ class Daemon:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-
-
-def _on_a_terminal() -> bool:
-    """Whether somebody may press Ctrl-C. Elsewhere whoever started us may end us by our process group."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 async def stop(p2p: P2P) -> None:
