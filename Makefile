@@ -8,11 +8,15 @@ PYTHON ?= python3
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	touch $@
+	@echo "setup, 1 of 3: a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	@echo "setup, 2 of 3: PyTorch, the largest part; this takes minutes, without a word"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	@echo "setup, 3 of 3: Potluck, and what else it needs; minutes, too"
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+	@echo "setup is done; . $(BIN)/activate lets a terminal find potluck"
 
 demo: setup
 	rm -rf demo-run

@@ -83,7 +83,7 @@ class Signing(MadeUp):
             )
         )
 
-    def announcements(self, round: int, step: int, serial: int) -> dict[str, bytes]:
+    def announcements(self, round: int, step: int, serial: int, phase: str = "training") -> dict[str, bytes]:
         """What everybody says in step `step` of a round, sealed, by peer id; more addresses and places than most have."""
         out = {}
         chained = {p for r in self.plan(round).replicas if r.is_chain for p in r.peers}
@@ -99,10 +99,10 @@ class Signing(MadeUp):
                 speed_flops=10**12,
                 device=("cuda", "cpu", "mps")[index % 3],
                 serial=serial,
-                phase="training",
+                phase=phase,
                 round=round,
                 step=step,
-                loss=3.0 + 1.0 / (round + step + index),
+                loss=self.loss(round, step, index),
                 bytes_sent=round * 200_000 + index,
                 bytes_received=round * 300_000,
                 chain=load if peer in chained else None,
@@ -115,7 +115,7 @@ class Signing(MadeUp):
 
 
 class Node:
-    """The node. `line`: what one watches with; `round`: the newest that is decided."""
+    """The node. `line`: what one watches with; `round`: the newest that is decided; `away`: who says nothing."""
 
     def __init__(self, made: Signing, folder: Path, transport: p2p.P2PTransport) -> None:
         self.made = made
@@ -123,6 +123,7 @@ class Node:
         self.transport = transport
         self.archive = Archive(folder / "archive", made.manifest, LocalDisk())
         self.heard = Heard(made.manifest.run_id, 0)
+        self.away: frozenset[str] = frozenset()
         self._serial = 0
 
     @property
@@ -134,11 +135,14 @@ class Node:
         for _ in range(rounds):
             self.archive.append(self.made.record(self.archive.commits[-1] if self.archive.commits else None))
 
-    def hear(self, step: int) -> None:
-        """Everybody announces this step of the open round."""
+    def hear(self, step: int, phase: str = "training") -> None:
+        """Everybody announces this step of the open round, who is not away."""
         self._serial += 1
-        for peer, raw in self.made.announcements(self.round + 1, step, self._serial).items():
-            assert self.heard.take(peer, raw) is not None
+        for peer, raw in self.made.announcements(self.round + 1, step, self._serial, phase).items():
+            if peer in self.away:
+                self.heard.remove(peer)
+            else:
+                assert self.heard.take(peer, raw) is not None
         about = Announcement(
             run=self.made.manifest.run_id, peer=tiny.OPERATOR.peer_id, device=NODE_DEVICE, serial=self._serial
         )

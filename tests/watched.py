@@ -32,6 +32,11 @@ class MadeUp:
     peers: int
     rounds: int = 1000
 
+    @staticmethod
+    def loss(round: int, step: int = 0, number: int = 0) -> float:
+        """Of the `number`-th replica in a step."""
+        return 3.0 + 5.0 * math.exp(-round / 80) + (0.05 * math.sin(number + step) if step else 0.0)
+
     @property
     def manifest(self) -> Manifest:
         return tiny.manifest(rounds=self.rounds)
@@ -85,7 +90,7 @@ class MadeUp:
     def commit(self, round: int, loss: float | None = None) -> Event:
         """The decision about a round; every tenth leaves a replica out."""
         before, contributions = self.plan(round), []
-        said = 3.0 + 5.0 * math.exp(-round / 80) if loss is None else loss
+        said = self.loss(round) if loss is None else loss
         out = [before.replicas[round % len(before.replicas)].number] if round % 10 == 9 else []
         for replica in before.replicas if round else ():
             if replica.number not in out:
@@ -111,7 +116,7 @@ class MadeUp:
         for number, replica in enumerate(self.plan(round).replicas):
             for position, peer in enumerate(replica.peers):
                 load = self._load(number + position) if replica.is_chain else None
-                loss = 3.0 + 5.0 * math.exp(-round / 80) + 0.05 * math.sin(number + step)
+                loss = self.loss(round, step, number)
                 yield Event(
                     when,
                     peer,

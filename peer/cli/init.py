@@ -300,9 +300,9 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
     whole = memory.stage_memory(manifest, 0, model.n_layers)
     yield f"run {clean(manifest.name)} {manifest.run_id[:12]}: a model of {_number(parameters)} parameters, {model.n_layers} blocks"
     yield (
-        f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids;"
-        f" held out: {index.held_out_sequences:,} sequences"
+        f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids"
     )
+    yield f"held out: {index.held_out_sequences:,} sequences, on which nobody trains"
     part = f"a member of a chain {size(memory.smallest_stage(manifest))} or more"
     if model.tie_word_embeddings:
         part = "no chains, since its embeddings are tied"
@@ -313,10 +313,9 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
     )
     frame = train.sequence * boundary_formats.bytes_per_token(manifest.chains.forward, manifest.chains.rank[-1])
     rounds_a_day = 86400 / manifest.timing.training_seconds
-    yield (
-        f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day; a chain's member besides"
-        f" {size(frame)} or more for every {train.sequence} tokens, each way"
-    )
+    yield f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day"
+    if not model.tie_word_embeddings:
+        yield f"a member of a chain besides {size(frame)} or more for every {train.sequence} tokens, each way"
     seconds = manifest.rounds * manifest.timing.training_seconds
     yield f"{manifest.rounds:,} rounds of {manifest.timing.training_seconds:g} s: {duration(seconds)}"
     most = train.tokens(train.inner_steps, train.micro_batches) / manifest.timing.training_seconds
@@ -328,9 +327,10 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         rate = presets.HOMES * min(presets.homes_rate(parameters) / presets.HOMES, most)
         who = f"{presets.HOMES} GPUs of {presets.HOME_FLOPS / 1e12:g} TFLOP/s"
     tokens = rate * seconds
+    yield f"with {who}: {rate:,.0f} tokens a second, {_number(tokens)} in all"
     yield (
-        f"with {who}: {rate:,.0f} tokens a second, {_number(tokens)} in all; that is {tokens / parameters:.1f} a parameter"
-        f" (usual: {presets.TOKENS_PER_PARAMETER}), and {tokens / index.tokens:.2g} times the text"
+        f"that is {tokens / parameters:.1f} tokens a parameter (usual: {presets.TOKENS_PER_PARAMETER}), and"
+        f" {tokens / index.tokens:.2g} times the text"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -52,9 +53,10 @@ async def _invite(text: str, span: str, count: int, reason: str, folder: Path) -
     ticket = invitations.issue(operator, os.urandom(32), run.run_id, expires=expires, count=count, reason=reason)
     place, key = f"{run.bootstrap[0]}#{run.run_id}", ticket.invitation.key
     print(f"{place}#{ticket.text()}", flush=True)
+    at = "" if folder == FOLDER else f" --dir {shlex.quote(str(folder))}"
     until = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%d %H:%M")
     print(
-        f"for {count} peer{'s' if count > 1 else ''} until {until} UTC; to end it: potluck run ban {place} {key}",
+        f"for {count} peer{'s' if count > 1 else ''} until {until} UTC; to end it: potluck run ban {place} {key}{at}",
         file=sys.stderr,
         flush=True,
     )

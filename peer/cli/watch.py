@@ -95,7 +95,7 @@ async def _once(options: WatchOptions, manifest: Manifest, told: Told) -> None:
     if not options.json:
         screen = MonitorScreen(manifest)
         await told.poll(screen.take)
-        screen.console.print(screen.frame())
+        screen.console.print(screen.frame(screen.console.size.height - 1))  # the prompt takes a line
     elif isinstance(told, Monitor):
         print(await told.snapshot_json())
     else:

@@ -138,7 +138,7 @@ class FetchedText:
                     break
             if room < 0:
                 break
-        if self._began is None and keys:
+        if self._began is None and not all(self._cache.has(*key) for key in keys):  # who comes back has the first ones
             self._began = _now()
         self._cache.need(keys)
         self._fetcher.want(keys)

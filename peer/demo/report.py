@@ -165,10 +165,10 @@ def summary(result: dict[str, Any]) -> str:
         "",
         f"{result['rounds']} rounds, {result['tokens']:,} tokens in {result['seconds']:.0f} s",
         f"validation loss {result['val_loss_first']:.3f} -> {result['val_loss_last']:.3f} nats per token"
-        f" ({result['val_bits_per_byte_last']:.3f} bits per byte), {100 * result['below_unigram']:.1f} % below the unigram"
-        f" entropy of {result['unigram_entropy']:.3f}",
+        f" ({result['val_bits_per_byte_last']:.3f} bits per byte)",
+        f"{100 * result['below_unigram']:.1f} % below {result['unigram_entropy']:.3f}, the loss of guesses by each token's frequency",
         f"same bits on every peer after every round: {'yes' if result['same_bits'] else 'NO'}, state"
-        f" {result['state_digest'][:16]}… (replayed from the log)",
+        f" {result['state_digest'][:16]}…",
     ]
     if payload:
         ratio = result["dense_fp32_bytes"] / payload

@@ -85,6 +85,7 @@ async def run(
                 if tally.finished:
                     break
     seconds = time.monotonic() - began
+    print("the model is computed again from the log, to check what everybody said", flush=True)
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         result = await asyncio.get_running_loop().run_in_executor(pool, audit, options, manifest, tally, seconds)
     print(summary(result), flush=True)

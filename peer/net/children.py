@@ -1,4 +1,4 @@
-"""Signals to processes that the event loop waits for."""
+"""Signals to processes that we have started, and those of a terminal, which are not for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 
 
 def send(child: asyncio.subprocess.Process, number: int = signal.SIGKILL) -> None:
@@ -14,3 +15,17 @@ def send(child: asyncio.subprocess.Process, number: int = signal.SIGKILL) -> Non
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, number)
+
+
+APART = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+"""Becomes what it is given, in a process group of its own."""
+
+
+def apart() -> tuple[str, ...]:
+    """What to put before a command that is not to hear of Ctrl-C. Nothing where there is no terminal: whoever started us there may end us by our
+    process group."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return ()
+    return sys.executable, "-I", "-S", "-c", APART

@@ -7,7 +7,8 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 - whether a port is free is tried first, because libp2p itself shares it (SO_REUSEPORT) with another daemon of the same user;
 - it offers no relay but libp2p's usual one, for signals: 128 KiB and two minutes a circuit, with small buffers (docs/adr/0023-dial-back.md);
 - the socket that the daemon brings streams to is ours (peer/net/entry.py): hivemind makes a task and buffers for each before it looks who came;
-- it has a lower priority than the process that it serves: what strangers make it do is not to take the time of rounds.
+- it has a lower priority than the process that it serves: what strangers make it do is not to take the time of rounds;
+- on a terminal it is in a process group of its own: Ctrl-C goes to all of ours, and who leaves needs the daemon until all is sent.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class Net(P2P):  # type: ignore[misc]
             kwargs["relayDiscovery"] = False
         little = ("env", SPARING) if cls.sparing and shutil.which("env") else ()
         nice = ("nice", "-n", NICE) if shutil.which("nice") else ()
-        return P2P._make_process_args(*little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False)
+        return P2P._make_process_args(
+            *children.apart(), *little, *nice, *args, **kwargs, connHi=4096, connLo=2048, relayService=False
+        )
 
     @classmethod
     def within(cls, folder: str, sparing: bool = False) -> type[Net]:

@@ -73,6 +73,11 @@ def parse_run(text: str) -> Run:
                 f"RUN {text}: the part after # is not a run id of 64 hexadecimal digits; copy the whole line"
             )
         return Run(None, run_id, (address,), read_ticket(invitation, run_id) if invitation else None)
+    if not Path(text).exists():
+        raise UsageError(
+            f"RUN {text}: no address, and no file of this name; copy the whole line that a bootstrap node prints, or give the path of a"
+            " run's manifest"
+        )
     manifest = read_manifest(Path(text))
     if not manifest.hints.bootstrap:
         raise UsageError(

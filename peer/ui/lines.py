@@ -28,6 +28,10 @@ _ASCII = str.maketrans({
 })  # fmt: skip
 
 
+LONGEST_WARNING = 400
+"""Characters: what is to be done stands at its end, behind addresses."""
+
+
 class Said(NamedTuple):
     """What an event says to a reader; `level`: info, good, warning or error."""
 
@@ -110,7 +114,7 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
         case events.RunFinished(state_digest=digest):
             return [Said("good", "run finished" + (f"; state {clean(digest, 12)}" if digest else ""))]
         case events.Warning(text=text):
-            return [Said("warning", readable(text, names))]
+            return [Said("warning", readable(text, names, LONGEST_WARNING))]
         case events.Attest() | events.Leads() | events.Recovered():
             return []  # everybody's, after every round; the quorum's own affair; a way that ends in `round`
         case events.Started() | events.Role() | events.Step() | events.Chain() | events.Announced() | events.Offered():

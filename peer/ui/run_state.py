@@ -221,12 +221,13 @@ class View:
             self.peers.values(), key=lambda p: (not p.here, places.get(p.replica, len(places)), p.position, p.name)
         )
 
-    def place(self, p: PeerView, short: bool = False) -> str:
-        """What a peer does: `full`, or its stage of a chain; chains are counted from 0 in plan order."""
+    def place(self, p: PeerView, words: int = 3) -> str:
+        """What a peer does: `full`, or its stage of a chain; chains are counted from 0 in plan order. `words`: with all of it, 2: without the
+        word stage, 1: without its blocks, too."""
         if p.role != "stage" or p.replica is None:
             return "bootstrap node" if p.device == NODE_DEVICE else p.role
-        stage = f"{'' if short else 'stage '}{p.position + 1}/{p.stages}"
-        return f"{self.replica_name(p.replica)} · {stage} · {blocks(p.first, p.last)}"
+        stage = f"{self.replica_name(p.replica)} · {'stage ' if words > 2 else ''}{p.position + 1}/{p.stages}"
+        return f"{stage} · {blocks(p.first, p.last)}" if words > 1 else stage
 
     def replica_name(self, number: int) -> str:
         """A replica for a reader: its peer's name, or `chain N`, counted in plan order."""
@@ -299,7 +300,8 @@ class View:
 
     def _begins(self, peer: str, role: events.Role) -> None:
         p = self._peer(peer)
-        p.role, p.round, p.step, p.phase = clean(role.role, 10), role.round, 0, "training"
+        p.role, p.round, p.step = clean(role.role, 10), role.round, 0
+        p.phase = "training" if p.here else p.phase  # who left after the plan was made
         p.replica, p.first, p.last, p.rank = role.replica, role.first, role.last, role.rank
         p.position, p.stages, p.steps = role.position, role.stages, max(role.steps, 1)
 

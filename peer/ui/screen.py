@@ -28,7 +28,7 @@ from peer.ui.names import Names
 from peer.ui.plot import ORANGE, SKY, chart
 from peer.ui.run_state import View
 from peer.ui.tables import GREEN, RED
-from peer.ui.text import clean, clock, duration, size, times
+from peer.ui.text import clean, clock, duration, number, size, times
 from protocol.run.manifest import Manifest
 
 __all__ = ["Plain", "Screen", "View", "render"]
@@ -154,7 +154,8 @@ def _bar(view: View, width: int) -> Text:
 
 
 def _curve(view: View, width: int, height: int, ascii_only: bool) -> Panel:
-    marks = sorted((float(r), min(view.highest, x)) for r, x in view.committed.items())
+    # a commit's loss is that of the first inner step: of the state that the round before has left
+    marks = sorted((r - 1.0, min(view.highest, x)) for r, x in view.committed.items())
     curve = view.curve or marks
     lines = chart(curve, marks, width - 4, height - 2, ascii_only=ascii_only, x_label="rounds")
     return _panel("loss, nats per token", Group(*lines), width, height, ascii_only)
@@ -167,8 +168,9 @@ def _facts(view: View, rows: int, width: int) -> Table:
     full = sum(not r.is_chain for r in view.replicas)
     chains = len(view.replicas) - full
     spares = sum(p.role == "spare" and p.here for p in view.peers.values())
-    counted = f"{full} full, {chains} chain" + (f", {spares} spare" if spares else "")
-    table.add_row("replicas", counted if len(counted) <= width else counted.replace(" full,", " +"))
+    counted = f"{full} full, {number(chains, 'chain')}"
+    whole = counted + (f", {number(spares, 'spare')}" if spares else "")
+    table.add_row("replicas", whole if len(whole) <= width else counted)
     table.add_row("loss", _loss(view))
     measured = view.held_out.newest
     if measured is not None:

@@ -14,6 +14,8 @@ from peer.ui.utilization import percent
 
 BLUE, GREEN, RED = "#0072B2", "#009E73", "#DC3545"
 WIDEST_NAME = LONGEST + 1 + END
+WIDEST = 132
+"""Characters of a row of the table of peers: the eye loses a longer one."""
 _WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
 """How the table of peers marks what a chain waits for."""
 
@@ -23,7 +25,9 @@ def peers(view: View, width: int, rows: int) -> Table:
     wide = width >= 112
     marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
     busy = any(p.activity for p in view.peers.values())
-    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="bright_black", show_edge=False)
+    table = Table(
+        width=min(width, WIDEST), box=None, padding=(0, 1, 0, 0), header_style="bright_black", show_edge=False
+    )
     table.add_column("peer", no_wrap=True, max_width=WIDEST_NAME)
     table.add_column("does", no_wrap=True, ratio=1)
     if wide:
@@ -40,8 +44,11 @@ def peers(view: View, width: int, rows: int) -> Table:
         table.add_column("fp32/sent" if wide else "saves", justify="right", no_wrap=True, min_width=5)
     listed = view.listed()
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
-    for p in shown:
-        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), _place(view, p, width >= 88)]
+    places = [[_place(view, p, words) for p in shown] for words in ((3, 2, 1) if width >= 88 else (2, 1))]
+    longest = [max((text.cell_len for text in texts), default=0) for texts in places]
+    for row, p in enumerate(shown):
+        place = _Fitting([(texts[row], most) for texts, most in zip(places, longest, strict=True)])
+        cells: list[RenderableType] = [Text(p.name, style="bold" if p.here else "strike"), place]
         if wide:
             cells += [
                 p.device or "-",
@@ -95,19 +102,18 @@ def chains(view: View, width: int, rows: int) -> Table:
 
 
 class _Fitting:
-    """The longer text where it has room, else the shorter one."""
+    """The first of the texts, each with the length of the longest one of its kind in the column, whose kind has room; else the last."""
 
-    def __init__(self, longer: Text, shorter: Text) -> None:
-        self._longer, self._shorter = longer, shorter
+    def __init__(self, texts: list[tuple[Text, int]]) -> None:
+        self._texts = texts
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield self._longer if self._longer.cell_len <= options.max_width else self._shorter
+        yield next((text for text, most in self._texts if most <= options.max_width), self._texts[-1][0])
 
 
-def _place(view: View, p: PeerView, wide: bool) -> RenderableType:
+def _place(view: View, p: PeerView, words: int) -> Text:
     mark, style = {"full": ("●", BLUE), "stage": ("●", ORANGE)}.get(p.role, ("○", "bright_black"))
-    longer, shorter = (Text.assemble((mark, style), f" {view.place(p, x)}", no_wrap=True) for x in (False, True))
-    return _Fitting(longer, shorter) if wide else shorter
+    return Text.assemble((mark, style), f" {view.place(p, words)}", no_wrap=True)
 
 
 def _share(p: PeerView, mark: str) -> Text:

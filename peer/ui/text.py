@@ -35,13 +35,13 @@ def called(peer: str, names: Mapping[str, str]) -> str:
     return names.get(peer) or clean(short_peer(peer))
 
 
-def readable(text: object, names: Mapping[str, str]) -> str:
+def readable(text: object, names: Mapping[str, str], limit: int = 160) -> str:
     """`clean` text in which the peers have their given names."""
     shown = str(text)
     if names:
         ends = {short_peer(peer): name for peer, name in names.items()}
         shown = _ID.sub(lambda found: ends.get(found[1], found[0]), shown)  # in one pass: a name may look like an id
-    return clean(shown)
+    return clean(shown, limit)
 
 
 def clean(text: object, limit: int = 160) -> str:

@@ -73,7 +73,7 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     space = max(1, height - 2 - headed)
     skip = max(0, min(skip, len(rows) - space))
     seen = rows[skip : skip + space]
-    between = 2 if headed and width >= 120 else 1
+    between = 2 if headed and width >= 130 else 1
     table = Table(
         box=None,
         padding=(0, between, 0, 0),
@@ -146,8 +146,8 @@ def _chains(state: State) -> Sheet:
         ))  # fmt: skip
     columns = (
         Column("chain", left=True), Column("peer", left=True), Column("does", left=True), Column("phase", left=True),
-        Column("busy"), Column("step"), Column("loss"), Column("device", 110, left=True), Column("memory", 110),
-        Column("uplink", 110), Column("reached", 130, left=True), Column("slowest", 100, left=True, wide=True),
+        Column("busy"), Column("step"), Column("loss"), Column("device", 150, left=True), Column("memory", 150),
+        Column("uplink", 150), Column("reached", 150, left=True), Column("slowest", 100, left=True, wide=True),
     )  # fmt: skip
     full = sum(not r.chain for r in state.replicas)
     return Sheet(
@@ -174,7 +174,7 @@ def _rounds(state: State) -> Sheet:
         ))  # fmt: skip
     columns = (
         Column("round"), Column("decided", 90), Column("took"), Column("replicas"), Column("tokens"), Column("tokens/s", 90),
-        Column("loss"), Column("held out", 90), Column("payloads", 100), Column("left out", left=True, wide=True),
+        Column("loss"), Column("held out", 90), Column("payloads", 130), Column("left out", left=True, wide=True),
     )  # fmt: skip
     return Sheet(f"rounds: the newest {len(rows)}" if rows else "rounds", columns, rows)
 

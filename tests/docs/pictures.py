@@ -1,10 +1,11 @@
-"""The pictures of the documents, and of every screen: from a real run that a real monitor watches, and from a made-up one of 500 peers.
+"""The pictures of the documents, and of every screen: from a real run that a real monitor watches, and from a recorded one of 500 peers.
 
     python -m tests.docs.pictures docs/images --all pictures         (`make pictures`; about four minutes; needs Chromium)
 
-It runs the demo, watches it as `potluck monitor` does, and draws when most of the rounds are over. Into the first folder go the pictures that
+It runs the demo, watches it as `potluck monitor` does, and draws what that knew when most of the rounds were over. Into the first folder go the pictures that
 documents show; with `--all` each view at each size, light and dark, as a picture and as text, and the web page on a phone and on a desk;
-also of a monitor that has heard nothing yet, and of a run that is over.
+also of a monitor that has heard nothing yet, and of a run that is over. The recording (tests/docs/recording.py) stays there: potluck monitor
+pictures/many.toml --replay pictures/many.jsonl.
 What a page logs as an error, and what is wider than its window, is printed, and the exit code is 1 then.
 """
 
@@ -24,20 +25,21 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.terminal_theme import DIMMED_MONOKAI, TerminalTheme
 
-from peer import events
 from peer.cli.watch import to_json
 from peer.events import Event
-from peer.node.open_run import Door, manifest_of, parse_run, start_transport
+from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui import web
 from peer.ui.browsing import VIEWS, Browsing
 from peer.ui.monitor import Monitor
 from peer.ui.monitor_screen import MonitorScreen, draw
+from peer.ui.replay import Replay
 from peer.ui.screen import render
 from peer.ui.watched import Watched
 from protocol.run.manifest import Manifest
 from tests import tiny
+from tests.docs import recording
 from tests.docs.browser import Browser
-from tests.watched import BEGAN, ROUND_SECONDS, MadeUp
+from tests.watched import MadeUp
 
 MOMENT = 0.715
 """The share of the run after which pictures are taken: there is something to see then, and one of the demo's thirty rounds is half over."""
@@ -80,8 +82,8 @@ def view_of(watched: Watched, view: str, width: int, height: int) -> RenderableT
     return draw(watched, Browsing(view=view), width, height, me=first[0].peer if first else None)
 
 
-def watched(folder: Path) -> MonitorScreen:
-    """Runs the demo in `folder`; what a monitor knows of it when MOMENT has come."""
+def watched(folder: Path) -> tuple[Manifest, list[Event]]:
+    """Runs the demo in `folder`; the run, and all that a monitor hears of it."""
     command = [sys.executable, "-m", "peer.cli", "demo", "--no-screen", "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -91,13 +93,14 @@ def watched(folder: Path) -> MonitorScreen:
         process.communicate()
 
 
-async def _watch(line: str) -> MonitorScreen:
-    run = parse_run(line)
+async def _watch(line: str) -> tuple[Manifest, list[Event]]:
+    run, told = parse_run(line), list[Event]()
     with tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            return await _until_moment(manifest, Monitor(manifest, transport))
+            await Monitor(manifest, transport).follow(told.append)
+            return manifest, told
         finally:
             await transport.aclose()
 
@@ -111,40 +114,36 @@ def _join_line(process: subprocess.Popen[str]) -> str:
     raise SystemExit("pictures: the demo ended before it could be joined")
 
 
-async def _until_moment(manifest: Manifest, monitor: Monitor) -> MonitorScreen:
-    screen, enough = MonitorScreen(manifest, Console(file=io.StringIO())), asyncio.Event()
-
-    def take(event: Event) -> None:
+def at(moment: float, manifest: Manifest, told: Sequence[Event]) -> MonitorScreen:
+    """What a monitor knows that has heard this, at this share of the run."""
+    screen = MonitorScreen(manifest, Console(file=io.StringIO()))
+    for event in told:
         screen.take(event)
-        if screen.view.progress >= MOMENT:
-            enough.set()
-
-    work = asyncio.ensure_future(monitor.follow(take))
-    over = asyncio.ensure_future(enough.wait())
-    await asyncio.wait([work, over], return_when=asyncio.FIRST_COMPLETED)
-    for task in (work, over):
-        task.cancel()
-    await asyncio.gather(work, over, return_exceptions=True)
-    if not enough.is_set():
-        raise SystemExit("pictures: the demo ended too early")
+        if screen.view.progress >= moment:
+            break
     return screen
 
 
-def made_up(peers: int, *, rounds: int = 1000) -> MonitorScreen:
-    """What a monitor knows of a run of so many peers after its 60th round, or at its end if it has no more."""
-    made = MadeUp(peers, rounds)
+async def recorded(folder: Path) -> MonitorScreen:
+    """What a monitor knows that plays a recording of a run of 500 peers, which is made in `folder`."""
+    manifest, file = await recording.record(folder)
+    return await replayed(manifest, file)
+
+
+async def replayed(path: Path, file: Path) -> MonitorScreen:
+    """What a monitor knows at the end of a recording. `path`: the run's manifest."""
+    manifest = read_manifest(path)
+    screen = MonitorScreen(manifest, Console(file=io.StringIO()))
+    await Replay(manifest, file).poll(screen.take)
+    return screen
+
+
+def made_up(peers: int) -> MonitorScreen:
+    """What a monitor knows of a run of so many peers after its 60th round."""
+    made = MadeUp(peers)
     screen = MonitorScreen(made.manifest, Console(file=io.StringIO()))
-    end = BEGAN + LAST * ROUND_SECONDS
     for event in made.all(LAST):
-        if rounds > LAST or event.time <= end:
-            screen.take(event)
-    if rounds == LAST:
-        for peer in made.ids:
-            done = events.Announced(
-                phase="finished", round=LAST, step=4, loss=None, bytes_sent=LAST * 200_000, bytes_received=0, load=None
-            )
-            screen.take(Event(end, peer, done))
-        screen.take(Event(end, "bootstrap", events.RunFinished(round=LAST, state_digest="5a" * 32)))
+        screen.take(event)
     return screen
 
 
@@ -156,11 +155,13 @@ def served(screen: MonitorScreen) -> Iterator[str]:
         yield server.url
 
 
-def of_documents(screen: MonitorScreen, folder: Path, browser: Browser) -> None:
+def of_documents(screen: MonitorScreen, many: MonitorScreen, folder: Path, browser: Browser) -> None:
     """Those that README and guides show."""
     (folder / "demo.svg").write_text(svg(render(screen.view, *DEMO), *DEMO, "potluck demo"), encoding="utf-8")
     chains = view_of(screen.watched, "chains", *SHOWN)
     (folder / "monitor.svg").write_text(svg(chains, *SHOWN, "potluck monitor"), encoding="utf-8")
+    crowd = view_of(many.watched, "run", *DEMO)
+    (folder / "many.svg").write_text(svg(crowd, *DEMO, "potluck monitor"), encoding="utf-8")
     with served(screen) as url:
         for name, (width, height) in WINDOWS.items():
             browser.picture(url, folder / f"web-{name}.png", width, height, dark=name == "phone", ready=READY)
@@ -196,15 +197,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", type=Path)
     typed = parser.parse_args(arguments)
     with Browser() as browser, tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
-        screen = watched(Path(name) / "demo-run")
+        manifest, told = watched(Path(name) / "demo-run")
+        screen = at(MOMENT, manifest, told)
         typed.folder.mkdir(parents=True, exist_ok=True)
-        of_documents(screen, typed.folder, browser)
+        kept = typed.all or Path(name)
+        kept.mkdir(parents=True, exist_ok=True)
+        many = asyncio.run(recorded(kept))
+        of_documents(screen, many, typed.folder, browser)
         if typed.all is not None:
-            typed.all.mkdir(parents=True, exist_ok=True)
             everything(screen, "five", typed.all, browser)
-            everything(made_up(500), "many", typed.all, browser)
+            everything(many, "many", typed.all, browser)
             everything(MonitorScreen(tiny.manifest()), "begin", typed.all, browser, VIEWS[:1])
-            everything(made_up(5, rounds=LAST), "over", typed.all, browser, VIEWS[:1])
+            everything(at(2.0, manifest, told), "over", typed.all, browser, VIEWS[:1])
         for fault in browser.faults:
             print(fault)
         return 1 if browser.faults else 0

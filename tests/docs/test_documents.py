@@ -484,7 +484,7 @@ def test_the_readme_begins_with_what_it_is_a_picture_and_one_command() -> None:
 
 def test_the_picture_stands_by_itself() -> None:
     drawn = svg(render(View(tiny.manifest()), *DEMO), *DEMO, "potluck demo")
-    for picture in (drawn, text("docs/images/demo.svg"), text("docs/images/monitor.svg")):
+    for picture in (drawn, *map(text, ("docs/images/demo.svg", "docs/images/monitor.svg", "docs/images/many.svg"))):
         assert picture.startswith("<svg")
         assert "@font-face" not in picture
         assert set(re.findall(r"https?://[^\s\"]+", picture)) <= {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
 import os
+import pty
 import re
 import shlex
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -50,10 +55,11 @@ class Ended:
 
 
 class Terminal:
-    """A window in which one command runs. `text`: what is typed into it."""
+    """A window in which one command runs. `text`: what is typed into it; `keys`: where it is typed that ends it, None where it has no terminal."""
 
-    def __init__(self, process: subprocess.Popen[str], text: str | None) -> None:
+    def __init__(self, process: subprocess.Popen[str], text: str | None, keys: int | None = None) -> None:
         self._process = process
+        self._keys = keys
         self._lines: list[str] = []
         self._news = threading.Condition()
         self._over = False
@@ -91,8 +97,11 @@ class Terminal:
         return found
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
-        self._process.send_signal(signal.SIGINT)
+        """Ctrl-C, which goes to all that the command has started on its terminal."""
+        if self._keys is None:
+            self._process.send_signal(signal.SIGINT)
+        else:
+            os.write(self._keys, b"\x03")
 
     def ended(self) -> Ended:
         """Waits for its end."""
@@ -106,6 +115,9 @@ class Terminal:
         self._process.kill()
         self._process.wait()
         self._reader.join()
+        if self._keys is not None:
+            os.close(self._keys)
+            self._keys = None
 
 
 @dataclass(frozen=True)
@@ -135,16 +147,21 @@ class Shell:
             "PATH": f"{self.programs}:{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
         }
-        process = subprocess.Popen(
+        start = functools.partial(
+            subprocess.Popen[str],
             ["sh", "-c", f"exec {command}"],
             cwd=at,
             env=env,
-            stdin=subprocess.PIPE if text is not None else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        return Terminal(process, text)
+        if text is not None:
+            return Terminal(start(stdin=subprocess.PIPE), text)
+        keys, inner = pty.openpty()
+        with contextlib.closing(os.fdopen(inner, "rb", buffering=0)) as its:
+            own = functools.partial(fcntl.ioctl, inner, termios.TIOCSCTTY, 0)
+            return Terminal(start(stdin=its, start_new_session=True, preexec_fn=own), None, keys)
 
     def type(self, command: str, at: Path, sign: str | None = None, text: str | None = None) -> Ended:
         """Runs it in the folder `at`. `sign`: what it says, as a regular expression, before Ctrl-C ends it; `text`: what is typed into it."""

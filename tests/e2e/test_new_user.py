@@ -95,6 +95,7 @@ def stopped(*terminals: Terminal) -> None:
     for terminal in terminals:
         ended = terminal.ended()
         assert (ended.code, "Traceback" in ended.said) == (0, False), ended
+        assert "ended unexpectedly" not in ended.said, "its network daemon is there until it has left"
 
 
 @pytest.mark.slow

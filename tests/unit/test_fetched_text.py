@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,27 @@ def test_little_more_is_fetched_than_is_read_and_nobody_waits(noise: Noise, tmp_
                 assert reader.text.fetched_bytes <= 1.2 * reader.text.counts.read_bytes
                 assert reader.text.counts.waits == after_first[i]
                 assert [type(body) for body in reader.told] == [events.TextFetched]
+
+    run(work())
+
+
+def test_who_comes_back_tells_how_long_the_first_new_text_took(noise: Noise, tmp_path: Path) -> None:
+    """And not how long it trained with what was on its disk."""
+
+    async def work() -> None:
+        async with TextSwarm(noise, tmp_path) as swarm:
+            reader, size = await swarm.start(), 20 * STEP
+            await train(swarm, reader, 0, size, 20)
+            await swarm.stop(reader)
+            again = await swarm.start(folder=reader.folder)
+            await train(swarm, again, 0, size, 20)
+            assert not again.told
+            began = time.monotonic()
+            again.text.expect([range(10 * size, 11 * size)])
+            await again.settle()
+            (told,) = again.told
+            assert isinstance(told, events.TextFetched)
+            assert told.seconds <= time.monotonic() - began + 0.001, "it is rounded"
 
     run(work())
 

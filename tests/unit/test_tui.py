@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import re
 from typing import Any
 
 import pytest
@@ -595,3 +596,46 @@ def test_nothing_of_a_small_run_is_cut(width: int, height: int) -> None:
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "blocks 2-3" in shown
     assert "…" not in shown, shown
+
+
+@pytest.mark.parametrize("width", [80, 104, 120, 200])
+def test_long_names_cut_nothing(width: int) -> None:
+    made = MadeUp(5)
+    view = View(made.manifest)
+    for event in made.all(2):
+        if isinstance(event.body, events.Ready):
+            event = dataclasses.replace(event, body=dataclasses.replace(event.body, name="old laptop-7"))
+        view.feed(event)
+    console = Console(file=io.StringIO(), width=width, height=40)
+    console.print(render(view, width, 40))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    peers = shown.partition(" peers ")[2].partition(" chains ")[0].partition(" messages ")[0]
+    assert "old laptop-7·" in peers
+    assert "…" not in peers, peers
+    assert len(set(re.findall(r"chain 0 · (stage )?\d/3( · block)?", peers))) == 1, "all rows are of one kind"
+
+
+def test_a_rounds_loss_stands_where_the_round_began() -> None:
+    """The log has the loss of its first step."""
+    made = MadeUp(5)
+    view = View(made.manifest)
+    for event in made.all(4):
+        view.feed(event)
+    console = Console(file=io.StringIO(), width=120, height=40)
+    console.print(render(view, 120, 40))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    curve = lines[: next(i for i, line in enumerate(lines) if " rounds " in line)]
+    axis = next(line.index("┤") for line in curve if "┤" in line)
+    assert min(line.index("●") for line in curve if "●" in line) == axis + 1
+
+
+def test_who_left_after_the_plan_was_made_does_not_train() -> None:
+    made = MadeUp(5)
+    view = View(made.manifest)
+    for event in made.begin():
+        view.feed(event)
+    peer = made.ids[0]
+    view.feed(Event(0.0, "bootstrap", events.Gone(peer=peer)))
+    plan = made.plan(1)
+    view.feed(Event(0.0, peer, events.role(plan, plan.replicas[0].number, plan.replicas[0].stages[0])))
+    assert (view.peers[peer].here, view.peers[peer].phase) == (False, "gone")
