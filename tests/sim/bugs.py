@@ -228,6 +228,7 @@ BUGS: dict[str, Bug] = {
             (STORAGE, "            self._disk.remove(final)  # there is one only if a shard of it is damaged\n", ""),
         ),
         ("P7",),
+        first=18,
     ),
 }
 
