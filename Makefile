@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 
-.PHONY: demo test test-all setup lint types contracts quick unit sim e2e faults hostile campaign fuzz benchmark benchmark-gpu evidence pictures clean
+.PHONY: demo test test-all setup lint types contracts quick unit unit-1 unit-2 sim e2e e2e-1 e2e-2 faults hostile campaign fuzz benchmark benchmark-gpu evidence pictures clean
 
 setup: $(VENV)/.done
 $(VENV)/.done: pyproject.toml constraints.txt
@@ -24,9 +24,10 @@ demo: setup
 
 test: lint types contracts quick
 
-# The simulation needs both cores. Of the rest only `unit` computes all the time; the others mostly wait for real time to pass.
-test-all: lint types contracts sim
-	$(MAKE) -j2 --output-sync=target unit e2e faults hostile
+# Most of `e2e`, `faults` and `hostile`, and parts of `unit`, wait for real time to pass, so more of them run beside each other than there are
+# cores. What takes longest comes first; the simulation, which takes all cores that are free, last.
+test-all: setup
+	$(MAKE) -j4 --output-sync=target lint types contracts e2e-1 e2e-2 unit-1 unit-2 hostile faults sim
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -44,8 +45,22 @@ quick: setup
 unit: setup
 	$(BIN)/python -m pytest tests/docs tests/unit tests/parity tests/fuzz
 
+# Halves of `unit` and `e2e`, which take about as long as each other.
+unit-1: setup
+	$(BIN)/python -m pytest tests/docs tests/parity tests/fuzz tests/unit/test_[a-m]*.py
+
+unit-2: setup
+	$(BIN)/python -m pytest tests/unit/test_[n-z]*.py
+
+E2E_1 := $(wildcard $(addprefix tests/e2e/test_,typed_commands.py new_user.py service.py doctor.py))
+e2e-1: setup
+	$(BIN)/python -m pytest $(E2E_1)
+
+e2e-2: setup
+	$(BIN)/python -m pytest tests/e2e $(addprefix --ignore=,$(E2E_1))
+
 sim: setup
-	$(BIN)/python -m pytest tests/sim
+	PYTHONHASHSEED=0 $(BIN)/python -m pytest tests/sim
 
 e2e: setup
 	$(BIN)/python -m pytest tests/e2e

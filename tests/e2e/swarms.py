@@ -18,9 +18,10 @@ from peer.cli.main import main
 from peer.demo import swarm
 from peer.demo.recipe import DemoOptions, make_manifest
 from peer.demo.text import demo_corpus
-from peer.events import Event, from_json
+from peer.events import Event
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import DataSpec, Manifest
+from tests.faults.processes import Tail
 
 DEADLINE = 600.0
 """Seconds for anything to happen; far more than it takes, since test machines are shared."""
@@ -116,14 +117,12 @@ class Background:
 
     def event(self, name: str, wanted: Callable[[Event], bool], what: str) -> Event:
         """The first event of process `name` that is `wanted`, as soon as it is in its file."""
-        path = self.out / name / "events.jsonl"
+        tail = Tail(self.out / name / "events.jsonl")
         end = time.monotonic() + DEADLINE
         while time.monotonic() < end and (self._thread.is_alive() or self._result is not None):
-            if path.exists():
-                for line in path.read_text().splitlines():
-                    event = from_json(line)
-                    if event is not None and wanted(event):
-                        return event
+            for event in tail.read():
+                if wanted(event):
+                    return event
             if self._result is not None:
                 break
             self._thread.join(0.05)

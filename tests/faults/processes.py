@@ -49,6 +49,23 @@ class Thief:
         self._thread.join()
 
 
+class Tail:
+    """The events in a file, read as they come."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.events, self._at = path, list[Event](), 0
+
+    def read(self) -> list[Event]:
+        """All events so far."""
+        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
+            file.seek(self._at)
+            read = file.read()
+            whole = read[: read.rfind(b"\n") + 1]
+            self._at += len(whole)
+            self.events += [event for line in whole.decode().splitlines() if (event := from_json(line)) is not None]
+        return self.events
+
+
 class Swarm:
     """The bootstrap nodes of `manifest`, whose keys are `keys`, and peers; `memory` of a peer, if not for a full replica;
     `places`: the address of a process and what its command begins with, if not on this machine's loopback; `module`: what is run;
@@ -91,6 +108,7 @@ class Swarm:
         self.running: dict[str, subprocess.Popen[bytes]] = {}
         self.addresses: list[str] = []
         self.ports: dict[str, int] = {}
+        self._tails: dict[str, Tail] = {}
 
     def __enter__(self) -> Swarm:
         return self
@@ -155,9 +173,10 @@ class Swarm:
         return code
 
     def events(self, name: str) -> list[Event]:
-        path = self.folder / name / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [event for line in lines if (event := from_json(line)) is not None]
+        """Those of `name` so far."""
+        if name not in self._tails:
+            self._tails[name] = Tail(self.folder / name / "events.jsonl")
+        return list(self._tails[name].read())
 
     def wait(self, name: str, wanted: Callable[[Event], bool], what: str, after: int = 0) -> Event:
         """The first event of `name` that is `wanted`, those before `after` not counted."""

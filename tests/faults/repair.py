@@ -28,13 +28,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from peer.events import Event, from_json
+from peer.events import Event
 from protocol.planning import partition
 from protocol.run import layout
 from protocol.run.manifest import Manifest, TimingSpec
 from tests import tiny
 from tests.e2e import swarms
-from tests.faults.processes import Swarm
+from tests.faults.processes import Swarm, Tail
 from tests.lab import Lab, lab
 
 STAGES, STEPS, MICRO = 4, 6, 4
@@ -93,23 +93,6 @@ class Outcome:
     seconds: float | None
     kept: bool
     back: float
-
-
-class Tail:
-    """The events of one process, read as they come."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.events, self._at = path, list[Event](), 0
-
-    def read(self) -> list[Event]:
-        """All events so far."""
-        with contextlib.suppress(FileNotFoundError), open(self.path) as file:
-            file.seek(self._at)
-            text = file.read()
-            whole = text[: text.rfind("\n") + 1]
-            self._at += len(whole.encode())
-            self.events += [event for line in whole.splitlines() if (event := from_json(line)) is not None]
-        return self.events
 
 
 class Campaign:

@@ -24,11 +24,13 @@ STORAGE, TAKING = "peer/state/storage.py", "peer/state/taking.py"
 
 @dataclass(frozen=True)
 class Bug:
-    """`changes`: (file, text, what stands there instead). `promises`: one of them is what is broken. `only`: the kind of runs that shows it."""
+    """`changes`: (file, text, what stands there instead). `promises`: one of them is what is broken. `only`: the kind of runs that shows it.
+    `first`: the seed with which the search begins, one that shows it."""
 
     changes: tuple[tuple[str, str, str], ...]
     promises: tuple[str, ...]
     only: str = ""
+    first: int = 0
 
 
 BUGS: dict[str, Bug] = {
@@ -54,10 +56,12 @@ BUGS: dict[str, Bug] = {
             ),
         ),
         ("P3",),
+        first=6,
     ),
     "what another peer gave is added again when it is told again": Bug(
         ((TAKING, "        if self._taken.get(key, 0) >= handover.serial:\n", "        if False:\n"),),
         ("P3",),
+        first=6,
     ),
     "a spare takes part twice": Bug(
         (
@@ -113,6 +117,7 @@ BUGS: dict[str, Bug] = {
         ),
         ("P2", "P4"),
         only="crowd",
+        first=648,
     ),
     "whoever decides next is taken for whoever decided": Bug(
         (
@@ -223,14 +228,15 @@ BUGS: dict[str, Bug] = {
             (STORAGE, "            self._disk.remove(final)  # there is one only if a shard of it is damaged\n", ""),
         ),
         ("P7",),
+        first=18,
     ),
 }
 
 
 def copy_tree(folder: Path) -> None:
-    """The parts of the tree that a simulation needs."""
+    """The parts of the tree that a simulation needs, with what Python has compiled of it."""
     for part in ("protocol", "peer", "bootstrap", "tests"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / part, folder / part)
 
 
 def plant(bug: Bug, folder: Path) -> None:
@@ -241,6 +247,16 @@ def plant(bug: Bug, folder: Path) -> None:
         if source.count(text) != 1:
             raise ValueError(f"{name}: {text!r} stands there {source.count(text)} times, not once; change the bug, too")
         path.write_text(source.replace(text, instead))
+
+
+def find(bug: Bug, folder: Path, seeds: int) -> str:
+    """What the simulation of a tree prints about so many seeds up to the first broken promise: those from the bug's first one on, then
+    those before it."""
+    only = ("--only", bug.only) if bug.only else ()
+    text = simulate(folder, f"{bug.first}:{seeds}", *only)
+    if broken(text) is None and bug.first:
+        text += simulate(folder, f"0:{bug.first}", *only)
+    return text
 
 
 def simulate(folder: Path, seeds: str, *options: str, timeout: float | None = None) -> str:

@@ -85,10 +85,12 @@ def unseen(stats: Counter[str]) -> list[str]:
 
 
 def lives(seeds: Iterable[int], **chosen: int) -> Iterator[Life]:
-    """All of them, as `live` has what is chosen, on all cores, each in a process that has the hash seed 0."""
+    """All of them, as `live` has what is chosen, on all cores, each in a process that has the hash seed 0: a copy of this one, which has
+    imported everything, or else one from the beginning."""
     before = os.environ.get("PYTHONHASHSEED")
     os.environ["PYTHONHASHSEED"] = "0"
-    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    way = "spawn" if sys.flags.hash_randomization else "fork"
+    pool = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context(way))
     try:
         yield from pool.map(functools.partial(live, **chosen), seeds, chunksize=1)
     finally:

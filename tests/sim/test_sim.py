@@ -71,8 +71,5 @@ def test_a_planted_bug_is_found_by_the_promise_that_it_breaks(name: str, tmp_pat
     bug = bugs.BUGS[name]
     bugs.copy_tree(tmp_path)
     bugs.plant(bug, tmp_path)
-    if bug.only:
-        text = bugs.simulate(tmp_path, f"0:{RARE_SEEDS}", "--only", bug.only)
-    else:
-        text = bugs.simulate(tmp_path, f"0:{BUG_SEEDS}")
+    text = bugs.find(bug, tmp_path, RARE_SEEDS if bug.only else BUG_SEEDS)
     assert bugs.broken(text) in bug.promises, text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from peer.corpus import sources
 from peer.corpus.sources import Reading, Source, Unit
 from protocol.errors import UsageError
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROWS: list[str | None] = [
     *(f"Document {i}.\n" + "We the people. " * (i % 40) for i in range(300)),
     "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,12 +67,13 @@ class Reader(ast.NodeVisitor):
                 self._tell(node, f"imports {alias.name}")
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        whole = ast.unparse(node)
-        ours = (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")) or whole.startswith("super().")
-        if _private(node.attr) and node.attr not in PUBLIC and not ours and whole not in PRIVATE_OF_OTHERS:
-            self._tell(node, f"touches {whole}")
+        if _private(node.attr) and node.attr not in PUBLIC:
+            whole = ast.unparse(node)
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not own and not whole.startswith("super().") and whole not in PRIVATE_OF_OTHERS:
+                self._tell(node, f"touches {whole}")
         if not isinstance(node.ctx, ast.Load) and self._is_part(node.value):
-            self._tell(node, f"replaces {whole}")
+            self._tell(node, f"replaces {ast.unparse(node)}")
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
@@ -81,7 +83,10 @@ class Reader(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        called = ast.unparse(node.func)
+        self.generic_visit(node)
+        called = _dotted(node.func)
+        if not called.endswith(("attr", "setitem")) and not called.startswith(("mock.", "unittest.mock.", "mocker.")):
+            return
         target = ast.unparse(node.args[0]) if node.args else ""
         name = node.args[1].value if len(node.args) > 1 and isinstance(node.args[1], ast.Constant) else None
         if (
@@ -93,7 +98,6 @@ class Reader(ast.NodeVisitor):
             self._tell(node, f"replaces {target}")
         elif called.endswith("attr") and isinstance(name, str) and _private(name) and target not in ("self", "cls"):
             self._tell(node, f"touches {target}.{name}")
-        self.generic_visit(node)
 
     def _tell(self, node: ast.AST, what: str) -> None:
         self.found.append((getattr(node, "lineno", 0), what))
@@ -128,14 +132,27 @@ class Reader(ast.NodeVisitor):
         return not path or is_class or _is_module(f"{self.origins.get(root, root)}.{path}")
 
 
-def _here(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all below it, without the inside of functions, and of classes."""
-    yield node
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-        for below in ast.iter_child_nodes(node):
-            yield from _here(below)
+def _here(root: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it in their order, without the inside of functions, and of classes."""
+    left = [root]
+    while left:
+        node = left.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            left += reversed(list(ast.iter_child_nodes(node)))
 
 
+def _dotted(node: ast.expr) -> str:
+    """What `ast.unparse` says of it, which takes long, where it is a name or a name's member; else the members alone."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            return f"{_dotted(value)}.{attr}"
+    return "()"
+
+
+@functools.cache
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
