@@ -15,7 +15,8 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
                            matrix, and of an embedding that is trained as a whole, before they are added
     loss         8 min(r L V, LOGITS) + 4 E  in the last stage: logits and their logarithms of a slice of the tokens, and the gradient of the
                            head; in a full replica that, or the embedding's gradient, if it is more
-    or, if more  4 E       (8 E of tied embeddings) than in flight, frames, reader, backward and loss: what the embedding of a compressed chain moved, in its first stage
+    or, if more  4 (E - G)  than in flight, frames, reader, backward and loss: what the embedding of a compressed chain moved, in its first stage, when the
+                           G parameters' gradients, its own V k among them, are gone; 8 E of tied embeddings, which are their two gradients
     or, if more  12 W      where Muon trains: the largest matrix of a block (W parameters) while its update is made orthogonal
     later role   4 Q       θ of what it lacks for another role (Q parameters), while it trains in the one that it has; in files: nothing
     spare        4 M + scratch  a peer without a stage that keeps all shards warm (M parameters of the model), if it has that much
@@ -200,12 +201,16 @@ def _loss(manifest: Manifest) -> int:
 
 
 def _moved(manifest: Manifest, first: int, last: int) -> int:
-    """Bytes of what the embedding of a compressed chain moved, where it is trained; or of both gradients of a tied one."""
+    """Bytes of what the embedding of a compressed chain moved, where it is trained, less the gradients that are gone by then; or of both
+    gradients of a tied one."""
     spec = manifest.model
-    embed = 4 * spec.vocab_size * spec.d_model
+    embed, narrowest = spec.vocab_size * spec.d_model, min((k for k in manifest.chains.rank if k), default=0)
     if spec.tie_word_embeddings:
-        return 2 * embed
-    return embed if first == 0 and last < spec.n_layers and max(manifest.chains.rank) > 0 else 0
+        return 8 * embed
+    if first > 0 or last == spec.n_layers or not narrowest:
+        return 0
+    others = sum(layout.parameters(spec, s) for s in stage_shards(manifest, first, last)) - embed
+    return max(0, 4 * (embed - others - spec.vocab_size * narrowest))
 
 
 def _table(manifest: Manifest, first: int, last: int) -> int:

@@ -213,7 +213,7 @@ def test_what_of_a_7b_model_fits_into_8_12_and_24_gb() -> None:
     }
     assert fits == {8: [1], 12: [1], 24: [1, 2, 3]}
     assert stage_memory(SEVEN_B, 1, 2) < 0.8 * room[8], "with margin"
-    assert room[8] < stage_memory(SEVEN_B, 0, 1) <= room[12], "the first stage"
+    assert 0.9 * room[8] < stage_memory(SEVEN_B, 0, 1) <= room[8], "the first stage, without margin"
     assert room[12] < stage_memory(SEVEN_B, layers - 1, layers) <= room[24], "the last stage"
     assert not memory.in_files(SEVEN_B, 10**12)
     assert memory.in_files(SEVEN_B, room[24])
