@@ -75,8 +75,8 @@ def parse_run(text: str) -> Run:
         return Run(None, run_id, (address,), read_ticket(invitation, run_id) if invitation else None)
     if not Path(text).exists():
         raise UsageError(
-            f"RUN {text}: no address, and no file of this name; copy the whole line that a bootstrap node prints, or give the path of a"
-            " run's manifest"
+            f"RUN {text}: neither an address nor a file or folder that is here; copy the whole line that a bootstrap node prints, or give a"
+            " path that is there"
         )
     manifest = read_manifest(Path(text))
     if not manifest.hints.bootstrap:
