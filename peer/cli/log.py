@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -92,7 +93,7 @@ async def log_of(text: str) -> AsyncIterator[tuple[Manifest | None, Source]]:
     """The manifest (None for a log without commits) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
     import tempfile
 
-    if Path(text).is_dir():
+    if os.path.isdir(text):
         folder = reader.Folder(Path(text))
         yield await folder.manifest(), folder
         return

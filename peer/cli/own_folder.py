@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,7 +84,7 @@ class OwnModel:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Those of a peer's folder, the newest last; none where it is another folder."""
-    if not folder.is_dir() or (folder / logfile.LOG).is_file():
+    if not os.path.isdir(folder) or (folder / logfile.LOG).is_file():
         return []
     return sorted(path for path in folder.glob(f"{_PREFIX}*") if path.is_dir())
 

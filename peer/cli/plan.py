@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import tomllib
 from collections.abc import Callable, Sequence
@@ -81,7 +82,7 @@ def next_plan(known: Known) -> tuple[tuple[Arranged, ...], tuple[str, ...]]:
 def _lists_peers(text: str) -> bool:
     """Whether this names a file with a list of peers, and not a run."""
     path = Path(text)
-    return path.is_file() and re.search(rb"^\[\[peers\]\]", path.read_bytes(), re.MULTILINE) is not None
+    return os.path.isfile(path) and re.search(rb"^\[\[peers\]\]", path.read_bytes(), re.MULTILINE) is not None
 
 
 def _from_file(path: Path) -> Known:

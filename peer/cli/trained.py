@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,7 +61,7 @@ class Choice:
         from peer.log import export
 
         folder = Path(self.where)
-        return folder if (folder / export.CONFIG).is_file() and not (folder / logfile.LOG).is_file() else None
+        return folder if os.path.isfile(folder / export.CONFIG) and not (folder / logfile.LOG).is_file() else None
 
 
 @dataclass(frozen=True, slots=True)

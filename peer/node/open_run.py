@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +74,7 @@ def parse_run(text: str) -> Run:
                 f"RUN {text}: the part after # is not a run id of 64 hexadecimal digits; copy the whole line"
             )
         return Run(None, run_id, (address,), read_ticket(invitation, run_id) if invitation else None)
-    if not Path(text).exists():
+    if not os.path.exists(text):  # as no path's method, False for what is too long for a name, too
         raise UsageError(
             f"RUN {text}: neither an address nor a file or folder that is here; copy the whole line that a bootstrap node prints, or give a"
             " path that is there"

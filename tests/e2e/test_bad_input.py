@@ -97,6 +97,11 @@ def test_manifest(
     assert sorted(boot.iterdir()) == before, "nothing was written"
 
 
+@pytest.mark.parametrize("command", ["join", "monitor", "plan", "sample", "export --out never", "log show"])
+def test_what_is_too_long_for_a_files_name_is_no_run(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert "neither an address nor a file" in potluck(capsys, *command.split(), "x" * 300)
+
+
 def test_manifest_is_missing_or_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "No such file" in potluck(capsys, "bootstrap", tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
