@@ -20,14 +20,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from peer import events
 from peer.corpus.text import Text
 from peer.corpus.tokenizer import load_tokenizer
-from peer.node.attesting import be_quiet
+from peer.node.aside import Aside
 from peer.node.scoring import Movable, Scorer
 from peer.state.storage import Shards
 from protocol.errors import PotluckError
@@ -42,7 +42,6 @@ from protocol.wire.commit import Commit
 from protocol.wire.encoding import Message
 from protocol.wire.evaluation import LONGEST_SAMPLE, Evaluation
 
-T = TypeVar("T")
 PROMPT_IDS, SAMPLE_IDS = 16, 48
 """Tokens of the held-out text that are given to the model, and so many it adds."""
 
@@ -57,11 +56,12 @@ class Measure(Movable, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """`load(spec, theta)` copies a whole model (peer/training/inference.py); `tokenizer` fetches the file of the run's. The `scorer`, if there is
-    one, has the same copy when it is its turn."""
+    """`load(spec, theta)` copies a whole model (peer/training/inference.py); `tokenizer` fetches the file of the run's; `worker` makes
+    the thread that it computes on. The `scorer`, if there is one, has the same copy when it is its turn."""
 
     load: Callable[[ModelSpec, Shards], Measure]
     tokenizer: Callable[[], Awaitable[bytes]]
+    worker: Callable[[], ThreadPoolExecutor]
     scorer: Scorer | None = None
 
 
@@ -93,7 +93,6 @@ class Evaluator:
         self._always = always
         self._tools = tools
         self._tokenizer: Tokenizer | None = None
-        self._quiet = ThreadPoolExecutor(1, "evaluation", initializer=be_quiet)
         self._task: asyncio.Task[None] | None = None
         self._said: Evaluation | None = None
         self._warned = False
@@ -120,7 +119,6 @@ class Evaluator:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._quiet.shutdown(wait=False)
 
     def _begin(
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
@@ -136,47 +134,45 @@ class Evaluator:
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]
     ) -> None:
         """Makes the copy, and measures what is due with it."""
-        task = asyncio.current_task()
+        task, aside = asyncio.current_task(), Aside(self._tools.worker)
         try:
-            measure = await self._aside(self._tools.load, self._manifest.model, theta)
+            measure = await aside(self._tools.load, self._manifest.model, theta)
             self.reads = False
             if measures:
-                await self._measure(commit, measure)
+                await self._measure(commit, measure, aside)
             if turn is not None and self._scorer is not None:
                 self._only_scores = True
-                await self._scorer.score(turn, log, measure, self._aside)
+                await self._scorer.score(turn, log, measure, aside)
         except PotluckError as error:
             if not self._warned:
                 what = "held-out loss" if measures and not self._only_scores else "scores"
                 self._emit(events.Warning(text=f"{what}: not measured here: {error}"))
                 self._warned = True
         finally:
+            aside.end()
             if self._task is task:
                 self.reads = False
 
-    async def _measure(self, commit: Commit, measure: Measure) -> None:
+    async def _measure(self, commit: Commit, measure: Measure, aside: Aside) -> None:
         windows = await self._text.held_out(self._manifest.evaluated_sequences)
         nats, rows = 0.0, self._manifest.train.rows
         for first in range(0, len(windows), rows):
-            nats += await self._aside(measure, windows[first : first + rows])
-        sample = await self._sample(measure, windows[0, :PROMPT_IDS].tolist()) if len(windows) else ""
+            nats += await aside(measure, windows[first : first + rows])
+        sample = await self._sample(measure, aside, windows[0, :PROMPT_IDS].tolist()) if len(windows) else ""
         self._found(commit, len(windows), nats / windows[:, 1:].size, sample)
 
-    async def _sample(self, measure: Measure, prompt: list[int]) -> str:
+    async def _sample(self, measure: Measure, aside: Aside, prompt: list[int]) -> str:
         """What is told of the model's text; nothing where the tokenizer cannot be had, or the model has diverged."""
         try:
             if self._tokenizer is None:
                 raw = await self._tools.tokenizer()
                 self._tokenizer = await asyncio.to_thread(load_tokenizer, raw, self._manifest.tokenizer.digest)
-            written = await self._aside(measure.goes_on, prompt, SAMPLE_IDS)
+            written = await aside(measure.goes_on, prompt, SAMPLE_IDS)
         except PotluckError:
             return ""
         before = self._tokenizer.decode(prompt)
         after = self._tokenizer.decode([*prompt, *written])[len(before) :]
         return " ".join(f"{before} ⇒ {after}".split())[:LONGEST_SAMPLE]
-
-    async def _aside(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._quiet, work, *args)
 
     def _found(self, commit: Commit, sequences: int, loss: float, sample: str) -> None:
         """Signs and tells it; a model that has diverged so far that its loss is no number has none."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ from peer.chain import pipeline
 from peer.chain.progress import StageProgress
 from peer.corpus.text import Text
 from peer.node import round_text
-from peer.node.attesting import be_quiet
+from peer.node.aside import Aside
 from peer.node.orders import Payloads
 from peer.state.storage import Shards
 from peer.training import again, device
@@ -45,7 +45,6 @@ from protocol.wire.commit import Commit, Contribution
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Work
 
-T = TypeVar("T")
 STEP_SECONDS = 3600.0
 OTHERS = 16
 """Contributions that the audited one is compared with, at most."""
@@ -98,8 +97,7 @@ class Examiner:
         self._said: dict[tuple[int, int], Audit] = {}
         self._task: asyncio.Task[None] | None = None
         self._stop = threading.Event()
-        self._quiet = make_worker(means.threads)
-        self._quiet.submit(be_quiet)
+        self._aside = Aside(functools.partial(make_worker, means.threads))
 
     @property
     def keeps(self) -> bool:
@@ -140,7 +138,7 @@ class Examiner:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._quiet.shutdown(wait=False, cancel_futures=True)
+        self._aside.end()
 
     def _keep(self, turn: Turn, before: Commit | None, commit: Commit, theta: Shards, payloads: Payloads) -> None:
         plan = before.plan if before is not None else None
@@ -187,6 +185,7 @@ class Examiner:
             self._emit(events.Warning(text=f"audit: round {case.turn.round} is not trained again here: {error}"))
             return
         finally:
+            self._aside.end()
             self._cases = [
                 kept for kept in self._cases if kept.turn.of != case.turn.of or kept.turn.replica != case.turn.replica
             ]
@@ -230,7 +229,7 @@ class Examiner:
         trainer, progress = await self._aside(build), StageProgress()
         setup = pipeline.StageSetup(
             trainer=trainer,
-            worker=self._quiet,
+            worker=self._aside.worker,
             wires=(manifest.chains.forward, manifest.chains.backward),
             timeout=STEP_SECONDS,
             read=round_text.reader(manifest, self._text, work, before + 1, lambda warning: None),
@@ -243,9 +242,6 @@ class Examiner:
             raise LocalError("its text could not be read to the end")
         await self._aside(trainer.load_optimizer, {})
         return trainer
-
-    async def _aside(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._quiet, work, *args)
 
 
 def _key(turn: Turn) -> tuple[int, int]:

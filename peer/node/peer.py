@@ -46,6 +46,7 @@ from peer.node.sessions import Sessions
 from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device, inference
+from peer.training.trainer import make_worker
 from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
 from protocol.planning import memory
@@ -277,7 +278,7 @@ class Peer:
             text,
             tell,
             self._emit,
-            tools=Tools(load, self._tokenizer, scorer),
+            tools=Tools(load, self._tokenizer, functools.partial(make_worker, self._config.threads), scorer),
             has_room=audit or room,
             always=audit,
         )

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -233,15 +234,25 @@ def measured(
     theta = {shard: [np.zeros(1, np.float32)] for shard in layout.shard_names(run.model)}
 
     async def work() -> None:
+        workers: list[ThreadPoolExecutor] = []
+
+        def worker() -> ThreadPoolExecutor:
+            workers.append(ThreadPoolExecutor(1))
+            return workers[-1]
+
         evaluator = Evaluator(
             run, key, text or Text(), told.append, told.append,
-            tools=Tools(lambda spec, theta: Model(loss), fetch), **{"has_room": True, **more},
+            tools=Tools(lambda spec, theta: Model(loss), fetch, worker), **{"has_room": True, **more},
         )  # fmt: skip
         evaluator.follow(newest, theta)
         task = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         assert evaluator.reads == bool(task)
         await asyncio.gather(*task)
         assert not evaluator.reads
+        assert len(workers) == len(task)
+        for one in workers:
+            with pytest.raises(RuntimeError, match="after shutdown"):  # else its helpers would hold up training
+                one.submit(print)
         evaluator.follow(planned(1), theta)  # told again, until a commit has it
         said = [x for x in told if isinstance(x, Evaluation)][:1]
         evaluator.follow(commit(1, None, *said), theta)
