@@ -62,9 +62,9 @@ class JoinConfig:
 
 def why_one_device(manifest: Manifest, config: JoinConfig) -> str | None:
     """Why of several devices only the first one can be of use in a run; None where all can, or there is one."""
-    if not config.more_devices or memory.holds_whole(manifest, config.memory_bytes):
+    if not config.more_devices or memory.holds_whole(manifest, config.memory_bytes, config.device):
         return None
-    needed = memory.stage_memory(manifest, 0, manifest.model.n_layers)
+    needed = memory.stage_memory(manifest, 0, manifest.model.n_layers, config.device)
     return (
         f"devices: each of the {len(config.devices)} must hold the whole model to train with the others, which needs {needed / 1e6:.0f} MB of each, and"
         f" {config.memory_bytes / 1e6:.0f} MB are offered; only {config.device} trains, give it alone to offer all that it has"

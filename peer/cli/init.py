@@ -297,16 +297,16 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
 
     model, train = manifest.model, manifest.train
     parameters = layout.total_parameters(model)
-    whole = memory.stage_memory(manifest, 0, model.n_layers)
     yield f"run {clean(manifest.name)} {manifest.run_id[:12]}: a model of {_number(parameters)} parameters, {model.n_layers} blocks"
     yield (
         f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids"
     )
     yield f"held out: {index.held_out_sequences:,} sequences, on which nobody trains"
-    part = f"a member of a chain {size(memory.smallest_stage(manifest))} or more"
-    if model.tie_word_embeddings:
-        part = "no chains, since its embeddings are tied"
-    yield f"memory: {size(whole)} for the whole model; {part}"
+    for where, device in (("memory", memory.CPU), ("of a GPU's own memory", memory.GPU)):
+        part = f"a member of a chain {size(memory.smallest_stage(manifest, device))} or more"
+        if model.tie_word_embeddings:
+            part = "no chains, since its embeddings are tied"
+        yield f"{where}: {size(memory.stage_memory(manifest, 0, model.n_layers, device))} for the whole model; {part}"
     update = sum(
         sparse.max_payload_size(manifest.outer.codec, layout.shapes(model, shard))
         for shard in layout.shard_names(model)

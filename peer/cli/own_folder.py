@@ -38,8 +38,7 @@ async def keep(
     tokenizer now, it is asked again at the next start. Raises UsageError where the disk refuses."""
     disk, folder = LocalDisk(), config.folder
     disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
-    whole = memory.stage_memory(manifest, 0, manifest.model.n_layers)
-    if config.memory_bytes < whole or _is_the_runs(folder, manifest):
+    if not memory.holds_whole(manifest, config.memory_bytes, config.device) or _is_the_runs(folder, manifest):
         return
     with contextlib.suppress(RemoteError, TransportLost):
         disk.write(folder / TOKENIZER, await _tokenizer(manifest, config, transport, blobs, nodes))

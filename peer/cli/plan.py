@@ -26,7 +26,19 @@ if TYPE_CHECKING:
 
 _SPEED = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgtp]?)(?:flops|flop/s)?", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_FIELDS = {"name", "memory", "up", "down", "speed", "devices", "count", "coordinates", "presence", "reachable"}
+_FIELDS = {
+    "name",
+    "memory",
+    "up",
+    "down",
+    "speed",
+    "devices",
+    "count",
+    "coordinates",
+    "presence",
+    "reachable",
+    "device",
+}
 MAX_PEERS = 100_000
 
 
@@ -144,11 +156,15 @@ def _described(peer: dict[str, Any], name: str, source: str, manifest: Manifest 
         raise UsageError(
             f"{source}: devices must be a whole number in 1..{MOST_DEVICES}, beside the speed of one of them"
         )
-    if manifest is not None and not memory.holds_whole(manifest, memory_bytes):
+    device = str(peer.get("device", memory.CPU))
+    if device not in (memory.CPU, memory.GPU):
+        raise UsageError(f'{source}: device must be "{memory.CPU}" or "{memory.GPU}"')
+    if manifest is not None and not memory.holds_whole(manifest, memory_bytes, device):
         devices = 1
     one = Candidate(
         peer=name,
         memory_bytes=memory_bytes,
+        device=device,
         up_bps=parse_rate(str(peer["up"])) if "up" in peer else 0,
         down_bps=parse_rate(str(peer["down"])) if "down" in peer else 0,
         speed_flops=devices * parse_speed(str(peer["speed"])) if "speed" in peer else 0,

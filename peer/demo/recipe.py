@@ -115,10 +115,10 @@ def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -
 def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
     """The peers, with memories and uplinks that make the matchmaker plan what was asked for. Raises UsageError."""
     layers = manifest.model.n_layers
-    wanted = [(f"full-{i}", memory.stage_memory(manifest, 0, layers), 1_000_000_000) for i in range(options.full)]
-    last = memory.stage_memory(manifest, layers - 1, layers)
-    rest = _least_memory(manifest, options.stages, last) if options.chains else 0
-    sizes = [rest] * (options.stages - 1) + [last]
+    whole, last = (memory.stage_memory(manifest, first, layers, options.device) for first in (0, layers - 1))
+    wanted = [(f"full-{i}", whole, 1_000_000_000) for i in range(options.full)]
+    rest = _least_memory(manifest, options.stages, last, options.device) if options.chains else 0
+    sizes = [memory.counted(manifest, size, options.device) for size in [rest] * (options.stages - 1) + [last]]
     for chain in range(options.chains):
         # each chain a little slower than the one before, so that the matchmaker does not mix their members
         up = int(
@@ -131,12 +131,13 @@ def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
     return [PeerSpec(name, identity_of(options.seed, name), size, up) for name, size, up in wanted]
 
 
-def _least_memory(manifest: Manifest, stages: int, last: int) -> int:
+def _least_memory(manifest: Manifest, stages: int, last: int, device: str) -> int:
     """The least memory with which `stages` - 1 equal peers and one with `last` bytes hold the model."""
-    low, high = 0, memory.stage_memory(manifest, 0, manifest.model.n_layers)
+    low, high = 0, memory.stage_memory(manifest, 0, manifest.model.n_layers, device)
     while low + 1 < high:
         middle = (low + high) // 2
-        if partition.split(manifest, [middle] * (stages - 1) + [last]) is None:
+        sizes = [memory.counted(manifest, size, device) for size in [middle] * (stages - 1) + [last]]
+        if partition.split(manifest, sizes) is None:
             low = middle
         else:
             high = middle

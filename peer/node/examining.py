@@ -217,7 +217,7 @@ class Examiner:
     async def learn(self, case: Case, moments: Mapping[str, NDArray[np.generic]], work: Work) -> StageTrainer:
         """A trainer that has learned from the text of `work`. Raises PotluckError."""
         manifest, train = self._manifest, self._manifest.train
-        layers, before = manifest.model.n_layers, (case.turn.round - 1) * train.inner_steps
+        on, layers, before = self._means.device, manifest.model.n_layers, (case.turn.round - 1) * train.inner_steps
         pace = Pace(before, work.steps, work.micro_batches, case.total_steps)
 
         def build() -> StageTrainer:
@@ -234,7 +234,7 @@ class Examiner:
             timeout=STEP_SECONDS,
             read=round_text.reader(manifest, self._text, work, before + 1, lambda warning: None),
             depth=1,
-            depths=memory.depths(manifest, 0, layers, memory.stage_memory(manifest, 0, layers)),
+            depths=memory.depths(manifest, 0, layers, memory.stage_memory(manifest, 0, layers, on), on),
             stop=self._stop,
         )
         await pipeline.run_steps(setup, first_step=before + 1, steps=case.steps, progress=progress)

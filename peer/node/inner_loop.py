@@ -256,7 +256,7 @@ class StageInnerLoop:
     def _short_of_memory(self, stage: StageSpec) -> str:
         """The system gave less memory than this stage was promised: announces less than it needs, so that the next plan has a smaller
         role for us. Why the round is sat out."""
-        needed = memory.stage_memory(self.manifest, stage.first, stage.last)
+        needed = memory.stage_memory(self.manifest, stage.first, stage.last, self._config.device)
         self._memory = min(int(SHORTAGE * self._memory), needed - 1)
         self._announce(memory_bytes=self._memory)
         text = (
@@ -336,7 +336,7 @@ class StageInnerLoop:
                 timeout=STUCK_SECONDS,
                 read=round_text.reader(self.manifest, self._text, work, first_step, self._emit),
                 depth=self._depth[1] if self._depth[0] == spec.stages else memory.under_way(self.manifest),
-                depths=memory.depths(self.manifest, stage.first, stage.last, self._memory),
+                depths=memory.depths(self.manifest, stage.first, stage.last, self._memory, self._config.device),
                 stop=end,
                 on_step=on_step,
                 trace=self._trace,

@@ -138,7 +138,8 @@ class Peer:
 
     async def _prepare(self) -> Text:
         """Checks the memory, opens the text, measures the line. Raises PotluckError."""
-        smallest, offered = memory.smallest_stage(self.manifest), self._config.memory_bytes
+        offered, on = self._config.memory_bytes, self._config.device
+        smallest = memory.smallest_stage(self.manifest, on)
         if offered < smallest and not self._config.audit:
             part = "one block of this model"
             if self.manifest.model.tie_word_embeddings:
@@ -147,7 +148,11 @@ class Peer:
                 f"memory: {offered / 1e6:.0f} MB offered, {part} needs {smallest / 1e6:.0f} MB;"
                 " offer more with --memory, or join a run with a smaller model"
             )
-        if memory.in_files(self.manifest, offered):
+        if memory.on_gpu(on):
+            short = memory.host_in_files(self.manifest, device.memory_budget("cpu"))
+        else:
+            short = memory.in_files(self.manifest, offered)
+        if short:
             self._storage.use_files()
         await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
@@ -268,7 +273,8 @@ class Peer:
         return Reach(reach.around(self._directory, self._transport, self._config.announce), found, self._reached)
 
     def _make_evaluator(self, text: Text) -> Evaluator:
-        audit, room = self._config.audit, memory.has_room_to_evaluate(self.manifest, self._config.memory_bytes)
+        config = self._config
+        audit, room = config.audit, memory.has_room_to_evaluate(self.manifest, config.memory_bytes, config.device)
         tell = self._sessions.tell
         load = functools.partial(inference.Measured, wanted=self._config.device)
         scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
@@ -296,7 +302,7 @@ class Peer:
             self._sessions.tell,
             self._emit,
             Means(inner_loop.optimizer, config.device, config.threads),
-            has_room=not config.audit and memory.has_room_to_audit(self.manifest, config.memory_bytes),
+            has_room=not config.audit and memory.has_room_to_audit(self.manifest, config.memory_bytes, config.device),
         )
 
     def _make_rounds(
@@ -307,6 +313,7 @@ class Peer:
         examiner: Examiner,
         restored: Checkpoint | None,
     ) -> Rounds:
+        counted = memory.counted(self.manifest, self._config.memory_bytes, self._config.device)
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,
@@ -319,8 +326,8 @@ class Peer:
             clock=self._factories.clock,
             threads=self._config.threads,
             up_bps=self._line.up_bps,
-            warm=self._config.audit or memory.keeps_warm(self.manifest, self._config.memory_bytes),
-            whole=self._config.audit or memory.holds_whole(self.manifest, self._config.memory_bytes),
+            warm=self._config.audit or memory.keeps_warm(self.manifest, counted),
+            whole=self._config.audit or memory.holds_whole(self.manifest, counted),
             decided=self._operators.follow,
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from peer.training import compiled
-from protocol.planning.memory import LOGITS
+from protocol.planning.memory import GPU_LOGITS, LOGITS
 
-_SLICE = {"cuda": 1 << 27}
-"""Logits at a time, by kind of device, if not LOGITS: so many that matrix products keep it busy."""
+_SLICE = {"cuda": GPU_LOGITS}
+"""Logits at a time, by kind of device, if not LOGITS."""
 
 
 def mean(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor) -> Tensor:

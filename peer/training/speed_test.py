@@ -29,10 +29,10 @@ FIRST = 1
 """Micro-batches that do not count: memory is taken, and on some devices code is made."""
 
 
-def part_of(manifest: Manifest, memory_bytes: int) -> tuple[int, int]:
+def part_of(manifest: Manifest, memory_bytes: int, device: str) -> tuple[int, int]:
     """The blocks that are trained: all, or one that is neither the first nor the last, if there is such a one."""
     layers = manifest.model.n_layers
-    if memory.holds_whole(manifest, memory_bytes):
+    if memory.holds_whole(manifest, memory_bytes, device):
         return 0, layers
     return (1, 2) if layers > 2 else (0, 1)
 
@@ -44,7 +44,7 @@ def run(manifest: Manifest, device: str, threads: int, memory_bytes: int) -> Non
     from peer.training.trainer import StageTrainer
 
     torch.set_num_threads(threads)
-    first, last = part_of(manifest, memory_bytes)
+    first, last = part_of(manifest, memory_bytes, device)
     # a block of a model with tied embeddings, which there is in no chain, is a block like any other
     spec, train = replace(manifest.model, tie_word_embeddings=False), manifest.train
     trainer = StageTrainer(spec, train, memory.stage_shards(manifest, first, last), device=device)

@@ -11,7 +11,7 @@ from protocol.identity import short_peer
 from protocol.planning.arrange import Arranged
 from protocol.planning.memory import needs_by_range, smallest_stage
 from protocol.planning.objective import Swarm, padded
-from protocol.planning.partition import Candidate
+from protocol.planning.partition import Candidate, memory_of
 from protocol.planning.shapes import WHOLE, Ints
 from protocol.run.manifest import Manifest
 
@@ -116,11 +116,11 @@ def _why(swarm: Swarm, peer: int, members: int, blocks: int) -> str:
 
 def why_spare(manifest: Manifest, spare: Candidate) -> str:
     """Why a peer has no part in a plan."""
-    least = smallest_stage(manifest)
+    least, held = smallest_stage(manifest, spare.device), memory_of(manifest, spare)
     if spare.memory_bytes < least and manifest.model.tie_word_embeddings:
         return f"a model with tied embeddings has no chains, and the whole needs {least / 1e9:.2f} GB"
     if spare.memory_bytes < least:
         return f"its memory holds no stage: the smallest needs {least / 1e9:.2f} GB"
     layers = manifest.model.n_layers
-    most = max(b - a for (a, b), need in needs_by_range(manifest).items() if need <= spare.memory_bytes)
+    most = max(b - a for (a, b), need in needs_by_range(manifest).items() if need <= held)
     return f"its memory holds {most} of {layers} blocks; no chain would be quicker with it, and those left make none"

@@ -25,6 +25,16 @@ with r rows, L tokens, B blocks, d width, c width of the keys (d, or less where 
 tests/benchmarks/memory.py compares it with measured peaks. A block keeps t of its n values as tensors (with normalized queries and keys
 2 (d + c) more): the rest of n, and half of 8 r L t, is what glibc's heap cannot use again.
 
+*A GPU* counts its own memory only: state, scratch and what is for a later role lie on the host. Blocks are compiled there and compute in bf16
+(peer/training/compiled.py), so that other rows stand in the place of these; W are the parameters of a block's matrices:
+
+    in flight    r L B (14 d + 4 c + 6 F) + 2 B W, documents as above, per micro-batch; with normalized queries and keys r L B (2 d + 2 c) more
+    backward     r L (8 d + 6 F) + 4 W + 2 d F + [first, whole] 4 E
+    loss         4 min(r L V, GPU_LOGITS) + 8 E + 4 r L d
+
+Bytes that a compiled block keeps were counted (tests/unit/test_gpu_memory.py), and the sums are within 2 % of two peaks on a card (docs/results/gpu.md).
+Plans know one currency, the memory of a processor (`counted`).
+
 *In files.* State and scratch are used at the round boundary only, and of the embedding a micro-batch reads r L rows. A peer whose
 memory is not enough for whatever it may be asked to do with all of it in memory (`in_files`) keeps them in files that are mapped: the
 system holds in memory what is used of them, as far as there is room. The formula promises what that takes, so that more peers
@@ -41,7 +51,9 @@ possible.
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 
 from protocol.codec import boundary_formats
@@ -51,16 +63,25 @@ from protocol.run.manifest import Manifest
 
 LOGITS = 1 << 23
 """At a time, in the last stage (peer/training/cross_entropy.py); of one token at least."""
+GPU_LOGITS = 1 << 27
+"""The same on a GPU: so many that matrix products keep it busy."""
 NEVER = 1 << 62
 """Bytes that nobody has: of a stage that there cannot be."""
 WAITING = 2
 """How many times as many micro-batches may be under way as a stage keeps the activations of."""
 
 
+CPU, GPU = "cpu", "cuda"
+"""Devices, as they are announced (peer/training/device.py: name_of); what is no CUDA card counts as a processor."""
 COPY = 1.25
 """Of the parameters' bytes: what a model takes that is trained no more, with its activations."""
 AUDITED_STATES = 2
 """Of the whole model, that wait until their rounds are trained again (peer/node/examining.py)."""
+
+
+def on_gpu(device: str) -> bool:
+    """Whether a device of this name, such as `cuda`, `cuda:1` or `2 x cuda`, counts its own memory only."""
+    return device.rpartition(" ")[2].partition(":")[0] == GPU
 
 
 def stage_shards(manifest: Manifest, first: int, last: int) -> tuple[str, ...]:
@@ -94,18 +115,26 @@ def under_way(manifest: Manifest) -> int:
     return min(manifest.train.micro_batches, WAITING * window(manifest))
 
 
-def activation_bytes(manifest: Manifest, first: int, last: int) -> int:
+def activation_bytes(manifest: Manifest, first: int, last: int, device: str = CPU) -> int:
     """Bytes that one micro-batch keeps between its forward and its backward."""
     train = manifest.train
     mask = 4 * train.rows * train.sequence**2 if manifest.model.document_end_id >= 0 else 0
-    return (last - first) * _block_bytes(manifest) + mask
+    return (last - first) * _block_bytes(manifest, device) + mask
 
 
-def _block_bytes(manifest: Manifest) -> int:
+def _block_bytes(manifest: Manifest, device: str) -> int:
     spec, train = manifest.model, manifest.train
     d, c = spec.d_model, spec.key_value_width
+    if on_gpu(device):
+        values = 14 * d + 4 * c + 6 * spec.d_ff + (2 * (d + c) if spec.use_qk_norm else 0)
+        return train.rows * train.sequence * values + 2 * _matrices(manifest)
     normalized = 3 * (d + c) if spec.use_qk_norm else 0
     return 4 * train.rows * train.sequence * (14 * d + 3 * c + normalized + 4 * spec.d_ff)
+
+
+def _matrices(manifest: Manifest) -> int:
+    """Parameters of a block's matrices."""
+    return sum(math.prod(shape) for shape in layout.shapes(manifest.model, "block.0") if len(shape) > 1)
 
 
 def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
@@ -118,33 +147,65 @@ def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
     return manifest.train.rows * manifest.train.sequence * came
 
 
-def stage_memory(manifest: Manifest, first: int, last: int) -> int:
+def stage_memory(manifest: Manifest, first: int, last: int, device: str = CPU) -> int:
     """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above); NEVER where it cannot be."""
     if manifest.model.tie_word_embeddings and last - first < manifest.model.n_layers:
         return NEVER
-    return memory_at(manifest, first, last, in_flight(manifest, first, last), under_way(manifest), in_files=True)
+    plain, most = in_flight(manifest, first, last), under_way(manifest)
+    return memory_at(manifest, first, last, plain, most, in_files=True, device=device)
 
 
-def memory_at(manifest: Manifest, first: int, last: int, plain: int, most: int, *, in_files: bool) -> int:
+def memory_at(
+    manifest: Manifest, first: int, last: int, plain: int, most: int, *, in_files: bool, device: str = CPU
+) -> int:
     """The same with all activations of `plain` micro-batches and `most` of them in flight."""
-    flight = activation_bytes(manifest, first, last) * plain + frame_bytes(manifest, first, last) * most
+    flight = activation_bytes(manifest, first, last, device) * plain + frame_bytes(manifest, first, last) * most
     moved = max(_moved(manifest, first, last), 12 * max(_muon(manifest, "block.0"), default=0))
-    return _kept(manifest, first, last, in_files) + max(flight + _backward(manifest, first, last), moved)
+    return _kept(manifest, first, last, in_files) + max(flight + _backward(manifest, first, last, device), moved)
 
 
-def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool) -> int:
+def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool, device: str = CPU) -> int:
     """What a stage needs before any micro-batch is in flight: what stays from step to step, and the gradients within a block."""
-    return _kept(manifest, first, last, in_files) + _backward(manifest, first, last)
+    return _kept(manifest, first, last, in_files) + _backward(manifest, first, last, device)
+
+
+def counted(manifest: Manifest, memory_bytes: int, device: str) -> int:
+    """The memory, in bytes, of a processor that can hold what this device can with its `memory_bytes`, as plans count it: never so much that
+    it is planned for a stage which the device cannot hold."""
+    if not on_gpu(device):
+        return memory_bytes
+    theirs, more, too_much = _currency(manifest)
+    held = bisect.bisect_right(theirs, memory_bytes)
+    return min(int(memory_bytes * more[held]), too_much[held] - 1)
 
 
 @functools.lru_cache(maxsize=8)
-def _all_in_memory(manifest: Manifest) -> int:
-    """Bytes for the most demanding stage there may be, and all other shards for a later role, without files."""
-    layers, most = manifest.model.n_layers, under_way(manifest)
+def _currency(manifest: Manifest) -> tuple[list[int], list[float], list[int]]:
+    """What stages need of a GPU, ascending; and for every number of them that it holds: how many times as much a processor needs, at the most,
+    and the least that a processor needs for one of the others."""
+    needs, theirs = needs_by_range(manifest), needs_by_range(manifest, GPU)
+    stages = sorted((stage for stage, need in needs.items() if need < NEVER), key=theirs.__getitem__)
+    more = itertools.accumulate((needs[stage] / theirs[stage] for stage in stages), max, initial=1.0)
+    too_much = itertools.accumulate((needs[stage] for stage in reversed(stages)), min, initial=NEVER)
+    return [theirs[stage] for stage in stages], list(more), list(too_much)[::-1]
+
+
+def _largest(manifest: Manifest) -> list[tuple[int, int]]:
+    """The most demanding stages there may be."""
+    layers = manifest.model.n_layers
     parts = [(a, b) for a, b in ((0, layers - 1), (1, layers)) if a < b and not manifest.model.tie_word_embeddings]
+    return [(0, layers), *parts]
+
+
+@functools.lru_cache(maxsize=8)
+def _all_in_memory(manifest: Manifest, device: str = CPU) -> int:
+    """Bytes for the most demanding stage there may be; of a processor with all other shards for a later role, and without files."""
+    if on_gpu(device):
+        return max(stage_memory(manifest, a, b, device) for a, b in _largest(manifest))
+    most = under_way(manifest)
     return max(
         memory_at(manifest, a, b, in_flight(manifest, a, b), most, in_files=False) + later_bytes(manifest, a, b)
-        for a, b in [(0, layers), *parts]
+        for a, b in _largest(manifest)
     )
 
 
@@ -155,8 +216,16 @@ def later_bytes(manifest: Manifest, first: int, last: int) -> int:
 
 
 def in_files(manifest: Manifest, memory_bytes: int) -> bool:
-    """Whether a peer with this memory keeps state and scratch in files."""
+    """Whether a peer whose processor has this memory for all of it keeps state and scratch in files."""
     return memory_bytes < _all_in_memory(manifest)
+
+
+def host_in_files(manifest: Manifest, host_bytes: int) -> bool:
+    """Whether a peer that trains on a GPU, beside which there is this memory, does."""
+    return host_bytes < max(
+        _kept(manifest, a, b, False) - _kept(manifest, a, b, True) + later_bytes(manifest, a, b)
+        for a, b in _largest(manifest)
+    )
 
 
 def _kept(manifest: Manifest, first: int, last: int, in_files: bool) -> int:
@@ -179,23 +248,29 @@ def _muon(manifest: Manifest, shard: str) -> list[int]:
     return [math.prod(shape) for shape in shapes if train.has_one_moment(shard, shape)]
 
 
-def _backward(manifest: Manifest, first: int, last: int) -> int:
+def _backward(manifest: Manifest, first: int, last: int, device: str) -> int:
     train, whole = manifest.train, last - first == manifest.model.n_layers
     read = 0 if whole or not max(manifest.chains.rank) else 16 * train.rows * train.sequence * manifest.model.d_model
-    loss = _loss(manifest) if last == manifest.model.n_layers else 0
-    return _gradient_bytes(manifest) + max(4 * _table(manifest, first, last), loss) + read
+    loss = _loss(manifest, device) if last == manifest.model.n_layers else 0
+    return _gradient_bytes(manifest, device) + max(4 * _table(manifest, first, last), loss) + read
 
 
-def _gradient_bytes(manifest: Manifest) -> int:
+def _gradient_bytes(manifest: Manifest, device: str) -> int:
     """Of a block that goes backward, beside its activations."""
     spec, train = manifest.model, manifest.train
+    if on_gpu(device):
+        values = 8 * spec.d_model + 6 * spec.d_ff
+        return train.rows * train.sequence * values + 4 * _matrices(manifest) + 2 * spec.d_model * spec.d_ff
     values = 8 * spec.d_model + 2 * spec.key_value_width + 4 * spec.d_ff
     return 8 * train.rows * train.sequence * values + 4 * spec.d_model * spec.d_ff
 
 
-def _loss(manifest: Manifest) -> int:
+def _loss(manifest: Manifest, device: str) -> int:
     """Bytes while the last stage computes the loss and its gradients, beside the activations."""
     spec, train = manifest.model, manifest.train
+    if on_gpu(device):
+        tokens = train.rows * train.sequence
+        return 4 * (min(tokens * spec.vocab_size, GPU_LOGITS) + (2 * spec.vocab_size + tokens) * spec.d_model)
     slices = min(train.rows * train.sequence, max(1, LOGITS // spec.vocab_size)) * spec.vocab_size
     return 8 * slices + 4 * spec.vocab_size * spec.d_model
 
@@ -230,31 +305,33 @@ def keeps_warm(manifest: Manifest, memory_bytes: int) -> bool:
     return memory_bytes >= 4 * layout.total_parameters(manifest.model) + _scratch(manifest)
 
 
-def holds_whole(manifest: Manifest, memory_bytes: int) -> bool:
+def holds_whole(manifest: Manifest, memory_bytes: int, device: str = CPU) -> bool:
     """Whether this memory is enough for a full replica."""
-    return memory_bytes >= stage_memory(manifest, 0, manifest.model.n_layers)
+    return memory_bytes >= stage_memory(manifest, 0, manifest.model.n_layers, device)
 
 
-def has_room_to_evaluate(manifest: Manifest, memory_bytes: int) -> bool:
+def has_room_to_evaluate(manifest: Manifest, memory_bytes: int, device: str = CPU) -> bool:
     """Whether this memory is enough for a copy of the whole model beside whatever it is given to train."""
-    return memory_bytes >= _all_in_memory(manifest) + int(COPY * 4 * layout.total_parameters(manifest.model))
+    return memory_bytes >= _all_in_memory(manifest, device) + int(COPY * 4 * layout.total_parameters(manifest.model))
 
 
-def has_room_to_audit(manifest: Manifest, memory_bytes: int) -> bool:
+def has_room_to_audit(manifest: Manifest, memory_bytes: int, device: str = CPU) -> bool:
     """Whether this memory is enough for a second trainer of the whole model, what a third one has learned, and the states at which they begin,
     beside whatever it is given to train."""
     kept = (AUDITED_STATES + 1) * 4 * layout.total_parameters(manifest.model)
-    return memory_bytes >= _all_in_memory(manifest) + stage_memory(manifest, 0, manifest.model.n_layers) + kept
+    whole = stage_memory(manifest, 0, manifest.model.n_layers, device)
+    return memory_bytes >= _all_in_memory(manifest, device) + whole + kept
 
 
-def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> Depths:
+def depths(manifest: Manifest, first: int, last: int, memory_bytes: int, device: str = CPU) -> Depths:
     """For how many micro-batches under way this memory is enough.
 
     Whoever computes activations anew keeps those of one micro-batch, and so does the last stage, which goes backward right after forward. A
     stage that has room for the activations of less than a window lets none wait: it computes anew.
     """
-    one, frame = activation_bytes(manifest, first, last), frame_bytes(manifest, first, last)
-    free = memory_bytes - resting_bytes(manifest, first, last, in_files=in_files(manifest, memory_bytes))
+    one, frame = activation_bytes(manifest, first, last, device), frame_bytes(manifest, first, last)
+    files = on_gpu(device) or in_files(manifest, memory_bytes)
+    free = memory_bytes - resting_bytes(manifest, first, last, in_files=files, device=device)
     most = max(under_way(manifest), (free - one) // max(frame, 1))
     if last == manifest.model.n_layers:
         return Depths(plain=most, held=most, most=most)
@@ -264,14 +341,14 @@ def depths(manifest: Manifest, first: int, last: int, memory_bytes: int) -> Dept
 
 
 @functools.lru_cache(maxsize=8)
-def needs_by_range(manifest: Manifest) -> dict[tuple[int, int], int]:
+def needs_by_range(manifest: Manifest, device: str = CPU) -> dict[tuple[int, int], int]:
     """(first, last) -> stage_memory, for every range of blocks."""
     layers = manifest.model.n_layers
-    return {(a, b): stage_memory(manifest, a, b) for a in range(layers) for b in range(a + 1, layers + 1)}
+    return {(a, b): stage_memory(manifest, a, b, device) for a in range(layers) for b in range(a + 1, layers + 1)}
 
 
-def smallest_stage(manifest: Manifest) -> int:
+def smallest_stage(manifest: Manifest, device: str = CPU) -> int:
     """Bytes that the least demanding stage of one block needs, or the whole model where it is for full replicas only: a peer with less cannot
     take part."""
     layers = manifest.model.n_layers
-    return min(stage_memory(manifest, 0, layers), *(stage_memory(manifest, i, i + 1) for i in range(layers)))
+    return min(stage_memory(manifest, a, b, device) for a, b in [(0, layers), *((i, i + 1) for i in range(layers))])

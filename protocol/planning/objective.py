@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.planning.memory import WAITING, in_files
-from protocol.planning.partition import Candidate, pairs_apart
+from protocol.planning.partition import Candidate, memory_of, pairs_apart
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints, shapes
 from protocol.run.manifest import Manifest
 
@@ -109,7 +109,7 @@ class Swarm:
         self.up = CARRIED * _filled([c.up_bps for c in candidates], USUAL_BPS)
         down = np.array([min(max(c.down_bps, 0), 10**13) for c in candidates], dtype=np.float64) * CARRIED
         self.down = np.where(down > 0, down, self.up)
-        self.memory = np.array([min(max(c.memory_bytes, 0), 2**62) for c in candidates], dtype=np.float64)
+        self.memory = np.array([min(max(memory_of(manifest, c), 0), 2**62) for c in candidates], dtype=np.float64)
         self.in_files = np.array([in_files(manifest, int(size)) for size in self.memory], dtype=np.int64)
         self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
         self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from protocol.identity import short_peer
 from protocol.planning import speed
-from protocol.planning.memory import held_shards, keeps_warm, needs_by_range
+from protocol.planning.memory import CPU, counted, held_shards, keeps_warm, needs_by_range
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
@@ -47,7 +47,7 @@ class Candidate:
     `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it cannot reach, not
     even through relays, or with whom it has a quarrel; `alone`: whether it may be a full replica only, as far as others can tell
     (protocol/rounds/quarrels.py). `range`: the range of addresses that it comes from, as this node sees it (protocol/rounds/ranges.py);
-    empty where that limits nothing."""
+    empty where that limits nothing. `device`: what trains, whose memory it is."""
 
     peer: str
     memory_bytes: int
@@ -60,12 +60,18 @@ class Candidate:
     apart: tuple[str, ...] = ()
     alone: bool = False
     range: str = ""
+    device: str = CPU
 
 
 def candidate(announcement: Announcement) -> Candidate:
     """What a peer announces, as far as plans go by it."""
     said = {name: getattr(announcement, name) for name in Candidate.__slots__ if hasattr(announcement, name)}
     return Candidate(**said)
+
+
+def memory_of(manifest: Manifest, one: Candidate) -> int:
+    """Its memory, in bytes, as plans count it (protocol/planning/memory.py)."""
+    return counted(manifest, one.memory_bytes, one.device)
 
 
 def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
@@ -81,8 +87,8 @@ def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
 
 def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:
     """Whether a spare can take this stage in the middle of a round."""
-    enough = spare.memory_bytes >= needs_by_range(manifest)[stage.first, stage.last]
-    return enough and keeps_warm(manifest, spare.memory_bytes)
+    held = memory_of(manifest, spare)
+    return held >= needs_by_range(manifest)[stage.first, stage.last] and keeps_warm(manifest, held)
 
 
 Ranges = tuple[tuple[int, int], ...]
@@ -152,7 +158,7 @@ def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candi
     speeds, slowest = [c.speed_flops for c in members], max(seconds)
     if speed.work(manifest)[0, manifest.model.n_layers] / sum(speeds) > GAIN * slowest:
         return replica
-    ranges = split(manifest, [c.memory_bytes for c in members], speeds)
+    ranges = split(manifest, [memory_of(manifest, c) for c in members], speeds)
     assert ranges is not None, "its members can hold it as it is"
     stages = tuple(StageSpec(peer=c.peer, first=a, last=b) for c, (a, b) in zip(members, ranges, strict=True))
     moved = dataclasses.replace(replica, stages=stages)

@@ -21,7 +21,7 @@ from protocol.planning.allotment import NEW, allot
 from protocol.planning.arrange import Arranged
 from protocol.planning.changes import FORMING_ROUNDS, Change, Holds, linked
 from protocol.planning.memory import needs_by_range
-from protocol.planning.partition import Candidate, balanced
+from protocol.planning.partition import Candidate, balanced, memory_of
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
@@ -135,7 +135,7 @@ def still_fit(manifest: Manifest, replicas: Sequence[ReplicaSpec], there: Mappin
     return [
         replica
         for replica in replicas
-        if all(s.peer in there and there[s.peer].memory_bytes >= needs[s.first, s.last] for s in replica.stages)
+        if all(s.peer in there and memory_of(manifest, there[s.peer]) >= needs[s.first, s.last] for s in replica.stages)
         and not (replica.is_chain and any(there[s.peer].alone for s in replica.stages))
     ]
 

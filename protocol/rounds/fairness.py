@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from protocol.identity import short_peer
 from protocol.planning import arrange, memory, partition
-from protocol.planning.partition import Candidate
+from protocol.planning.partition import Candidate, memory_of
 from protocol.planning.planner import arranged
 from protocol.rounds import (
     access,
@@ -252,7 +252,7 @@ def _feasible(sight: Sight, plan: Plan) -> Iterator[str]:
     for replica in (*plan.replicas, *plan.forming):
         for stage in replica.stages:
             known = sight.ready.get(stage.peer)
-            if known is not None and known.memory_bytes < needs[stage.first, stage.last]:
+            if known is not None and memory_of(sight.manifest, known) < needs[stage.first, stage.last]:
                 yield f"plans more for {short_peer(stage.peer)} than it has memory for"
 
 
@@ -350,7 +350,7 @@ def is_due(leader: Leader, now: float) -> bool:
     if not leader.has_begun:
         if leader.phase is Phase.OPEN and waited < manifest.timing.gone_after:
             return False
-        most = sorted((c.memory_bytes for c in leader.candidates()), reverse=True)
+        most = sorted((memory_of(manifest, c) for c in leader.candidates()), reverse=True)
         enough = len(most) >= manifest.start_peers
         return enough and partition.split(manifest, most[: manifest.model.n_layers]) is not None
     if verdicts.pending and waited < manifest.timing.round_deadline:

@@ -164,7 +164,7 @@ class Bench:
         report = {
             "tokens/s": round(tokens), "MFU": round(tokens * operations / rate, 4), "step, s": round(step, 4),
             "slowest step, s": round(max(took), 4), "first step, s": round(first, 2), "load, s": round(loading, 3),
-            "formula, GB": round(memory.stage_memory(manifest, 0, spec.n_layers) / 1e9, 2),
+            "formula, GB": round(memory.stage_memory(manifest, 0, spec.n_layers, self.device.type) / 1e9, 2),
         }  # fmt: skip
         if self.cuda:
             report["peak, GB"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
