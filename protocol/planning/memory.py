@@ -26,10 +26,10 @@ tests/benchmarks/memory.py compares it with measured peaks. A block keeps t of i
 2 (d + c) more): the rest of n, and half of 8 r L t, is what glibc's heap cannot use again.
 
 *A GPU* counts its own memory only: state, scratch and what is for a later role lie on the host. Blocks are compiled there and compute in bf16
-(peer/training/compiled.py), so that other rows stand in the place of these; W are the parameters of a block's matrices:
+(peer/training/compiled.py), so that other rows stand in the place of these; T are the parameters of a block's matrices:
 
-    in flight    r L B (14 d + 4 c + 6 F) + 2 B W, documents as above, per micro-batch; with normalized queries and keys r L B (2 d + 2 c) more
-    backward     r L (8 d + 6 F) + 4 W + 2 d F + [first, whole] 4 E
+    in flight    r L B (14 d + 4 c + 6 F) + 2 B T, documents as above, per micro-batch; with normalized queries and keys r L B (2 d + 2 c) more
+    backward     r L (8 d + 6 F) + 4 T + 2 d F + [first, whole] 4 E
     loss         4 min(r L V, GPU_LOGITS) + 8 E + 4 r L d
 
 Bytes that a compiled block keeps were counted (tests/unit/test_gpu_memory.py), and the sums are within 2 % of two peaks on a card (docs/results/gpu.md).
@@ -69,8 +69,6 @@ NEVER = 1 << 62
 """Bytes that nobody has: of a stage that there cannot be."""
 WAITING = 2
 """How many times as many micro-batches may be under way as a stage keeps the activations of."""
-
-
 CPU, GPU = "cpu", "cuda"
 """Devices, as they are announced (peer/training/device.py: name_of); what is no CUDA card counts as a processor."""
 COPY = 1.25
