@@ -28,11 +28,17 @@ def test_a_stage_that_lies_is_replaced_within_the_round_and_in_no_chain_afterwar
     tmp_path: Path, fault: Fault
 ) -> None:
     with campaign(tmp_path / "run", rank=16) as swarm:
-        first = swarm.round()
-        chain = swarm.chain()
-        swarm.until(lambda: swarm.round() > first + NEW_ROUNDS, "the rounds in which the stages learn what is usual")
-        assert swarm.chain() == chain
+        chain, first = list[str](), 0
+
+        def is_known() -> bool:
+            nonlocal chain, first
+            if swarm.chain() != chain:  # a stage that has become slow may be exchanged, and then they begin anew
+                chain, first = swarm.chain(), swarm.round()
+            return swarm.round() > first + NEW_ROUNDS
+
+        swarm.until(is_known, "the rounds in which the stages learn what is usual")
         assert quarrels(swarm) == [], "honest stages are believed"
+        before = len(changes(swarm))
 
         victim, _ = swarm.await_fate(fault, step=1, micro=0)
         swarm.until(lambda: quarrels(swarm), f"the report of {victim}")
@@ -40,15 +46,15 @@ def test_a_stage_that_lies_is_replaced_within_the_round_and_in_no_chain_afterwar
         assert told["accused"] == ids[victim]
         assert str(told["reason"]).startswith("lies: activations do not fit their text")
 
-        swarm.until(lambda: changes(swarm), "the change of the chain")
+        swarm.until(lambda: changes(swarm)[before:], "the change of the chain")
         (spare,) = {*WEAK, SPARE}.difference(chain)
         expected = [ids[spare if name == victim else name] for name in chain]
-        round = changes(swarm)[0].fields["round"]
+        round = changes(swarm)[before].fields["round"]
         swarm.until(lambda: swarm.round() >= round + AFTER, "the rounds after it")
         (commit,) = [e for e in swarm.commits() if e.fields["round"] == round]
         (work,) = [c for c in commit.fields["contributions"] if len(c["peers"]) == STAGES]
         assert work["peers"] == expected, "the work of the round counts"
-        assert all((e.fields["round"], e.fields["peers"]) == (round, expected) for e in changes(swarm)), (
+        assert all((e.fields["round"], e.fields["peers"]) == (round, expected) for e in changes(swarm)[before:]), (
             "no other change"
         )
         for later in (e for e in swarm.commits() if e.fields["round"] >= round):
