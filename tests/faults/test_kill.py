@@ -35,7 +35,7 @@ def test_a_killed_peer_costs_a_round_and_catches_up(tmp_path: Path, name: str, o
 
 def test_a_peer_that_is_back_at_once_loses_nothing(tmp_path: Path) -> None:
     """From its checkpoint it trains the same round again."""
-    with Swarm(tmp_path / "run", "full-1") as swarm:
+    with Swarm(tmp_path / "run", "full-1", gone_after=200.0) as swarm:  # to start takes a slow machine longer than 20 s
         swarm.kill()
         swarm.restart()
         assert swarm.ends_well()["left_out"] == []
@@ -45,7 +45,7 @@ def test_a_peer_that_is_back_at_once_loses_nothing(tmp_path: Path) -> None:
 class Swarm:
     """A demo with one peer to kill in round 2, and the same command again to restart it."""
 
-    def __init__(self, out: Path, name: str, overlap: int = 0) -> None:
+    def __init__(self, out: Path, name: str, overlap: int = 0, gone_after: float = 20.0) -> None:
         self.name = name
         full = name.startswith("full")
         self.rounds, steps = (ROUNDS, 8) if full else (3 * ROUNDS, 4)  # the chain is tried again for a while
@@ -53,7 +53,9 @@ class Swarm:
             out, full=2, chains=1, rank=(8,), rounds=self.rounds, inner_steps=steps, in_memory=False
         )
         self.folder = chosen.out / name
-        self.demo = swarms.Background(chosen, swarms.manifest(chosen, outer={"overlap": overlap}))
+        self.demo = swarms.Background(
+            chosen, swarms.manifest(chosen, outer={"overlap": overlap}, timing={"gone_after": gone_after})
+        )
         self.event = self.demo.event
         self.again: subprocess.Popen[str] | None = None
 
