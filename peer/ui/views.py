@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from peer.ui.utilization import LEGEND, WAITS, Bottleneck, percent
 from protocol.rounds.credits import Credits
 
 Row = tuple[Text | str, ...]
+SCROLLING = "arrows scroll"
 _REACHED = {
     "direct": "reached directly", "mapped": "reached through a port of the router",
     "private": "reached by a relay or a hole through the router", "unknown": "how they are reached is not known yet",
@@ -62,9 +64,10 @@ def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
         rows = [("your peer is not there now",)]
     else:
         does = f"a stage with {blocks(now.first, now.last)}" if now.role == "stage" else _ROLES.get(now.role, now.role)
-        step = f", step {now.step} of {now.steps}" if _steps(now) else ""
-        loss = "" if now.loss is None else f", loss {now.loss:.3f} nats per token"
-        rows = [(f"your peer is {does} now: {now.phase}{step}{loss}",)]
+        step = f"step {now.step} of {now.steps}" if _steps(now) else ""
+        loss = "" if now.loss is None else f"loss {now.loss:.3f} nats per token"
+        rows = [(f"your peer is {does} now: {now.phase}",), (", ".join(filter(None, (step, loss))),)]
+        rows = [row for row in rows if row[0]]
     names = {known.peer: known.name for known in state.peers}
     rows += [(line,) for line in own_lines(contributors(credits, names), peer, credits.round, state.rounds, names)]
     return Sheet("me", (Column("", left=True, wide=True),), rows)
@@ -75,6 +78,8 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     or fewer where that is beyond the end."""
     rows = [row for row in shown.rows if _has(row, pattern)] if pattern else list(shown.rows)
     headed = any(column.name for column in shown.columns)
+    if not headed:  # sentences
+        rows = list(_wrapped(rows, width - 3 - 2 * len(shown.columns)))
     space = max(1, height - 2 - headed)
     skip = max(0, min(skip, len(rows) - space))
     seen = rows[skip : skip + space]
@@ -96,6 +101,7 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     title = f" {shown.title} "
     if len(rows) > len(seen) or pattern:
         title += f"· {skip + 1 if seen else 0}-{skip + len(seen)} of {len(rows)} "
+    legend = " · ".join(filter(None, (shown.legend, SCROLLING if len(rows) > len(seen) else "")))
     body: RenderableType = (
         table if rows else Text("nobody has that" if pattern else "nothing yet", style="bright_black")
     )
@@ -103,7 +109,7 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
         body,
         title=Text(title, style="bold"),
         title_align="left",
-        subtitle=Text(f" {shown.legend} ", style="bright_black") if shown.legend else None,
+        subtitle=Text(f" {legend} ", style="bright_black") if legend else None,
         subtitle_align="left",
         box=box.ASCII if ascii_only else box.ROUNDED,
         border_style="bright_black",
@@ -112,6 +118,14 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
         padding=(0, 1),
     )
     return drawn, skip
+
+
+def _wrapped(rows: Sequence[Row], width: int) -> Iterator[Row]:
+    """Rows whose last cell is a sentence, in as many lines as it takes."""
+    for *marks, said in rows:
+        first, *others = textwrap.wrap(str(said), max(width, 1)) or [""]
+        yield (*marks, first)
+        yield from ((*("" for _ in marks), line) for line in others)
 
 
 def _cell(value: Text | str) -> Text:
@@ -153,7 +167,7 @@ def _chains(state: State) -> Sheet:
     columns = (
         Column("chain", left=True), Column("peer", left=True), Column("does", left=True), Column("phase", left=True),
         Column("busy"), Column("step"), Column("loss"), Column("device", 150, left=True), Column("memory", 150),
-        Column("uplink", 150), Column("reached", 150, left=True), Column("slowest", 112, left=True, wide=True),
+        Column("uplink", 150), Column("reached", 150, left=True), Column("slowest", 108, left=True, wide=True),
     )  # fmt: skip
     full = sum(not r.chain for r in state.replicas)
     return Sheet(
@@ -210,9 +224,10 @@ def _contributors(state: State) -> Sheet:
         Column(""), Column("peer", left=True), Column("tokens"), Column("share"), Column("rounds"), Column("in a row"),
         Column("left out"), Column("the last time because", 90, left=True, wide=True),
     )  # fmt: skip
-    shown = f"the first {len(rows)} of " if state.contributors_total > len(rows) else ""
+    total = state.contributors_total
+    shown = count(range(total), "contributor") if total == len(rows) else f"the first {len(rows)} of {total:,}"
     return Sheet(
-        f"credits: {shown}{count(range(state.contributors_total), 'contributor')}, {state.tokens:,} tokens",
+        f"credits: {shown}, {state.tokens:,} tokens",
         columns,
         rows,
     )

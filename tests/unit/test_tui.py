@@ -581,6 +581,9 @@ def test_amounts() -> None:
         "0 B", "999 B", "1.0 kB", "123 kB", "100 kB", "5.0 GB", "20.0 TB",
     ]  # fmt: skip
     assert [duration(s) for s in (5, 125, 7260, 200_000)] == ["5 s", "2:05 min", "2:01 h", "2.3 days"]
+    assert [duration(s) for s in (59.7, 359.6, 3599.7)] == ["1:00 min", "6:00 min", "1:00 h"], (
+        "no minute has 60 seconds"
+    )
 
 
 def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_of_it() -> None:

@@ -128,7 +128,8 @@ def test_who_trains_too_sees_what_he_does_and_has_brought() -> None:
 
     full, spare = mine(made.ids[0]), mine(made.ids[4])
     for shown in (
-        "your peer is a full replica now: training, step 3 of 4",
+        "your peer is a full replica now: training ",
+        "step 3 of 4, loss ",
         "you trained 40,960 tokens, 52.6% of the run: rank 1 of 4",
     ):
         assert shown in full
@@ -136,6 +137,8 @@ def test_who_trains_too_sees_what_he_does_and_has_brought() -> None:
     assert "no round has planned you yet" in spare
     assert "your peer is not there now" in mine(made.ids[4][:-1] + "x")
     assert "give --dir" in mine(None)
+    for peer in made.ids:
+        assert "…" not in "".join(drawn(of, Browsing(view="me"), 80, 24, me=peer)), "nothing is cut"
 
 
 def test_keys() -> None:
@@ -165,6 +168,7 @@ def test_a_filter_and_scrolling() -> None:
     made = MadeUp(100)
     of, browsing = watched(made, 2), Browsing(view="chains")
     assert "1-36 of 100" in text(of, browsing)
+    assert "arrows scroll" in text(of, browsing)
     browsing.press("\x1b[6~")
     assert "16-51 of 100" in text(of, browsing)
     for _ in range(20):
