@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from peer.cli import running
+from peer.cli.listing import Commands
 from peer.node.open_run import ASSETS
 from peer.ui.text import clean, size
 from protocol.errors import UsageError
@@ -21,6 +22,7 @@ from protocol.run.corpus import TOKENIZER, CorpusIndex
 SAMPLE_CHARACTERS = 160
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     help="Make the text of a run: a corpus of tokenized, shuffled sequences (docs/guides/data.md).",
 )
@@ -159,7 +161,9 @@ def build(
 
 
 @app.command("show", epilog="Example: potluck data show corpus")
-def show(folder: Annotated[Path, typer.Argument(help="Folder of a corpus.", show_default=False)]) -> None:
+def show(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a corpus.", show_default=False)],
+) -> None:
     """Show a corpus: its digest, what it was made of, and how its text looks."""
 
     async def work() -> None:

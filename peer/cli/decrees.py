@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from peer.cli import running
+from peer.cli.listing import Commands
 from peer.log import reader
 from peer.net import asking, keyfile
 from peer.net.address import parse, peers_of
@@ -60,6 +61,7 @@ SILENT_SECONDS = 180.0
 """That one's own node may be silent while its operator waits: it may be started again meanwhile."""
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     help="Change who may take part in a run, how long it is, its limits, and who operates it: as an operator, with the key of your bootstrap node. With several operators, enough of them"
     " type the same.",
@@ -67,12 +69,18 @@ app = typer.Typer(
 
 Run = Annotated[
     str,
-    typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.", show_default=False),
+    typer.Argument(
+        metavar="RUN",
+        help="A manifest file, or the one-line address that a bootstrap node prints.",
+        show_default=False,
+    ),
 ]
 Peer = Annotated[
     str,
     typer.Argument(
-        help="The peer's id, or its last characters, as screens show them; or an invitation's.", show_default=False
+        metavar="PEER",
+        help="The peer's id, or its last characters, as screens show them; or an invitation's.",
+        show_default=False,
     ),
 ]
 Dir = Annotated[Path, typer.Option("--dir", help="Your bootstrap node's folder.", show_default=True)]
@@ -110,7 +118,11 @@ def oust(
     run: Run,
     operator: Annotated[
         str,
-        typer.Argument(help="The operator's id, or its last characters, as your node tells it.", show_default=False),
+        typer.Argument(
+            metavar="OPERATOR",
+            help="The operator's id, or its last characters, as your node tells it.",
+            show_default=False,
+        ),
     ],
     reason: Reason = "",
     dir: Dir = FOLDER,
@@ -127,6 +139,7 @@ def appoint(
     nodes: Annotated[
         list[str],
         typer.Argument(
+            metavar="ADDRESS",
             help="The address of each new operator's node, with its key, as that node prints it.",
             show_default=False,
         ),
@@ -143,7 +156,9 @@ def appoint(
 @app.command(epilog="Example: potluck run dismiss my-run.toml p8kZq3Rt")
 def dismiss(
     run: Run,
-    operator: Annotated[str, typer.Argument(help="The operator's id, or its last characters.", show_default=False)],
+    operator: Annotated[
+        str, typer.Argument(metavar="OPERATOR", help="The operator's id, or its last characters.", show_default=False)
+    ],
     reason: Reason = "",
     dir: Dir = FOLDER,
 ) -> None:
@@ -155,7 +170,10 @@ def dismiss(
 def quorum(
     run: Run,
     number: Annotated[
-        int, typer.Argument(help="1, 3, 4, 5 or 7: so many operators decide each round.", show_default=False)
+        int,
+        typer.Argument(
+            metavar="NUMBER", help="1, 3, 4, 5 or 7: so many operators decide each round.", show_default=False
+        ),
     ],
     reason: Reason = "",
     dir: Dir = FOLDER,

@@ -45,7 +45,9 @@ KILLED_SECONDS = 1.0
 def doctor(
     run: Annotated[
         str | None,
-        typer.Argument(help="The run that this machine is to join, as for potluck join.", show_default=False),
+        typer.Argument(
+            metavar="RUN", help="The run that this machine is to join, as for potluck join.", show_default=False
+        ),
     ] = None,
     dir: Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.")] = Path("potluck-peer"),
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",

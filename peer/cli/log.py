@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from peer.cli import running
+from peer.cli.listing import Commands
 from peer.config import cache_folder
 from peer.log import reader
 from peer.net import keyfile
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from protocol.codec.topk import Empty
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     help="Read the log of a run: from a bootstrap node's folder (only read, whether the node runs or not), or over the network.",
 )

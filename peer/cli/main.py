@@ -17,6 +17,7 @@ from peer.cli import commands, data, decrees, doctor, export, init, invite, log,
 from peer.cli import eval as evaluation
 from peer.cli import plan as planning
 from peer.cli.commands import Devices
+from peer.cli.listing import Commands
 from peer.net import keyfile
 from peer.node.open_run import KEY, Door
 
@@ -28,6 +29,7 @@ DEMO_RANK = "64"
 """Of the demo's recipe: values per token at a chain's boundaries."""
 
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -110,14 +112,18 @@ def _given(reads: Callable[..., T], work: Callable[[T, typer.Context], None]) ->
 
 def hosting(
     context: typer.Context,
-    manifest: Annotated[Path, typer.Argument(help="The run's manifest, a TOML file (docs/guides/manifest.md).")],
+    manifest: Annotated[
+        Path, typer.Argument(metavar="MANIFEST", help="The run's manifest, a TOML file (docs/guides/manifest.md).")
+    ],
     dir: Dir = Path("potluck-bootstrap"),
     host: Host = "0.0.0.0",
     port: Port = 31337,
     announce: Announce = None,
     initial_peer: Annotated[
         list[str] | None,
-        typer.Option(help="Address of another bootstrap node of this run, as it prints it; may be repeated."),
+        typer.Option(
+            metavar="ADDRESS", help="Address of another bootstrap node of this run, as it prints it; may be repeated."
+        ),
     ] = None,
     relay_limit: Annotated[
         str,
@@ -169,7 +175,10 @@ def key(dir: Dir = Path("potluck-bootstrap")) -> None:
 
 def joining(
     context: typer.Context,
-    run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A manifest file, or the one-line address that a bootstrap node prints."),
+    ],
     dir: Dir = Path("potluck-peer"),
     host: Host = "0.0.0.0",
     port: Port = 0,
@@ -274,7 +283,10 @@ service.app.command(
 
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
 def monitor(
-    run: Annotated[str, typer.Argument(help="A manifest file, or the one-line address that a bootstrap node prints.")],
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="A manifest file, or the one-line address that a bootstrap node prints."),
+    ],
     once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False,
     json: Annotated[
         bool,
@@ -318,7 +330,7 @@ def plan(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN|FILE]",
+            metavar="RUN|FILE",
             help="A run, as for monitor; or a TOML file with a list of peers (docs/guides/plan.md).",
             show_default=False,
         ),

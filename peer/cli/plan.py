@@ -18,7 +18,7 @@ from protocol.errors import UsageError, shown
 from protocol.planning import memory
 from protocol.planning.partition import Candidate, candidate
 from protocol.run.manifest import Manifest
-from protocol.wire.announcement import REACHABLE
+from protocol.wire.announcement import NODE_DEVICE, REACHABLE
 from protocol.wire.plan import ReplicaSpec
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ async def known_by(monitor: Monitor) -> Known:
     newest = None if monitor.head is None else monitor.head.commit.plan
     return Known(
         manifest=monitor.manifest,
-        candidates=tuple(map(candidate, monitor.peers.values())),
+        candidates=tuple(candidate(peer) for peer in monitor.peers.values() if peer.device != NODE_DEVICE),
         replicas=newest.replicas if newest is not None else (),
     )
 

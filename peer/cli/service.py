@@ -17,11 +17,13 @@ from typing import Annotated
 import typer
 
 from peer.cli import commands, running, units
+from peer.cli.listing import Commands
 from peer.net.disk import LocalDisk
 from peer.node.open_run import parse_run
 from protocol.errors import LocalError, UsageError
 
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     help="Take part for weeks: the system runs a peer or a bootstrap node, and starts it again after crashes and when it starts itself.",
 )

@@ -41,6 +41,7 @@ Checkpoints = Annotated[
     list[Path] | None,
     typer.Option(
         "--checkpoint",
+        metavar="FOLDER",
         help="A peer's folder checkpoint-…, from which to go on; one of a full replica, or one of each member of a chain.",
         show_default=False,
     ),

@@ -85,10 +85,10 @@ def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
     """The table of all contributors after `round`."""
     yield f"{count(found, 'contributor')} after round {round}, {sum(c.tokens for c in found):,} tokens"
     wide = max([8, *(len(c.name) for c in found)])
-    yield f"{'':>5}  {'peer':<{wide}}  {'tokens':>18}  {'share':>6}  {'rounds':>6}  {'streak':>6}  {'left out':>8}"
+    yield f"{'':>5}  {'peer':<{wide}}  {'tokens':>18}  {'share':>6}  {'rounds':>6}  {'in a row':>8}  {'left out':>8}"
     for c in found:
         yield (
-            f"{c.rank:>5}  {c.name:<{wide}}  {c.tokens:>18,}  {c.share:>6.1%}  {c.rounds:>6,}  {c.streak:>6,}"
+            f"{c.rank:>5}  {c.name:<{wide}}  {c.tokens:>18,}  {c.share:>6.1%}  {c.rounds:>6,}  {c.streak:>8,}"
             f"  {c.left_out:>8,}"
         )
 
@@ -96,7 +96,7 @@ def table_lines(found: list[Contributor], round: int) -> Iterator[str]:
 def own_lines(found: list[Contributor], peer: str, round: int, rounds: int, names: Mapping[str, str]) -> Iterator[str]:
     """What `peer` has brought, in lines for whoever runs it."""
     own = next((c for c in found if c.peer == peer), None)
-    yield f"round {round} of {rounds} is decided; {clean(called(peer, names))} is you"
+    yield f"round {round:,} of {rounds:,} is decided; {clean(called(peer, names))} is you"
     if own is None:
         yield "no round has planned you yet; a peer that runs is planned for the next one, or is a spare"
         return

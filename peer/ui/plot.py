@@ -16,6 +16,11 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _LABEL = 6
 
 
+def shows_marks(line: Sequence[Point], marks: Sequence[Point], width: int) -> bool:
+    """Whether a chart of this width has space for all the marks beside each other."""
+    return bool(marks) and (not line or len(marks) <= (width - _LABEL - 2) // 3)
+
+
 def chart(
     line: Sequence[Point],
     marks: Sequence[Point],
@@ -52,7 +57,7 @@ def chart(
         cell = (dot_y // down, dot_x // across)
         cells[cell] = cells.get(cell, 0) | (1 if ascii_only else _DOTS[dot_y % 4][dot_x % 2])
     marked = {(row(y, plot_height), column(x, plot_width)) for x, y in marks}
-    if len(marks) > plot_width // 3 and line:
+    if not shows_marks(line, marks, width):
         marked = set()
     ticks = {0: high, plot_height - 1: low}
     if plot_height >= 5:

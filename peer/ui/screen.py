@@ -25,11 +25,13 @@ from peer.ui import tables
 from peer.ui.held_out import Found
 from peer.ui.lines import MARKS, Lines, ascii, printer
 from peer.ui.names import Names
-from peer.ui.plot import ORANGE, SKY, chart
+from peer.ui.plot import ORANGE, SKY, chart, shows_marks
 from peer.ui.run_state import View
 from peer.ui.tables import GREEN, RED
 from peer.ui.text import clean, clock, duration, number, size, times
+from peer.ui.utilization import LEGEND
 from protocol.run.manifest import Manifest
+from protocol.wire.announcement import NODE_DEVICE
 
 __all__ = ["Plain", "Screen", "View", "render"]
 
@@ -64,7 +66,8 @@ def render(view: View, width: int, height: int, *, ascii_only: bool = False) -> 
             _panel("run", _facts(view, plot - 2, facts - LABEL), facts, plot, ascii_only),
         )
         parts.append(grid)
-    parts.append(_panel("peers", tables.peers(view, width - 4, rows - 3), width, rows, ascii_only))
+    legend = LEGEND if view.chains else ""
+    parts.append(_panel(_there(view), tables.peers(view, width - 4, rows - 3), width, rows, ascii_only, legend))
     if busy:
         parts.append(_panel("chains", tables.chains(view, width - 4, busy - 3), width, busy, ascii_only))
     if notes:
@@ -103,11 +106,27 @@ class Plain:
             yield Segment(text if control else ascii(text), style, control)
 
 
-def _panel(title: str, body: RenderableType, width: int, height: int, ascii_only: bool) -> Panel:
+def _here(view: View) -> int:
+    """How many peers are there; bootstrap nodes are none."""
+    return sum(p.here and p.device != NODE_DEVICE for p in view.peers.values())
+
+
+def _there(view: View) -> str:
+    """The title of the table of peers: how many rows it would need."""
+    nodes = sum(p.device == NODE_DEVICE for p in view.peers.values())
+    here = _here(view)
+    gone = len(view.peers) - nodes - here
+    counts = f"{here:,} there", f"{gone:,} gone" if gone else "", number(nodes, "bootstrap node") if nodes else ""
+    return f"peers: {', '.join(filter(None, counts))}"
+
+
+def _panel(title: str, body: RenderableType, width: int, height: int, ascii_only: bool, legend: str = "") -> Panel:
     return Panel(
         body,
         title=Text(f" {title} ", style="bold"),
         title_align="left",
+        subtitle=Text(f" {legend} ", style="bright_black") if legend else None,
+        subtitle_align="left",
         box=box.ASCII if ascii_only else box.ROUNDED,
         border_style="bright_black",
         width=width,
@@ -124,12 +143,11 @@ def _title(view: View, width: int) -> Text:
         (f" · run {manifest.run_id[:8]}", "bright_black"),
     )
     if view.finished:
-        text = f"finished {view.rounds} rounds"
+        text = f"finished {number(view.rounds, 'round')}"
     elif view.round == 0:
-        here = sum(p.here for p in view.peers.values())
-        text = f"gathering peers, {here} of {manifest.start_peers}"
+        text = f"gathering peers, {_here(view)} of {manifest.start_peers}"
     else:
-        text = f"round {min(view.round, view.rounds)} of {view.rounds}"
+        text = f"round {min(view.round, view.rounds):,} of {view.rounds:,}"
     if view.eta is not None:
         text += f" · {duration(view.eta)} left"
     elif view.began is not None and view.finished:
@@ -158,7 +176,8 @@ def _curve(view: View, width: int, height: int, ascii_only: bool) -> Panel:
     marks = sorted((r - 1.0, min(view.highest, x)) for r, x in view.committed.items())
     curve = view.curve or marks
     lines = chart(curve, marks, width - 4, height - 2, ascii_only=ascii_only, x_label="rounds")
-    return _panel("loss, nats per token", Group(*lines), width, height, ascii_only)
+    dots = " · ●: a round begins" if shows_marks(curve, marks, width - 4) else ""
+    return _panel(f"loss, nats per token{dots}", Group(*lines), width, height, ascii_only)
 
 
 def _facts(view: View, rows: int, width: int) -> Table:
@@ -191,7 +210,9 @@ def _facts(view: View, rows: int, width: int) -> Table:
     for who, reason in view.left_out[: max(1, rows // 4)]:
         table.add_row("left out", Text(f"! {who}: {reason}", style=ORANGE))
     if not view.left_out:
-        table.add_row("left out", f"nobody ({view.left_out_total} so far)" if view.left_out_total else "nobody so far")
+        table.add_row(
+            "left out", f"nobody now, {view.left_out_total:,} so far" if view.left_out_total else "nobody so far"
+        )
     return table
 
 
@@ -226,6 +247,8 @@ def _digests(view: View) -> Text:
 
 def _notes(view: View, width: int, rows: int) -> Group:
     def lines() -> Iterable[Text]:
+        if not view.notes:
+            yield Text("nothing yet", style="bright_black")
         for note in list(view.notes)[-rows:]:
             mark = (f"{MARKS[note.level]} ", LEVEL_STYLES[note.level])
             text = Text.assemble((f"{clock(note.time)} ", "bright_black"), mark, note.text, no_wrap=True)

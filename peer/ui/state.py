@@ -68,6 +68,12 @@ class StateReplica:
     """Values per token that cross a chain's boundaries; 0: all of them."""
     waits: str
     """What a chain waits for, for a reader; empty where it is not known."""
+    slowest: int | None
+    """The stage that it waits for, or for the link to it; null where that is not known."""
+    what: str
+    """`computing`; or `forward`, `backward`: the link over which that stage receives activations or gradients; empty where it is not known."""
+    share: float | None
+    """Of the time of an inner step, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

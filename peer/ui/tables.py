@@ -8,22 +8,20 @@ from rich.text import Text
 
 from peer.ui.names import END, LONGEST
 from peer.ui.plot import ORANGE, SKY
-from peer.ui.run_state import PeerView, View
+from peer.ui.run_state import ChainView, PeerView, View
 from peer.ui.text import rate, size, times
-from peer.ui.utilization import percent
+from peer.ui.utilization import WAITS, percent
 
 BLUE, GREEN, RED = "#0072B2", "#009E73", "#DC3545"
 WIDEST_NAME = LONGEST + 1 + END
 WIDEST = 132
 """Characters of a row of the table of peers: the eye loses a longer one."""
-_WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
-"""How the table of peers marks what a chain waits for."""
 
 
 def peers(view: View, width: int, rows: int) -> Table:
     """Of everybody, at most so many rows below the heading; the last one says how many more there are."""
     wide = width >= 112
-    marks = {c.members[c.bottleneck.position].peer: _WAITS[c.bottleneck.what] for c in view.chains}
+    marks = {c.members[c.bottleneck.position].peer: WAITS[c.bottleneck.what] for c in view.chains}
     busy = any(p.activity for p in view.peers.values())
     table = Table(
         width=min(width, WIDEST), box=None, padding=(0, 1, 0, 0), header_style="bright_black", show_edge=False
@@ -61,7 +59,7 @@ def peers(view: View, width: int, rows: int) -> Table:
         if busy:
             cells.append(_share(p, marks.get(p.peer, "")))
         cells += [
-            f"{p.step}/{p.steps}" if trains else "-",
+            f"{p.step}/{p.steps}" if trains and p.phase != "finished" else "-",
             f"{p.loss:.3f}" if trains and p.loss is not None else "-",
             size(p.sent_bytes) if p.sent_bytes is not None else "-",
         ]
@@ -87,6 +85,8 @@ def chains(view: View, width: int, rows: int) -> Table:
     table.add_column("slowest", no_wrap=True, ratio=1)
     listed = [(c, i, p) for c in view.chains for i, p in enumerate(c.members)]
     shown = listed if len(listed) <= rows else listed[: max(0, rows - 1)]
+    said = {chain.name: _slowest(chain) for chain, _, _ in shown}
+    longest = [max(text.cell_len for text in texts) for texts in zip(*said.values(), strict=True)]
     for chain, position, p in shown:
         a = p.activity
         cells = ["-"] * len(columns)
@@ -94,11 +94,20 @@ def chains(view: View, width: int, rows: int) -> Table:
             cells = [percent(a.busy), percent(a.wait_forward), percent(a.wait_backward)]
             cells += [size(a.forward_bytes), size(a.backward_bytes), str(a.depth), str(a.queued)]
             cells = cells[: len(columns)]
-        mark = Text(f"◄ {chain.slowest}", style=ORANGE) if position == chain.bottleneck.position else ""
+        mark: RenderableType = ""
+        if position == chain.bottleneck.position:
+            mark = _Fitting(list(zip(said[chain.name], longest, strict=True)))
         table.add_row(chain.name if position == 0 else "", Text(p.name, style="bold"), *cells, mark)
     if len(shown) < len(listed):
         table.add_row(f"and {len(listed) - len(shown)} more", style="bright_black")
     return table
+
+
+def _slowest(chain: ChainView) -> list[Text]:
+    """What the chain waits for, in ever fewer words."""
+    found, names = chain.bottleneck, [p.name for p in chain.members]
+    said = found.text(names), found.brief(names), percent(found.share)
+    return [Text(f"{WAITS[found.what]} {text}", style=ORANGE, no_wrap=True) for text in said]
 
 
 class _Fitting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable, Mapping, Sized
@@ -110,6 +111,9 @@ def rate(bps: int) -> str:
 
 def duration(seconds: float) -> str:
     """`45 s`, `2:05 min`, `3:20 h`, `4.5 days`."""
+    seconds = (
+        float(round(seconds)) if math.isfinite(seconds) else seconds
+    )  # before it is taken apart: 119.7 s are two minutes
     if seconds < 60:
         return f"{seconds:.0f} s"
     if seconds < 3600:

@@ -59,6 +59,11 @@ def activity(load: StageLoad) -> Activity:
     )
 
 
+WAITS = {"computing": "◄", "forward": "→", "backward": "←"}
+"""How tables mark what a chain waits for, in the row of its stage."""
+LEGEND = "◄ its chain waits for it; → ← for the link to it"
+
+
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
     """What a chain waits for."""
@@ -76,8 +81,17 @@ class Bottleneck:
         share = percent(self.share)
         if self.what == "computing":
             return f"{here} computes {share}"
-        other = names[self.position + (-1 if self.what == "forward" else 1)]
-        return f"link {other} → {here} is busy {share}"
+        return f"link {self._other(names)} → {here} is busy {share}"
+
+    def brief(self, names: Sequence[str]) -> str:
+        """The same for a reader who knows the stage, as in its row of a table."""
+        if self.what == "computing":
+            return f"computes {percent(self.share)}"
+        return f"link from {self._other(names)} {percent(self.share)}"
+
+    def _other(self, names: Sequence[str]) -> str:
+        """Who sends over the link."""
+        return names[self.position + (-1 if self.what == "forward" else 1)]
 
 
 def bottleneck(stages: Sequence[Activity | None]) -> Bottleneck | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -14,12 +15,17 @@ from rich.text import Text
 from peer.ui.contributors import contributors, own_lines
 from peer.ui.lines import MARKS
 from peer.ui.screen import LEVEL_STYLES
-from peer.ui.state import State, StateHealth
-from peer.ui.text import blocks, clock, count, duration, rate, size
-from peer.ui.utilization import percent
+from peer.ui.state import State, StateHealth, StatePeer, StateReplica
+from peer.ui.text import blocks, clock, count, duration, number, rate, size
+from peer.ui.utilization import LEGEND, WAITS, Bottleneck, percent
 from protocol.rounds.credits import Credits
 
 Row = tuple[Text | str, ...]
+SCROLLING = "arrows scroll"
+_REACHED = {
+    "direct": "reached directly", "mapped": "reached through a port of the router",
+    "private": "reached by a relay or a hole through the router", "unknown": "how they are reached is not known yet",
+}  # fmt: skip
 _ROLES = {"full": "a full replica", "spare": "a spare", "joining": "joining a replica", "waiting": "waiting for a plan"}
 
 
@@ -35,11 +41,12 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A view's title, its columns, and all its rows."""
+    """A view's title, its columns, all its rows, and what their marks mean."""
 
     title: str
     columns: tuple[Column, ...]
     rows: Sequence[Row]
+    legend: str = ""
 
 
 def sheet(view: str, state: State) -> Sheet:
@@ -54,12 +61,13 @@ def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
         return Sheet("me", (Column("", left=True, wide=True),), rows)
     now = next((p for p in state.peers if p.peer == peer), None)
     if now is None or not now.here:
-        rows = [("it is not there now",)]
+        rows = [("your peer is not there now",)]
     else:
         does = f"a stage with {blocks(now.first, now.last)}" if now.role == "stage" else _ROLES.get(now.role, now.role)
-        step = f", step {now.step} of {now.steps}" if now.replica is not None else ""
-        loss = "" if now.loss is None else f", loss {now.loss:.3f}"
-        rows = [(f"now it is {does}: {now.phase}{step}{loss}",)]
+        step = f"step {now.step} of {now.steps}" if _steps(now) else ""
+        loss = "" if now.loss is None else f"loss {now.loss:.3f} nats per token"
+        rows = [(f"your peer is {does} now: {now.phase}",), (", ".join(filter(None, (step, loss))),)]
+        rows = [row for row in rows if row[0]]
     names = {known.peer: known.name for known in state.peers}
     rows += [(line,) for line in own_lines(contributors(credits, names), peer, credits.round, state.rounds, names)]
     return Sheet("me", (Column("", left=True, wide=True),), rows)
@@ -70,6 +78,8 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     or fewer where that is beyond the end."""
     rows = [row for row in shown.rows if _has(row, pattern)] if pattern else list(shown.rows)
     headed = any(column.name for column in shown.columns)
+    if not headed:  # sentences
+        rows = list(_wrapped(rows, width - 3 - 2 * len(shown.columns)))
     space = max(1, height - 2 - headed)
     skip = max(0, min(skip, len(rows) - space))
     seen = rows[skip : skip + space]
@@ -91,6 +101,7 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
     title = f" {shown.title} "
     if len(rows) > len(seen) or pattern:
         title += f"· {skip + 1 if seen else 0}-{skip + len(seen)} of {len(rows)} "
+    legend = " · ".join(filter(None, (shown.legend, SCROLLING if len(rows) > len(seen) else "")))
     body: RenderableType = (
         table if rows else Text("nobody has that" if pattern else "nothing yet", style="bright_black")
     )
@@ -98,6 +109,8 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
         body,
         title=Text(title, style="bold"),
         title_align="left",
+        subtitle=Text(f" {legend} ", style="bright_black") if legend else None,
+        subtitle_align="left",
         box=box.ASCII if ascii_only else box.ROUNDED,
         border_style="bright_black",
         width=width,
@@ -105,6 +118,14 @@ def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, asci
         padding=(0, 1),
     )
     return drawn, skip
+
+
+def _wrapped(rows: Sequence[Row], width: int) -> Iterator[Row]:
+    """Rows whose last cell is a sentence, in as many lines as it takes."""
+    for *marks, said in rows:
+        first, *others = textwrap.wrap(str(said), max(width, 1)) or [""]
+        yield (*marks, first)
+        yield from ((*("" for _ in marks), line) for line in others)
 
 
 def _cell(value: Text | str) -> Text:
@@ -122,37 +143,50 @@ def _number(value: float | None, form: str = ".3f") -> str:
 def _chains(state: State) -> Sheet:
     """One row for each peer, under its replica."""
     replicas = {r.replica: r for r in state.replicas}
-    first = {r.replica: True for r in state.replicas}
+    members = {(p.replica, p.position): p.name for p in state.peers}
     rows: list[Row] = []
     for p in state.peers:
         replica = replicas.get(p.replica) if p.replica is not None else None
-        waits = ""
-        if replica is not None and first[replica.replica]:
-            waits, first[replica.replica] = replica.waits, False
+        waits = _waits(replica, members) if replica is not None and replica.slowest == p.position else None
+        mark = WAITS[replica.what] if replica is not None and waits is not None else ""
         does = blocks(p.first, p.last) if p.role == "stage" else p.role
         rows.append((
             replica.name if replica is not None and replica.chain else "",
             Text(p.name, style="bold" if p.here else "strike"),
             does,
             p.phase,
-            "-" if p.busy is None else percent(p.busy),
-            f"{p.step}/{p.steps}" if replica is not None else "-",
+            Text("-" if p.busy is None else percent(p.busy) + (mark or " "), style=LEVEL_STYLES["warning"] if mark else ""),
+            f"{p.step}/{p.steps}" if _steps(p) else "-",
             _number(p.loss) if replica is not None else "-",
             p.device or "-",
             size(p.memory_bytes) if p.memory_bytes else "-",
             rate(p.up_bps) if p.up_bps else "-",
             p.reachable or "-",
-            Text(f"◄ {waits}", style=LEVEL_STYLES["warning"]) if waits else "",
+            Text(f"{mark} {waits}", style=LEVEL_STYLES["warning"]) if mark else "",
         ))  # fmt: skip
     columns = (
         Column("chain", left=True), Column("peer", left=True), Column("does", left=True), Column("phase", left=True),
         Column("busy"), Column("step"), Column("loss"), Column("device", 150, left=True), Column("memory", 150),
-        Column("uplink", 150), Column("reached", 150, left=True), Column("slowest", 100, left=True, wide=True),
+        Column("uplink", 150), Column("reached", 150, left=True), Column("slowest", 108, left=True, wide=True),
     )  # fmt: skip
     full = sum(not r.chain for r in state.replicas)
     return Sheet(
-        f"replicas and chains: {full} full, {count(range(state.replicas_total - full), 'chain')}", columns, rows
+        f"replicas and chains: {full} full, {count(range(state.replicas_total - full), 'chain')}",
+        columns,
+        rows,
+        LEGEND if any(r.what for r in state.replicas) else "",
     )
+
+
+def _steps(p: StatePeer) -> bool:
+    """Whether it has steps to do."""
+    return p.replica is not None and p.phase != "finished"
+
+
+def _waits(replica: StateReplica, members: Mapping[tuple[int | None, int], str]) -> str:
+    """What the chain waits for, in the row of the stage; `members`: names of peers by replica and position."""
+    names = [members.get((replica.replica, place), "?") for place in range(len(members))]
+    return Bottleneck(replica.slowest or 0, replica.what, replica.share or 0.0).brief(names)
 
 
 def _rounds(state: State) -> Sheet:
@@ -187,11 +221,16 @@ def _contributors(state: State) -> Sheet:
         for c in state.contributors
     ]  # fmt: skip
     columns = (
-        Column(""), Column("peer", left=True), Column("tokens"), Column("share"), Column("rounds"), Column("streak"),
+        Column(""), Column("peer", left=True), Column("tokens"), Column("share"), Column("rounds"), Column("in a row"),
         Column("left out"), Column("the last time because", 90, left=True, wide=True),
     )  # fmt: skip
-    shown = f"the first {len(rows)} of " if state.contributors_total > len(rows) else ""
-    return Sheet(f"contributors: {shown}{state.contributors_total}, {state.tokens:,} tokens", columns, rows)
+    total = state.contributors_total
+    shown = count(range(total), "contributor") if total == len(rows) else f"the first {len(rows)} of {total:,}"
+    return Sheet(
+        f"credits: {shown}, {state.tokens:,} tokens",
+        columns,
+        rows,
+    )
 
 
 def _health(state: State) -> Sheet:
@@ -217,19 +256,16 @@ def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
     for fork in health.forks:
         yield "error", fork
     if not health.forks:
-        yield "good", "no fork was seen"
+        yield "good", "no fork was seen: of no round are two results known"
     for d in health.diverged:
         yield "error", f"{d.peer} has other bits in {d.shard} after round {health.compared_round}"
     if health.compared_round is None:
-        yield "info", "states are not compared yet"
+        yield "info", "the peers' copies of the model are not compared yet"
     elif not health.diverged:
-        yield "good", f"all digests are equal after round {health.compared_round}"
-    reached = health.reachable
-    yield (
-        "info",
-        f"reached: {reached['direct']} directly, {reached['mapped']} by port, {reached['private']} by relay or hole,"
-        f" {reached['unknown']} unknown",
-    )
+        yield "good", f"the peers' copies of the model have the same bits after round {health.compared_round}"
+    for how, n in health.reachable.items():
+        if n:
+            yield "info", f"{number(n, 'peer')}: {_REACHED[how]}"
     for x in health.relays:
         text = f"{x.node} relays {x.circuits} streams at {x.bps / 1e6:.1f} Mb/s; {size(x.bytes)} since the start"
         yield "info", f"{text}, {x.refused} refused"

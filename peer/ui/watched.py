@@ -300,14 +300,23 @@ def _round(f: RoundFigures, view: View) -> StateRound:
 
 
 def _replicas(view: View) -> tuple[StateReplica, ...]:
-    waits = {chain.members[0].replica: chain.slowest for chain in view.chains}
+    waits = {chain.members[0].replica: chain for chain in view.chains}
     out, chains = [], 0
     for r in view.replicas[:MOST_REPLICAS]:
         name = f"chain {chains}" if r.is_chain else view.name(r.peers[0])
         chains += r.is_chain
+        known = waits.get(r.number)
+        found = known.bottleneck if known is not None else None
         out.append(
             StateReplica(
-                replica=r.number, name=name, chain=r.is_chain, rank=r.rank, waits=clean(waits.get(r.number, ""))
+                replica=r.number,
+                name=name,
+                chain=r.is_chain,
+                rank=r.rank,
+                waits=clean(known.slowest) if known is not None else "",
+                slowest=found.position if found is not None else None,
+                what=found.what if found is not None else "",
+                share=round(found.share, 3) if found is not None else None,
             )
         )
     return tuple(out)

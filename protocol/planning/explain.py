@@ -114,13 +114,18 @@ def _why(swarm: Swarm, peer: int, members: int, blocks: int) -> str:
     return f"its memory holds at most {most} of {swarm.shapes.layers} blocks{guess}"
 
 
+def _amount(n: int) -> str:
+    """Bytes for a reader."""
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+
 def why_spare(manifest: Manifest, spare: Candidate) -> str:
     """Why a peer has no part in a plan."""
     least, held = smallest_stage(manifest, spare.device), memory_of(manifest, spare)
     if spare.memory_bytes < least and manifest.model.tie_word_embeddings:
-        return f"a model with tied embeddings has no chains, and the whole needs {least / 1e9:.2f} GB"
+        return f"a model with tied embeddings has no chains, and the whole needs {_amount(least)}"
     if spare.memory_bytes < least:
-        return f"its memory holds no stage: the smallest needs {least / 1e9:.2f} GB"
+        return f"its memory holds no stage: the smallest needs {_amount(least)}"
     layers = manifest.model.n_layers
     most = max(b - a for (a, b), need in needs_by_range(manifest).items() if need <= held)
     return f"its memory holds {most} of {layers} blocks; no chain would be quicker with it, and those left make none"

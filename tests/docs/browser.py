@@ -56,6 +56,7 @@ class Browser:
         self._process = subprocess.Popen(
             [sys.executable, "-c", PIPES, str(to_browser), str(from_browser), *command],
             pass_fds=(to_browser, from_browser),
+            env={**os.environ, "TMPDIR": self._folder.name},  # else it leaves folders of its own behind
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )

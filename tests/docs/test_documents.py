@@ -155,6 +155,18 @@ def options(command: Command) -> set[str]:
     return {"--help", *(name for p in command.params for name in (*p.opts, *p.secondary_opts) if name.startswith("--"))}
 
 
+def test_the_lists_of_commands_cut_no_line() -> None:
+    for name, command in COMMANDS.items():
+        if isinstance(command, TyperGroup):
+            shown = (
+                command.get_help(typer.Context(command, info_name=name, terminal_width=80))
+                .partition("Commands:")[2]
+                .splitlines()
+            )
+            assert all(len(line) <= 80 and not line.endswith("...") for line in shown)
+            assert all(any(line.startswith(f"  {inner} ") for line in shown) for inner in command.commands)
+
+
 def help_text() -> str:
     return "\n".join(command.get_help(typer.Context(command, info_name=name)) for name, command in COMMANDS.items())
 

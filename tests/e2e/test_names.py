@@ -38,7 +38,7 @@ MOST = "y" * 10_000
 VIEWS = {
     "2": "replicas and chains: ",
     "3": "rounds: the newest ",
-    "4": "contributors: ",
+    "4": "credits: ",
     "5": "no fork was seen",
     "6": "has no peer",
 }

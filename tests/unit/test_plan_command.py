@@ -12,6 +12,7 @@ from peer.events import Event
 from peer.ui.monitor import Monitor
 from protocol.errors import UsageError
 from protocol.run import manifest as manifests
+from protocol.wire.announcement import NODE_DEVICE
 from tests import plans
 from tests.unit import test_monitor as watched
 
@@ -151,6 +152,7 @@ def test_a_run_is_planned_from_what_is_announced_and_its_newest_plan() -> None:
     async def story(node: watched.Node, monitor: Monitor, events: list[Event]) -> None:
         node.log = watched.records(watched.commits()[:2])
         await node.announce(watched.ALICE, memory_bytes=10**6, speed_flops=123)
+        await node.announce(watched.BOB, device=NODE_DEVICE)  # who only hosts is no spare
         found.append(await command.known_by(monitor))
 
     watched.play(story)

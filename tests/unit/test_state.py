@@ -52,6 +52,8 @@ def test_the_state_of_a_small_run() -> None:
         (0, ids[0][-8:], False, 0), (1, "chain 0", True, 4)
     ]  # fmt: skip
     assert found["replicas"][1]["waits"].startswith("link ")
+    assert [found["replicas"][1][name] for name in ("slowest", "what", "share")] == [1, "forward", 0.45]
+    assert [found["replicas"][0][name] for name in ("slowest", "what", "share")] == [None, "", None]
     assert [len(found[f"{name}_by_round"]) for name in ("loss", "speed", "seconds", "left_out")] == [20, 20, 20, 20]
     assert found["speed_by_round"][8:10] == [[9, 34.1333], [10, 68.2667]]
     assert found["left_out_by_round"][8:10] == [[9, 1.0], [10, 0.0]]

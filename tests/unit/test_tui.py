@@ -220,7 +220,7 @@ def test_who_was_left_out_and_why() -> None:
     assert "round 1 without replica 2: b: gone" in shown
     assert "b is gone" in shown
     story.round(2, 2.4)
-    assert "nobody (1 so far)" in text(story.view)
+    assert "nobody now, 1 so far" in text(story.view)
 
 
 def test_digests() -> None:
@@ -248,9 +248,8 @@ def test_the_end() -> None:
     story.chain(PEERS[2], 1.9)
     shown = text(story.view)
     assert "finished 5 rounds in" in shown
-    assert [line.split("finished")[1].split()[0] for line in shown.splitlines() if "20 Mb/s" in line] == ["4/4"] * 5 + [
-        "-"
-    ]
+    steps = [line.split("finished")[1].split()[0] for line in shown.splitlines() if "20 Mb/s" in line]
+    assert steps == ["-"] * 6, "nobody is at a step of a run that is over"
     assert "95 %" not in shown, "nobody is busy any more"
     assert "training" not in shown
     assert "100 %" in shown
@@ -334,6 +333,37 @@ def test_a_chain_shows_how_busy_it_is_and_what_it_waits_for() -> None:
     assert "spare" in next(x for x in narrow if "%" not in x and "spare" in x)
     assert [len(x) for x in (wide, narrow)] == [40, 24]
     assert max(map(len, narrow)) <= 80
+
+
+def test_what_a_chain_waits_for_is_said_in_fewer_words_where_there_is_no_room_for_more() -> None:
+    names = dict(zip(PEERS, ("full-0", "full-1", *(f"lab-gpu-0{n}·Lcm{n}" for n in range(3)), "spare"), strict=True))
+    story = Story(names).begin()
+    for peer in PEERS[2:5]:
+        story.chain(peer, 1.0, forward_link_s=1.9)
+    said = "→ link lab-gpu-00·Lcm0 → lab-gpu-01·Lcm1 is busy 95 %"
+    shown = {140: said, 120: "→ link from lab-gpu-00·Lcm0 95 %", 80: "→ 95 %"}
+    for width, slowest in shown.items():
+        (row,) = (x for x in draw(story.view, width, 50) if slowest in x and "/3" not in x)
+        assert row.removesuffix("│").rstrip().endswith(slowest), "whole"
+        assert "◄ its chain waits for it; → ← for the link to it" in text(story.view, width, 50), "what the marks mean"
+    assert "its chain waits" not in text(Story().begin().view), "there are none"
+
+
+def test_who_is_there_is_counted_above_the_table_without_those_who_only_host() -> None:
+    story = Story()
+    node = dataclasses.replace(ready("node"), device="bootstrap")
+    story.tell("bootstrap", node)
+    assert "gathering peers, 0 of 2" in text(story.view)
+    story.begin()
+    story.tell("bootstrap", events.Gone(peer=PEERS[5]))
+    assert "peers: 5 there, 1 gone, 1 bootstrap node" in text(story.view)
+
+
+def test_the_dots_of_the_curve_are_explained_where_there_are_any() -> None:
+    story = Story().begin()
+    assert "a round begins" not in text(story.view)
+    story.round(1, 2.5)
+    assert "loss, nats per token · ●: a round begins" in text(story.view)
 
 
 def test_a_busy_link_is_the_bottleneck() -> None:
@@ -551,6 +581,9 @@ def test_amounts() -> None:
         "0 B", "999 B", "1.0 kB", "123 kB", "100 kB", "5.0 GB", "20.0 TB",
     ]  # fmt: skip
     assert [duration(s) for s in (5, 125, 7260, 200_000)] == ["5 s", "2:05 min", "2:01 h", "2.3 days"]
+    assert [duration(s) for s in (59.7, 359.6, 3599.7)] == ["1:00 min", "6:00 min", "1:00 h"], (
+        "no minute has 60 seconds"
+    )
 
 
 def test_a_newcomer_is_told_of_its_probation_when_it_joins_and_after_each_round_of_it() -> None:
@@ -609,7 +642,7 @@ def test_long_names_cut_nothing(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, height=40)
     console.print(render(view, width, 40))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
-    peers = shown.partition(" peers ")[2].partition(" chains ")[0].partition(" messages ")[0]
+    peers = shown.partition(" peers: ")[2].partition(" chains ")[0].partition(" messages ")[0]
     assert "old laptop-7·" in peers
     assert "…" not in peers, peers
     assert len(set(re.findall(r"chain 0 · (stage )?\d/3( · block)?", peers))) == 1, "all rows are of one kind"

@@ -81,20 +81,25 @@ def test_each_view_says_what_it_is_for() -> None:
     of = watched(made, 20)
     ids = [peer[-8:] for peer in made.ids]
     chains = text(of, Browsing(view="chains"))
-    for shown in (*ids, "chain 0", "blocks 2-3", "spare", "training", "◄ link ", "1 full, 1 chain"):
+    for shown in (*ids, "chain 0", "blocks 2-3", "spare", "training", "1 full, 1 chain"):
         assert shown in chains
+    assert "→ link from " in next(line for line in chains.splitlines() if "%→" in line), "in the row of who waits"
+    assert "its chain waits for it" in chains
+    narrow = "\n".join(drawn(of, Browsing(view="chains"), 80, 24))
+    assert "%→" in narrow
+    assert "its chain waits for it" in narrow
     rounds = text(of, Browsing(view="rounds"))
     for shown in ("20", "1:00 min", "4,096", "chain 0: its offer came too late"):
         assert shown in rounds
     contributors = text(of, Browsing(view="credits"))
-    for shown in ("contributors: 4,", "40,960", ids[0], "52.6%"):
+    for shown in ("credits: 4 contributors,", "40,960", ids[0], "52.6%"):
         assert shown in contributors
     health = text(of, Browsing(view="health"))
     for shown in (
         "✓ 1 of 1 bootstrap node there; a round needs 1 vote",
         "there, leads, voted",
         "no fork was seen",
-        "reached: 2 directly",
+        "2 peers: reached directly",
     ):
         assert shown in health
     of.feed(Event(BEGAN, "bootstrap", events.Forked(round=3, liars=(made.ids[0],))))
@@ -109,7 +114,8 @@ def test_nothing_is_cut_of_the_health_of_thousands_on_the_smallest_screen() -> N
     browsing = Browsing()
     browsing.view = "health"
     shown = "\n".join(drawn(of, browsing, 80, 24))
-    assert "reached: 999 directly, 999 by port, 999 by relay or hole, 999 unknown" in shown
+    for how in ("reached directly", "through a port of the router", "by a relay or a hole through", "not known yet"):
+        assert any("999 peers: " in line and how in line for line in shown.splitlines())
     assert "…" not in shown.rpartition("\n")[0]
 
 
@@ -122,14 +128,17 @@ def test_who_trains_too_sees_what_he_does_and_has_brought() -> None:
 
     full, spare = mine(made.ids[0]), mine(made.ids[4])
     for shown in (
-        "now it is a full replica: training, step 3 of 4",
+        "your peer is a full replica now: training ",
+        "step 3 of 4, loss ",
         "you trained 40,960 tokens, 52.6% of the run: rank 1 of 4",
     ):
         assert shown in full
-    assert "now it is a spare" in spare
+    assert "your peer is a spare now" in spare
     assert "no round has planned you yet" in spare
-    assert "it is not there now" in mine(made.ids[4][:-1] + "x")
+    assert "your peer is not there now" in mine(made.ids[4][:-1] + "x")
     assert "give --dir" in mine(None)
+    for peer in made.ids:
+        assert "…" not in "".join(drawn(of, Browsing(view="me"), 80, 24, me=peer)), "nothing is cut"
 
 
 def test_keys() -> None:
@@ -159,6 +168,7 @@ def test_a_filter_and_scrolling() -> None:
     made = MadeUp(100)
     of, browsing = watched(made, 2), Browsing(view="chains")
     assert "1-36 of 100" in text(of, browsing)
+    assert "arrows scroll" in text(of, browsing)
     browsing.press("\x1b[6~")
     assert "16-51 of 100" in text(of, browsing)
     for _ in range(20):
@@ -168,7 +178,7 @@ def test_a_filter_and_scrolling() -> None:
     assert "64-99 of 100" in text(of, browsing), "what was scrolled beyond the end counts for nothing"
     for key in f"/{made.ids[50][-6:].lower()}\n":
         browsing.press(key)
-    assert "1-1 of 1 " in text(of, browsing)
+    assert "1-2 of 2 " in text(of, browsing), "it, and whoever waits for its link"
     assert made.ids[50][-8:] in text(of, browsing)
     for key in "/nobody\n":
         browsing.press(key)
