@@ -22,6 +22,7 @@ from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
+from tests.images import IMAGES
 from tests.lab import Place
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
@@ -187,6 +188,7 @@ class Service:
 
     def __init__(self, swarm: Swarm, user: Home, name: str = PEER, place: Place = ("127.0.0.1", [])) -> None:
         self.swarm, self.name = swarm, name
+        self.folder, self.image = swarm.folder / name, IMAGES["bootstrap" if name == NODE else "peer"]
         host, self._prefix = place
         common = ("--dir", name, "--host", host, "--corpus", swarm.corpus, "--json")
         if name == NODE:
@@ -246,6 +248,18 @@ class Service:
         for one in (*self.daemons(), self.swarm.running[self.name]):
             one.send_signal(number)
 
+    def looks_alive(self) -> None:
+        """To the health check of its image: not by what was true a while ago, but by what the process does."""
+        self.image.age(self.folder)
+        self.image.becomes_healthy(self.folder)
+
+    def looks_dead(self) -> None:
+        """After a while, to the same check. It has stopped or ended."""
+        if (process := self.swarm.running.get(self.name)) is not None:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        self.image.age(self.folder)
+        assert not self.image.is_healthy(self.folder)
+
     def loses_power(self) -> None:
         """All its processes end at once."""
         daemons, process = self.daemons(), self.swarm.running.pop(self.name)
@@ -268,6 +282,8 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
         service = Service(swarm, user)
         service.boot()
         service.trains_again()
+        for one in (node, service):
+            one.looks_alive()
 
         node.refuses_a_second("bootstrap node", "listening", "commit")
         service.refuses_a_second("potluck process", "started", "round")
@@ -281,12 +297,22 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
 
         before = len(swarm.events(NODE))
         service.signal(signal.SIGSTOP)  # a lid is closed
+        service.looks_dead()
         swarm.wait(NODE, lambda e: e.kind == "gone", "its silence", after=before)
+        assert not service.image.is_healthy(service.folder), "nobody has touched the file since"
+        node.looks_alive()
+        swarm.running[NODE].send_signal(signal.SIGSTOP)  # it hangs, and its network daemon lives
+        node.looks_dead()
+        node.signal(signal.SIGCONT)
         service.signal(signal.SIGCONT)
         service.trains_again()
+        for one in (node, service):
+            one.looks_alive()
 
         node.loses_power()
         service.loses_power()
+        for one in (node, service):
+            one.looks_dead()
         told = len(swarm.events(PEER))
         service.boot()
         swarm.wait(
@@ -297,6 +323,7 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
 
         swarm.running[PEER].terminate()
         assert swarm.ended(PEER) == 0, "so it is not started again"
+        assert not service.image.is_healthy(service.folder), "at once, since it said goodbye"
         swarm.kill(NODE)
         assert swarm.check() >= 4
 
