@@ -7,8 +7,11 @@ import os
 import re
 import subprocess
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from tests.faults.processes import DEADLINE
 
@@ -73,6 +76,17 @@ class Image:
         while not self.is_healthy(folder):
             assert time.monotonic() < end, f"{folder}: the health check of {self.kind} still fails"
             time.sleep(0.05)  # there is no other sign
+
+
+def make_a_run(folder: Path, programs: Mapping[str, str]) -> None:
+    """What compose does at first, in `folder`, where `run/` and `join/` are what /data/run and /join are in the container. `programs`: the
+    commands that are not the system's, by their names."""
+    compose = yaml.safe_load((FOLDER / "compose.yaml").read_text(encoding="utf-8"))
+    service = compose["services"]["run"]
+    (script,) = (text.replace("$$", "$").replace("/join/", "join/") for text in service["command"])
+    functions = "".join(f'{name}() {{ {command} "$@"; }}\n' for name, command in programs.items())
+    (folder / "join").mkdir()
+    subprocess.run([*service["entrypoint"], functions + script], cwd=folder, check=True, timeout=DEADLINE)
 
 
 IMAGES = {kind: Image.of(kind) for kind in KINDS}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,13 +18,14 @@ import psutil
 import pytest
 
 from peer.events import Event, from_json
+from peer.node.open_run import parse_run
 from protocol.run.manifest import TimingSpec
 from tests import systemd, tiny
 from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
-from tests.images import IMAGES
+from tests.images import IMAGES, make_a_run
 from tests.lab import Place
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
@@ -140,11 +143,12 @@ def test_what_keeps_it_from_being_installed_is_one_line(
 
 
 def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
-    """The unit's command brings the same node back after a kill: its line stays, and the log that a service keeps has both starts."""
+    """The unit's command brings the same node back after a kill: its line stays, and the log that a service keeps has both starts. The run is made
+    as docker/compose.yaml makes it, with a manifest that tells the peers where the node is."""
     user = home(tmp_path, "systemctl")
-    assert user.potluck("init", "ours").returncode == 0
+    make_a_run(user.path, {"potluck": f"{shlex.quote(sys.executable)} -P -m peer.cli"})
     where = ("--host", "127.0.0.1", "--port", free_port())
-    words = ("ours/run.toml", "--dir", "ours/node", "--corpus", "ours/corpus", *where)
+    words = ("run/run.toml", "--dir", "run/node", "--corpus", "run/corpus", *where)
     for wrong, told in (
         (("none.toml", *words[1:]), "none.toml"),
         ((*words, "--dir", "other"), "is no operator of it"),
@@ -176,9 +180,12 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
         assert not left_over
         assert code == (-signal.SIGKILL if stop == signal.SIGKILL else 0)
     assert lines[0] == lines[1]
-    assert (user.path / "ours" / "node" / "potluck.log").read_text().count(lines[0]) == 2
-    assert user.potluck("service", "status", "--dir", "ours/node").returncode == 0
-    assert user.potluck("service", "remove", "--dir", "ours/node").returncode == 0
+    told = parse_run(str(user.path / "join" / "run.toml"))
+    _, node_id, run_id = re.split("/p2p/|#", lines[0].strip())
+    assert (told.bootstrap, told.run_id) == ((f"/dns4/bootstrap/tcp/31337/p2p/{node_id}",), run_id)
+    assert (user.path / "run" / "node" / "potluck.log").read_text().count(lines[0]) == 2
+    assert user.potluck("service", "status", "--dir", "run/node").returncode == 0
+    assert user.potluck("service", "remove", "--dir", "run/node").returncode == 0
     assert user.units() == []
 
 
