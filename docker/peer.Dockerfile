@@ -13,7 +13,7 @@ RUN pip install --no-cache-dir -c constraints.txt .
 COPY protocol protocol
 COPY peer peer
 COPY bootstrap bootstrap
-RUN pip install --no-cache-dir --no-deps . && rm -r build
+RUN pip install --no-cache-dir --no-deps . && rm -rf build
 RUN useradd --create-home --uid 1000 potluck && install -d -o potluck /data /data/run /join
 USER potluck
 WORKDIR /data

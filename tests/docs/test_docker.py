@@ -99,9 +99,11 @@ def test_compose_starts_a_node_and_peers_whose_commands_the_program_understands(
     for name in (*peers, "bootstrap"):
         image = image_of(name)
         words = [*image.entry, *map(filled_in, SERVICES[name]["command"])]
-        assert SERVICES[name]["build"]["dockerfile"] == f"docker/{image.kind}.Dockerfile"
         assert not {"entrypoint", "healthcheck", "user"} & set(SERVICES[name])
         assert can_be_typed(words)["dir"] == Path(image.folder)
+    built = {service["build"]["dockerfile"]: service["image"] for service in SERVICES.values() if "build" in service}
+    assert built == {f"docker/{kind}.Dockerfile": f"potluck-{kind}" for kind in KINDS}
+    assert len(built) == sum("build" in service for service in SERVICES.values()), "each is built once"
     assert len({mounts(name)["/data"] for name in peers}) == len(peers), "each has a key of its own"
     assert mounts("run") == {"/data/run": "run", "/join": "join"}
     assert mounts("bootstrap")["/data/run"] == "run"
