@@ -1,5 +1,5 @@
 # An operator's bootstrap node. Build it from the checkout: docker build -f docker/bootstrap.Dockerfile -t potluck-bootstrap .
-# Mount a folder with the run's manifest, run.toml, and its corpus, corpus/, at /run-files; the node's key, its log and the payloads are in /data.
+# It serves the run in /data/run, a folder that potluck init has made: the manifest, the corpus, and the node's key, log and payloads.
 # pip takes its package index from the build arguments; without them it uses its own default (docs/guides/docker.md).
 FROM python:3.12-slim
 ARG PIP_INDEX_URL
@@ -8,14 +8,18 @@ WORKDIR /opt/potluck
 COPY constraints.txt .
 RUN pip install --no-cache-dir -c constraints.txt torch
 COPY pyproject.toml README.md LICENSE ./
+# What Potluck needs, without Potluck: a change of its code brings one small layer.
+RUN pip install --no-cache-dir -c constraints.txt .
 COPY protocol protocol
 COPY peer peer
 COPY bootstrap bootstrap
-RUN pip install --no-cache-dir -c constraints.txt .
-RUN useradd --create-home --uid 1000 potluck && install -d -o potluck /data
+RUN pip install --no-cache-dir --no-deps . && rm -rf build
+RUN useradd --create-home --uid 1000 potluck && install -d -o potluck /data /data/run /join
 USER potluck
 WORKDIR /data
 VOLUME /data
 EXPOSE 31337
-ENTRYPOINT ["potluck", "bootstrap", "--dir", "/data/bootstrap", "--host", "0.0.0.0", "--port", "31337"]
-CMD ["/run-files/run.toml", "--corpus", "/run-files/corpus"]
+# The node's event loop touches the file every 10 s.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=120s --retries=1 CMD find /data/run/node/alive -mmin -1 | grep -q .
+ENTRYPOINT ["potluck", "bootstrap", "--dir", "/data/run/node", "--host", "0.0.0.0", "--port", "31337"]
+CMD ["/data/run/run.toml", "--corpus", "/data/run/corpus"]

@@ -15,6 +15,7 @@ import typer
 
 from peer import events
 from peer.cli import own_folder
+from peer.cli.alive import shown_alive
 from peer.cli.auditing import audit_beside, auditor
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig, why_one_device
@@ -157,7 +158,7 @@ async def bootstrap(options: NodeOptions) -> None:
             answer = functools.partial(Question.answer, relay_bps=together)
             node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
             node.leader.witnesses.auditors = frozenset({auditor(folder)} if audit else ())
-            async with asyncio.TaskGroup() as group:
+            async with shown_alive(folder), asyncio.TaskGroup() as group:
                 auditing = audit and group.create_task(audit_beside(folder, manifest.run_id, transport.addresses, emit))
                 await serve_bootstrap(node, transport, emit, relay_bps)  # until the operators dismiss it
                 if auditing:
@@ -307,7 +308,8 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
     storage = Storage(folder, config.store_bytes)
     try:
         _raise_limits(emit)
-        await Pauses(looks, emit, freed=device.free).between(take_part)
+        async with shown_alive(folder):
+            await Pauses(looks, emit, freed=device.free).between(take_part)
     finally:
         storage.close()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -16,12 +18,14 @@ import psutil
 import pytest
 
 from peer.events import Event, from_json
+from peer.node.open_run import parse_run
 from protocol.run.manifest import TimingSpec
 from tests import systemd, tiny
 from tests.faults.homes import Homes, homes
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
+from tests.images import IMAGES, make_a_run
 from tests.lab import Place
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/9/p2p/{tiny.OPERATOR.peer_id}#{'0' * 64}"
@@ -139,11 +143,12 @@ def test_what_keeps_it_from_being_installed_is_one_line(
 
 
 def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
-    """The unit's command brings the same node back after a kill: its line stays, and the log that a service keeps has both starts."""
+    """The unit's command brings the same node back after a kill: its line stays, and the log that a service keeps has both starts. The run is made
+    as docker/compose.yaml makes it, with a manifest that tells the peers where the node is."""
     user = home(tmp_path, "systemctl")
-    assert user.potluck("init", "ours").returncode == 0
+    make_a_run(user.path, {"potluck": f"{shlex.quote(sys.executable)} -P -m peer.cli"})
     where = ("--host", "127.0.0.1", "--port", free_port())
-    words = ("ours/run.toml", "--dir", "ours/node", "--corpus", "ours/corpus", *where)
+    words = ("run/run.toml", "--dir", "run/node", "--corpus", "run/corpus", *where)
     for wrong, told in (
         (("none.toml", *words[1:]), "none.toml"),
         ((*words, "--dir", "other"), "is no operator of it"),
@@ -175,9 +180,12 @@ def test_a_bootstrap_node_is_run_as_a_peer_is(tmp_path: Path) -> None:
         assert not left_over
         assert code == (-signal.SIGKILL if stop == signal.SIGKILL else 0)
     assert lines[0] == lines[1]
-    assert (user.path / "ours" / "node" / "potluck.log").read_text().count(lines[0]) == 2
-    assert user.potluck("service", "status", "--dir", "ours/node").returncode == 0
-    assert user.potluck("service", "remove", "--dir", "ours/node").returncode == 0
+    told = parse_run(str(user.path / "join" / "run.toml"))
+    _, node_id, run_id = re.split("/p2p/|#", lines[0].strip())
+    assert (told.bootstrap, told.run_id) == ((f"/dns4/bootstrap/tcp/31337/p2p/{node_id}",), run_id)
+    assert (user.path / "run" / "node" / "potluck.log").read_text().count(lines[0]) == 2
+    assert user.potluck("service", "status", "--dir", "run/node").returncode == 0
+    assert user.potluck("service", "remove", "--dir", "run/node").returncode == 0
     assert user.units() == []
 
 
@@ -187,6 +195,7 @@ class Service:
 
     def __init__(self, swarm: Swarm, user: Home, name: str = PEER, place: Place = ("127.0.0.1", [])) -> None:
         self.swarm, self.name = swarm, name
+        self.folder, self.image = swarm.folder / name, IMAGES["bootstrap" if name == NODE else "peer"]
         host, self._prefix = place
         common = ("--dir", name, "--host", host, "--corpus", swarm.corpus, "--json")
         if name == NODE:
@@ -246,6 +255,17 @@ class Service:
         for one in (*self.daemons(), self.swarm.running[self.name]):
             one.send_signal(number)
 
+    def looks_alive(self) -> None:
+        """To the health check of its image, as soon as it has done something for that."""
+        self.image.becomes_healthy(self.folder)
+
+    def looks_dead(self) -> None:
+        """After a while, to the same check. It has stopped or ended."""
+        if (process := self.swarm.running.get(self.name)) is not None:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        self.image.age(self.folder)
+        assert not self.image.is_healthy(self.folder)
+
     def loses_power(self) -> None:
         """All its processes end at once."""
         daemons, process = self.daemons(), self.swarm.running.pop(self.name)
@@ -268,6 +288,10 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
         service = Service(swarm, user)
         service.boot()
         service.trains_again()
+        for one in (node, service):
+            one.image.age(one.folder)
+        for one in (node, service):
+            one.looks_alive()
 
         node.refuses_a_second("bootstrap node", "listening", "commit")
         service.refuses_a_second("potluck process", "started", "round")
@@ -281,12 +305,21 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
 
         before = len(swarm.events(NODE))
         service.signal(signal.SIGSTOP)  # a lid is closed
+        service.looks_dead()
         swarm.wait(NODE, lambda e: e.kind == "gone", "its silence", after=before)
+        assert not service.image.is_healthy(service.folder), "nobody has touched the file since"
+        swarm.running[NODE].send_signal(signal.SIGSTOP)  # it hangs, and its network daemon lives
+        node.looks_dead()
+        node.signal(signal.SIGCONT)
         service.signal(signal.SIGCONT)
         service.trains_again()
+        for one in (node, service):
+            one.looks_alive()
 
         node.loses_power()
         service.loses_power()
+        for one in (node, service):
+            one.looks_dead()
         told = len(swarm.events(PEER))
         service.boot()
         swarm.wait(
@@ -297,6 +330,7 @@ def test_it_survives_a_kill_a_closed_lid_and_a_night_offline_with_a_reboot_in_it
 
         swarm.running[PEER].terminate()
         assert swarm.ended(PEER) == 0, "so it is not started again"
+        assert not service.image.is_healthy(service.folder), "at once, since it said goodbye"
         swarm.kill(NODE)
         assert swarm.check() >= 4
 
