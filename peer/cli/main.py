@@ -18,6 +18,7 @@ from peer.cli import eval as evaluation
 from peer.cli import plan as planning
 from peer.cli.commands import Devices
 from peer.cli.listing import Commands
+from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port
 from peer.net import keyfile
 from peer.node.open_run import KEY, Door
 
@@ -74,30 +75,6 @@ def before_any_command(context: typer.Context) -> None:
         "eval",
     ):  # a build whose source is on a hub, and tasks, may read from it
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-
-Dir = Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.", show_default=True)]
-Json = Annotated[bool, typer.Option("--json", help="Print events as JSON lines (fields: docs/events.md).")]
-LogFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--log",
-        metavar="FILE",
-        help="Keep what is printed in this file, too: 10 MB, and three older ones beside it.",
-        show_default=False,
-    ),
-]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Announce = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ADDRESS",
-        help="Where others reach this machine, if that is not where it listens, such as /ip4/203.0.113.5/tcp/40213, where a"
-        " provider has another port for the one of --port; may be repeated.",
-        show_default=False,
-    ),
-]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")]
 
 
 def _given(reads: Callable[..., T], work: Callable[[T, typer.Context], None]) -> Callable[..., None]:
