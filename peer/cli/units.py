@@ -25,20 +25,23 @@ STOP_SECONDS = 90
 120 to all that a user runs."""
 
 _AGAIN = f"""\
-trap 'stop=1; kill -TERM "$child" 2>/dev/null' TERM INT
+stop= child= told=
+tell() {{ [ -z "$stop" ] || [ -z "$child" ] || [ -n "$told" ] || {{ told=1; kill -TERM "$child" 2>/dev/null; }}; }}
+trap 'stop=1; tell' TERM INT
 pause={FIRST_PAUSE}
 while :; do
-    "$@" & child=$!
+    child=; "$@" & child=$!; tell
     wait "$child"; code=$?
     while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
     [ -z "$stop" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] || exit 0
-    sleep "$pause" & child=$!
+    child=; sleep "$pause" & child=$!; tell
     wait "$child"
     [ -z "$stop" ] || exit 0
     pause=$((pause * 2)); [ "$pause" -le {LONGEST_PAUSE} ] || pause={LONGEST_PAUSE}
 done
 """
-"""launchd knows neither growing pauses nor exit codes. A signal ends `wait` early; the process is still there then."""
+"""launchd knows neither growing pauses nor exit codes. A signal ends `wait` early; the process is still there then. One that comes before the shell
+knows whom it has started is passed on when it does, and none twice: a peer that is told twice gives nothing away."""
 
 
 def name_of(folder: Path) -> str:

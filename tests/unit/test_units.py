@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import plistlib
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -94,15 +97,30 @@ def test_launchd_does_not_start_what_ended_well_or_was_typed_wrong(tmp_path: Pat
     assert started_by_launchd(tmp_path, f"exit {code}") == (0, [])
 
 
-def test_launchd_stops_the_peer_politely_and_waits_for_it(tmp_path: Path) -> None:
-    polite = "trap 'touch asked; read line < go; touch done; exit 0' TERM; echo here; while :; do sleep 1 & wait $!; done"  # a signal ends `wait` at once, and is not lost where it comes just before
+SLOW_AT = ("", " child=$!", " tell\n")
+"""What the shell is slow to do after it has started a peer: nothing, to know its number, to look whether it was told to end meanwhile."""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("slow_at", SLOW_AT, ids=["nowhere", "before it knows", "after it knows"])
+def test_launchd_stops_the_peer_politely_and_waits_for_it(tmp_path: Path, slow_at: str) -> None:
+    polite = "trap 'echo >> asked; read line < go; touch done; exit 0' TERM; echo here; while :; do sleep 1 & wait $!; done"  # a signal ends `wait` at once, and is not lost where it comes just before
     subprocess.run(["mkfifo", str(tmp_path / "go")], check=True)
     agent = plistlib.loads(units.launchd("potluck-x", ["/bin/sh", "-c", polite], tmp_path))
-    with subprocess.Popen(agent["ProgramArguments"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "here\n"
-        process.terminate()
-        (tmp_path / "go").write_text("on\n")  # waits until the peer, which was asked to end, reads
-        assert (tmp_path / "asked").exists()
-        assert process.wait(120) == 0
+    program = [
+        word.replace(slow_at, f" sleep 2;{slow_at}", 1) if slow_at else word for word in agent["ProgramArguments"]
+    ]
+    assert (program != agent["ProgramArguments"]) == bool(slow_at)
+    with subprocess.Popen(program, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "here\n"
+            process.terminate()
+            with open(tmp_path / "go", "w") as go:  # waits until the peer, which was asked to end, reads
+                assert (tmp_path / "asked").read_text() == "\n", "once"
+                go.write("on\n")
+            assert process.wait() == 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert (tmp_path / "done").exists()
