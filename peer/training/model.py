@@ -75,7 +75,9 @@ class _FeedForward(nn.Module):
         return out_BLD
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """One block of the decoder."""
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.input_layernorm = Norm(spec.d_model, spec.norm_eps)
@@ -86,6 +88,7 @@ class _Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: Tensor | None = None, join: Join | None = None
     ) -> Tensor:
+        """X [B, L, D] -> the same."""
         x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH, mask, join)
         out_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
         return out_BLD
@@ -124,7 +127,7 @@ class Stage(nn.Module):
         if has_embed:
             V = spec.vocab_size
             self.model.embed_tokens = Embedding(V, spec.d_model) if u_DK is None else _Coordinates(V, u_DK.shape[1])
-        self.model.layers = nn.ModuleDict({str(i): _Block(spec) for i in range(first_block, last_block)})
+        self.model.layers = nn.ModuleDict({str(i): Block(spec) for i in range(first_block, last_block)})
         if has_head:
             self.model.norm = Norm(spec.d_model, spec.norm_eps)
             if not spec.tie_word_embeddings:
@@ -193,8 +196,8 @@ class Stage(nn.Module):
         length = x_BLD.shape[1]
         layer, angles = self.model.layers[str(index)], (self._cos[:length], self._sin[:length])  # type: ignore[index]
         if not torch.is_grad_enabled():  # evaluation has other shapes: to compile for them does not pay
-            return _Block.forward(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
-        return compiled.where_it_pays(_Block.forward, x_BLD.device)(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
+            return Block.forward(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
+        return compiled.where_it_pays(Block.forward, x_BLD.device)(layer, x_BLD, *angles, mask)  # type: ignore[arg-type]
 
     def forward(self, ids_BL: Tensor, x_BLD: Tensor | None = None) -> Tensor:
         """x [B, L, D] after this stage's blocks. `x_BLD` is what the previous stage made; None for the first stage."""
@@ -215,7 +218,7 @@ class Stage(nn.Module):
         cos_LH, sin_LH = self._cos[past.length : end], self._sin[past.length : end]
         x_BLD, mask = self.embed(ids_BL), self.mask(ids_BL)
         for index in range(self.spec.n_layers):
-            layer: _Block = self.model.layers[str(index)]  # type: ignore[index, assignment]
+            layer: Block = self.model.layers[str(index)]  # type: ignore[index, assignment]
             x_BLD = layer(x_BLD, cos_LH, sin_LH, mask, functools.partial(past.joined, index))
         past.length = end
         if (end_id := self.spec.document_end_id) >= 0 and end_id in (ids := ids_BL[0].tolist()):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from peer.training import attention
-from peer.training.model import _Block
+from peer.training.model import Block
 from protocol.planning import memory
 from protocol.planning.arrange import arrange
 from protocol.planning.partition import Candidate
@@ -49,7 +49,7 @@ def test_the_promise_is_that_of_two_peaks_on_a_card() -> None:
 
 def kept(spec: ModelSpec, tokens: int) -> int:
     """Bytes that a block keeps for its backward as the compiler divides it, in bf16: by what is saved, counted once."""
-    block = _Block(spec)
+    block = Block(spec)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     angles = attention.rope(spec, torch.device("cpu"))
@@ -63,11 +63,11 @@ def kept(spec: ModelSpec, tokens: int) -> int:
         return x
 
     x_BLD = torch.randn(1, tokens, spec.d_model, requires_grad=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(_Block.forward, dynamic=False, backend="aot_eager_decomp_partition")
+    torch.compiler.reset()
+    compiled = torch.compile(Block.forward, dynamic=False, backend="aot_eager_decomp_partition")
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(seen, lambda x: x):
         compiled(block, x_BLD, *(angle[:tokens] for angle in angles))
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return sum(found.values())
 
 
