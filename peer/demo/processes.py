@@ -19,6 +19,8 @@ from peer.events import Event, Sink, from_json
 from protocol.errors import LocalError
 
 SILENCE_SECONDS = 900.0
+LAST_NEWS_SECONDS = 3.0
+"""The node stays so long after the end for a monitor in another terminal, which looks every two seconds."""
 PRELOAD = ("peer.node.peer", "peer.net.p2p", "peer.training.device")
 """What every process of the swarm needs besides the command: imported once, then forked."""
 
@@ -108,6 +110,7 @@ async def run_processes(
             yield
             if isinstance(event.body, events.RunFinished):
                 await asyncio.to_thread(_all_ended, [c for n, c in children.items() if n != "bootstrap"])
+                await asyncio.sleep(LAST_NEWS_SECONDS)
     except TimeoutError:
         raise LocalError(f"the swarm: nothing happened for {SILENCE_SECONDS:g} s; see {options.out}") from None
     finally:

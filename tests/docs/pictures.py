@@ -76,6 +76,10 @@ def _console(width: int, height: int) -> Console:
     return Console(record=True, file=io.StringIO(), width=width, height=height, force_terminal=True, color_system="truecolor")  # fmt: skip
 
 
+LAST_NEWS = 10.0
+"""Seconds in which a monitor hears what a node said before it ended."""
+
+
 def view_of(watched: Watched, view: str, width: int, height: int) -> RenderableType:
     """One view of a monitor as a terminal of so many characters shows it."""
     first = watched.credits.table()
@@ -83,23 +87,38 @@ def view_of(watched: Watched, view: str, width: int, height: int) -> RenderableT
 
 
 def watched(folder: Path) -> tuple[Manifest, list[Event]]:
-    """Runs the demo in `folder`; the run, and all that a monitor hears of it."""
+    """Runs the demo in `folder`; the run, and all that a monitor hears of it, which sees its end. Where the demo's node is gone before that, the demo
+    is run once more."""
+    for attempt in range(3):
+        if (found := _watched(folder / str(attempt))) is not None:
+            return found
+    raise SystemExit("pictures: the demo's node was gone three times before the monitor saw the end of the run")
+
+
+def _watched(folder: Path) -> tuple[Manifest, list[Event]] | None:
     command = [sys.executable, "-m", "peer.cli", "demo", "--no-screen", "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        return asyncio.run(_watch(_join_line(process)))
+        return asyncio.run(_watch(_join_line(process), process))
     finally:
         process.terminate()
         process.communicate()
 
 
-async def _watch(line: str) -> tuple[Manifest, list[Event]]:
+async def _watch(line: str, demo: subprocess.Popen[str]) -> tuple[Manifest, list[Event]] | None:
     run, told = parse_run(line), list[Event]()
     with tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            await Monitor(manifest, transport).follow(told.append)
+            following = asyncio.create_task(Monitor(manifest, transport).follow(told.append))
+            await asyncio.wait(
+                {following, asyncio.create_task(asyncio.to_thread(demo.wait))}, return_when="FIRST_COMPLETED"
+            )
+            try:
+                await asyncio.wait_for(following, LAST_NEWS)
+            except TimeoutError:
+                return None
             return manifest, told
         finally:
             await transport.aclose()
