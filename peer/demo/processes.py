@@ -107,10 +107,10 @@ async def run_processes(
             if isinstance(event.body, events.Listening):
                 for peer in peers:
                     await start(peer.name, *_join_arguments(options, peer, event.body.address))
-            yield
             if isinstance(event.body, events.RunFinished):
                 await asyncio.to_thread(_all_ended, [c for n, c in children.items() if n != "bootstrap"])
                 await asyncio.sleep(LAST_NEWS_SECONDS)
+            yield
     except TimeoutError:
         raise LocalError(f"the swarm: nothing happened for {SILENCE_SECONDS:g} s; see {options.out}") from None
     finally:

@@ -77,7 +77,7 @@ def _console(width: int, height: int) -> Console:
 
 
 LAST_NEWS = 10.0
-"""Seconds in which a monitor hears what a node said before it ended."""
+"""Seconds after the demo's end in which its monitor has seen that."""
 
 
 def view_of(watched: Watched, view: str, width: int, height: int) -> RenderableType:
@@ -87,15 +87,7 @@ def view_of(watched: Watched, view: str, width: int, height: int) -> RenderableT
 
 
 def watched(folder: Path) -> tuple[Manifest, list[Event]]:
-    """Runs the demo in `folder`; the run, and all that a monitor hears of it, which sees its end. Where the demo's node is gone before that, the demo
-    is run once more."""
-    for attempt in range(3):
-        if (found := _watched(folder / str(attempt))) is not None:
-            return found
-    raise SystemExit("pictures: the demo's node was gone three times before the monitor saw the end of the run")
-
-
-def _watched(folder: Path) -> tuple[Manifest, list[Event]] | None:
+    """Runs the demo in `folder`; the run, and all that a monitor hears of it, which sees its end."""
     command = [sys.executable, "-m", "peer.cli", "demo", "--no-screen", "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -105,21 +97,21 @@ def _watched(folder: Path) -> tuple[Manifest, list[Event]] | None:
         process.communicate()
 
 
-async def _watch(line: str, demo: subprocess.Popen[str]) -> tuple[Manifest, list[Event]] | None:
+async def _watch(line: str, demo: subprocess.Popen[str]) -> tuple[Manifest, list[Event]]:
     run, told = parse_run(line), list[Event]()
     with tempfile.TemporaryDirectory(prefix="potluck-pictures-") as name:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
             following = asyncio.create_task(Monitor(manifest, transport).follow(told.append))
-            await asyncio.wait(
-                {following, asyncio.create_task(asyncio.to_thread(demo.wait))}, return_when="FIRST_COMPLETED"
-            )
-            try:
-                await asyncio.wait_for(following, LAST_NEWS)
-            except TimeoutError:
-                return None
+            ended = asyncio.create_task(asyncio.to_thread(demo.wait))
+            await asyncio.wait({following, ended}, return_when="FIRST_COMPLETED")
+            await asyncio.wait_for(following, LAST_NEWS)
             return manifest, told
+        except TimeoutError:
+            raise SystemExit(
+                "pictures: the demo was over before the monitor saw the end; try on a quiet machine"
+            ) from None
         finally:
             await transport.aclose()
 

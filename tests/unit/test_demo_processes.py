@@ -1,0 +1,59 @@
+"""The demo's swarm as processes, with a command that plays all of them: who ends when."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from peer import events
+from peer.demo import processes
+from peer.demo.recipe import PeerSpec
+from peer.events import Event
+from protocol.identity import Identity
+from tests.e2e import swarms
+
+THERE = "bootstrap/there"
+"""A file that the node touches for as long as it lives."""
+
+
+def play(arguments: Sequence[str]) -> None:
+    """`bootstrap` says that it listens, then that the run is over when its peer has ended, and stays for ever."""
+    out = Path(arguments[arguments.index("--dir") + 1]).parent
+    if arguments[0] == "join":
+        (out / "over").touch()
+        return
+    tell(events.Listening(address="/ip4/127.0.0.1/tcp/1#run", addresses=()))
+    while not (out / "over").exists():
+        time.sleep(0.01)
+    tell(events.RunFinished(round=1, state_digest=None))
+    while True:
+        (out / THERE).touch()
+        time.sleep(0.01)
+
+
+def tell(body: events.Body) -> None:
+    print(Event(time.time(), "bootstrap", body).to_json(), flush=True)
+
+
+def test_the_node_stays_after_the_end_so_long_that_a_monitor_elsewhere_hears_of_it(tmp_path: Path) -> None:
+    options = swarms.options(tmp_path, in_memory=False)
+    peer = PeerSpec("full-0", Identity(bytes(32)), 1 << 30, 10**7)
+    for name in ("bootstrap", peer.name):
+        (tmp_path / name).mkdir()
+    told: list[Event] = []
+
+    async def watch() -> None:
+        swarm = processes.run_processes(options, play, [peer], tmp_path, told.append)
+        async with contextlib.aclosing(swarm) as steps:
+            async for _ in steps:
+                if isinstance(told[-1].body, events.RunFinished):
+                    break
+            heard = time.time()
+            assert heard - told[-1].time >= processes.LAST_NEWS_SECONDS
+            while (tmp_path / THERE).stat().st_mtime <= heard:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(watch(), swarms.DEADLINE))
