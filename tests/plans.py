@@ -53,7 +53,7 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
         longest = max(longest, latency)
     step = min(
         _step(train.micro_batches, times, wires, ways, windows)
-        for times, windows in _manners(manifest, members, ranges, stages)
+        for times, windows in _manners(manifest, members, ranges, stages, wires, ways)
     )
     codec = manifest.outer.codec
     offer = max(
@@ -85,15 +85,36 @@ def seconds(manifest: Manifest, c: Candidate, a: int, b: int) -> float:
 
 
 def _manners(
-    manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, stages: list[float]
+    manifest: Manifest,
+    members: Sequence[Candidate],
+    ranges: Ranges,
+    stages: list[float],
+    wires: list[float],
+    ways: list[float],
 ) -> list[tuple[list[float], list[int]]]:
-    """Seconds of the stages and how many micro-batches each lets past, without and with computing activations twice."""
-    depths = [memory.depths(manifest, a, b, c.memory_bytes) for c, (a, b) in zip(members, ranges, strict=True)]
-    most, held = (
-        min([manifest.train.micro_batches, *some]) for some in ([d.most for d in depths], [d.held for d in depths])
-    )
-    again = [t * 4 / 3 if d.recomputes(most) else t for t, d in zip(stages, depths, strict=True)]
-    return [(stages, [d.window(held) for d in depths]), (again, [d.window(most) for d in depths])]
+    """Seconds of the stages and how many micro-batches each lets past, with as many under way as nobody has to compute twice for, and as there is
+    memory for. Who computes activations twice, a third more work, lets all past: who has to, and who holds those behind it up much less then."""
+    room = [memory.depths(manifest, a, b, c.memory_bytes) for c, (a, b) in zip(members, ranges, strict=True)]
+    count, last = manifest.train.micro_batches, len(members) - 1
+    found = []
+    for depth in (min([count, *some]) for some in ([r.held for r in room], [r.most for r in room])):
+        times, windows = [], []
+        for i, t in enumerate(stages):
+            window = min(room[i].plain, depth)
+            kept = _rest(count, [t, *stages[i + 1 :]], wires, ways[i:], window)
+            anew = t / 3 + _rest(count, [t * 4 / 3, *stages[i + 1 :]], wires, ways[i:], depth)
+            twice = i < last and window < depth and (depth > room[i].held or anew < 0.95 * kept)
+            times.append(t * 4 / 3 if twice else t)
+            windows.append(depth if twice else window)
+        found.append((times, windows))
+    return found
+
+
+def _rest(count: int, stages: list[float], wires: list[float], ways: list[float], window: int) -> float:
+    """Of an inner step, all but the first micro-batch's way through these stages, where so many are between the first one's forward and backward."""
+    pace = max([*stages, *wires])
+    away = sum(stages) + sum(ways)
+    return max((count - 1) * pace, (window - 1) * pace + (count - window) * away / window)
 
 
 def _step(micro_batches: int, stages: list[float], wires: list[float], ways: list[float], windows: list[int]) -> float:

@@ -106,6 +106,7 @@ class _Run:
         self._losses: list[Tensor] = []
         self._seconds_per_microbatch, self._stage_seconds = 0.0, tuple[float, ...]()
         self._transfers = (0.0, 0.0)
+        self._from_here_on: tuple[Sequence[StageCost], Sequence[LinkCost]] | None = None  # what the last step took
 
     def screen(self, kind: int, neighbour: str) -> None:
         """From now on what comes from a neighbour is screened."""
@@ -196,7 +197,7 @@ class _Run:
             """Whether there is what the next forward needs, and room for it."""
             if near.previous is not None and not near.previous.ready:
                 return False
-            return last or prepared[FORWARD] - prepared[BACKWARD] < self.depths.window(near.depth)
+            return last or prepared[FORWARD] - prepared[BACKWARD] < self._window()
 
         async def prepare() -> bool:
             """Whether there was something to prepare."""
@@ -214,7 +215,7 @@ class _Run:
             if may and comes():
                 inward = None if near.previous is None else await near.take(near.previous, FORWARD, step, micro)
                 prepared[FORWARD] += 1
-                after = 0 if last else prepared[FORWARD] - self.depths.window(near.depth)
+                after = 0 if last else prepared[FORWARD] - self._window()
                 turns.put(FORWARD, self.worker.timed(FORWARD, self._forward, micro, inward), after=after)
                 return True
             return False
@@ -236,10 +237,21 @@ class _Run:
         finally:
             turns.end()
 
+    def _again(self) -> bool:
+        """Whether activations are computed anew in this step."""
+        if self.near.following is None:
+            return False
+        if self._from_here_on is None:
+            return self.near.depth > self.depths.held
+        return pipeline_model.computes_twice(*self._from_here_on, self.train.micro_batches, self.near.depth)
+
+    def _window(self) -> int:
+        """How many micro-batches may be between their forward and their backward here."""
+        return self.depths.window(self.near.depth, self._again())
+
     def _forward(self, micro: int, inward: Tensor | None) -> Tensor | None:
         """On the worker: one forward; in the last stage its backward too. Returns what is to be sent."""
-        again = self.depths.recomputes(self.near.depth)
-        outward = self.trainer.forward(micro, self._ids[micro], inward, recompute=again)
+        outward = self.trainer.forward(micro, self._ids[micro], inward, recompute=self._again())
         if micro + 1 < self.train.micro_batches:
             self.trainer.expect(self._ids[micro + 1])
         if self.near.following is not None:
@@ -267,6 +279,7 @@ class _Run:
         self._seconds_per_microbatch = norms.stages[0].seconds_per_microbatch
         if behind is not None:
             norms = norms.before(behind)
+        self._from_here_on = costs(norms.stages)
         progress.total = await grad_norm.settle(near, step, norms, step - self.first_step + 1)
         if near.previous is None and near.following is not None:
             self._stage_seconds = tuple(m.seconds_per_microbatch for m in norms.stages)
@@ -276,7 +289,7 @@ class _Run:
     def _measured(self) -> StageTiming:
         near, count = self.near, self.train.micro_batches
         forward, backward = self.worker.seconds[FORWARD] / count, self.worker.seconds[BACKWARD] / count
-        if near.following is not None and self.depths.recomputes(near.depth):
+        if self._again():
             backward = max(0.0, backward - forward)
         ahead = near.previous.clock.measured() if near.previous is not None else (0.0, 0.0)
         behind = near.following.clock.measured() if near.following is not None else (0.0, 0.0)

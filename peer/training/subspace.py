@@ -6,8 +6,11 @@ SparseLoCo with heterogeneous replicas, stage boundary (LLaMA: no positional ter
     backward   send G U                       receiver: (G U) U^T
     embedding  TE = T_S + T_perp, T_S = A U^T with A [V, k] trained and T_perp frozen within a round
 
-T_perp is orthogonal to S, T_perp U = 0, so whoever sends needs nothing of it. Of T_perp the rows of a micro-batch are made when they
-are asked for, out of the rows of TE: the table stays where it is, which may be a file, and of a table of gigabytes only what is read
+T_perp is orthogonal to S, T_perp U = 0, so whoever sends needs nothing of it. The receiver makes nothing of it either, but computes
+
+    X^ = TE[ids] + (Z - (TE U)[ids]) U^T
+
+from the rows of TE that a micro-batch has: the table stays where it is, which may be a file, and of a table of gigabytes only what is read
 needs memory. A table in host memory sends a device the row of each token once for a micro-batch.
 
 That is autograd of X^ = (X - T_perp[ids]) U U^T + T_perp[ids]. Our choice where the paper leaves it open: A is the
@@ -71,48 +74,47 @@ class Boundary:
 
     @torch.no_grad()
     def expect(self, ids_BL: Tensor) -> None:
-        """Has the rows of TE sent that `expand` will ask for next, where the table is not where U is: while the device is busy, this costs
-        it no time."""
-        if self.u_DK.device != self.te_VD.device:
-            self._expected = ids_BL, *self.sent(ids_BL)
+        """Has the rows of TE sent that `expand` will ask for next: while the device is busy, this costs it no time."""
+        if self.u_DK.device.type != "cpu":
+            self._expected = ids_BL, *self.rows(ids_BL)
 
-    def sent(self, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """TE [N, D] of the different tokens, where U is, and of each position which of them it has [B, L]."""
+    def rows(self, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """TE [N, D] of the different tokens, where U is, and of each position which of them it has [B, L]. The ids are on the host."""
+        device = self.u_DK.device
         seen_V = torch.zeros(len(self.te_VD), dtype=torch.bool)
         seen_V[ids_BL.flatten()] = True
         tokens_N, which_BL = seen_V.nonzero()[:, 0], (seen_V.cumsum(0) - 1)[ids_BL]
-        pinned = self.u_DK.device.type == "cuda"  # so that the device copies it beside its other work
-        te_ND = torch.empty(len(tokens_N), self.te_VD.shape[1], dtype=self.te_VD.dtype, pin_memory=pinned)
-        torch.index_select(self.te_VD, 0, tokens_N, out=te_ND)
-        if pinned:
-            which_BL = which_BL.pin_memory()
-        return te_ND.to(self.u_DK.device, non_blocking=True), which_BL.to(self.u_DK.device, non_blocking=True)
+        if device.type == "cuda":  # it copies from pinned memory beside its other work
+            tokens_N, which_BL = tokens_N.pin_memory(), which_BL.pin_memory()
+        if self.te_VD.device == device:
+            te_ND = functional.embedding(tokens_N.to(device, non_blocking=True), self.te_VD)
+        else:
+            te_ND = torch.empty(
+                len(tokens_N), self.te_VD.shape[1], dtype=self.te_VD.dtype, pin_memory=device.type == "cuda"
+            )
+            torch.index_select(self.te_VD, 0, tokens_N, out=te_ND)
+        return te_ND.to(device, non_blocking=True), which_BL.to(device, non_blocking=True)
 
-    def _te(self, ids_BL: Tensor) -> Tensor:
-        """TE[ids] [B, L, D], where U is."""
-        if self.u_DK.device == self.te_VD.device:
-            return functional.embedding(ids_BL.to(self.te_VD.device, non_blocking=True), self.te_VD)
+    @torch.no_grad()
+    def _rows(self, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
+        """What `rows` gives, or gave when it was expected."""
         if self._expected is not None and _same(self._expected[0], ids_BL):
             _, te_ND, which_BL = self._expected
             self._expected = None
-        else:  # it may be computed anew, before what is expected
-            te_ND, which_BL = self.sent(ids_BL.cpu())
-        return functional.embedding(which_BL, te_ND)
-
-    @torch.no_grad()
-    def _perp(self, ids_BL: Tensor) -> Tensor:
-        """T_perp[ids] [B, L, D]; the same bits for the same ids."""
-        te_BLD = self._te(ids_BL)
-        t_s_BLD = te_BLD @ self.u_DK @ self.u_DK.T
-        return torch.sub(te_BLD, t_s_BLD, out=t_s_BLD)
+            return te_ND, which_BL
+        return self.rows(ids_BL.cpu())  # it may be computed anew, before what is expected
 
     def compress(self, x_BLD: Tensor) -> Tensor:
         """Z [B, L, K] = X U."""
         return x_BLD @ self.u_DK
 
     def expand(self, z_BLK: Tensor, ids_BL: Tensor) -> Tensor:
-        """X^ [B, L, D] = Z U^T + T_perp[ids]."""
-        return z_BLK @ self.u_DK.T + self._perp(ids_BL)
+        """X^ [B, L, D] = Z U^T + T_perp[ids], as TE[ids] + (Z - (TE U)[ids]) U^T: of D numbers a token only TE is read and X^ written."""
+        with torch.autocast(self.u_DK.device.type, enabled=False):  # TE is not to lose bits
+            te_ND, which_BL = self._rows(ids_BL)
+            moved_BLK = z_BLK - functional.embedding(which_BL, te_ND @ self.u_DK)
+            x_TD = functional.embedding(which_BL.flatten(), te_ND)
+            return x_TD.addmm_(moved_BLK.flatten(0, 1), self.u_DK.T).unflatten(0, which_BL.shape)
 
     def compress_grad(self, g_BLD: Tensor) -> Tensor:
         """G U [B, L, K]."""

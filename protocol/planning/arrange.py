@@ -28,7 +28,7 @@ from protocol.planning import moves, orders, pools
 from protocol.planning.memory import held_shards
 from protocol.planning.objective import Swarm, padded
 from protocol.planning.partition import GAIN, HORIZON_ROUNDS, Candidate, Ranges, split
-from protocol.planning.pools import UNITS, Allowed, Arrangement, Group
+from protocol.planning.pools import SMALL, Allowed, Arrangement, Group
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -84,7 +84,7 @@ def arrange(
 
 def _search(swarm: Swarm, now: Arrangement, budget: int, allowed: Allowed) -> None:
     """Makes the arrangement better: a small swarm's as a whole, a larger one's by pools and moves in turns."""
-    if len(now.free) + sum(map(len, now.groups)) <= UNITS:
+    if len(now.free) + sum(map(len, now.groups)) <= SMALL:
         pools.solve_all(swarm, now, allowed)
         return
     for share in SHARES:
@@ -221,7 +221,7 @@ def _result(
         sorted_rows = padded([sorted(int(i) for i in row if i >= 0) for row in rows])
         same = swarm.rated(sorted_rows).rate >= rates * (1 - 1e-9)  # the order of names, where it is as good as any
         rows = np.where(same[:, None], sorted_rows, rows)
-        rated = swarm.rated(rows)
+        rated = swarm.refined(rows, swarm.rated(rows))
         for n in sorted(range(len(rows)), key=lambda n: (int((rows[n] >= 0).sum() > 1), -rated.rate[n], rows[n][0])):
             members = [int(i) for i in rows[n] if i >= 0]
             replicas.append(

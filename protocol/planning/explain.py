@@ -9,6 +9,7 @@ import numpy as np
 
 from protocol.identity import short_peer
 from protocol.planning.arrange import Arranged
+from protocol.planning.inner_steps import step
 from protocol.planning.memory import needs_by_range, smallest_stage
 from protocol.planning.objective import Swarm, padded
 from protocol.planning.partition import Candidate, memory_of
@@ -72,20 +73,22 @@ def _explain(swarm: Swarm, replica: Arranged, members: list[int]) -> Explained:
 
 def _limit(swarm: Swarm, names: Sequence[str], rows: Ints, blocks: Ints, rank: int) -> str:
     """The part of a micro-batch's way that takes longest."""
-    compute = swarm.compute(rows, blocks)[0]
+    links = swarm.links(rows, rank)
+    manners = swarm.manners(swarm.compute(rows, blocks), swarm.room(rows, blocks), links)
+    seconds = [float(step(swarm.shapes.micro_batches, times, links, windows)[0][0]) for times, windows in manners]
+    compute, windows = (x[0] for x in manners[int(np.argmin(seconds))])
     slowest = int(np.argmax(compute))
     if len(names) == 1:
         return "its computing"
     forward, backward = (x[0] for x in swarm.boundaries(rows, swarm.kinds(rows), swarm.shapes.boundary_bits[rank]))
     latency = swarm.latencies(rows)[0]
-    windows, _, _ = swarm.windows(rows, blocks)
     ways = [*(forward + backward + 2 * latency), 0.0]
     trips = (compute + ways)[::-1].cumsum()[::-1]  # from each stage to the end of the chain and back
-    trip, tightest = float(trips[0]), int(np.argmax(trips / windows[0]))
+    trip, tightest = float(trips[0]), int(np.argmax(trips / windows))
     link = int(np.argmax(np.maximum(forward, backward)))
     wire = float(max(forward[link], backward[link]))
     pace = max(float(compute[slowest]), wire)
-    room = float(windows[0][tightest])
+    room = float(windows[tightest])
     if room < swarm.shapes.micro_batches and trips[tightest] / room > pace:
         whose, took = _named(names[tightest]), trips[tightest]
         return f"memory of {whose}: only {int(room)} micro-batches fit, and one takes {took:.2g} s from there and back"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from protocol.planning.objective import step
+from protocol.planning.inner_steps import step
 
 STAGES = 4
 INNER_STEPS = 50

@@ -10,7 +10,7 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     in flight    4 r L (B n + [documents] L) x micro-batches between their forward and their backward; n = 14 d + 3 c + 4 F values a token of a block,
                            and with normalized queries and keys 3 (d + c) more; documents that do not see each other have a mask
     frames       r L (4 k + f) x micro-batches under way in the chain  what came in from either side: a frame with f bytes a token, and its tensor
-    reader      16 r L d   of a compressed chain: a micro-batch's rows of the embedding, their part in the subspace, and the other part
+    reader       8 r L d   of a compressed chain: a micro-batch's rows of the embedding, one for each token that occurs, and one for each position
     backward     8 r L t + 4 d F + [first, whole] 4 E  gradients within the block that goes backward, t = 8 d + 2 c + 4 F values a token; that of its largest
                            matrix, and of an embedding that is trained as a whole, before they are added
     loss         8 min(r L V, LOGITS) + 4 E  in the last stage: logits and their logarithms of a slice of the tokens, and the gradient of the
@@ -248,7 +248,7 @@ def _muon(manifest: Manifest, shard: str) -> list[int]:
 
 def _backward(manifest: Manifest, first: int, last: int, device: str) -> int:
     train, whole = manifest.train, last - first == manifest.model.n_layers
-    read = 0 if whole or not max(manifest.chains.rank) else 16 * train.rows * train.sequence * manifest.model.d_model
+    read = 0 if whole or not max(manifest.chains.rank) else 8 * train.rows * train.sequence * manifest.model.d_model
     loss = _loss(manifest, device) if last == manifest.model.n_layers else 0
     return _gradient_bytes(manifest, device) + max(4 * _table(manifest, first, last), loss) + read
 

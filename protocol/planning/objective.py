@@ -12,7 +12,7 @@ with t the seconds of a stage per micro-batch, forward and backward (its operati
 that a boundary carries a frame forward and backward, l the boundary's latency, and W the window: as many micro-batches as are under way
 (the least that any member's memory allows), or as this stage has room to keep the activations of, are between their forward and their
 backward there, and each of the others waits until one is through. A stage that keeps what came in alone computes its forward twice
-(t x 4 / 3); that is done where it pays. The step is the closed form of protocol/planning/pipeline_model.py's simulation. A full replica
+(t x 4 / 3) and lets all past; that is done where it pays. The step is the closed form of protocol/planning/pipeline_model.py's simulation. A full replica
 is a chain of one stage.
 
 An inner stage has two neighbours, and its uplink and downlink carry both: each of its boundaries is as fast as if frames
@@ -40,11 +40,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from protocol.planning.inner_steps import Links, gains, step
 from protocol.planning.memory import WAITING, in_files
 from protocol.planning.partition import Candidate, memory_of, pairs_apart
-from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Floats, Ints, shapes
+from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Flags, Floats, Ints, shapes
 from protocol.run.manifest import Manifest
 
 CARRIED = 0.9
@@ -64,12 +64,9 @@ TOLERANCE = 0.01
 """A wider rank is taken where it costs at most this share of the rate: it learns better (docs/results/learning.md)."""
 DEEPER = (2, 4)
 """How many times as many micro-batches as memory always has room for (`window`) are tried to have room for."""
-FEW, SHIFTS = 7, 4
-"""Among so few peers blocks are shared out with more care, in so many passes: there is time for it."""
-WAITS = 1.02
-"""A chain that takes so many times as long as at the pace of its slowest part gains from more micro-batches under way."""
+SHIFTS = 4
+"""Passes in which blocks are shared out with more care (`refined`)."""
 _HALVINGS = 10
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,20 +79,6 @@ class Rated:
     """[N]: tokens per second."""
     rank: Ints
     """[N]: which of `Shapes.ranks`."""
-
-
-def step(micro_batches: int, compute: Floats, links: tuple[Floats, Floats], windows: Floats) -> tuple[Floats, Flags]:
-    """[N] each: seconds of an inner step, and whether it waits for windows. `compute` [N, S]: of each stage per micro-batch; `links`: of each
-    boundary there and back [N, S - 1], and of the slowest one in one direction [N]; `windows` [N, S], at most `micro_batches`."""
-    there_and_back, slowest = links
-    trips = compute.copy()
-    trips[:, :-1] += there_and_back
-    for stage in range(trips.shape[1] - 2, -1, -1):  # from it to the end of the chain and back
-        trips[:, stage] += trips[:, stage + 1]
-    pace = np.maximum(compute.max(axis=1), slowest)
-    held_up = ((micro_batches - windows) * trips / windows + (windows - 1) * pace[:, None]).max(axis=1)
-    steady = (micro_batches - 1) * pace
-    return trips[:, 0] + np.maximum(steady, held_up), held_up > WAITS * steady
 
 
 class Swarm:
@@ -166,7 +149,7 @@ class Swarm:
 
     def share_out(self, rows: Ints, caps: Ints) -> Ints:
         """[N, S]: how many blocks each member gets, at most `caps` [K, n], for rows that fit so: the slowest stage is as quick as can be,
-        and then the slowest members have as few as can be."""
+        then the slowest members have as few as can be, and of equal ones each about as many."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
         cap = np.where(there, self._at(caps, kind, rows), 0)
         extra = np.where(there, table.extra_ops[kind], 0.0)
@@ -188,12 +171,13 @@ class Swarm:
             enough = within(middle).sum(axis=1) >= table.layers
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         blocks = within(high)
-        surplus = blocks.sum(axis=1, keepdims=True) - table.layers
-        order = np.argsort(np.where(there, speed, math.inf), axis=1, kind="stable")
-        spare = np.take_along_axis(blocks - one, order, axis=1)
-        before = np.cumsum(spare, axis=1) - spare
-        taken = np.clip(surplus - before, 0, spare)
-        np.put_along_axis(blocks, order, np.take_along_axis(blocks, order, axis=1) - taken, axis=1)
+        surplus = blocks.sum(axis=1) - table.layers
+        some = np.flatnonzero(surplus > 0)
+        while len(some):
+            key = np.where(blocks[some] > 1, speed[some] * (1 - 1e-9 * blocks[some]), math.inf)
+            blocks[some, key.argmin(axis=1)] -= 1
+            surplus[some] -= 1
+            some = some[surplus[some] > 0]
         return blocks
 
     # --- stages to seconds
@@ -236,9 +220,9 @@ class Swarm:
         seconds = (blocks * table.block_ops + table.extra_ops[self.kinds(rows)]) / self.speed[rows]
         return np.where(rows >= 0, seconds, 0.0)
 
-    def windows(self, rows: Ints, blocks: Ints) -> tuple[Floats, Floats, Flags]:
-        """[N, S] each: of each stage at the depth at which nothing is computed twice; of each at the depth that memory allows at all; and
-        which compute twice there. The formula is that of protocol/planning/memory.py: depths."""
+    def room(self, rows: Ints, blocks: Ints) -> tuple[Floats, Floats, Floats]:
+        """[N, S] each: for how many micro-batches under way each stage has memory, with all activations of each, while others wait, and if it
+        keeps what came in alone (Depths of protocol/planning/memory.py); infinite where there is no such limit."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
         one, frame = table.flight[kind, blocks], np.maximum(table.frame[kind], 1.0)
         free = self.memory[rows] - table.resting[self.in_files[rows], kind, blocks]
@@ -246,27 +230,37 @@ class Swarm:
         plain = np.maximum(np.floor(free / np.maximum(one + WAITING * frame, 1.0)), table.least[kind, blocks])
         held = np.where(plain >= table.window, np.maximum(plain, np.floor((free - plain * one) / frame)), plain)
         inner = there & (kind != LAST) & (kind != WHOLE)
-        kept, held = np.where(inner, plain, math.inf), np.where(inner, held, most)
-        depth = np.minimum(held.min(axis=1, keepdims=True), table.micro_batches)
-        deep = np.minimum(most.min(axis=1, keepdims=True), table.micro_batches)
-        again = deep > held
-        return np.minimum(kept, depth), np.where(again, deep, np.minimum(kept, deep)), again
+        return np.where(inner, plain, math.inf), np.where(inner, held, most), most
+
+    def links(self, rows: Ints, rank: int) -> Links:
+        """Of the boundaries at this rank, as `step` takes them."""
+        forward, backward = self.boundaries(rows, self.kinds(rows), self.shapes.boundary_bits[rank])
+        return forward + backward + 2 * self.latencies(rows), np.maximum(forward, backward).max(axis=1, initial=0.0)
+
+    def manners(
+        self, compute: Floats, room: tuple[Floats, Floats, Floats], links: Links
+    ) -> list[tuple[Floats, Floats]]:
+        """Ways to do an inner step, `compute` and windows [N, S] as `step` takes them: at the most micro-batches under way at which nobody has
+        to compute twice, and at the most that there is memory for. Who gains by computing twice does it at either."""
+        (plain, held, most), count, found = room, self.shapes.micro_batches, []
+        for most_of in (held, most):
+            depth = np.minimum(most_of.min(axis=1, keepdims=True), count)
+            windows = np.minimum(plain, depth)
+            twice = (windows < depth) & ((depth > held) | gains(count, compute, links, windows, depth))
+            found.append((np.where(twice, compute * 4 / 3, compute), np.where(twice, depth, windows)))
+        return found
 
     def step_seconds(self, rows: Ints, blocks: Ints) -> tuple[Floats, Flags]:
-        """[ranks, N]: of an inner step, at the better of two depths: all that memory holds, without and with computing twice. [N]: whether it
-        waits for windows without, at any rank."""
-        compute, (windows, deep, again) = self.compute(rows, blocks), self.windows(rows, blocks)
-        kind = self.kinds(rows)
-        twice = compute * np.where(again, 4 / 3, 1.0)
-        latency = 2 * self.latencies(rows)
+        """[ranks, N]: of an inner step, in the best of its `manners`. [N]: whether somebody waits for windows or computes twice in the first of
+        them, at any rank."""
         seconds, waits = np.empty((len(self.shapes.ranks), len(rows))), np.zeros(len(rows), dtype=bool)
-        for rank, bits in enumerate(self.shapes.boundary_bits):
-            forward, backward = self.boundaries(rows, kind, bits)
-            links = forward + backward + latency, np.maximum(forward, backward).max(axis=1, initial=0.0)
-            seconds[rank], held_up = step(self.shapes.micro_batches, compute, links, windows)
-            waits |= held_up
-            if (deep > windows).any():
-                seconds[rank] = np.minimum(seconds[rank], step(self.shapes.micro_batches, twice, links, deep)[0])
+        compute, room = self.compute(rows, blocks), self.room(rows, blocks)
+        for rank in range(len(seconds)):
+            links = self.links(rows, rank)
+            first, other = self.manners(compute, room, links)
+            seconds[rank], held_up = step(self.shapes.micro_batches, first[0], links, first[1])
+            waits |= held_up | (first[0] > compute).any(axis=1)
+            seconds[rank] = np.minimum(seconds[rank], step(self.shapes.micro_batches, other[0], links, other[1])[0])
         return seconds, waits
 
     def rates(self, rows: Ints, blocks: Ints, rank: Ints | None = None) -> tuple[Floats, Ints]:
@@ -333,9 +327,19 @@ class Swarm:
             blocks[good] = shared = np.asfortranarray(self.share_out(some, self.caps))
             rate[good], rank[good], waits = self._rates(some, shared)
             self._deepen(rows, good[waits], (blocks, rate, rank))
-            if len(self.speed) <= FEW:
-                self._shift(rows, good[waits], (blocks, rate, rank))
         return Rated(blocks=blocks, rate=rate, rank=rank)
+
+    def refined(self, rows: Ints, rated: Rated) -> Rated:
+        """What `rated` gave, with blocks shared out with more care where an inner step waits for windows: members give one to another as
+        long as that makes a replica quicker, in a few passes. It takes much longer than `rated`."""
+        found = rated.blocks.copy(), rated.rate.copy(), rated.rank.copy()
+        some = np.flatnonzero(rated.rate > 0)
+        if len(some):
+            waits = self._rates(np.asfortranarray(rows[some]), np.asfortranarray(rated.blocks[some]), rated.rank[some])[
+                2
+            ]
+            self._shift(rows, some[waits], found)
+        return Rated(blocks=found[0], rate=found[1], rank=found[2])
 
     def _deepen(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
         """Shares the blocks of some rows out so that members can have more micro-batches in flight, where that is better."""
@@ -346,7 +350,7 @@ class Swarm:
             self._keep_better(rows, which, self.share_out(np.asfortranarray(rows[which]), caps), found)
 
     def _shift(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
-        """Lets members of some rows give a block to another where that makes them quicker, in a few passes."""
+        """Lets members of some rows give a block to another where that makes the row quicker."""
         blocks, rate, _ = found
         cap = np.where(rows >= 0, self._at(self.caps, self.kinds(rows), rows), 0)
         passes = SHIFTS

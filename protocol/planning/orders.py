@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from protocol.planning.objective import Flags, Rated, Swarm
-from protocol.planning.shapes import FIRST, LAST, MIDDLE, Floats, Ints
+from protocol.planning.objective import Rated, Swarm
+from protocol.planning.shapes import FIRST, LAST, MIDDLE, Flags, Floats, Ints
 
 ALL = 5
 """Members of a chain of which all orders are tried, where orders are tried thoroughly."""

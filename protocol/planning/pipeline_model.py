@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 TOLERANCE = 0.01
 """A depth is deep enough if the step takes at most this share longer than at any greater depth that was tried."""
+PAYS = 0.95
+"""To compute activations anew pays where a step takes at most so much of the time."""
 MARGIN = 1.5
 """How much deeper than the simulation wants: it knows mean times, and real ones vary."""
 _SLACK = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
@@ -32,20 +34,16 @@ _SLACK = (1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depths:
     """For how many micro-batches under way in its chain a stage has memory. `plain`: with all activations of each; `held`: with those of
-    `plain`, while the others that came in wait; `most`: if it keeps what came in, and computes activations anew before it goes backward.
+    `plain`, while the others that came in wait; `most`: if it keeps what came in, and computes activations anew before it goes backward (`computes_twice`).
     plain <= held <= most."""
 
     plain: int
     held: int
     most: int
 
-    def recomputes(self, depth: int) -> bool:
-        """Whether activations are computed anew where `depth` are under way."""
-        return depth > self.held
-
-    def window(self, depth: int) -> int:
-        """How many of them the stage has between their forward and their backward, at most."""
-        return depth if self.recomputes(depth) else min(depth, self.plain)
+    def window(self, depth: int, again: bool) -> int:
+        """How many of `depth` the stage has between their forward and their backward, at most; `again`: if it computes activations anew."""
+        return depth if again else min(depth, self.plain)
 
 
 _ANY = 2**32 - 1
@@ -59,10 +57,6 @@ class StageCost:
     forward: float
     backward: float
     depths: Depths = UNBOUNDED
-
-    def backward_at(self, depth: int) -> float:
-        """Seconds of going backward with `depth` micro-batches under way."""
-        return self.backward + (self.forward if self.depths.recomputes(depth) else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +76,15 @@ def step_seconds(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_b
     if not stages or len(links) != len(stages) - 1 or micro_batches < 1 or depth < 1:
         raise ValueError("a chain needs a link between any two stages, a micro-batch and a depth of at least 1")
     last = len(stages) - 1
-    backward = [s.backward_at(depth) for s in stages]
-    backward[last] = stages[last].backward
+    again = [computes_twice(stages[s:], links[s:], micro_batches, depth) for s in range(len(stages))]
+    backward = [s.backward + (s.forward if twice else 0.0) for s, twice in zip(stages, again, strict=True)]
     if last == 0:
         return micro_batches * (stages[0].forward + backward[0])
     came = [[0, 0] for _ in stages]  # forward, backward frames that arrived
     done = [[0, 0] for _ in stages]
     came[0][0] = micro_batches
     busy, latest = [False] * len(stages), [1] * len(stages)  # what a stage does, or did last: 0 forward, 1 backward
-    window = [s.depths.window(depth) for s in stages]
+    window = [s.depths.window(depth, twice) for s, twice in zip(stages, again, strict=True)]
     free = [[0.0, 0.0] for _ in links]  # when a boundary can take the next frame forward, backward
     events: list[tuple[float, int, int, int]] = []  # time, stage, direction, 0: computed, 1: arrived
     now = 0.0
@@ -125,6 +119,27 @@ def step_seconds(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_b
                 send(s - 1, 1)
         start(s)
     return now
+
+
+def computes_twice(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, depth: int) -> bool:
+    """Whether the first of these stages, which are a chain's from that one on, keeps only what came in where `depth` are under way, and computes
+    activations anew before it goes backward: because it has no room to let so many wait, or because their waiting would cost the step more. A
+    stage knows no more of its chain than those behind it. The last one never does."""
+    first = stages[0]
+    window = min(depth, first.depths.plain)
+    if len(stages) == 1 or window >= min(depth, micro_batches):
+        return False
+    trip = sum(s.forward + s.backward for s in stages) + sum(k.forward + k.backward + 2 * k.latency for k in links)
+    pace = max(*(s.forward + s.backward for s in stages), *(max(k.forward, k.backward) for k in links))
+    twice = max(pace, 2 * first.forward + first.backward)
+    kept = _held_up(micro_batches, trip, pace, window)
+    anew = first.forward + _held_up(micro_batches, trip + first.forward, twice, min(depth, micro_batches))
+    return depth > first.depths.held or anew < PAYS * kept
+
+
+def _held_up(micro_batches: int, trip: float, pace: float, window: int) -> float:
+    """Seconds of a step but for its first trip, where `window` micro-batches at most are on their trip at a time."""
+    return max((micro_batches - 1) * pace, (micro_batches - window) * trip / window + (window - 1) * pace)
 
 
 def least_depth(stages: Sequence[StageCost], links: Sequence[LinkCost]) -> float:

@@ -24,7 +24,8 @@ from protocol.planning import orders
 from protocol.planning.objective import Swarm, padded
 from protocol.planning.shapes import WHOLE, Floats, Ints
 
-UNITS = 7
+UNITS, SMALL = 7, 10
+"""Of a pool; and peers of a swarm that is one pool, at most."""
 GAIN = 1e-6
 """A pool is arranged anew where its rate grows by more than this share."""
 KEYS = 5
@@ -92,7 +93,7 @@ def improve(swarm: Swarm, now: Arrangement, *, rows: int, allowed: Allowed | Non
 
 
 def solve_all(swarm: Swarm, now: Arrangement, allowed: Allowed | None = None) -> None:
-    """Arranges a swarm of at most UNITS peers as well as can be, at once; every pair of ends of every chain is tried."""
+    """Arranges a swarm of at most SMALL peers as well as can be, at once; every pair of ends of every chain is tried."""
     units: list[Group] = []
     replicas: dict[int, int] = {}
     for number, group in enumerate([*now.groups, *((peer,) for peer in sorted(now.free))]):
@@ -188,16 +189,19 @@ def _cut(group: Group, most: int, turn: int) -> list[Group]:
 
 
 @functools.lru_cache(maxsize=16)
-def _subsets(count: int) -> tuple[tuple[int, int], ...]:
-    """(A, B) for every set A of units and every subset B that has A's first unit, smaller A first."""
-    pairs = []
+def _subsets(count: int) -> tuple[tuple[int, Ints], ...]:
+    """For every set A of units, smaller A first: A, and all its subsets B that have A's first unit, the largest first."""
+    found = []
     for whole in range(1, 1 << count):
-        first, part = whole & -whole, whole
-        while part:
-            if part & first:
-                pairs.append((whole, part))
-            part = (part - 1) & whole
-    return tuple(pairs)
+        rest, parts = whole & (whole - 1), list[int]()
+        part = rest
+        while True:
+            parts.append(part | (whole ^ rest))
+            if not part:
+                break
+            part = (part - 1) & rest
+        found.append((whole, np.array(parts)))
+    return tuple(found)
 
 
 def _solve(swarm: Swarm, now: Arrangement, pools: Sequence[Pool], thorough: bool, allowed: Allowed | None) -> int:
@@ -212,12 +216,14 @@ def _solve(swarm: Swarm, now: Arrangement, pools: Sequence[Pool], thorough: bool
             values[p, mask] = max(values[p, mask], own)
     best = np.zeros((len(pools), 1 << count))
     choice = np.zeros((len(pools), 1 << count), dtype=np.int64)
-    for whole, part in _subsets(count):
-        if part == whole:  # the first pair of this set: its first unit may be left out
-            best[:, whole] = best[:, whole & (whole - 1)]
-        found = values[:, part] + best[:, whole ^ part]
-        better = found > best[:, whole]
-        best[better, whole], choice[better, whole] = found[better], part
+    every = np.arange(len(pools))
+    for whole, parts in _subsets(count):
+        found = values[:, parts] + best[:, whole ^ parts]
+        top = found.argmax(axis=1)
+        without = best[:, whole & (whole - 1)]  # its first unit may be left out
+        better = found[every, top] > without
+        best[:, whole] = np.where(better, found[every, top], without)
+        choice[:, whole] = np.where(better, parts[top], 0)
     for p, pool in enumerate(pools):
         _adopt(now, pool, choice[p], (owner[p], members, rated), allowed)
     return members.size // UNITS
@@ -244,6 +250,8 @@ def _rate(swarm: Swarm, pools: Sequence[Pool], count: int, thorough: bool) -> tu
     rows = np.take_along_axis(rows, np.argsort(rows < 0, axis=1, kind="stable"), axis=1)
     longest = int((rows >= 0).sum(axis=1).max(initial=1))
     rows, rated = orders.best(swarm, rows[:, :longest], thorough)
+    if thorough:
+        rated = swarm.refined(rows, rated)
     values = np.zeros((len(pools), 1 << count))
     values[where, mask] = rated.rate
     owner = np.zeros(values.shape, dtype=np.int64)

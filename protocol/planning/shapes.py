@@ -25,6 +25,7 @@ FIRST, MIDDLE, LAST, WHOLE = range(4)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -157,7 +157,7 @@ def test_a_table_is_sent_once_for_each_token() -> None:
     u_DK, te_VD = torch.tensor(BASIS.copy()), torch.tensor(random_theta()["embed"][0])
     elsewhere = Boundary(u_DK.to("meta"), te_VD)
     ids = torch.tensor([[5, 5, 9, 5], [9, 9, 5, 0]])
-    te_ND, which_BL = elsewhere.sent(ids)
+    te_ND, which_BL = elsewhere.rows(ids)
     assert te_ND.shape == (3, SPEC.d_model)
     assert which_BL.shape == ids.shape
     assert near(te_VD, torch.device("cpu")) is te_VD

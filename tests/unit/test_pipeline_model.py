@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import statistics
+from unittest import mock
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,3 +114,41 @@ def test_a_stage_that_becomes_slow_is_found(last: list[tuple[float, ...]], slow:
     assert pipeline_model.slow_stage(USUAL[1:] + last, micro_batches=4) is None, "too little is known"
     tiny = [tuple(t / 1000 for t in step) for step in USUAL + last]
     assert pipeline_model.slow_stage(tiny, micro_batches=4) is None, "it does not matter"
+
+
+def test_activations_are_computed_twice_where_that_is_quicker() -> None:
+    """Beside the best of all choices of who does, and of depths. With those computing twice only who had no room for the others to wait, the
+    worst of these chains took 4.4 times as long as the best, and a chain 5 % longer in the mean."""
+    rng, slower = random.Random(1), []
+    for _ in range(300):
+        stages = [_random_stage(rng) for _ in range(rng.randint(1, 3))]
+        chain = [*stages, StageCost(forward=rng.random() / 3, backward=2 * rng.random() / 3)]
+        links = [
+            LinkCost(forward=rng.uniform(0, 0.1), backward=rng.uniform(0, 0.1), latency=rng.random()) for _ in stages
+        ]
+        picked = step_seconds(chain, links, 32, pick_depth(chain, links, 32))
+        slower.append(picked / _best(chain, links, 32))
+    assert max(slower) < 1.35
+    assert statistics.mean(slower) < 1.02
+
+
+def _random_stage(rng: random.Random) -> StageCost:
+    seconds, plain = rng.uniform(0.001, 1), rng.randint(1, 8)
+    depths = Depths(plain=plain, held=int(plain * rng.uniform(1, 12)), most=64)
+    return StageCost(forward=seconds / 3, backward=2 * seconds / 3, depths=depths)
+
+
+def _best(chain: list[StageCost], links: list[LinkCost], micro_batches: int) -> float:
+    """Seconds of the quickest step, of several depths and of all choices of who computes twice."""
+    found = []
+    for depth, *twice in itertools.product((1, 2, 4, 6, 8, 12, 16, 24, 32), *[(False, True)] * (len(chain) - 1)):
+        if any(depth > s.depths.held and not t for s, t in zip(chain, twice, strict=False)):
+            continue
+        chosen = [_twice(s) if t else s for s, t in zip(chain, [*twice, False], strict=True)]
+        with mock.patch.object(pipeline_model, "computes_twice", return_value=False):
+            found.append(step_seconds(chosen, links, micro_batches, depth))
+    return min(found)
+
+
+def _twice(stage: StageCost) -> StageCost:
+    return StageCost(forward=stage.forward, backward=stage.backward + stage.forward)

@@ -182,19 +182,19 @@ def test_memory_of_a_full_replica_by_hand() -> None:
 def test_memory_of_a_compressed_chains_stages_by_hand() -> None:
     m = tiny.manifest(chains=ChainSpec(rank=(4, 2), forward="bf16", backward="int8"))
     embed, one, most = 16 * 8, layout.parameters(M.model, "block.0"), memory.window(m)
-    block, perp, head = 17 * 8 + 4 * 16, 16 * 8 * 8, layout.parameters(M.model, "head")
+    block, rows, head = 17 * 8 + 4 * 16, 8 * 8 * 8, layout.parameters(M.model, "head")
     forward, backward = 2 * 8 * (4 * 4 + 2 * 4), 2 * 8 * (4 * 4 + 2 + 4)
-    work = 4 * 8 * 4 * block + GRADIENTS + forward + backward + perp
-    assert stage_memory(m, 0, 2) == 16 * 2 * one + 20 * 16 * 4 + 4 * 8 * 4 * block + GRADIENTS + backward + perp
+    work = 4 * 8 * 4 * block + GRADIENTS + forward + backward + rows
+    assert stage_memory(m, 0, 2) == 16 * 2 * one + 20 * 16 * 4 + 4 * 8 * 4 * block + GRADIENTS + backward + rows
     assert stage_memory(m, 1, 3) == 16 * 2 * one + work
     loss = 8 * 8 * 16 + 4 * embed
-    ends = 4 * 8 * 2 * block + GRADIENTS + loss + forward + perp
+    ends = 4 * 8 * 2 * block + GRADIENTS + loss + forward + rows
     assert stage_memory(m, 2, 4) == 16 * (2 * one + head) + ends
     scratch = 4 * (embed + one)
     for first, last, state in ((0, 2, 8 * (2 * one + embed)), (1, 3, 8 * 2 * one + 4 * embed)):
         held = memory.memory_at(m, first, last, 2, most, in_files=False)
         assert held == stage_memory(m, first, last) + state + scratch
-    alone = 16 * one + 4 * 8 * block + GRADIENTS + forward + backward + perp
+    alone = 16 * one + 4 * 8 * block + GRADIENTS + forward + backward + rows
     assert stage_memory(m, 1, 2) == alone, "one block computes again what it has no room for"
 
 
@@ -261,7 +261,7 @@ def test_no_depth_takes_more_memory_than_there_is(first: int, size: int, extra: 
     depths, kept = memory.depths(m, first, last, there), 1 if last == LAYERS else None
     files = memory.in_files(m, there)
     for depth in (depths.plain, depths.held, depths.most):
-        activations = kept or (1 if depths.recomputes(depth) else depths.window(depth))
+        activations = kept or (1 if depth > depths.held else depths.window(depth, again=False))
         assert memory.memory_at(m, first, last, activations, depth, in_files=files) <= there
 
 
