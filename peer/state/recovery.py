@@ -201,7 +201,9 @@ class Recovery:
         line, taken = asyncio.Lock(), dict[str, int]()
 
         async def take(shard: str) -> tuple[str, int]:
-            for base in found[shard]:
+            bases, failed = found[shard], set[str]()
+            while True:
+                base = next(base for base in bases if base.digest not in failed)  # the seed does not fail
                 if base.holders is not None:
                     self._prefetch(shard, base.round, round)
                 arrays = await self._load(shard, base, line)
@@ -211,11 +213,11 @@ class Recovery:
                     if base.holders is None:
                         return shard, base.round
                     progress.came += layout.shard_bytes(self.manifest.model, shard)
-                    if not await self._replay(beside, shard, base.round, round):
-                        continue
-                    progress.came += max(0, base.cost - layout.shard_bytes(self.manifest.model, shard))
-                    return shard, round
-            raise AssertionError("the seed gives a state of every shard")
+                    if await self._replay(beside, shard, base.round, round):
+                        progress.came += max(0, base.cost - layout.shard_bytes(self.manifest.model, shard))
+                        return shard, round
+                failed.add(base.digest)
+                bases = self.bases(shard, round, await self._exchange.holders())  # who had it may have a newer one now
 
         tasks = [asyncio.create_task(take(shard)) for shard in found]
         try:

@@ -31,7 +31,7 @@ from tests.benchmarks import doctor as promises
 from tests.e2e.typed import hanging, running, until
 from tests.faults import bad_machine
 from tests.faults.homes import homes
-from tests.faults.processes import DEADLINE, Swarm
+from tests.faults.processes import DEADLINE, Swarm, slowly
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
 
@@ -84,7 +84,8 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swarm]:
         made.start_node(NODE)
         made.start("a")
         made.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 2, "two rounds")
-        yield made
+        with slowly(made.running["a"]):
+            yield made
 
 
 def test_a_machine_that_can_join_is_told_what_it_would_do(swarm: Swarm, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import tiny
-from tests.faults.processes import DEADLINE, Swarm
+from tests.faults.processes import DEADLINE, Swarm, slowly
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
 
@@ -34,7 +34,8 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Swarm:
         made.start_node(NODE)
         made.start("a")
         made.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 2, "two rounds")
-        yield made  # type: ignore[misc]
+        with slowly(made.running["a"]):
+            yield made  # type: ignore[misc]
 
 
 def test_it_says_what_this_machine_would_do_and_leaves(swarm: Swarm, tmp_path: Path) -> None:

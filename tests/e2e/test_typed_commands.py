@@ -22,7 +22,7 @@ import pytest
 from peer.node.open_run import ASSETS
 from tests import systemd, tiny
 from tests.docs import typed
-from tests.faults.processes import Swarm
+from tests.faults.processes import Swarm, slowly
 from tests.faults.roles import NODE
 from tests.faults.test_roles import make_manifest
 
@@ -156,7 +156,8 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
         swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 3, "three rounds")
         shutil.copytree(swarm.folder / NODE, prepared / "demo-run" / "bootstrap", ignore=shutil.ignore_patterns("lock"))
         shutil.copy(swarm.folder / NODE / "events.jsonl", prepared / "events.jsonl")
-        yield Town(swarm, shell, prepared)
+        with slowly(swarm.running["a"]):
+            yield Town(swarm, shell, prepared)
 
 
 def sign_of(command: str) -> str | None:

@@ -49,6 +49,11 @@ class Thief:
         self._thread.join()
 
 
+def slowly(process: subprocess.Popen[bytes]) -> Thief:
+    """While the block lasts the process does its work, but leaves the machine to others most of the time."""
+    return Thief(process, share=0.2, period=0.1)
+
+
 class Tail:
     """The events in a file, read as they come."""
 

@@ -17,7 +17,7 @@ import pytest
 from peer.log import replay
 from peer.net.base import Handler, Stream
 from peer.net.blobs import Blob, BlobServer
-from peer.state.storage import KEPT
+from peer.state.storage import KEPT, Storage
 from peer.state.taking import TAKEN
 from protocol.codec.blob_hash import RANGE
 from protocol.planning import memory
@@ -364,6 +364,46 @@ def test_holders_that_vanish_on_the_way_are_replaced_by_a_replay(tmp_path: Path)
             assert any("does not have it" in t for t in newcomer.texts())
 
     run(work())
+
+
+def test_holders_that_have_a_newer_state_meanwhile_are_asked_for_that(tmp_path: Path) -> None:
+    """They keep two, and whoever fetches is slow: what they offered is gone when it is asked for."""
+
+    async def work() -> None:
+        run = manifest(rounds=100, checkpoint_rounds=5, outer=OuterSpec(topk=512, indices="fixed"))
+        async with Swarm(tmp_path, run) as swarm:
+            rounds, gone = Rounds(swarm), set[str]()
+            holders = [swarm.start(name) for name in ("a", "b")]
+            await to(swarm, rounds, 21)
+            for holder in holders:
+                assert set(holder.storage.states()) == {15, 20}
+                forgets(holder.storage, 15, gone)
+                await BlobServer(holder.storage.blobs, others=holder.storage.find).serve(holder.transport)
+            newcomer = swarm.start("newcomer")
+            await planned(swarm, rounds, newcomer)
+            await is_right(swarm, newcomer)
+            assert gone
+            assert set(newcomer.bases.values()) == {20}
+
+    run(work())
+
+
+def forgets(storage: Storage, round: int, gone: set[str]) -> None:
+    """Says that it has the state of this round alone, and has it no more as soon as somebody asks for it: `gone` are the digests that were asked for."""
+    states, find = storage.states, storage.find
+    names = set(states()[round].values())
+
+    def found(name: str) -> Blob | None:
+        if name in names:
+            gone.add(name)
+            return None
+        return find(name)
+
+    def told() -> dict[int, dict[str, str]]:
+        now = states()
+        return {r: shards for r, shards in now.items() if (r == round) != bool(gone)}
+
+    storage.states, storage.find = told, found  # type: ignore[method-assign]
 
 
 def test_one_wrong_shard_is_rebuilt_from_our_own_checkpoint(tmp_path: Path) -> None:
