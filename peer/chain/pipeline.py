@@ -80,6 +80,7 @@ class StageSetup:
     on_lost: Callable[[NeighbourLost], None] | None = None
     liveness: Liveness = LIVENESS
     pick_depth: Callable[[Sequence[StageCost], Sequence[LinkCost], int], int] = pipeline_model.pick_depth
+    computes_twice: pipeline_model.Twice = pipeline_model.computes_twice
 
 
 class _Run:
@@ -243,7 +244,7 @@ class _Run:
             return False
         if self._from_here_on is None:
             return self.near.depth > self.depths.held
-        return pipeline_model.computes_twice(*self._from_here_on, self.train.micro_batches, self.near.depth)
+        return self.setup.computes_twice(*self._from_here_on, self.train.micro_batches, self.near.depth)
 
     def _window(self) -> int:
         """How many micro-batches may be between their forward and their backward here."""

@@ -141,7 +141,7 @@ class Swarm:
         return self._fits(rows, self.kinds(rows), self.caps)
 
     def _fits(self, rows: Ints, kind: Ints, caps: Ints) -> Flags:
-        cap = self._at(caps, kind, rows)
+        cap = caps[kind, rows]
         there = rows >= 0
         enough = np.where(there, cap, 0).sum(axis=1) >= self.shapes.layers
         few = there.sum(axis=1) <= self.shapes.layers
@@ -151,7 +151,7 @@ class Swarm:
         """[N, S]: how many blocks each member gets, at most `caps` [K, n], for rows that fit so: the slowest stage is as quick as can be,
         then the slowest members have as few as can be, and of equal ones each about as many."""
         table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
-        cap = np.where(there, self._at(caps, kind, rows), 0)
+        cap = np.where(there, caps[kind, rows], 0)
         extra = np.where(there, table.extra_ops[kind], 0.0)
         seconds = np.where(there, 1.0 / self.speed[rows], 0.0)
         speed = np.where(there, self.speed[rows], 0.0)
@@ -352,7 +352,7 @@ class Swarm:
     def _shift(self, rows: Ints, which: Ints, found: tuple[Ints, Floats, Ints]) -> None:
         """Lets members of some rows give a block to another where that makes the row quicker."""
         blocks, rate, _ = found
-        cap = np.where(rows >= 0, self._at(self.caps, self.kinds(rows), rows), 0)
+        cap = np.where(rows >= 0, self.caps[self.kinds(rows), rows], 0)
         passes = SHIFTS
         while len(which) and passes:
             before, passes = rate[which], passes - 1
@@ -371,11 +371,6 @@ class Swarm:
         better = rate_then > rate[some] * (1 + 1e-9)
         at = some[better]
         blocks[at], rate[at], rank[at] = shared[better], rate_then[better], rank_then[better]
-
-    @staticmethod
-    def _at(table: Ints, kind: Ints, rows: Ints) -> Ints:
-        found: Ints = table[kind, rows]
-        return found
 
 
 def _filled(values: Sequence[int], usual: float) -> Floats:

@@ -16,10 +16,11 @@ Textbook 1F1B has depth = S, which covers neither the transfers nor the round tr
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 TOLERANCE = 0.01
@@ -68,23 +69,36 @@ class LinkCost:
     latency: float
 
 
-def step_seconds(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, depth: int) -> float:
-    """Seconds from the first forward to the last backward of an inner step, by event simulation.
+Twice = Callable[[Sequence[StageCost], Sequence[LinkCost], int, int], bool]
+"""Whether a stage computes activations twice; as `computes_twice`."""
+
+
+def step_seconds(
+    stages: Sequence[StageCost],
+    links: Sequence[LinkCost],
+    micro_batches: int,
+    depth: int,
+    *,
+    twice: Twice | None = None,
+) -> float:
+    """Seconds from the first forward to the last backward of an inner step, by event simulation. `twice`: who computes activations
+    twice (default: `computes_twice`).
 
     Raises ValueError if the numbers of stages and links do not fit.
     """
     if not stages or len(links) != len(stages) - 1 or micro_batches < 1 or depth < 1:
         raise ValueError("a chain needs a link between any two stages, a micro-batch and a depth of at least 1")
     last = len(stages) - 1
-    again = [computes_twice(stages[s:], links[s:], micro_batches, depth) for s in range(len(stages))]
-    backward = [s.backward + (s.forward if twice else 0.0) for s, twice in zip(stages, again, strict=True)]
+    rule = twice or computes_twice
+    again = [rule(stages[s:], links[s:], micro_batches, depth) for s in range(len(stages))]
+    backward = [s.backward + (s.forward if a else 0.0) for s, a in zip(stages, again, strict=True)]
     if last == 0:
         return micro_batches * (stages[0].forward + backward[0])
     came = [[0, 0] for _ in stages]  # forward, backward frames that arrived
     done = [[0, 0] for _ in stages]
     came[0][0] = micro_batches
     busy, latest = [False] * len(stages), [1] * len(stages)  # what a stage does, or did last: 0 forward, 1 backward
-    window = [s.depths.window(depth, twice) for s, twice in zip(stages, again, strict=True)]
+    window = [s.depths.window(depth, a) for s, a in zip(stages, again, strict=True)]
     free = [[0.0, 0.0] for _ in links]  # when a boundary can take the next frame forward, backward
     events: list[tuple[float, int, int, int]] = []  # time, stage, direction, 0: computed, 1: arrived
     now = 0.0
@@ -149,19 +163,22 @@ def least_depth(stages: Sequence[StageCost], links: Sequence[LinkCost]) -> float
     return trip / slowest
 
 
-def pick_depth(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int) -> int:
+def pick_depth(
+    stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, *, twice: Twice | None = None
+) -> int:
     """The smallest depth of those tried, from Little's to four times that and all, whose step is hardly longer than the best, and a
-    margin, as far as that costs no recomputation and does no harm."""
+    margin, as far as that costs no recomputation and does no harm. `twice`: as for `step_seconds`."""
     most = min([micro_batches, *(s.depths.most for s in stages)])
     least = least_depth(stages, links)
     tried = {most} | {max(1, min(most, math.ceil(least * slack))) for slack in _SLACK}
     tried |= {min(most, depth) for s in stages[:-1] for depth in (s.depths.plain, s.depths.held)}
-    seconds = {depth: step_seconds(stages, links, micro_batches, depth) for depth in tried}
+    took = functools.partial(step_seconds, stages, links, micro_batches, twice=twice)
+    seconds = {depth: took(depth) for depth in tried}
     best = min(seconds.values())
-    enough = min(depth for depth, took in seconds.items() if took <= best * (1 + TOLERANCE))
+    enough = min(depth for depth, s in seconds.items() if s <= best * (1 + TOLERANCE))
     without = [s.depths.held for s in stages[:-1] if s.depths.held >= enough]
     deeper = min([most, math.ceil(enough * MARGIN), *without])
-    return deeper if step_seconds(stages, links, micro_batches, deeper) <= seconds[enough] * (1 + TOLERANCE) else enough
+    return deeper if took(deeper) <= seconds[enough] * (1 + TOLERANCE) else enough
 
 
 SLOWER, RELATIVE, WASTED_SECONDS, KNOWN = 4.0, 2.0, 2.0, 4

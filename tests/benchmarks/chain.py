@@ -148,7 +148,7 @@ class Paced:
         self._values = torch.randn(train.rows, train.sequence, width)
         self._late = 0.0
 
-    def _wait(self, seconds: float) -> None:
+    def wait(self, seconds: float) -> None:
         """Exact in the long run: what the last wait was too long, this one is shorter."""
         end = time.perf_counter() + seconds - self._late
         time.sleep(max(0.0, end - time.perf_counter()))
@@ -164,11 +164,11 @@ class Paced:
         return
 
     def forward(self, micro: int, ids: torch.Tensor, wire: torch.Tensor | None, *, recompute: bool) -> Any:
-        self._wait(self.seconds_per_microbatch / 3)
+        self.wait(self.seconds_per_microbatch / 3)
         return torch.tensor(1.0) if self._last else self._values
 
     def backward(self, micro: int, wire: torch.Tensor | None = None) -> Any:
-        self._wait(self.seconds_per_microbatch * 2 / 3)
+        self.wait(self.seconds_per_microbatch * 2 / 3)
         return self._values if self.shards[0] != "embed" else None
 
     def grad_sumsq(self) -> list[tuple[str, float]]:

@@ -13,7 +13,6 @@ import torch
 
 from peer.training.subspace import Boundary
 from peer.training.trainer import COORDINATES
-from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
 from protocol.run import layout
 from tests.chains import (
@@ -92,26 +91,25 @@ def test_neither_depth_nor_recomputation_nor_waiting_changes_a_bit(depth: int, d
         assert torch.equal(a, b)
 
 
-def test_whoever_gains_by_computing_twice_does_so_from_the_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+class Twice(Recording):
+    """Remembers which forwards were to keep only what came in."""
+
+    def forward(self, *arguments: Any, recompute: bool = False, **options: Any) -> torch.Tensor:
+        self.again = [*getattr(self, "again", []), recompute]
+        return super().forward(*arguments, recompute=recompute, **options)
+
+
+def test_whoever_gains_by_computing_twice_does_so_from_the_second_step_on() -> None:
     """What a step took is known then; there is room for the others to wait, and the bits are the same."""
-    twice: dict[int, list[bool]] = {}
 
     def gains(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, depth: int) -> bool:
-        return len(stages) == 2
+        return (len(stages), len(links), micro_batches) == (2, 1, TRAIN.micro_batches)
 
-    def forward(trainer: Recording, *arguments: Any, recompute: bool = False, **options: Any) -> torch.Tensor:
-        twice.setdefault(chain.index(trainer), []).append(recompute)
-        return plain_forward(trainer, *arguments, recompute=recompute, **options)
-
-    plain_forward = Recording.forward
-    expected = make_chain((1, 4), 0)
+    expected, chain = make_chain((1, 4), 0), make_chain((1, 4), 0, kind=Twice)
     asyncio.run(run_chain(expected, steps=2, depth=1))
-    chain = make_chain((1, 4), 0)
-    monkeypatch.setattr(Recording, "forward", forward)
-    monkeypatch.setattr(pipeline_model, "computes_twice", gains)
-    asyncio.run(run_chain(chain, steps=2, depth=3, depths=Depths(plain=1, held=3, most=3)))
-    count = TRAIN.micro_batches
-    assert twice == {0: [False] * 2 * count, 1: [False] * count + [True] * count, 2: [False] * 2 * count}
+    asyncio.run(run_chain(chain, steps=2, depth=3, depths=Depths(plain=1, held=3, most=3), computes_twice=gains))
+    never, then = [False] * TRAIN.micro_batches, [True] * TRAIN.micro_batches
+    assert [trainer.again for trainer in chain] == [never + never, never + then, never + never]
     for a, b in zip(chain, expected, strict=True):
         for one, other in zip(a.gradients, b.gradients, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
