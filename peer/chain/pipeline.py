@@ -42,7 +42,7 @@ from peer.chain.reading import Ids, Read, Reading
 from peer.chain.scheduler import AlternatingScheduler
 from peer.chain.screening import Place
 from peer.chain.stop_sign import StopSign
-from peer.chain.timing import StageTiming, StepReport, costs
+from peer.chain.timing import Costs, StageTiming, StepReport, costs
 from peer.chain.trace import Trace
 from peer.chain.worker import OTHER, TimedWorker
 from peer.net.base import Stream
@@ -62,7 +62,7 @@ class StageSetup:
     `worker`: an executor with one thread. `wires`: number formats forward and backward. `read(step)` gives the replica's token ids
     [micro_batches * rows, L+1], and may wait for them (peer/chain/reading.py). `timeout`: seconds to wait for one frame of a neighbour.
     `depth`: micro-batches under way in the first step, used by the first stage. `depths`: for how many this stage has memory. `stop` ends
-    the steps of all stages after the one under way; `on_step` hears of every step, `on_lost` of a lost neighbour before that one can notice. `statistics` go on with these steps. `place`: of the screens that look at what comes in; None: nothing is screened.
+    the steps of all stages after the one under way; `on_step` hears of every step, `on_lost` of a lost neighbour before that one can notice. `statistics` go on with these steps, as does what the step before them `took` (None: nobody knows). `place`: of the screens that look at what comes in; None: nothing is screened.
     """
 
     trainer: StageTrainer
@@ -81,6 +81,7 @@ class StageSetup:
     liveness: Liveness = LIVENESS
     pick_depth: Callable[[Sequence[StageCost], Sequence[LinkCost], int], int] = pipeline_model.pick_depth
     computes_twice: pipeline_model.Twice = pipeline_model.computes_twice
+    took: Costs | None = None
 
 
 class _Run:
@@ -106,8 +107,7 @@ class _Run:
         self._ids: Sequence[Tensor] = ()
         self._losses: list[Tensor] = []
         self._seconds_per_microbatch, self._stage_seconds = 0.0, tuple[float, ...]()
-        self._transfers = (0.0, 0.0)
-        self._from_here_on: tuple[Sequence[StageCost], Sequence[LinkCost]] | None = None  # what the last step took
+        self._transfers, self._took = (0.0, 0.0), setup.took
 
     def screen(self, kind: int, neighbour: str) -> None:
         """From now on what comes from a neighbour is screened."""
@@ -158,6 +158,7 @@ class _Run:
             gradients=self._seen(near.following, BACKWARD),
             seconds_per_microbatch=self._seconds_per_microbatch,
             stage_seconds_per_microbatch=self._stage_seconds,
+            took=self._took,
         )
         if self.setup.trace is not None:
             self.setup.trace("inner step", start, end, step=step, depth=report.depth, queued=report.queued)
@@ -242,9 +243,9 @@ class _Run:
         """Whether activations are computed anew in this step."""
         if self.near.following is None:
             return False
-        if self._from_here_on is None:
+        if self._took is None:
             return self.near.depth > self.depths.held
-        return self.setup.computes_twice(*self._from_here_on, self.train.micro_batches, self.near.depth)
+        return self.setup.computes_twice(*self._took, self.train.micro_batches, self.near.depth)
 
     def _window(self) -> int:
         """How many micro-batches may be between their forward and their backward here."""
@@ -280,7 +281,7 @@ class _Run:
         self._seconds_per_microbatch = norms.stages[0].seconds_per_microbatch
         if behind is not None:
             norms = norms.before(behind)
-        self._from_here_on = costs(norms.stages)
+        self._took = costs(norms.stages)
         progress.total = await grad_norm.settle(near, step, norms, step - self.first_step + 1)
         if near.previous is None and near.following is not None:
             self._stage_seconds = tuple(m.seconds_per_microbatch for m in norms.stages)

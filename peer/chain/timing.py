@@ -22,6 +22,8 @@ from peer import events
 from peer.chain.activation_stats import Running
 from protocol.planning.pipeline_model import Depths, LinkCost, StageCost
 
+Costs = tuple[list[StageCost], list[LinkCost]]
+"""What the stages of a chain, or those from one on, and the boundaries between them take, as the model of a pipeline takes it."""
 CLOCK_STEPS = 4
 """Steps whose smallest delay counts; clocks drift apart in the long run."""
 
@@ -38,7 +40,8 @@ class StepReport:
     to the next and to the previous stage, with headers. `depth`: micro-batches that were let into the chain at once; `queued`: most
     frames that waited here for this stage. `activations`, `gradients`: of what came so far from the previous and from the next stage,
     None where there is no such stage (peer/chain/activation_stats.py). `seconds_per_microbatch`: of forward and backward, without
-    what was computed a second time; `stage_seconds_per_microbatch`: the same of every stage, where this is the first of several.
+    what was computed a second time; `stage_seconds_per_microbatch`: the same of every stage, where this is the first of several. `took`: of this
+    stage and those behind it.
     """
 
     step: int
@@ -60,6 +63,7 @@ class StepReport:
     gradients: Running | None
     seconds_per_microbatch: float
     stage_seconds_per_microbatch: tuple[float, ...] = ()
+    took: Costs | None = None
 
 
 def chain_event(round: int, report: StepReport) -> events.Chain:
@@ -138,8 +142,8 @@ class StageTiming:
         )
 
 
-def costs(stages: Sequence[StageTiming]) -> tuple[list[StageCost], list[LinkCost]]:
-    """The stages of a chain and the boundaries between them, as the model of a pipeline takes them."""
+def costs(stages: Sequence[StageTiming]) -> Costs:
+    """Of these stages, one behind the other."""
     return [m.stage() for m in stages], [a.link(b) for a, b in itertools.pairwise(stages)]
 
 

@@ -24,7 +24,7 @@ from peer.chain.connect import Pipes
 from peer.chain.progress import StageProgress, catch_up
 from peer.chain.screening import Place, Screens
 from peer.chain.stop_sign import StopSign
-from peer.chain.timing import StepReport, chain_event
+from peer.chain.timing import Costs, StepReport, chain_event
 from peer.config import JoinConfig
 from peer.corpus.text import Text
 from peer.net.base import Stream
@@ -85,7 +85,8 @@ class StageInnerLoop:
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
         self._memory = config.memory_bytes  # less after a shortage
-        self._depth: tuple[object, int] = ((), 0)  # a chain's stages, and the depth of its last inner step
+        # a chain's stages, the depth of its last inner step, and what that took
+        self._last_step: tuple[object, int, Costs | None] = ((), 0, None)
         self._basis: NDArray[np.float32] | None = None
         # a chain's stages, and their seconds of a micro-batch in each of its last inner steps
         self._stage_seconds: tuple[object, deque[tuple[float, ...]]] = ((), deque())
@@ -170,7 +171,7 @@ class StageInnerLoop:
         def on_step(report: StepReport) -> None:
             reports.append(report)
             stages = order.plan.replica(order.replica).stages
-            self._depth = (stages, report.depth)
+            self._last_step = (stages, report.depth, report.took)
             self._look(
                 stages,
                 report.stage_seconds_per_microbatch,
@@ -207,7 +208,7 @@ class StageInnerLoop:
                 error = "the round was decided before all steps were done"
         except (PotluckError, MemoryError, RuntimeError, ExceptionGroup) as failure:
             error = await self._why_it_ended(failure, spec.stages[position], spec.is_chain, stage_progress)
-            self._depth = ((), 0)  # a member may hold less than it did
+            self._last_step = ((), 0, None)  # a member may hold less than it did
         finally:
             self._pipes.forget(plan.round + 1)
             # weights are at rest then; what the outer step needs takes the place of activations
@@ -323,6 +324,9 @@ class StageInnerLoop:
         spec = plan.replica(order.replica)
         stage, work = spec.stages[position], spec.work
         first_step = (plan.round - 1) * train.inner_steps + 1
+        same, depth, took = self._last_step
+        if same != spec.stages:
+            depth, took = memory.under_way(self.manifest), None
 
         previous, following = await self._unless(
             stop, self._pipes.neighbours(plan, order.replica, order.generation, position)
@@ -335,7 +339,8 @@ class StageInnerLoop:
                 wires=(self.manifest.chains.forward, self.manifest.chains.backward),
                 timeout=STUCK_SECONDS,
                 read=round_text.reader(self.manifest, self._text, work, first_step, self._emit),
-                depth=self._depth[1] if self._depth[0] == spec.stages else memory.under_way(self.manifest),
+                depth=depth,
+                took=took,
                 depths=memory.depths(self.manifest, stage.first, stage.last, self._memory, self._config.device),
                 stop=end,
                 on_step=on_step,

@@ -335,9 +335,8 @@ class Swarm:
         found = rated.blocks.copy(), rated.rate.copy(), rated.rank.copy()
         some = np.flatnonzero(rated.rate > 0)
         if len(some):
-            waits = self._rates(np.asfortranarray(rows[some]), np.asfortranarray(rated.blocks[some]), rated.rank[some])[
-                2
-            ]
+            as_is, blocks = np.asfortranarray(rows[some]), np.asfortranarray(rated.blocks[some])
+            _, _, waits = self._rates(as_is, blocks, rated.rank[some])
             self._shift(rows, some[waits], found)
         return Rated(blocks=found[0], rate=found[1], rank=found[2])
 

@@ -107,9 +107,17 @@ def test_whoever_gains_by_computing_twice_does_so_from_the_second_step_on() -> N
 
     expected, chain = make_chain((1, 4), 0), make_chain((1, 4), 0, kind=Twice)
     asyncio.run(run_chain(expected, steps=2, depth=1))
-    asyncio.run(run_chain(chain, steps=2, depth=3, depths=Depths(plain=1, held=3, most=3), computes_twice=gains))
+    setup: dict[str, Any] = {"depth": 3, "depths": Depths(plain=1, held=3, most=3), "computes_twice": gains}
+    reports = asyncio.run(run_chain(chain, steps=2, **setup))
     never, then = [False] * TRAIN.micro_batches, [True] * TRAIN.micro_batches
     assert [trainer.again for trainer in chain] == [never + never, never + then, never + never]
+    told = [report[-1].took for report in reports]
+    assert [took and (len(took[0]), len(took[1])) for took in told] == [(3, 2), (2, 1), (1, 0)]
+    another = make_chain((1, 4), 0, kind=Twice)
+    asyncio.run(run_chain(another, took=told[1], **setup))
+    assert [trainer.again for trainer in another] == [then, then, never], (
+        "what the round before took is known in the first step"
+    )
     for a, b in zip(chain, expected, strict=True):
         for one, other in zip(a.gradients, b.gradients, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
