@@ -41,6 +41,11 @@ def of_peer(swarm: Swarm, peer: str) -> list[Commit | LeftOut]:
     return found
 
 
+def was_late(found: Commit | LeftOut) -> bool:
+    """Whether it was left out because it was not there in time, as anybody's work is on a machine that is busy."""
+    return isinstance(found, LeftOut) and not found.probation and found.reason.startswith("no offer after ")
+
+
 def is_the_logs(ground: Swarm) -> None:
     """Every digest that an honest peer ever attested is what the log gives, and nothing in the log is wrong."""
     right = digests_of(ground)
@@ -69,7 +74,7 @@ def test_a_newcomers_work_has_no_weight_for_its_rounds_and_then_counts(tmp_path:
             (new,) = await ground.join("new")
             await ground.goes_on(3)
             await ground.round(ground.head)
-            found = of_peer(ground, new.id)
+            found = [x for x in of_peer(ground, new.id) if not was_late(x)]
             served, counted = found[:PROBATION], found[PROBATION:]
             assert all(isinstance(x, LeftOut) and x.probation for x in served)
             assert counted
