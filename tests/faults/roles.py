@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peer.events import Event
+from protocol.identity import short_peer
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec, TimingSpec
 from protocol.wire.commit import Commit
@@ -49,6 +51,8 @@ PAST = 300
 """Rounds; more bytes of payloads than the state has."""
 SECONDS = 2.5
 """Of a round."""
+PUT_OFF = re.compile(r"^peer (\S+): .*; it is in no plan up to round (\d+)$")
+"""What a node says of who missed rounds for which it was planned."""
 PACES = (0.04, 0.12, 0.36)
 """Seconds of a micro-batch: the next one where the machine is so busy that the chain is worth less than its member alone before that
 one's neighbour has become slow,"""
@@ -300,11 +304,14 @@ def live(roles: Roles) -> dict[str, Meanwhile]:
 
 
 def in_time(roles: Roles, name: str, first: int) -> int:
-    """The last round before `name` was a full replica. It became one as soon as it had attested the whole state, and not before."""
+    """The last round before `name` was a full replica. It became one as soon as it had attested the whole state, and not before; or, where it had
+    missed rounds for which it was planned, as soon as it was let in again."""
     shards = set(layout.shard_names(roles.swarm.manifest.model))
-    attested: set[int] = set()
-    ready: list[int] = []
+    attested, ready, put_off = set[int](), list[int](), 0
     for event in roles.swarm.events(NODE):
+        if event.kind == "warning" and (said := PUT_OFF.search(event.fields["text"])):
+            (peer,) = [peer for peer in roles.ids if short_peer(peer) == said[1]]
+            put_off = int(said[2]) if roles.ids[peer] == name else put_off
         if (
             event.kind == "attest"
             and roles.ids[event.fields["peer"]] == name
@@ -314,6 +321,7 @@ def in_time(roles: Roles, name: str, first: int) -> int:
         if event.kind == "commit" and event.fields["round"] >= first:
             if event.fields["round"] - 1 in attested:
                 ready.append(event.fields["round"])
+            ready = [round for round in ready if round >= put_off]
             if (name,) in roles.planned(event):
                 assert len(ready) in (1, 2), f"{name}: planned after round {event.fields['round']}, ready after {ready}"
                 return int(event.fields["round"])
