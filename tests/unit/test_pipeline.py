@@ -7,7 +7,7 @@ import dataclasses
 import math
 import struct
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from peer.chain.timing import StepReport
 from peer.training.trainer import StageTrainer
 from protocol.codec.subspace import basis
 from protocol.errors import LocalError, UsageError
-from protocol.planning.pipeline_model import Depths
+from protocol.planning.pipeline_model import Depths, LinkCost, StageCost
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from tests.chains import (
@@ -79,7 +79,12 @@ def test_no_stage_has_more_between_forward_and_backward_than_it_has_room_for(
     chain = [Counting(SPEC, train, shards) for shards in (names[:2], names[2:4], names[4:])]
     for trainer in chain:
         trainer.begin_round(random_theta())
-    asyncio.run(run_chain(chain, depth=depth, depths=depths, steps=2, pick_depth=lambda *measured: depth))
+
+    def has_no_room(stages: Sequence[StageCost], links: Sequence[LinkCost], micro_batches: int, depth: int) -> bool:
+        return depth > stages[0].depths.held  # and not: who was quicker so by what was measured here
+
+    setup: dict[str, Any] = {"pick_depth": lambda *measured: depth, "computes_twice": has_no_room}
+    asyncio.run(run_chain(chain, depth=depth, depths=depths, steps=2, **setup))
     assert [trainer.most <= most for trainer in chain] == [True, True, True]
     assert chain[0].most > 1, "there is overlap"
     assert chain[2].most == 1
