@@ -243,7 +243,7 @@ class _Run:
         """Whether activations are computed anew in this step."""
         if self.near.following is None:
             return False
-        if self._took is None:
+        if self._took is None or self.near.depth > self.depths.held:  # `took` may be of a time when there was more room
             return self.near.depth > self.depths.held
         return self.setup.computes_twice(*self._took, self.train.micro_batches, self.near.depth)
 
