@@ -149,7 +149,7 @@ class Outer:
         def empty(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
             return self.empty(shapes) if scratch is None else _taken(scratch, shapes, self.empty)
 
-        self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, self.run, empty, self.threads)
+        self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, self.run, empty)
         if scratch is not None:
             scratch += [array for array in held if array.flags.writeable]
 

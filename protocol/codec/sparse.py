@@ -43,6 +43,7 @@ _MAGIC, _VERSION = b"PSp", 2
 _CENTROIDS = {"fp32": 0, "sym2": 2, "ref2": 4}
 _LENGTH = 4  # bytes of a segment's length of quotients
 SEGMENT = 1 << 16  # entries: part of the format
+BLOCK = 1 << 20  # elements that are summed up at a time
 _AS_IS = np.arange(4, dtype=np.float32)  # a table by which codes stand for themselves
 _CODES = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3  # [256, 4]: the codes of a byte
 
@@ -240,10 +241,9 @@ def apply(
     eta: np.float32,
     run: Map = map,
     empty: Empty = topk.in_memory,
-    at_a_time: int = 1,
 ) -> list[Array]:
     """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. `empty`
-    makes them. So many segments are read `at_a_time`, before they are summed up: as many as `run` has threads.
+    makes them. A thread of `run` takes a segment at a time: to wait for each other costs many threads more than they share.
 
     Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
     """
@@ -251,34 +251,19 @@ def apply(
     opened = [_open(codec, [x.shape for x in arrays], payload) for _, payload in contributions]
     new = empty([x.shape for x in arrays])
 
-    def read(job: tuple[_Entries, int]) -> None:
-        sent, m = job
-        place = sent.place
-        table, raw = opened[m][place.number].table, opened[m][place.number].segments[place.segment]
-        sent.index_MSK[m], sent.values_MSK[m] = _read(codec, place.part, place.number, table, raw, weights[m])
+    def job(place: _Place) -> None:
+        part, number = place.part, place.number
+        shape = len(opened), part.tiles, part.keep
+        index_MSK, values_MSK = np.empty(shape, dtype=np.uint16), np.empty(shape, dtype=np.float32)
+        for m, (tensors, weight) in enumerate(zip(opened, weights, strict=True)):
+            tensor = tensors[number]
+            index_MSK[m], values_MSK[m] = _read(
+                codec, part, number, tensor.table, tensor.segments[place.segment], weight
+            )
+        _descend(arrays[number], new[number], part, index_MSK, values_MSK, eta)
 
-    def descend(job: tuple[_Entries, Tiling]) -> None:
-        sent, part = job
-        number, first = sent.place.number, part.first - sent.place.part.first
-        here = slice(first, first + part.tiles)
-        _descend(arrays[number], new[number], part, sent.index_MSK[:, here], sent.values_MSK[:, here], eta)
-
-    places = _places([topk.tiling(x.shape, codec.topk) for x in arrays])
-    for start in range(0, len(places), at_a_time):
-        read_now = [_Entries(place, len(opened)) for place in places[start : start + at_a_time]]
-        list(run(read, itertools.product(read_now, range(len(opened)))))
-        list(run(descend, [(sent, part) for sent in read_now for part in _cut(sent.place.part, topk.JOB)]))
+    list(run(job, _places([topk.tiling(x.shape, codec.topk) for x in arrays])))
     return new
-
-
-class _Entries:
-    """What M contributions send of a segment: indices within a tile, and weighted values, [M, tiles, k'] each."""
-
-    def __init__(self, place: _Place, contributions: int) -> None:
-        shape = contributions, place.part.tiles, place.part.keep
-        self.place = place
-        self.index_MSK = np.empty(shape, dtype=np.uint16)
-        self.values_MSK = np.empty(shape, dtype=np.float32)
 
 
 def _descend(
@@ -288,7 +273,7 @@ def _descend(
     tiles, r rows and c columns each."""
     n, A = part.n, part.across
     old_BrAc, new_BrAc = (x.reshape(-1, part.tr, A, part.tc)[part.band : part.band + part.bands] for x in (old, new))
-    blocks = part.cut(topk.BLOCK)
+    blocks = _cut(part, BLOCK)
     buffer = np.empty(blocks[0].tiles * n, dtype=np.float32)
     corner_S = np.arange(0, buffer.size, n)[:, None]
     for block in blocks:
@@ -297,7 +282,8 @@ def _descend(
         at = np.add(index_MSK[:, here], corner_S[: block.tiles], dtype=np.int64)
         total.fill(0)
         np.add.at(total, at.reshape(-1), values_MSK[:, here].reshape(-1))  # one after the other, in this order
-        np.multiply(total, eta, out=total)
+        if eta != 1:
+            np.multiply(total, eta, out=total)
         total_BrAc = total.reshape(block.bands, A, part.tr, part.tc).transpose(0, 2, 1, 3)
         bands = slice(block.band - part.band, block.band - part.band + block.bands)
         np.subtract(old_BrAc[bands], total_BrAc, out=new_BrAc[bands])
