@@ -1,11 +1,16 @@
 """torch.compile where it pays: on CUDA, which has the compiler beside it. What cannot be compiled runs as it is.
 
 The compiled code is cached by torch on disk, so that the next start takes seconds.
+
+A stage computes on its worker thread and encodes on others. While one of them compiles, torch says of the others' compiled code that it
+is called from within a trace, since it keeps that in one place for the whole process: such a call runs as it is, too. torch keeps the settings
+that say so for each thread.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -20,10 +25,25 @@ def where_it_pays(work: Callable[P, R], device: torch.device) -> Callable[P, R]:
     return _compiled(work) if device.type == "cuda" else work
 
 
+class _Settings(threading.local):
+    """Made in each thread where it is looked at."""
+
+    def __init__(self) -> None:
+        import torch._dynamo
+
+        torch._dynamo.config.suppress_errors = True  # what the compiler cannot do is done without it
+        torch._dynamo.config.error_on_nested_fx_trace = False
+        self.made = True
+
+
 @functools.cache
 def _compiled(work: Callable[P, R]) -> Callable[P, R]:
-    import torch._dynamo
-
-    torch._dynamo.config.suppress_errors = True  # what the compiler cannot do is done without it
     compiled: Callable[P, R] = torch.compile(work, dynamic=False)
-    return compiled
+    settings = _Settings()
+
+    @functools.wraps(work)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        assert settings.made
+        return compiled(*args, **kwargs)
+
+    return call
