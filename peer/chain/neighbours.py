@@ -1,6 +1,6 @@
 """A stage's neighbours: the links to both, and the tensors that cross them.
 
-A tensor is encoded, and decoded, on a thread of its boundary while the model computes. It travels with the checksum of its
+A tensor is encoded, and decoded, on a thread of its boundary while the model computes, and on a GPU on a stream of its own. It travels with the checksum of its
 micro-batch's token ids: every stage knows the ids from the data assignment, so peers with different text notice it at once.
 What came in is screened before it is computed with (peer/chain/screening.py).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,6 +63,7 @@ class Neighbours:
         self._codes = {kind: boundary_formats.FORMATS.index(wire) for kind, wire in crossing.wires.items()}
         self._sizes = {kind: quantize.size(crossing.shape, wire) for kind, wire in crossing.wires.items()}
         self._decoded = dict.fromkeys(crossing.wires, 0)
+        self._beside = torch.cuda.Stream(crossing.device, priority=-1) if crossing.device.type == "cuda" else None
 
     @property
     def links(self) -> list[Link]:
@@ -167,7 +169,8 @@ class Neighbours:
 
     def _encoded(self, kind: int, values: Tensor) -> bytes:
         try:
-            return quantize.encode(values, self._crossing.wires[kind])
+            with self._stream():  # the values are there: a job's end is told when the device has done it
+                return quantize.encode(values, self._crossing.wires[kind])
         except quantize.BadTensor as error:
             for screen in self.screens.values():  # lies may make anything
                 if screen.doubt is not None:
@@ -183,10 +186,19 @@ class Neighbours:
 
         def decode() -> tuple[Tensor, Measure, Sample | None] | quantize.BadTensor:
             try:
-                x, largest = quantize.decode_measured(body, crossing.shape, crossing.wires[kind], crossing.device)
-                sample = screen.sample(x) if screen is not None else None
-                return x, activation_stats.measure(x, largest, nth), sample
+                with self._stream():
+                    x, largest = quantize.decode_measured(body, crossing.shape, crossing.wires[kind], crossing.device)
+                    sample = screen.sample(x) if screen is not None else None
+                    measured = activation_stats.measure(x, largest, nth)
             except quantize.BadTensor as error:
                 return error
+            if (
+                self._beside is not None
+            ):  # else its memory would be given to the next one while the model still reads it
+                x.record_stream(torch.cuda.default_stream(crossing.device))
+            return x, measured, sample
 
         return asyncio.get_running_loop().run_in_executor(self._codec, decode)
+
+    def _stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
@@ -38,9 +37,10 @@ from peer.chain.grad_norm import Norms
 from peer.chain.link import GOODBYE_S, LIVENESS, Link, Liveness
 from peer.chain.neighbours import Crossing, Neighbours
 from peer.chain.progress import StageProgress, catch_up
-from peer.chain.reading import Ids, Read, Reading
+from peer.chain.reading import Read, Reading
 from peer.chain.scheduler import AlternatingScheduler
 from peer.chain.screening import Place
+from peer.chain.step_text import Text, ready
 from peer.chain.stop_sign import StopSign
 from peer.chain.timing import Costs, StageTiming, StepReport, costs
 from peer.chain.trace import Trace
@@ -87,12 +87,12 @@ class StageSetup:
 class _Run:
     """The state of one call of `run_steps`."""
 
-    def __init__(self, setup: StageSetup, codec: Executor, depths: Depths, steps: range) -> None:
+    def __init__(self, setup: StageSetup, codec: Executor, waiter: Executor, depths: Depths, steps: range) -> None:
         trainer = setup.trainer
         self.setup, self.trainer, self.train, self.first_step = setup, trainer, trainer.train, steps.start
         self.depths = depths
-        self.worker = TimedWorker(trainer, setup.worker, setup.trace)
-        self.reading = Reading(setup.read, steps.stop - 1, setup.stop, setup.trace)
+        self.worker, self._waiter = TimedWorker(trainer, setup.worker, setup.trace), waiter
+        self.reading = Reading(ready(setup.read, trainer, codec), steps.stop - 1, setup.stop, setup.trace)
         names = layout.shard_names(trainer.spec)
         self._behind = len(names) - names.index(trainer.shards[0]) - len(trainer.shards)
         crossing = Crossing(
@@ -104,7 +104,7 @@ class _Run:
             device=trainer.device,
         )
         self.near = Neighbours(crossing, codec, setup.statistics, min(setup.depth, depths.most))
-        self._ids: Sequence[Tensor] = ()
+        self._text = Text()
         self._losses: list[Tensor] = []
         self._seconds_per_microbatch, self._stage_seconds = 0.0, tuple[float, ...]()
         self._transfers, self._took = (0.0, 0.0), setup.took
@@ -127,9 +127,12 @@ class _Run:
         if near.following is not None:
             near.following.ping()
         waited = self.reading.waited
-        ids = await self.reading.take(step)
+        text = await self.reading.take(step)
+        if isinstance(text, quantize.BadTensor):
+            raise LocalError(f"training: {text}; this is a bug")
+        self._text = text
         self.reading.ask(step + 1)
-        await self.worker.run(OTHER, self._load, ids)
+        near.begin_step(text.checks, text.arrays)
         await self._micro_batches(step)
         progress.summed = True
         await self._gather(step, progress)
@@ -171,16 +174,6 @@ class _Run:
     def _seen(self, link: Link | None, kind: int) -> Running | None:
         return None if link is None else replace(self.near.running(link, kind))
 
-    def _load(self, step_ids: Ids) -> None:
-        """On the worker: the token ids of the step [rows, L+1] per micro-batch, and their checksums."""
-        shape = (self.train.step_rows, self.train.sequence + 1)
-        ids = quantize.ids_from(step_ids, shape, self.trainer.spec.vocab_size)
-        if self.trainer.device.type == "cuda":
-            ids = ids.pin_memory()  # the device fetches them when it comes to them
-        self._ids = tuple(ids.reshape(self.train.micro_batches, self.train.rows, -1))
-        parts = [part.numpy() for part in self._ids]
-        self.near.begin_step([zlib.crc32(part.astype("<i8").tobytes()) for part in parts], parts)
-
     # --- micro-batches
 
     async def _micro_batches(self, step: int) -> None:
@@ -210,7 +203,7 @@ class _Run:
                 if micro >= ended[FORWARD]:
                     near.following.blame("sent gradients before it got activations")
                 prepared[BACKWARD] += 1
-                turns.put(BACKWARD, self.worker.timed(BACKWARD, self._backward, micro, gradient))
+                turns.put(BACKWARD, self.worker.launching(BACKWARD, self._backward, micro, gradient))
                 return True
             micro = prepared[FORWARD]
             may = micro < self.train.micro_batches and not turns.has(FORWARD)
@@ -218,12 +211,12 @@ class _Run:
                 inward = None if near.previous is None else await near.take(near.previous, FORWARD, step, micro)
                 prepared[FORWARD] += 1
                 after = 0 if last else prepared[FORWARD] - self._window()
-                turns.put(FORWARD, self.worker.timed(FORWARD, self._forward, micro, inward), after=after)
+                turns.put(FORWARD, self.worker.launching(FORWARD, self._forward, micro, inward), after=after)
                 return True
             return False
 
         turns = AlternatingScheduler[Tensor | None](
-            self.worker.executor, (BACKWARD, FORWARD), done, near.arrived.set, self.worker.waited
+            self.worker.executor, self._waiter, (BACKWARD, FORWARD), done, near.arrived.set, self.worker.waited
         )
         try:
             while ended[FORWARD if last else BACKWARD] < self.train.micro_batches:
@@ -253,9 +246,9 @@ class _Run:
 
     def _forward(self, micro: int, inward: Tensor | None) -> Tensor | None:
         """On the worker: one forward; in the last stage its backward too. Returns what is to be sent."""
-        outward = self.trainer.forward(micro, self._ids[micro], inward, recompute=self._again())
+        outward = self.trainer.forward(micro, self._text.tensors[micro], inward, recompute=self._again())
         if micro + 1 < self.train.micro_batches:
-            self.trainer.expect(self._ids[micro + 1])
+            self.trainer.expect(self._text.tensors[micro + 1])
         if self.near.following is not None:
             return outward
         self._losses.append(outward)
@@ -328,7 +321,8 @@ async def run_steps(
     streams = [stream for stream in (previous, following) if stream is not None]
     reports: list[StepReport] = []
     codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=torch.set_num_threads, initargs=(1,))
-    run = _Run(setup, codec, depths, range(first_step, first_step + steps))
+    waiter = ThreadPoolExecutor(1, "device")
+    run = _Run(setup, codec, waiter, depths, range(first_step, first_step + steps))
     near = run.near
     try:
         async with asyncio.TaskGroup() as group:
@@ -366,7 +360,8 @@ async def run_steps(
         await _leave(streams, "")
         raise
     finally:
-        codec.shutdown(wait=False)
+        for threads in (codec, waiter):
+            threads.shutdown(wait=False)
         await run.reading.aclose()
     return tuple(reports)
 

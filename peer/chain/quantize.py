@@ -62,16 +62,19 @@ def encode(x: Tensor, wire: str, *, limit: float = LIMIT / 2) -> bytes:
     """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite or over `limit`, by default half of what is accepted."""
     x = x.detach()
     x = x.to(torch.bfloat16) if wire == "bf16" else x.float()
+    if not x.numel():
+        return b""
     if wire in ("bf16", "fp32"):
-        parts: Sequence[Tensor] = (x,)
-    elif wire == "tah4":
-        _check(x, limit)
+        return _checked(_largest(x), (x,), limit)
+    if wire == "tah4":
+        _check(float(_largest(x)), limit)
         return _encode_tiles(x.reshape(-1, boundary_formats.tile(x.shape[-1])))
-    elif wire == "sym2":
-        parts = compiled.where_it_pays(_encode_sym2, x.device)(x.reshape(-1, x.shape[-1]))
+    x_TW = x.reshape(-1, x.shape[-1])
+    if wire == "sym2":
+        largest, *parts = compiled.where_it_pays(_encode_sym2, x.device)(x_TW)
     else:
-        parts = compiled.where_it_pays(_encode_steps, x.device)(x.reshape(-1, x.shape[-1]), _STEPS[wire])
-    return _checked(x, parts, limit)
+        largest, *parts = compiled.where_it_pays(_encode_steps, x.device)(x_TW, _STEPS[wire])
+    return _checked(largest, parts, limit)
 
 
 def decode(raw: bytes | memoryview, shape: Sequence[int], wire: str, device: torch.device) -> Tensor:
@@ -86,38 +89,52 @@ def decode_measured(
     if len(raw) != size(shape, wire):
         raise BadTensor(f"has {len(raw)} bytes of values, not {size(shape, wire)} for {wire} {tuple(shape)}")
     width, tokens = shape[-1], math.prod(shape[:-1])
+    if not tokens * width:
+        return torch.empty(tuple(shape), device=device), 0.0
     if wire in ("bf16", "fp32"):
         x = _tensor(raw, torch.bfloat16 if wire == "bf16" else torch.float32, device).float()
+        largest = _largest(x)
     elif wire == "tah4":
         x = _decode_tiles(memoryview(raw), boundary_formats.tile(width), device)
+        largest = _largest(x)
     elif wire == "sym2":
         scale_T, packed = _scales_and_values(raw, tokens, torch.uint8, device)
-        x = compiled.where_it_pays(_decode_sym2, device)(scale_T, packed.reshape(tokens, -1), width)
+        x, largest = compiled.where_it_pays(_decode_sym2, device)(scale_T, packed.reshape(tokens, -1), width)
     else:
         scale_T, q = _scales_and_values(raw, tokens, torch.int8 if wire == "int8" else torch.uint8, device)
-        x = compiled.where_it_pays(_decode_steps, device)(scale_T, q, width)
-    largest = _check(x, LIMIT)
-    return x.reshape(tuple(shape)), largest
+        x, largest = compiled.where_it_pays(_decode_steps, device)(scale_T, q, width)
+    if device.type == "cuda":
+        largest = _fetched([largest]).view(torch.float32)
+    return x.reshape(tuple(shape)), _check(largest.item(), LIMIT)
 
 
-def _checked(x: Tensor, parts: Sequence[Tensor], limit: float) -> bytes:
-    """The bytes of all parts, if x is in range."""
-    if x.device.type != "cuda":
-        _check(x, limit)
+def _checked(largest: Tensor, parts: Sequence[Tensor], limit: float) -> bytes:
+    """The bytes of all parts, if the largest magnitude is in range."""
+    if largest.device.type != "cuda":
+        _check(largest.item(), limit)
         return b"".join(map(_raw, parts))
-    flat = [part.contiguous().view(torch.uint8).flatten() for part in parts]
+    whole = _fetched([largest.float(), *parts])
+    _check(whole[:4].view(torch.float32).item(), limit)
+    return whole[4:].numpy().tobytes()
+
+
+def _fetched(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of all of them, on the host. The GPU is waited for once, when everything is on its way, and only for what this stream has."""
+    flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors]
     whole = torch.empty(sum(map(len, flat)), dtype=torch.uint8, pin_memory=True)
     for part, there in zip(flat, whole.split([len(part) for part in flat]), strict=True):
         there.copy_(part, non_blocking=True)
-    _check(x, limit)  # waits for the device: once, when everything is on its way
-    return whole.numpy().tobytes()
+    torch.cuda.current_stream(tensors[0].device).synchronize()
+    return whole
 
 
-def _check(x: Tensor, limit: float) -> float:
-    """The largest magnitude. Raises BadTensor unless all is finite and in range; the extremes tell, without a copy."""
-    if not x.numel():
-        return 0.0
-    largest = float(torch.stack(x.aminmax()).abs().amax())
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude []; not finite where a value is not. The extremes tell, without a copy."""
+    return torch.stack(x.aminmax()).abs().amax()
+
+
+def _check(largest: float, limit: float) -> float:
+    """The largest magnitude. Raises BadTensor unless it is finite and in range."""
     if not math.isfinite(largest):
         raise BadTensor("values are not finite")
     if largest > limit:
@@ -128,32 +145,36 @@ def _check(x: Tensor, limit: float) -> float:
 # --- int8, int4
 
 
-def _encode_steps(x_TW: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    scale_T1 = _round_up((x_TW.abs().amax(1, keepdim=True) / steps).clamp_min(_TINY))
+def _encode_steps(x_TW: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    largest_T1 = x_TW.abs().amax(1, keepdim=True)
+    scale_T1 = _round_up((largest_T1 / steps).clamp_min(_TINY))
     q_TW = torch.round(x_TW / scale_T1.float()).clamp(-steps, steps)
-    return scale_T1, q_TW.to(torch.int8) if steps > 7 else _pack((q_TW + 8).to(torch.uint8))
+    return largest_T1.amax(), scale_T1, q_TW.to(torch.int8) if steps > 7 else _pack((q_TW + 8).to(torch.uint8))
 
 
-def _decode_steps(scale_T: Tensor, q: Tensor, width: int) -> Tensor:
+def _decode_steps(scale_T: Tensor, q: Tensor, width: int) -> tuple[Tensor, Tensor]:
     q_TW = (q.float() if q.dtype == torch.int8 else _unpack(q) - 8).reshape(-1, width)
-    return q_TW * scale_T.float()[:, None]
+    x_TW = q_TW * scale_T.float()[:, None]
+    return x_TW, _largest(x_TW)
 
 
 # --- sym2; C bytes of a token
 
 
-def _encode_sym2(x_TW: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_sym2(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    size_TW = x_TW.abs()
     scale_T1 = x_TW.square().mean(1, keepdim=True).sqrt().clamp_min(_TINY).to(torch.bfloat16)
-    q_TW = (x_TW >= 0).to(torch.uint8) | (x_TW.abs() >= _THRESHOLD * scale_T1.float()).to(torch.uint8) << 1
+    q_TW = (x_TW >= 0).to(torch.uint8) | (size_TW >= _THRESHOLD * scale_T1.float()).to(torch.uint8) << 1
     q_TC4 = functional.pad(q_TW, (0, -x_TW.shape[1] % 4)).unflatten(1, (-1, 4))
-    return scale_T1, q_TC4[..., 0] | q_TC4[..., 1] << 2 | q_TC4[..., 2] << 4 | q_TC4[..., 3] << 6
+    return size_TW.amax(), scale_T1, q_TC4[..., 0] | q_TC4[..., 1] << 2 | q_TC4[..., 2] << 4 | q_TC4[..., 3] << 6
 
 
-def _decode_sym2(scale_T: Tensor, packed_TC: Tensor, width: int) -> Tensor:
+def _decode_sym2(scale_T: Tensor, packed_TC: Tensor, width: int) -> tuple[Tensor, Tensor]:
     q_TC4 = torch.stack([packed_TC >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     q_TW = q_TC4.flatten(1)[:, :width]
     levels_TW = torch.where(q_TW >= 2, _FAR, _NEAR) * torch.where(q_TW & 1 == 1, 1.0, -1.0)
-    return levels_TW * scale_T.float()[:, None]
+    x_TW = levels_TW * scale_T.float()[:, None]
+    return x_TW, _largest(x_TW)
 
 
 # --- tah4; N tiles of A values
@@ -211,10 +232,9 @@ def _decode_tiles(raw: memoryview, size: int, device: torch.device) -> Tensor:
 
 
 def _round_up(x: Tensor) -> Tensor:
-    """The smallest bf16 that is not below x (finite fp32)."""
-    near = x.to(torch.bfloat16)
-    above = torch.nextafter(near, torch.tensor(torch.inf, dtype=torch.bfloat16, device=x.device))
-    return torch.where(near.float() < x, above, near)
+    """The smallest bf16 that is not below x (finite fp32). By its bits: a compiler may leave out a rounding that is only between two steps."""
+    bits = x.view(torch.int32)
+    return (torch.where(bits > 0, bits + 0xFFFF, bits) & ~0xFFFF).view(torch.float32).to(torch.bfloat16)
 
 
 def _pack(q: Tensor) -> Tensor:

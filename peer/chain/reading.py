@@ -1,4 +1,4 @@
-"""The text of a stage's inner steps: that of the next step is asked for while a step is computed.
+"""The text of a stage's inner steps: that of the next step is asked for, and made ready, while a step is computed.
 
 No step begins whose text is not there. A stage waits for the text of the next step before it says what its gradient's norm is, and
 wishes that the round ends if the round's time is over before the text has come, or if it cannot be had. So all stages end together
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from peer.chain.stop_sign import StopSign
 from peer.chain.trace import Trace
 from protocol.errors import LocalError, PotluckError
 
+T = TypeVar("T")
 Ids = NDArray[np.int64]
 Read = Callable[[int], Coroutine[Any, Any, Ids]]
 """The token ids [micro_batches * rows, L + 1] of an inner step. Raises PotluckError."""
@@ -27,16 +28,18 @@ LOOK_SECONDS = 0.1
 _NOTED_SECONDS = 1e-3
 
 
-class Reading:
-    """Of the inner steps up to `last`; `stop` ends every wait. `waited`: seconds that this stage has waited for text."""
+class Reading(Generic[T]):
+    """Of the inner steps up to `last`, as `read` makes it ready; `stop` ends every wait. `waited`: seconds that this stage has waited for text."""
 
-    def __init__(self, read: Read, last: int, stop: StopSign | None, trace: Trace | None) -> None:
+    def __init__(
+        self, read: Callable[[int], Coroutine[Any, Any, T]], last: int, stop: StopSign | None, trace: Trace | None
+    ) -> None:
         self._read = read
         self._trace = trace
         self._last = last
         self._stop = stop
         self._step = 0
-        self._task: asyncio.Task[Ids] | None = None
+        self._task: asyncio.Task[T] | None = None
         self.waited = 0.0
 
     def ask(self, step: int) -> None:
@@ -44,7 +47,7 @@ class Reading:
         if step <= self._last:
             self._step, self._task = step, asyncio.create_task(self._read(step))
 
-    async def take(self, step: int) -> Ids:
+    async def take(self, step: int) -> T:
         """The text of this step. Raises PotluckError if it cannot be had, or not in time."""
         if self._task is None or self._step != step:
             await self.aclose()

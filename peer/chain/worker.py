@@ -6,13 +6,15 @@ A job that outlives a cancelled run ends before any later one begins, because th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from typing import TypeVar
 
 from peer.chain import quantize
 from peer.chain.frames import BACKWARD, FORWARD
+from peer.chain.scheduler import Launched
 from peer.chain.trace import Trace
 from peer.training.trainer import StageTrainer
 from protocol.errors import LocalError
@@ -26,8 +28,8 @@ _NOTED_S = 1e-4
 
 class TimedWorker:
     """`seconds`: what the jobs of this inner step took, by kind; `waits`: how long the worker waited for a forward and for a backward.
-    `executor` has one thread. Where nobody waits for what a job made, because this stage is the whole model, the next one begins while the
-    device is still at work: its seconds are then told by whatever job waits for it."""
+    `executor` has one thread. Where the device works by itself a job is launched, and timed by the device. Where nobody waits for what a job made,
+    because this stage is the whole model, its seconds are told by whatever job waits for the device."""
 
     def __init__(self, trainer: StageTrainer, executor: Executor, trace: Trace | None) -> None:
         self.executor = executor
@@ -43,34 +45,56 @@ class TimedWorker:
         self.waits = {FORWARD: 0.0, BACKWARD: 0.0}
 
     async def run(self, kind: int, work: Callable[..., T], *args: object) -> T:
-        """The result of `work` on the worker thread. Raises like `timed`."""
-        return await asyncio.get_running_loop().run_in_executor(self.executor, self.timed(kind, work, *args))
+        """The result of `work` on the worker thread, when it is there. Raises like `launching`."""
+        job = self.launching(kind, work, *args)
+        return await asyncio.get_running_loop().run_in_executor(self.executor, lambda: job().wait())
 
-    def timed(self, kind: int, work: Callable[..., T], *args: object) -> Callable[[], T]:
+    def launching(self, kind: int, work: Callable[..., T], *args: object) -> Callable[[], Launched[T]]:
         """For the worker thread: `work`, measured. What torch raises (no memory left, most often) becomes a LocalError."""
 
-        def timed() -> T:
+        def launch() -> Launched[T]:
             start = time.perf_counter()
-            try:
-                done = work(*args)
-                if not self._whole:
-                    self._trainer.synchronize()
-                return done
-            except (RuntimeError, MemoryError) as error:
-                reason = (str(error).splitlines() or ["out of memory"])[0]
-                raise LocalError(f"training: {reason}; lower the resources you offer, or restart") from error
-            except quantize.BadTensor as error:
-                raise LocalError(f"training: {error}; this is a bug") from error
-            finally:
-                end = time.perf_counter()
-                self.seconds[kind] += end - start
-                if self._trace is not None:
-                    self._trace(work.__name__.strip("_"), start, end)
+            with _told():
+                first = None if self._whole else self._trainer.mark()
+                made = work(*args)
+                last = None if self._whole else self._trainer.mark()
+                if first is None or last is None:
+                    if not self._whole:
+                        self._trainer.synchronize()
+                    self._note(kind, work, start, time.perf_counter())
+                    return Launched(lambda: made)
 
-        return timed
+            def wait() -> T:
+                with _told():
+                    last.synchronize()
+                    seconds = 1e-3 * first.elapsed_time(last)
+                end = time.perf_counter()
+                self._note(kind, work, end - seconds, end)
+                return made
+
+            return Launched(wait, there=False)
+
+        return launch
+
+    def _note(self, kind: int, work: Callable[..., object], start: float, end: float) -> None:
+        self.seconds[kind] += end - start
+        if self._trace is not None:
+            self._trace(work.__name__.strip("_"), start, end)
 
     def waited(self, kind: int, start: float, end: float) -> None:
         """The worker had nothing to do between these times (time.perf_counter), until a job of this kind."""
         self.waits[kind] += end - start
         if self._trace is not None and end - start > _NOTED_S:
             self._trace("wait for forward" if kind == FORWARD else "wait for backward", start, end)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong within, in one line."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        reason = (str(error).splitlines() or ["out of memory"])[0]
+        raise LocalError(f"training: {reason}; lower the resources you offer, or restart") from error
+    except quantize.BadTensor as error:
+        raise LocalError(f"training: {error}; this is a bug") from error

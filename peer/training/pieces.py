@@ -208,8 +208,10 @@ def _whole(kept: Kept, gradient: Tensor | None, of: int) -> Tensor | None:
     """A micro-batch's backward at once, one `of` so many."""
     if gradient is None:
         (kept.outward / of).backward()  # type: ignore[no-untyped-call]
+    elif gradient.is_cuda:
+        torch.autograd.backward(kept.outward.float(), gradient)
     else:
-        # outward.backward(gradient), bit by bit; given a gradient, torch would import its symbolic shapes (seconds)
+        # the same, bit by bit; given a gradient, torch would import its symbolic shapes (seconds), which what is compiled needs anyway
         (kept.outward.float() * gradient).sum().backward()  # type: ignore[no-untyped-call]
     if kept.inward is None:
         return None

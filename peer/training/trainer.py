@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,6 +45,16 @@ _ADAMW = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter: how often it was updated, running means of the gradient and of its square."""
 _NORM_PART = 1 << 18
 """Elements of a gradient whose norm is computed at a time on a CPU, where torch makes a copy of them in fp64."""
+
+
+class Mark(Protocol):
+    """As torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has come there. Raises RuntimeError for what went wrong before."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to a later mark, where the device has come to both."""
 
 
 def make_worker(threads: int = 1) -> ThreadPoolExecutor:
@@ -154,6 +165,14 @@ class StageTrainer:
             torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
             torch.mps.synchronize()
+
+    def mark(self) -> Mark | None:
+        """A place in the device's work, behind what it was given so far; None where that is done when the call which gives it returns."""
+        if self.device.type != "cuda":
+            return None
+        mark = torch.cuda.Event(enable_timing=True, blocking=True)
+        mark.record(torch.cuda.current_stream(self.device))
+        return mark
 
     def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()

@@ -23,6 +23,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, TrainSpec
 from tests import tiny
+from tests.benchmarks import gpu_stage
 from tests.chains import run_chain
 
 MODELS = {
@@ -53,6 +55,8 @@ ROWS = {"178M": 16, "512M": 8, "small": 2}
 """Rows of a micro-batch."""
 MICRO_BATCHES = 4
 STAGES = 4
+STAGE_MICRO_BATCHES = 16
+"""Of a step of a stage by itself: as many as a chain of four needs to be busy."""
 ROUNDS, ROUND_TOPK, ROUND_THREADS = 4, 32, 16
 """Ends of rounds that are timed; entries of every 4096 that are sent (SparseLoCo's); threads of the host."""
 WIRES = ("int4", "sym2")
@@ -210,63 +214,39 @@ class Bench:
         }
 
     def stage(self) -> Report:
-        """The second of four stages: what comes in is random. A micro-batch's time, forward and backward, as
-        the worker and the codec's thread do it one after the other; `blocks`: the same blocks without boundaries."""
+        """The second of four stages, in its chain and without one (tests/benchmarks/gpu_stage.py); and what its boundaries take by themselves."""
         names, blocks = layout.shard_names(self.spec), self.spec.n_layers // STAGES
-        k = self.spec.d_model // 8
-        basis = subspace.basis(b"0" * 32, self.spec.d_model, k, map)
-        trainer = StageTrainer(
-            self.spec, self.train, names[1 + blocks : 1 + 2 * blocks], rank=k, basis=basis, device=str(self.device)
+        shards, k = names[1 + blocks : 1 + 2 * blocks], self.spec.d_model // 8
+        basis, theta = subspace.basis(b"0" * 32, self.spec.d_model, k, map), self.theta()
+        train = replace(self.train, micro_batches=STAGE_MICRO_BATCHES)
+        compressed, whole = (
+            StageTrainer(self.spec, train, shards, rank=rank, basis=basis, device=str(self.device)) for rank in (k, 0)
         )
-        theta = self.theta()
-        trainer.begin_round(theta)
-        ids = torch.tensor(self.ids(self.train.rows))
-        shape = (self.train.rows, self.train.sequence, k)
-        wire = 0.1 * torch.randn(shape, device=self.device)
-        raws = [quantize.encode(wire, form) for form in WIRES]
-        boundary = trainer.stage.boundary
+        for trainer in (compressed, whole):
+            trainer.begin_round(theta)
+        ids = self.ids(train.step_rows).reshape(STAGE_MICRO_BATCHES, train.rows, -1)
+        feed = gpu_stage.feed_of(compressed, ids, WIRES)
+        step, alone = gpu_stage.medians(compressed, whole, feed, rounds=3, steps=4)
+        boundary, some = compressed.stage.boundary, torch.tensor(ids[0])
         assert boundary is not None
-        x = torch.randn(*shape[:2], self.spec.d_model, device=self.device)
-
-        def whole() -> None:
-            inward, gradient = (
-                quantize.decode(raw, shape, form, self.device) for raw, form in zip(raws, WIRES, strict=True)
-            )
-            outward = trainer.forward(0, ids, inward)
-            trainer.expect(ids)
-            quantize.encode(outward, WIRES[0])
-            back = trainer.backward(0, gradient)
-            assert back is not None
-            quantize.encode(back, WIRES[1])
-
-        def blocks() -> None:
-            kept = x.detach().requires_grad_()
-            with torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
-                out = trainer.stage(ids[:, :-1], kept)
-            (out.float() * x).sum().backward()
+        wire = 0.1 * torch.randn(feed.shape, device=self.device)
+        x = torch.randn(*feed.shape[:2], self.spec.d_model, device=self.device)
 
         def projections() -> None:
-            boundary.expect(ids[:, :-1])
-            boundary.compress(boundary.expand(wire, ids[:, :-1]))
-            boundary.compress_grad(boundary.expand_grad(wire))
+            boundary.compress(x)
+            boundary.expand(wire, some[:, :-1])
+            boundary.compress_grad(x)
+            boundary.expand_grad(wire)
 
         def quantizing() -> None:
-            for raw, form in zip(raws, WIRES, strict=True):
-                quantize.encode(quantize.decode(raw, shape, form, self.device), form)
+            for raw, form in zip(feed.bodies, WIRES, strict=True):
+                quantize.encode(quantize.decode(raw, feed.shape, form, self.device), form)
 
-        def checks() -> None:
-            for _ in range(4):
-                float(torch.stack(wire.aminmax()).abs().amax())
-
-        def copies() -> None:
-            for raw in raws:
-                torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device).cpu()
-
-        took = {w.__name__: self.seconds(w, 10) for w in (whole, blocks, projections, quantizing, checks, copies)}
+        took = {w.__name__: self.seconds(w, 10) for w in (projections, quantizing)}
         return {
-            "micro-batch, s": round(took["whole"], 5), "blocks alone, s": round(took["blocks"], 5), "k": k,
-            "overhead, %": round(100 * (1 - took["blocks"] / took["whole"]), 2),
-            **{f"{w} by themselves, ms": round(1e3 * took[w], 2) for w in ("projections", "quantizing", "checks", "copies")},
+            "step, s": round(step, 5), "blocks alone, s": round(alone, 5), "k": k, "micro-batches": STAGE_MICRO_BATCHES,
+            "overhead, %": round(100 * (1 - alone / step), 2),
+            **{f"{w} of a micro-batch by themselves, ms": round(1e3 * took[w], 2) for w in took},
         }  # fmt: skip
 
     def chain(self) -> Report:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from protocol.run import layout
 from tests.chains import (
     BASIS,
     CUTS,
+    DEADLINE_S,
     SPEC,
     TRAIN,
     Recording,
@@ -229,3 +232,37 @@ def test_same_bits_whatever_arrives_when(k: int) -> None:
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+class _Marked:
+    """A place in the work of a device that comes there by itself, after a while."""
+
+    def __init__(self, device: ThreadPoolExecutor) -> None:
+        self.there = device.submit(time.perf_counter)
+
+    def synchronize(self) -> None:
+        self.there.result(DEADLINE_S)
+
+    def elapsed_time(self, end: _Marked, /) -> float:
+        return 1e3 * (end.there.result(DEADLINE_S) - self.there.result(DEADLINE_S))
+
+
+class _Launching(Recording):
+    """On the processor, but told of as on a GPU: what was launched ends later."""
+
+    def mark(self) -> _Marked:
+        self.device_thread = getattr(self, "device_thread", None) or ThreadPoolExecutor(1)
+        return _Marked(self.device_thread)
+
+
+def test_a_device_that_is_told_of_later_changes_no_bit() -> None:
+    plain, launching = make_chain((2, 4), 8), make_chain((2, 4), 8, kind=_Launching)
+    before, after = (asyncio.run(run_chain(chain, steps=3)) for chain in (plain, launching))
+    for a, b in zip(plain, launching, strict=True):
+        assert a.norms == b.norms
+        for name, gradient in a.gradients[-1].items():
+            assert torch.equal(gradient, b.gradients[-1][name])
+        b.device_thread.shutdown()  # it is there: it was asked
+    assert [[r.loss for r in reports] for reports in before] == [[r.loss for r in reports] for reports in after]
+    for reports in after:
+        assert all(0 < r.seconds_per_microbatch < DEADLINE_S and r.busy_s > 0 for r in reports)

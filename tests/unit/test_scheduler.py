@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peer.chain.scheduler import AlternatingScheduler
+from peer.chain.scheduler import AHEAD, AlternatingScheduler, Launched
 
 BACK, FORTH = 2, 1
 DEADLINE_S = 30.0
@@ -20,7 +20,7 @@ DEADLINE_S = 30.0
 class Bench:
     """AlternatingScheduler whose jobs wait until they are let go."""
 
-    def __init__(self, worker: ThreadPoolExecutor) -> None:
+    def __init__(self, worker: ThreadPoolExecutor, waiter: ThreadPoolExecutor) -> None:
         self.worker = worker
         self.ended: list[tuple[int, str]] = []
         self.waits: list[int] = []
@@ -28,6 +28,7 @@ class Bench:
         self.stirred = asyncio.Event()
         self.turns = AlternatingScheduler[str](
             worker,
+            waiter,
             (BACK, FORTH),
             lambda kind, name: self.ended.append((kind, name)),
             self.stirred.set,
@@ -38,10 +39,10 @@ class Bench:
         """Returns what lets the job end."""
         go = threading.Event()
 
-        def job() -> str:
+        def job() -> Launched[str]:
             self.began.put(name)
             assert go.wait(DEADLINE_S)
-            return name
+            return Launched(lambda: name)
 
         self.turns.put(kind, job, after=after)
         return go.set
@@ -61,9 +62,9 @@ def _run(
     loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.SelectorEventLoop,
 ) -> None:
     async def main() -> None:
-        with ThreadPoolExecutor(1) as worker:
+        with ThreadPoolExecutor(1) as worker, ThreadPoolExecutor(1) as waiter:
             async with asyncio.timeout(DEADLINE_S):
-                await scene(Bench(worker))
+                await scene(Bench(worker, waiter))
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(main())
@@ -163,7 +164,7 @@ def test_a_rested_worker_begins_again() -> None:
 
 def test_what_a_job_raises_is_raised_by_check() -> None:
     async def scene(bench: Bench) -> None:
-        def job() -> str:
+        def job() -> Launched[str]:
             raise ValueError("no memory")
 
         bench.turns.check()
@@ -185,6 +186,83 @@ def test_after_the_end_nothing_begins_and_nothing_is_heard() -> None:
         await asyncio.wrap_future(bench.worker.submit(lambda: None))  # behind all that it had
         await asyncio.sleep(0)
         assert bench.began.empty()
+        assert bench.ended == []
+
+    _run(scene)
+
+
+# --- on a device that works by itself
+
+
+def test_the_next_job_is_launched_before_one_has_ended_and_no_more_than_that() -> None:
+    jobs = 12
+
+    async def scene(bench: Bench) -> None:
+        begun = [threading.Event() for _ in range(jobs)]
+        launched_when_it_ended: list[int] = []
+        numbers = iter(range(jobs))
+        loop = asyncio.get_running_loop()
+
+        def put(kind: int) -> None:
+            number = next(numbers, None)
+            if number is None:
+                return
+
+            def job() -> Launched[str]:
+                place = sum(event.is_set() for event in begun)
+                begun[place].set()
+                loop.call_soon_threadsafe(put, kind)
+
+                def wait() -> str:
+                    if place + 1 < jobs:
+                        assert begun[place + 1].wait(DEADLINE_S)
+                    launched_when_it_ended.append(sum(event.is_set() for event in begun))
+                    return str(place)
+
+                return Launched(wait, there=False)
+
+            bench.turns.put(kind, job)
+
+        put(FORTH)
+        put(BACK)
+        await bench.until(lambda: len(bench.ended) == jobs)
+        assert [int(name) for _, name in bench.ended] == list(range(jobs))
+        assert launched_when_it_ended == [min(i + AHEAD, jobs) for i in range(jobs)]
+
+    _run(scene)
+
+
+def test_a_device_that_is_at_work_is_not_waited_for() -> None:
+    async def scene(bench: Bench) -> None:
+        go = threading.Event()
+
+        def job() -> Launched[str]:
+            bench.began.put("long")
+            return Launched(lambda: str(go.wait(DEADLINE_S)), there=False)
+
+        bench.turns.put(FORTH, job)
+        assert bench.next() == "long"
+        bench.put(BACK, "b")()
+        assert bench.next() == "b"
+        assert bench.waits == [FORTH], "it waited before the first, and then the device had work"
+        go.set()
+        await bench.until(lambda: bench.turns.idle)
+        bench.put(BACK, "c")()
+        await bench.until(lambda: bench.turns.idle)
+        assert bench.waits == [FORTH, BACK]
+
+    _run(scene)
+
+
+def test_what_a_device_could_not_do_is_raised_by_check() -> None:
+    async def scene(bench: Bench) -> None:
+        def wait() -> str:
+            raise ValueError("no memory")
+
+        bench.turns.put(FORTH, lambda: Launched(wait, there=False))
+        await bench.stirred.wait()
+        with pytest.raises(ValueError, match="no memory"):
+            bench.turns.check()
         assert bench.ended == []
 
     _run(scene)
