@@ -43,6 +43,8 @@ from protocol.wire.framing import MAX_FRAME
 
 GOODBYE_S = 1.0
 """How long a broken link waits for the neighbour's goodbye, which may blame somebody else."""
+HEAD_START_S = 0.25
+"""Between saying that a neighbour lies and leaving the chain: the neighbour will say that we left, and of two reports the first counts."""
 TRIPS = 4
 GAPS = 3
 RECENT = 64

@@ -1,7 +1,7 @@
 """A stage's neighbours: the links to both, and the tensors that cross them.
 
-A tensor is encoded, and decoded, on a thread of its boundary while the model computes, and on a GPU on a stream of its own. It travels with the checksum of its
-micro-batch's token ids: every stage knows the ids from the data assignment, so peers with different text notice it at once.
+A tensor is encoded, and decoded, on a thread of its boundary while the model computes; on a GPU, on a stream of its own. It travels with
+the checksum of its micro-batch's token ids: every stage knows the ids from the data assignment, so peers with different text notice it at once.
 What came in is screened before it is computed with (peer/chain/screening.py).
 """
 
@@ -192,9 +192,8 @@ class Neighbours:
                     measured = activation_stats.measure(x, largest, nth)
             except quantize.BadTensor as error:
                 return error
-            if (
-                self._beside is not None
-            ):  # else its memory would be given to the next one while the model still reads it
+            if self._beside is not None:
+                # else its memory would be given away while the model still reads it
                 x.record_stream(torch.cuda.default_stream(crossing.device))
             return x, measured, sample
 

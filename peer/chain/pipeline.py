@@ -34,7 +34,7 @@ from peer.chain import grad_norm, quantize
 from peer.chain.activation_stats import Running, Statistics
 from peer.chain.frames import ABORT, BACKWARD, FORWARD, NAME_BYTES, Head, NeighbourLost
 from peer.chain.grad_norm import Norms
-from peer.chain.link import GOODBYE_S, LIVENESS, Link, Liveness
+from peer.chain.link import GOODBYE_S, HEAD_START_S, LIVENESS, Link, Liveness
 from peer.chain.neighbours import Crossing, Neighbours
 from peer.chain.progress import StageProgress, catch_up
 from peer.chain.reading import Read, Reading
@@ -50,6 +50,7 @@ from peer.training.trainer import StageTrainer, mean_loss
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
+from protocol.rounds.quarrels import LIES
 from protocol.run import layout
 
 __all__ = ["NeighbourLost", "StageSetup", "run_steps"]
@@ -350,6 +351,8 @@ async def run_steps(
         if isinstance(error, NeighbourLost) and setup.on_lost is not None:
             setup.on_lost(error)
             error.told = True
+            if error.reason.startswith(LIES):
+                await asyncio.sleep(HEAD_START_S)
         await _leave(streams, error.peer if isinstance(error, NeighbourLost) else "")
         raise error from error.__cause__
     except asyncio.CancelledError:

@@ -26,24 +26,30 @@ def where_it_pays(work: Callable[P, R], device: torch.device) -> Callable[P, R]:
 
 
 class _Settings(threading.local):
-    """Made in each thread where it is looked at."""
+    """Of the thread that asks."""
 
-    def __init__(self) -> None:
-        import torch._dynamo
+    made = False
 
-        torch._dynamo.config.suppress_errors = True  # what the compiler cannot do is done without it
-        torch._dynamo.config.error_on_nested_fx_trace = False
-        self.made = True
+    def make(self) -> None:
+        """Once in each thread."""
+        if not self.made:
+            import torch._dynamo
+
+            torch._dynamo.config.suppress_errors = True  # what the compiler cannot do is done without it
+            torch._dynamo.config.error_on_nested_fx_trace = False
+            self.made = True
+
+
+_settings = _Settings()
 
 
 @functools.cache
 def _compiled(work: Callable[P, R]) -> Callable[P, R]:
     compiled: Callable[P, R] = torch.compile(work, dynamic=False)
-    settings = _Settings()
 
     @functools.wraps(work)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        assert settings.made
+        _settings.make()
         return compiled(*args, **kwargs)
 
     return call

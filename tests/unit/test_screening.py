@@ -16,7 +16,7 @@ from torch import Tensor
 from peer.chain import quantize, screening
 from peer.chain.activation_stats import Statistics
 from peer.chain.frames import BACKWARD, FORWARD, NeighbourLost
-from peer.chain.link import LIVENESS
+from peer.chain.link import HEAD_START_S, LIVENESS
 from peer.chain.neighbours import Crossing, Neighbours
 from peer.chain.screening import LEAST_TOKENS, LEAST_WIDTH, MOST, NEW_ROUNDS, Place, Screen, Screens
 from peer.training.trainer import StageTrainer
@@ -257,8 +257,11 @@ class Liar(StageTrainer):
         return -sent if self.lies == "backward" and sent is not None else sent
 
 
-async def round_of(trainers: list[StageTrainer], screens: list[Screens], round: int) -> list[BaseException | None]:
-    """One round of a chain whose frames jitter; how each stage's part ended."""
+async def round_of(
+    trainers: list[StageTrainer], screens: list[Screens], round: int, said: dict[int, float] | None = None
+) -> list[BaseException | None]:
+    """One round of a chain whose frames jitter; how each stage's part ended. `said` gets when a stage said that it lost a neighbour."""
+    now, told = asyncio.get_running_loop().time, {} if said is None else said
     async with Wired(len(trainers), random.Random(round)) as wired:
         tasks = [
             asyncio.create_task(
@@ -272,6 +275,7 @@ async def round_of(trainers: list[StageTrainer], screens: list[Screens], round: 
                     wires=("int4", "sym2"),
                     read=read_of(SPEC, TRAIN),
                     place=Place(screens[i], round, i, len(trainers)),
+                    on_lost=lambda _, i=i: told.setdefault(i, now()),
                 )
             )
             for i, trainer in enumerate(trainers)
@@ -288,10 +292,13 @@ def test_a_chain_names_the_one_that_lies_and_only_it(liar: int, lies: str, accus
     for round in range(1, NEW_ROUNDS + 3):
         assert asyncio.run(round_of(trainers, screens, round)) == [None] * len(trainers)
     trainers[liar].lies = lies
-    ended = asyncio.run(round_of(trainers, screens, NEW_ROUNDS + 3))
+    said = dict[int, float]()
+    ended = asyncio.run(round_of(trainers, screens, NEW_ROUNDS + 3, said))
     named = {i: end for i, end in enumerate(ended) if isinstance(end, NeighbourLost) and end.reason.startswith(LIES)}
     assert list(named) == [accuser]
     assert named[accuser].peer == f"P{liar}"
+    assert liar in said
+    assert all(at - said[accuser] > 0.9 * HEAD_START_S for i, at in said.items() if i != accuser), "it is heard first"
 
 
 def test_a_stage_that_cannot_send_what_it_made_of_lies_names_the_liar() -> None:
