@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from peer.chain import grad_norm, quantize
@@ -46,7 +45,7 @@ from peer.chain.timing import Costs, StageTiming, StepReport, costs
 from peer.chain.trace import Trace
 from peer.chain.worker import OTHER, TimedWorker
 from peer.net.base import Stream
-from peer.training.trainer import StageTrainer, mean_loss
+from peer.training.trainer import StageTrainer, cores, mean_loss
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import pipeline_model
 from protocol.planning.pipeline_model import UNBOUNDED, Depths, LinkCost, StageCost
@@ -321,7 +320,7 @@ async def run_steps(
     progress = progress or StageProgress()
     streams = [stream for stream in (previous, following) if stream is not None]
     reports: list[StepReport] = []
-    codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=torch.set_num_threads, initargs=(1,))
+    codec = ThreadPoolExecutor(len(streams) or 1, "boundary", initializer=cores, initargs=(1,))
     waiter = ThreadPoolExecutor(1, "device")
     run = _Run(setup, codec, waiter, depths, range(first_step, first_step + steps))
     near = run.near

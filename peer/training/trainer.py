@@ -57,9 +57,16 @@ class Mark(Protocol):
         """Milliseconds from here to a later mark, where the device has come to both."""
 
 
+def cores(count: int) -> None:
+    """For the beginning of a thread: its operations take so many cores. torch has such a number for the process, too, the last that any thread said;
+    a thread that has not asked for its own before its first operation takes that."""
+    torch.set_num_threads(count)
+    torch.get_num_threads()
+
+
 def make_worker(threads: int = 1) -> ThreadPoolExecutor:
     """The one thread for all tensor work, with `threads` cores for each operation."""
-    return ThreadPoolExecutor(1, "tensor", initializer=torch.set_num_threads, initargs=(threads,))
+    return ThreadPoolExecutor(1, "tensor", initializer=cores, initargs=(threads,))
 
 
 def mean_loss(losses: Sequence[Tensor]) -> float:
