@@ -136,7 +136,7 @@ class _Run:
         await self._micro_batches(step)
         progress.summed = True
         await self._gather(step, progress)
-        await self.worker.run(OTHER, self.trainer.step, step, progress.total.norm)
+        await self.worker.begin(self._waiter, self.trainer.step, step, progress.total.norm)
         if near.screens:
             near.end_step(self.trainer.pace.rate(self.train, step))
         progress.summed = False
@@ -252,14 +252,17 @@ class _Run:
         if self.near.following is not None:
             return outward
         self._losses.append(outward)
-        gradient = self.trainer.backward(micro)
+        gradient = self._backward(micro)
         if micro + 1 == self.train.micro_batches:
             self.trainer.synchronize()  # the step's seconds are told from here on
         return gradient
 
-    def _backward(self, micro: int, gradient: Tensor) -> Tensor | None:
+    def _backward(self, micro: int, gradient: Tensor | None = None) -> Tensor | None:
         """On the worker: one backward. Returns what is to be sent."""
-        return self.trainer.backward(micro, gradient)
+        inward = self.trainer.backward(micro, gradient)
+        if micro + 1 == self.train.micro_batches:
+            self.trainer.expect_sumsq()
+        return inward
 
     # --- the end of a step
 

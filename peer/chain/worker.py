@@ -49,6 +49,13 @@ class TimedWorker:
         job = self.launching(kind, work, *args)
         return await asyncio.get_running_loop().run_in_executor(self.executor, lambda: job().wait())
 
+    async def begin(self, waiter: Executor, work: Callable[..., object], *args: object) -> None:
+        """`work`, of no kind, on the worker thread: returns when it is launched, and the next job goes on behind it; `waiter`, another thread, tells its
+        seconds, if it takes any from then on, in the step that is under way when it has ended. Raises like `launching`."""
+        launched = await asyncio.get_running_loop().run_in_executor(self.executor, self.launching(OTHER, work, *args))
+        if not launched.there:
+            waiter.submit(launched.wait)
+
     def launching(self, kind: int, work: Callable[..., T], *args: object) -> Callable[[], Launched[T]]:
         """For the worker thread: `work`, measured. What torch raises (no memory left, most often) becomes a LocalError."""
 

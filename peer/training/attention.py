@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from peer.training.layers import Linear, Norm
+from peer.training.layers import Linear, Norm, sent
 from protocol.run.layout import ModelSpec, RopeScaling
 
 Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -77,7 +77,7 @@ def document_mask(spec: ModelSpec, ids_BL: Tensor, device: torch.device) -> Tens
     ends_BL = ids_BL[:, :-1] == spec.document_end_id
     if ids_BL.device.type == "cpu" and not bool(ends_BL.any()):
         return None
-    document_BL = functional.pad(ends_BL.cumsum(1), (1, 0)).to(device, non_blocking=True)
+    document_BL = sent(functional.pad(ends_BL.cumsum(1), (1, 0)), device)
     sees_BLL = (document_BL[:, :, None] == document_BL[:, None, :]).tril_()
     kind = device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32

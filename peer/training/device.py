@@ -15,10 +15,22 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import psutil
 
 from protocol.errors import UsageError
+
+
+class Mark(Protocol):
+    """As torch.cuda.Event."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has come there. Raises RuntimeError for what went wrong before."""
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to a later mark, where the device has come to both."""
+
 
 DEVICES = ("auto", "cuda", "mps", "cpu")
 MOST_DEVICES = 64

@@ -41,3 +41,11 @@ class Embedding(Table):
     def forward(self, ids_BL: Tensor) -> Tensor:
         """[B, L] -> [B, L, D]."""
         return functional.embedding(ids_BL, self.weight)
+
+
+def sent(ids: Tensor, device: torch.device) -> Tensor:
+    """Token ids, wherever they are, on the device. Nothing waits for it: what is not pinned, and in one piece, a GPU fetches only when it has done all
+    else."""
+    if device.type == "cuda" and ids.device.type == "cpu":
+        ids = ids.contiguous().pin_memory()
+    return ids.to(device, non_blocking=True)

@@ -19,8 +19,8 @@ from torch.nn import functional
 
 from peer.training import attention, compiled, cross_entropy
 from peer.training.attention import Attention, Join
-from peer.training.layers import Embedding, Linear, Norm
-from peer.training.subspace import Boundary, coordinates, near
+from peer.training.layers import Embedding, Linear, Norm, sent
+from peer.training.subspace import Boundary, coordinates, t_perp
 from peer.training.update import Moved, WithinSubspace
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -142,7 +142,7 @@ class Stage(nn.Module):
         held = dict(self.named_parameters())
         if self._u_DK is not None:
             te_VD = _shared(theta["embed"][0])
-            self.boundary = Boundary(self._u_DK, near(te_VD, self._u_DK.device))
+            self.boundary = Boundary(self._u_DK, te_VD, t_perp(te_VD, self._u_DK))
             if self.has_embed:
                 self._a0_VK = coordinates(te_VD, self._u_DK)
                 held["model.embed_tokens.coordinates"].copy_(self._a0_VK)
@@ -180,7 +180,7 @@ class Stage(nn.Module):
 
     def embed(self, ids_BL: Tensor) -> Tensor:
         """Token embeddings [B, L, D]. The ids may be on the host: there they are needed, too."""
-        table, there_BL = self.model.embed_tokens, ids_BL.to(self._cos.device, non_blocking=True)
+        table, there_BL = self.model.embed_tokens, sent(ids_BL, self._cos.device)
         if isinstance(table, _Coordinates):
             assert self.boundary is not None, "load comes first"
             return self.boundary.expand(functional.embedding(there_BL, table.coordinates), ids_BL)
@@ -238,5 +238,5 @@ class Stage(nn.Module):
     def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> Tensor:
         """Mean cross-entropy, nats per token."""
         x_TD = self.model.norm(x_BLD).flatten(0, 1)  # type: ignore[operator]
-        targets_T = targets_BL.to(x_BLD.device, non_blocking=True).flatten()
+        targets_T = sent(targets_BL, x_BLD.device).flatten()
         return cross_entropy.mean(x_TD, self.head_VD, targets_T)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from peer.training import device
 from peer.training.model import Stage
+from peer.training.recorded import Recorder, Slot
 from protocol.run import layout
 
 Has = dict[str, set[str]]
@@ -44,11 +45,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """One micro-batch between its forward and its backward."""
+    """One micro-batch between its forward and its backward. `inward`: what its gradient is wanted of, by what came in or by the embedding; `slot`: where its blocks
+    were replayed (peer/training/recorded.py), and then `between`: what the head begins with, or None."""
 
     work: Work
     inward: Tensor | None
     outward: Tensor
+    slot: Slot | None = None
+    between: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +65,65 @@ class Deferred:
 class Pieces:
     """Computes the micro-batches of a stage. `rows`: of a piece; 0: whole micro-batches."""
 
-    def __init__(self, stage: Stage, autocast: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self, stage: Stage, autocast: Callable[[], AbstractContextManager[object]], recorder: Recorder
+    ) -> None:
         self.rows = 0
         self._stage = stage
         self._autocast = autocast
+        self._recorder = recorder
+        self._stepped = False
+
+    def begin(self) -> None:
+        """A round begins, with whole micro-batches."""
+        self.rows, self._recorder.on = 0, self._stepped
+
+    def stepped(self) -> None:
+        """An inner step was taken."""
+        self._stepped = True
+        self._recorder.on = not self.rows
+
+    def reset(self) -> None:
+        """Nothing is between its forward and its backward."""
+        self._recorder.reset()
+
+    def forget(self, kept: Kept) -> None:
+        """There will be no backward of this."""
+        if kept.slot is not None:
+            self._recorder.give(kept.slot)
 
     def through(self, work: Work) -> Kept:
         """One forward; the outward of the last stage is the mean loss []."""
+        ids_BL = work.ids[:, :-1]
+        with self._autocast():
+            slot = self._recorder.take(ids_BL)
+        if slot is not None:
+            return self._replayed(work, slot)
         inward = self._inward(work)
         with self._autocast():
-            outward = self._stage(work.ids[:, :-1], self._stage.embed(work.ids[:, :-1]) if inward is None else inward)
+            outward = self._stage(ids_BL, self._stage.embed(ids_BL) if inward is None else inward)
             if self._stage.has_head:
                 outward = self._stage.loss(outward, work.ids[:, 1:])
         return Kept(work, inward, outward)
+
+    def _replayed(self, work: Work, slot: Slot) -> Kept:
+        """The same where the blocks were recorded."""
+        stage, ids_BL, inward = self._stage, work.ids[:, :-1], None
+        if work.wire is None:
+            with self._autocast():
+                inward = stage.embed(ids_BL)
+            slot.x.copy_(inward.detach())
+        elif stage.boundary is not None:
+            stage.boundary.expand(work.wire, ids_BL, slot.x)
+        else:
+            slot.x.copy_(work.wire)
+        slot.ahead()
+        if not stage.has_head:  # whoever sends it as it is may be doing so when the next micro-batch comes
+            return Kept(work, inward, slot.y if stage.boundary is not None else slot.y.clone(), slot)
+        between = slot.y.detach().requires_grad_()
+        with self._autocast():
+            outward = stage.loss(between, work.ids[:, 1:])
+        return Kept(work, inward, outward, slot, between)
 
     def _inward(self, work: Work) -> Tensor | None:
         boundary = self._stage.boundary
@@ -99,6 +149,7 @@ class Pieces:
 
     def _smaller(self, rows: int) -> None:
         self.rows = rows
+        self._recorder.drop()
         device.free()
 
     @torch.no_grad()
@@ -114,12 +165,15 @@ class Pieces:
         work, has, before = found.work, Has(), self._versions("")
         if not self.rows:
             try:
-                return _whole(self.through(work) if isinstance(found, Deferred) else found, gradient, of)
+                kept = self.through(work) if isinstance(found, Deferred) else found
+                if kept.slot is not None:
+                    return self._replayed_back(kept, kept.slot, gradient, of)
+                return _whole(kept, gradient, of)
             except (RuntimeError, MemoryError) as error:
                 _unless_short(error)
             added = {name for name, version in self._versions("").items() if version != before[name]}
             has = {shard: added & self._versions(shard).keys() for shard in self._stage.shards}
-            del found
+            del found, kept
             self._smaller(len(work.ids))
         inward: list[Tensor | None] = []
         at = 0
@@ -129,6 +183,22 @@ class Pieces:
             at += size
         parts = [part for part in inward if part is not None]
         return torch.cat(parts) if parts else None
+
+    def _replayed_back(self, kept: Kept, slot: Slot, gradient: Tensor | None, of: int) -> Tensor | None:
+        """`_whole`, where the blocks were recorded."""
+        if kept.between is not None:
+            (kept.outward / of).backward()  # type: ignore[no-untyped-call]
+            gradient = kept.between.grad
+        assert gradient is not None
+        if gradient is not slot.gradient:
+            slot.gradient.copy_(gradient)
+        self._recorder.back(slot)
+        if kept.inward is not None:
+            torch.autograd.backward(kept.inward, slot.inward)
+        self.forget(kept)
+        if kept.work.wire is None:
+            return None
+        return slot.inward if self._stage.boundary is not None else slot.inward.clone()
 
     def _piece(
         self, work: Work, first: int, last: int, gradient: Tensor | None, of: int, has: Has

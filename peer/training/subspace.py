@@ -11,7 +11,8 @@ T_perp is orthogonal to S, T_perp U = 0, so whoever sends needs nothing of it. T
     X^ = TE[ids] + (Z - (TE U)[ids]) U^T
 
 from the rows of TE that a micro-batch has: the table stays where it is, which may be a file, and of a table of gigabytes only what is read
-needs memory. A table in host memory sends a device the row of each token once for a micro-batch.
+needs memory. A table in host memory sends a device the row of each token once for a micro-batch. A device that has much more room than the table
+takes keeps T_perp itself (`t_perp`), which costs it less time.
 
 That is autograd of X^ = (X - T_perp[ids]) U U^T + T_perp[ids]. Our choice where the paper leaves it open: A is the
 parameter, so T_S stays in S exactly, whatever the optimizer does, and weight decay acts on T_S only. Splitting TE anew
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from peer.training.layers import sent
 from protocol.codec import subspace
 
 ROWS = 1 << 12
@@ -51,20 +53,31 @@ def coordinates(te_VD: Tensor, u_DK: Tensor) -> Tensor:
     return a_VK
 
 
-def near(te_VD: Tensor, device: torch.device) -> Tensor:
-    """TE on the device, where that has much more room than it takes; else TE where it is."""
-    if device.type == "cuda" and te_VD.nbytes <= _SHARE * torch.cuda.mem_get_info(device)[0]:
-        return te_VD.to(device)
-    return te_VD
+def t_perp(te_VD: Tensor, u_DK: Tensor) -> Tensor | None:
+    """T_perp [V, D] = TE - TE U U^T, where U is, if that has much more room than it takes; else None. In fp64, since it serves a whole round."""
+    if u_DK.device.type != "cuda" or te_VD.nbytes > _SHARE * torch.cuda.mem_get_info(u_DK.device)[0]:
+        return None
+    return without_subspace(te_VD, u_DK)
+
+
+def without_subspace(te_VD: Tensor, u_DK: Tensor) -> Tensor:
+    """T_perp [V, D], where U is."""
+    found_VD = torch.empty(te_VD.shape, dtype=te_VD.dtype, device=u_DK.device)
+    u64_DK = u_DK.double()
+    for te_BD, found_BD in zip(te_VD.split(ROWS), found_VD.split(ROWS), strict=True):
+        te64_BD = te_BD.to(u_DK.device).double()
+        found_BD.copy_(te64_BD - te64_BD @ u64_DK @ u64_DK.T)
+    return found_VD
 
 
 class Boundary:
-    """What both sides of a stage boundary know: U, and T_perp by TE [V, D], which may lie in host memory or in a file. Works in the
+    """What both sides of a stage boundary know: U, and T_perp: by TE [V, D], which may lie in host memory or in a file, or itself, where U is. Works in the
     number format of its tensors."""
 
-    def __init__(self, u_DK: Tensor, te_VD: Tensor) -> None:
+    def __init__(self, u_DK: Tensor, te_VD: Tensor, t_perp_VD: Tensor | None = None) -> None:
         self.u_DK = u_DK
         self.te_VD = te_VD
+        self._t_perp_VD = t_perp_VD
         self._expected: tuple[Tensor, Tensor, Tensor] | None = None
 
     @property
@@ -75,7 +88,7 @@ class Boundary:
     @torch.no_grad()
     def expect(self, ids_BL: Tensor) -> None:
         """Has the rows of TE sent that `expand` will ask for next: while the device is busy, this costs it no time."""
-        if self.u_DK.device.type != "cpu":
+        if self.u_DK.device.type != "cpu" and self._t_perp_VD is None:
             self._expected = ids_BL, *self.rows(ids_BL)
 
     def rows(self, ids_BL: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,14 +98,11 @@ class Boundary:
         seen_V[ids_BL.flatten()] = True
         tokens_N, which_BL = seen_V.nonzero()[:, 0], (seen_V.cumsum(0) - 1)[ids_BL]
         if device.type == "cuda":  # it copies from pinned memory beside its other work
-            tokens_N, which_BL = tokens_N.pin_memory(), which_BL.pin_memory()
-        if self.te_VD.device == device:
-            te_ND = functional.embedding(tokens_N.to(device, non_blocking=True), self.te_VD)
-        else:
-            te_ND = torch.empty(
-                len(tokens_N), self.te_VD.shape[1], dtype=self.te_VD.dtype, pin_memory=device.type == "cuda"
-            )
-            torch.index_select(self.te_VD, 0, tokens_N, out=te_ND)
+            which_BL = which_BL.pin_memory()
+        te_ND = torch.empty(
+            len(tokens_N), self.te_VD.shape[1], dtype=self.te_VD.dtype, pin_memory=device.type == "cuda"
+        )
+        torch.index_select(self.te_VD, 0, tokens_N, out=te_ND)
         return te_ND.to(device, non_blocking=True), which_BL.to(device, non_blocking=True)
 
     @torch.no_grad()
@@ -108,21 +118,28 @@ class Boundary:
         """Z [B, L, K] = X U."""
         return x_BLD @ self.u_DK
 
-    def expand(self, z_BLK: Tensor, ids_BL: Tensor) -> Tensor:
-        """X^ [B, L, D] = Z U^T + T_perp[ids], as TE[ids] + (Z - (TE U)[ids]) U^T: of D numbers a token only TE is read and X^ written."""
+    def expand(self, z_BLK: Tensor, ids_BL: Tensor, into: Tensor | None = None) -> Tensor:
+        """X^ [B, L, D] = Z U^T + T_perp[ids], as TE[ids] + (Z - (TE U)[ids]) U^T where T_perp is not there: of D numbers a token one is read and X^
+        written. `into`: where X^ goes, without a gradient, or new memory."""
         with torch.autocast(self.u_DK.device.type, enabled=False):  # TE is not to lose bits
-            te_ND, which_BL = self._rows(ids_BL)
-            moved_BLK = z_BLK - functional.embedding(which_BL, te_ND @ self.u_DK)
-            x_TD = functional.embedding(which_BL.flatten(), te_ND)
-            return x_TD.addmm_(moved_BLK.flatten(0, 1), self.u_DK.T).unflatten(0, which_BL.shape)
+            if self._t_perp_VD is not None:
+                table_ND, which_BL = self._t_perp_VD, sent(ids_BL, self.u_DK.device)
+            else:
+                table_ND, which_BL = self._rows(ids_BL)
+                z_BLK = z_BLK - functional.embedding(which_BL, table_ND @ self.u_DK)
+            if into is None:
+                x_TD = functional.embedding(which_BL.flatten(), table_ND)
+            else:
+                x_TD = torch.index_select(table_ND, 0, which_BL.flatten(), out=into.flatten(0, 1))
+            return x_TD.addmm_(z_BLK.flatten(0, 1), self.u_DK.T).unflatten(0, which_BL.shape)
 
     def compress_grad(self, g_BLD: Tensor) -> Tensor:
         """G U [B, L, K]."""
         return g_BLD @ self.u_DK
 
-    def expand_grad(self, gz_BLK: Tensor) -> Tensor:
-        """(G U) U^T [B, L, D]."""
-        return gz_BLK @ self.u_DK.T
+    def expand_grad(self, gz_BLK: Tensor, into: Tensor | None = None) -> Tensor:
+        """(G U) U^T [B, L, D], in new memory or `into` that."""
+        return torch.matmul(gz_BLK, self.u_DK.T, out=into)
 
     def project(self, x_BLD: Tensor, ids_BL: Tensor) -> Tensor:
         """What the far side sees; differentiable: inserted into a whole model, it gives the oracle of a chain."""

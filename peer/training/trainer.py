@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +28,11 @@ from torch.optim.adamw import adamw
 
 from peer.state.outer_optimizer import Accumulate, difference
 from peer.training import moments as small_moments
-from peer.training import muon
+from peer.training import muon, norms
+from peer.training.device import Mark
 from peer.training.model import Stage, Theta
 from peer.training.pieces import Deferred, Kept, Pieces, Work
+from peer.training.recorded import Graphs, Recorder, Recording
 from peer.training.schedule import Pace
 from peer.training.update import DeviceUpdate
 from protocol.errors import LocalError
@@ -43,18 +44,6 @@ COORDINATES = "model.embed_tokens.coordinates"
 _EVALUATION_ROWS = 16
 _ADAMW = ("step", "exp_avg", "exp_avg_sq")
 """AdamW's state of a parameter: how often it was updated, running means of the gradient and of its square."""
-_NORM_PART = 1 << 18
-"""Elements of a gradient whose norm is computed at a time on a CPU, where torch makes a copy of them in fp64."""
-
-
-class Mark(Protocol):
-    """As torch.cuda.Event."""
-
-    def synchronize(self) -> None:
-        """Waits until the device has come there. Raises RuntimeError for what went wrong before."""
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to a later mark, where the device has come to both."""
 
 
 def cores(count: int) -> None:
@@ -88,6 +77,8 @@ class StageTrainer:
     update_devices = frozenset({"cuda"})
     """Types of devices that work out a round's update (peer/training/update.py); of the others the host does it. torch says "cuda" of
     ROCm, too."""
+    recording: Mapping[str, Callable[[torch.device], Recording]] = {"cuda": Graphs}
+    """What records blocks (peer/training/recorded.py), by type of device; on the others they are called each time."""
 
     def __init__(
         self,
@@ -132,7 +123,11 @@ class StageTrainer:
         self.pace = Pace(0, train.inner_steps, train.micro_batches)
         self._theta: Theta | None = None
         self._kept: dict[int, Kept | Deferred] = {}
-        self._pieces = Pieces(self.stage, self._autocast)
+        self._norms: list[tuple[str, Tensor]] = []
+        whole = self.shards == names  # it has so much to compute that to launch it takes less time
+        records = None if whole else self.recording.get(self.device.type)
+        recorder = Recorder(self.stage, self._autocast, records(self.device) if records is not None else None)
+        self._pieces = Pieces(self.stage, self._autocast, recorder)
 
     @property
     def width(self) -> int:
@@ -153,7 +148,7 @@ class StageTrainer:
         """Starts from the parameters that there are."""
         self.pace = pace
         self.train = replace(self.train, micro_batches=pace.micro_batches)
-        self._pieces.rows = 0
+        self._pieces.begin()
         self.steps = 0
         self.reset()
 
@@ -163,6 +158,8 @@ class StageTrainer:
     def reset(self) -> None:
         """Forgets what an interrupted inner step left behind."""
         self._kept.clear()
+        self._norms = []
+        self._pieces.reset()
         for parameter in self.stage.parameters():
             parameter.grad = None
 
@@ -202,6 +199,8 @@ class StageTrainer:
             # on CUDA what is compiled without gradients is other code than with them: it may give other bits
             with torch.set_grad_enabled(not recompute or self.device.type == "cuda"):
                 kept = self._pieces.through(work)
+            if recompute:
+                self._pieces.forget(kept)
             return Deferred(work) if recompute else kept, kept.outward.detach()
 
         self._kept[micro], outward = self._pieces.forward(work, once)
@@ -221,8 +220,11 @@ class StageTrainer:
         Returns what goes to the previous stage [B, L, W] fp32, or None if this is the first. Memory that runs out: as in `forward`.
         """
         boundary = self.stage.boundary
-        gradient = boundary.expand_grad(wire) if boundary is not None and wire is not None else wire
-        inward = self._pieces.backward(self._kept.pop(micro), gradient, self.train.micro_batches)
+        kept, gradient = self._kept.pop(micro), wire
+        if boundary is not None and wire is not None:
+            slot = kept.slot if isinstance(kept, Kept) else None
+            gradient = boundary.expand_grad(wire, None if slot is None else slot.gradient)
+        inward = self._pieces.backward(kept, gradient, self.train.micro_batches)
         if inward is None:
             return None
         return boundary.compress_grad(inward) if boundary is not None else inward
@@ -234,30 +236,24 @@ class StageTrainer:
                 parameter.grad = torch.zeros_like(parameter)
         return [p.grad for p in self.stage.parameters() if p.grad is not None]
 
+    def expect_sumsq(self) -> None:
+        """Says that the step has all its gradients, so that a GPU computes what `grad_sumsq` asks for before the host does."""
+        if self.device.type == "cuda":
+            self._norms = norms.launch(self._gradients())
+
     def grad_sumsq(self) -> list[tuple[str, float]]:
         """Sum of the squared gradients of each held shard, canonical order. Raises LocalError if not finite."""
-        precision = torch.float64 if self.device.type != "mps" else None
-        gradients = {name: p.grad for name, p in self.stage.named_parameters() if p.grad is not None}
+        return norms.squares(self._norms or norms.launch(self._gradients()), self.shards)
+
+    def _gradients(self) -> list[tuple[str, Tensor]]:
+        """Those that there are, each with its shard, canonical order."""
+        gradients = {name: p.grad for name, p in self.stage.named_parameters()}
         held: list[tuple[str, Tensor]] = []
         for shard in self.shards:
-            names = (
-                [COORDINATES] if shard == "embed" and self.rank else [n for n, _ in layout.tensors(self.spec, shard)]
-            )
-            held += [(shard, gradients[name]) for name in names if name in gradients]
-        if self.device.type == "cpu":
-            parts = [(shard, part) for shard, gradient in held for part in gradient.flatten().split(_NORM_PART)]
-        else:
-            parts = held
-        norms = [torch.linalg.vector_norm(part, dtype=precision) for _, part in parts]
-        sums = dict.fromkeys(self.shards, 0.0)
-        for (shard, _), norm in zip(parts, torch.stack(norms).tolist() if norms else [], strict=True):
-            sums[shard] += norm**2
-        for shard, total in sums.items():
-            if not math.isfinite(total):
-                raise LocalError(
-                    f"training: the gradients of {shard} are not finite; the learning rate may be too high"
-                )
-        return list(sums.items())
+            compressed = shard == "embed" and self.rank
+            names = [COORDINATES] if compressed else [name for name, _ in layout.tensors(self.spec, shard)]
+            held += [(shard, found) for name in names if (found := gradients.get(name)) is not None]
+        return held
 
     @torch.no_grad()
     def step(self, step: int, total_norm: float) -> None:
@@ -283,6 +279,7 @@ class StageTrainer:
             self._adamw({COORDINATES: parameters.pop(COORDINATES)}, rate, math.sqrt(self.spec.d_model / self.rank))
         self._adamw(parameters, rate)
         self.reset()
+        self._pieces.stepped()
         self.steps += 1
 
     def _adamw(self, parameters: Mapping[str, Parameter], rate: float, scale: float = 1.0) -> None:

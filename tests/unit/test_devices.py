@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from peer.chain import quantize
 from peer.training import cross_entropy
-from peer.training.subspace import Boundary, near
+from peer.training.subspace import Boundary, t_perp, without_subspace
 from peer.training.trainer import StageTrainer
 from peer.training.update import DeviceUpdate
 from protocol.codec.settings import TILE
@@ -166,4 +166,18 @@ def test_a_table_is_sent_once_for_each_token() -> None:
     te_ND, which_BL = elsewhere.rows(ids)
     assert te_ND.shape == (3, SPEC.d_model)
     assert which_BL.shape == ids.shape
-    assert near(te_VD, torch.device("cpu")) is te_VD
+    assert t_perp(te_VD, u_DK) is None, "a processor reads the table where it is"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_boundary_with_t_perp_makes_what_one_with_the_table_does(device: str) -> None:
+    u_DK, te_VD = torch.tensor(BASIS.copy()).to(device), torch.tensor(random_theta()["embed"][0])
+    ids = torch.arange(24).reshape(2, 12) * 7 % SPEC.vocab_size
+    z = torch.linspace(-1, 1, 24 * u_DK.shape[1]).reshape(2, 12, -1).to(device)
+    t_perp_VD = without_subspace(te_VD, u_DK)
+    assert (t_perp_VD @ u_DK).abs().max() < 1e-6 if device == "cpu" else 1e-3
+    found = Boundary(u_DK, te_VD, t_perp_VD)
+    into = torch.empty(2, 12, SPEC.d_model, device=device)
+    expected = Boundary(u_DK, te_VD).expand(z, ids)
+    for x in (found.expand(z, ids), found.expand(z, ids, into), into):
+        assert relative(x.cpu(), expected.cpu()) < SUMS[device] / 10

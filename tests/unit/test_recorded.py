@@ -1,0 +1,189 @@
+"""A stage whose blocks are recorded computes what it computes without. On a card recordings are CUDA's graphs; a processor records work as that work
+itself, so that everything but the graphs is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from peer.training.recorded import Graphs, Recorded
+from protocol.planning.pipeline_model import Depths
+from tests.chains import CUTS, SPEC, TRAIN, Recording, ids_of, make_chain, random_theta, run_chain
+
+LONG = dataclasses.replace(TRAIN, micro_batches=4)
+DOCUMENTS = dataclasses.replace(SPEC, document_end_id=5, num_key_value_heads=2, use_qk_norm=True)
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+MADE: list[Again | Counted] = []
+"""By the trainers of this test, in their order."""
+
+
+class Again:
+    """What is recorded is called again. Counts recordings and replays; has memory for `most` recordings."""
+
+    most = 1 << 30
+
+    def __init__(self, device: torch.device) -> None:
+        self.recorded, self.replayed = 0, 0
+        MADE.append(self)
+
+    def record(
+        self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], several: bool
+    ) -> tuple[Recorded, Recorded]:
+        if self.recorded >= self.most:
+            raise torch.OutOfMemoryError("no memory for a recording")
+        self.recorded += 1
+        return self._one(ahead), self._one(back)
+
+    def _one(self, work: Callable[[], Tensor]) -> Recorded:
+        result = work().clone()
+
+        def replay() -> None:
+            self.replayed += 1
+            result.copy_(work())
+
+        return result, replay
+
+
+class Counted(Graphs):
+    """CUDA's graphs. Counts recordings."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.recorded = 0
+        MADE.append(self)
+
+    def record(self, *work: Any) -> tuple[Recorded, Recorded]:
+        self.recorded += 1
+        return super().record(*work)
+
+
+class Records(Recording):
+    """A trainer that records wherever it is."""
+
+    recording: ClassVar = {"cpu": Again, "cuda": Counted}
+
+
+class Unrecorded(Recording):
+    """One that never does."""
+
+    recording: ClassVar = {}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    MADE.clear()
+    if torch.cuda.is_available():
+        torch.compiler.reset()  # it compiles a function for so many shapes only
+
+
+def steps(kind: type[Any], cuts: tuple[int, ...], k: int, spec: Any, device: str, **options: Any) -> tuple[Any, Any]:
+    chain = make_chain(cuts, k, LONG, kind=kind, device=device, spec=spec)
+
+    async def read(step: int) -> np.ndarray:
+        return ids_of(step, spec, LONG)
+
+    reports = asyncio.run(run_chain(chain, steps=3, read=read, **options))
+    return chain, reports
+
+
+def same(found: tuple[Any, Any], expected: tuple[Any, Any]) -> None:
+    assert [r.loss for r in found[1][0]] == [r.loss for r in expected[1][0]]
+    assert [r.norm for r in found[1][0]] == [r.norm for r in expected[1][0]]
+    for a, b in zip(found[0], expected[0], strict=True):
+        for step, other in zip(a.gradients, b.gradients, strict=True):
+            assert step.keys() == other.keys()
+            assert all(torch.equal(step[name], other[name]) for name in step)
+        assert all(torch.equal(x, y) for x, y in zip(a.stage.parameters(), b.stage.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", [SPEC, DOCUMENTS], ids=["llama", "documents"])
+@pytest.mark.parametrize("k", [0, SPEC.d_model // 8])
+@pytest.mark.parametrize("cuts", CUTS)
+def test_every_stage_has_the_same_bits(cuts: tuple[int, ...], k: int, spec: Any, device: str) -> None:
+    k = k if cuts else 0
+    found = steps(Records, cuts, k, spec, device)
+    same(found, steps(Unrecorded, cuts, k, spec, device))
+    if not cuts:
+        assert not MADE, "a full replica has so much to compute that launching it takes less time"
+        return
+    blocks = [any(shard.startswith("block.") for shard in trainer.shards) for trainer in found[0]]
+    assert [made.recorded > 0 for made in MADE] == blocks
+    if device == "cpu":
+        replayed = {made.replayed for made in MADE if made.recorded}
+        whole = (
+            2 * 2 * LONG.micro_batches
+        )  # two of three steps; a micro-batch of one document has no mask, and is not replayed
+        assert replayed == {whole} if spec is SPEC else 0 < min(replayed) <= max(replayed) <= whole
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("k", [0, SPEC.d_model // 8])
+def test_activations_that_are_computed_anew(k: int, device: str) -> None:
+    """A stage that keeps only what came in needs one slot, however many micro-batches are under way."""
+    options = {"depth": 4, "depths": Depths(plain=1, held=1, most=4)}
+    same(steps(Records, (2, 4), k, SPEC, device, **options), steps(Unrecorded, (2, 4), k, SPEC, device, **options))
+    assert [made.recorded for made in MADE] == [1, 1, 1]
+
+
+def test_as_many_slots_as_micro_batches_are_between_forward_and_backward() -> None:
+    steps(Records, (2, 4), 8, SPEC, "cpu", depth=3, pick_depth=lambda *_: 3)
+    first, middle, last = (made.recorded for made in MADE)
+    assert 1 <= middle <= first <= 3
+    assert last == 1
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_without_memory_for_a_recording_blocks_are_called(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Again, "most", most)
+    found = steps(Records, (2, 4), 8, SPEC, "cpu", depth=3)
+    same(found, steps(Unrecorded, (2, 4), 8, SPEC, "cpu", depth=3))
+    assert all(made.recorded <= most for made in MADE)
+    assert not any(trainer.pieces for trainer in found[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_step_that_is_broken_off_leaves_nothing(device: str) -> None:
+    """Nor does one whose gradients somebody else has put in the place of ours, as where several devices add theirs up."""
+    found = []
+    for kind in (Records, Unrecorded):
+        trainer = steps(kind, (2, 4), 8, SPEC, device)[0][1]
+        ids = torch.tensor(ids_of(9, SPEC, LONG)).reshape(4, LONG.rows, -1)
+        wire = torch.linspace(-1, 1, LONG.rows * LONG.sequence * 8).reshape(LONG.rows, LONG.sequence, 8).to(device)
+        trainer.forward(0, ids[0], wire)
+        trainer.forward(1, ids[1], wire)
+        trainer.backward(0, wire)
+        trainer.reset()
+        for micro in (0, 1):
+            trainer.forward(micro, ids[micro], wire)
+        trainer.backward(0, wire)
+        for parameter in trainer.stage.parameters():
+            parameter.grad = 2 * parameter.grad
+        trainer.backward(1, wire)
+        found.append([total.clone() for total in trainer.gradient_sums()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_shapes_are_called_and_another_round_goes_on(device: str) -> None:
+    found = []
+    for kind in (Records, Unrecorded):
+        trainer = steps(kind, (2, 4), 8, SPEC, device)[0][1]
+        trainer.begin_round(random_theta(seed=2))
+        sent = []
+        for rows in (LONG.rows, 1, LONG.rows):
+            ids = torch.tensor(ids_of(9, SPEC, LONG))[:rows]
+            wire = torch.linspace(-1, 1, rows * LONG.sequence * 8).reshape(rows, LONG.sequence, 8).to(device)
+            sent += [trainer.forward(0, ids, wire).clone(), trainer.backward(0, wire).clone()]
+        found.append([*sent, *(p.grad.clone() for p in trainer.stage.parameters())])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
