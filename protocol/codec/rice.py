@@ -47,8 +47,9 @@ def unpack(raw: Bytes, bits: int, count: int) -> Numbers:
     if flat[count * bits :].any():
         raise Malformed("padding is not zero")
     numbers: Numbers = np.zeros(count, dtype=np.uint8) if bits <= 8 else np.zeros(count, dtype=np.uint16)
-    for bit, plane in enumerate(flat[: count * bits].reshape(bits, count)):
-        np.bitwise_or(numbers, plane << numbers.dtype.type(bit), out=numbers)
+    for plane in flat[: count * bits].reshape(bits, count)[::-1]:
+        numbers += numbers  # a shift, but faster
+        numbers |= plane
     return numbers
 
 

@@ -159,6 +159,51 @@ def test_the_aggregate_is_the_stated_arithmetic(
     check_aggregate(codec, shapes, seed, members)
 
 
+SPECIAL = [0.0, -0.0, 1.0, -1e-45, 3e38, -3e38, math.inf, -math.inf, math.nan]
+
+
+@pytest.mark.parametrize("eta", [1.0, 0.7, 3e38, math.inf, 0.0, -0.5])
+@pytest.mark.parametrize("weights", [(), (0.5,), (0.0, -0.0), (0.3, 0.0, 0.7, -0.2), (1e30, 1.0, -1e30)])
+@pytest.mark.parametrize(("values", "indices"), FORMATS)
+@pytest.mark.parametrize("at_a_time", [1, sparse.AT_A_TIME])
+def test_every_bit_of_the_aggregate_is_that_of_dense_arithmetic(
+    eta: float, weights: tuple[float, ...], values: str, indices: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signs of zeros, what is not finite, and entries that none, one or several have, in blocks of one band."""
+    monkeypatch.setattr(sparse, "AT_A_TIME", at_a_time)
+    monkeypatch.setattr(sparse, "BLOCK", 1)
+    shapes, codec = [(130, 96), (7, 67), (5000,), (13,), (1,), (1, 1)], Codec(300, values, indices)
+    rng = np.random.default_rng(3)
+    old = [
+        np.where(rng.random(s) < 0.5, rng.choice(SPECIAL, s), rng.standard_normal(s)).astype(np.float32) for s in shapes
+    ]
+    same = encode(codec, arrays_of(shapes, 20))
+    contributions = [(w, same if m % 2 else encode(codec, arrays_of(shapes, m))) for m, w in enumerate(weights)]
+    with np.errstate(all="ignore"):
+        new = apply(codec, old, contributions, np.float32(eta))
+        totals = [np.zeros(s, dtype=np.float32) for s in shapes]
+        for weight, payload in contributions:
+            for total, sent in zip(totals, decode(codec, shapes, payload), strict=True):
+                for i, value in zip(sent.index, sent.values, strict=True):
+                    total.reshape(-1)[i] += np.float32(weight) * value
+        expected = [x - np.float32(eta) * total for x, total in zip(old, totals, strict=True)]
+    for a, b in zip(new, expected, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("members", [1, 20])
+def test_memory_of_the_aggregate_stays_within_what_is_stated(members: int) -> None:
+    """20 contributions have more entries of a segment than are read at a time."""
+    shapes, codec = [(1024, 2048), (512, 512)], Codec(128)
+    contributions = [(0.1, encode(codec, arrays_of(shapes, 1)))] * members
+    old = arrays_of(shapes, 2)
+    tracemalloc.start()
+    apply(codec, old, contributions, np.float32(1))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < sum(x.nbytes for x in old) + 12 * max(sparse.AT_A_TIME, members * sparse.SEGMENT) + (2 << 20)
+
+
 LARGE = (1536, 1024)
 """More elements than are worked through at a time, or by one thread."""
 
