@@ -43,7 +43,7 @@ from protocol.rounds.chain_repair import SLOW
 from protocol.rounds.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.manifest import Manifest
-from protocol.wire.plan import StageSpec
+from protocol.wire.plan import ReplicaSpec, StageSpec
 
 T = TypeVar("T")
 STUCK_SECONDS = 60.0
@@ -60,6 +60,8 @@ class StageInnerLoop:
 
     trainer_class: type[trainer.StageTrainer] = trainer.StageTrainer
     """What computes the stage."""
+    joined = staticmethod(memory.joined)
+    """How many of a full replica's micro-batches are computed as one."""
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class StageInnerLoop:
         self._announce = announce
         self._speed = Speedometer(manifest)
         self._training = False
+        self._joins = True  # until memory ran out
         self._statistics, self._screens = Statistics(), Screens()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -164,8 +167,7 @@ class StageInnerLoop:
         spec = plan.replica(order.replica)
         position = spec.peers.index(self.peer)
         stage_progress, reports = StageProgress(), list[StepReport]()
-        before, work = (plan.round - 1) * train.inner_steps, spec.work
-        pace = Pace(before, work.steps, work.micro_batches, order.total_steps)
+        pace = self._pace(plan.round, spec, order.total_steps)
         first_step, told = pace.before + 1, list[int]()
 
         def on_step(report: StepReport) -> None:
@@ -180,7 +182,8 @@ class StageInnerLoop:
             )
             stage = stages[position]
             self._tell_of_pieces(told)
-            self._announce(speed_flops=self._speed.add(stage.first, stage.last, report.seconds_per_microbatch))
+            seconds = report.seconds_per_microbatch / pace.joined
+            self._announce(speed_flops=self._speed.add(stage.first, stage.last, seconds))
             if self._trace is not None:
                 self._trace.flush()
             if spec.is_chain:
@@ -227,6 +230,14 @@ class StageInnerLoop:
             text_seconds=sum(r.wait_text_s for r in reports),
         )
 
+    def _pace(self, round_number: int, spec: ReplicaSpec, total_steps: int | None) -> Pace:
+        work, joined, config = spec.work, 1, self._config
+        if self._joins and not spec.is_chain:
+            devices = config.device, len(config.devices)
+            joined = self.joined(self.manifest, work.micro_batches, self._memory, *devices)
+        before = (round_number - 1) * self.manifest.train.inner_steps
+        return Pace(before, work.steps, work.micro_batches, total_steps, joined)
+
     async def _why_it_ended(
         self, failure: BaseException, stage: StageSpec, is_chain: bool, stage_progress: StageProgress
     ) -> str | None:
@@ -245,11 +256,13 @@ class StageInnerLoop:
 
     def _tell_of_pieces(self, told: list[int]) -> None:
         """Says once in a round that memory ran out within an inner step, which was done all the same (peer/training/pieces.py)."""
-        pieces = self._trainer.pieces if self._trainer is not None else 0
+        assert self._trainer is not None
+        pieces = self._trainer.pieces
         if pieces and not told:
             told.append(pieces)
+            self._joins = False
             text = (
-                f"memory: it ran out in an inner step, which was done in pieces: until the round is over, {pieces} of {self.manifest.train.rows}"
+                f"memory: it ran out in an inner step, which was done in pieces: until the round is over, {pieces} of {self._trainer.train.rows}"
                 " sequences at a time and block by block, which is slower; close other programs, or offer less with --memory"
             )
             self._emit(events.Warning(text=text))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from peer.training import compiled
 from peer.training.model import Stage
 from protocol.run import layout
 
@@ -34,12 +35,15 @@ Recorded = tuple[Tensor, Callable[[], object]]
 
 
 class Recording(Protocol):
-    """A device that can record."""
+    """A device that can record. Both methods raise RuntimeError."""
+
+    def rehearse(self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], /) -> None:
+        """Does all of it once, in the place where it will be recorded: what is first used may do what cannot be."""
 
     def record(
         self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], several: bool, /
     ) -> tuple[Recorded, Recorded]:
-        """Both; `back` goes on from `ahead`. `several`: there may be more of them at once. Raises RuntimeError."""
+        """Both; `back` goes on from `ahead`. `several`: there may be more of them at once."""
 
 
 class Graphs:
@@ -47,18 +51,19 @@ class Graphs:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._common: object = None
+        self._common = torch.cuda.graph_pool_handle()
+
+    def rehearse(self, ahead: Callable[[], Tensor], back: Callable[[], Tensor]) -> None:
+        """See Recording."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            ahead()
+            back()
 
     def record(
         self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], several: bool
     ) -> tuple[Recorded, Recorded]:
         """See Recording."""
-        if self._common is None:  # what is first used on this stream may do what cannot be recorded
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                ahead()
-                back()
-            self._common = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # a recording has memory of its own
         own = torch.cuda.graph_pool_handle()
@@ -124,12 +129,8 @@ class Recorder:
         shape, mask = (*ids_BL.shape, self._stage.spec.d_model), self._stage.mask(ids_BL)
         if (mask is None) != (self._stage.spec.document_end_id < 0) or shape != (self._shape or shape):
             return None
-        if not self._free:
-            try:
-                self._free.append(self._recorded(self._device, shape, mask))
-            except (RuntimeError, MemoryError):
-                self.drop()
-                return None
+        if not self._free and not self._add(self._device, shape, mask):
+            return None
         slot = self._free.pop()
         if slot.mask is not None and mask is not None:
             slot.mask.copy_(mask)
@@ -153,6 +154,21 @@ class Recorder:
             torch._foreach_zero_(none_yet)
         slot.back()
         torch.autograd.graph.increment_version([total for _, total in slot.sums])
+
+    def _add(self, device: Recording, shape: tuple[int, ...], mask: Tensor | None) -> bool:
+        """Whether there is one slot more. There is none where a block was not called as it is compiled, since some thread was compiling: later there may be."""
+        before = compiled.as_they_are()
+        try:
+            slot = self._recorded(device, shape, mask)
+        except (RuntimeError, MemoryError):
+            self.drop()
+            return False
+        if compiled.as_they_are() != before:
+            return False
+        self._shape = shape
+        self._slots.append(slot)
+        self._free.append(slot)
+        return True
 
     def _recorded(self, device: Recording, shape: tuple[int, ...], mask_like: Tensor | None) -> Slot:
         if self._slots:
@@ -183,10 +199,10 @@ class Recorder:
                 torch._foreach_add_([total_of[parameter] for parameter in held], found)
             return towards_BLD
 
+        if not self._slots:
+            device.rehearse(ahead, back)
         (y_BLD, forward), (inward_BLD, backward) = device.record(ahead, back, not self._stage.has_head)
-        self._shape = shape
-        self._slots.append(Slot(x_BLD, mask, y_BLD, gradient_BLD, inward_BLD, forward, backward, sums))
-        return self._slots[-1]
+        return Slot(x_BLD, mask, y_BLD, gradient_BLD, inward_BLD, forward, backward, sums)
 
     def _parameters(self, block: int) -> list[Parameter]:
         return list(self._stage.model.layers[str(block)].parameters())  # type: ignore[index, union-attr]

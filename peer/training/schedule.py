@@ -22,13 +22,14 @@ class Pace:
 
     They are spread over the `inner_steps` that every round has in the schedule of the learning rate: it follows the run, not the
     replica's own count. A replica that does not come to all of its steps leaves out the rest of the round's part of the schedule. `total_steps`: of the schedule,
-    where it is not what the manifest says.
+    where it is not what the manifest says. `joined`: how many micro-batches are computed as one.
     """
 
     before: int
     steps: int
     micro_batches: int
     total_steps: int | None = None
+    joined: int = 1
 
     def place(self, train: TrainSpec, step: int) -> float:
         """The place in the schedule of inner step `step`; the round's first one is `before` + 1."""

@@ -97,7 +97,7 @@ class StageTrainer:
             raise LocalError(f"stage of a chain with rank {rank}: no basis of that width; this is a bug")
         if spec.tie_word_embeddings and (rank or tuple(shards) != names):
             raise LocalError("stage of a model with tied embeddings: must be the whole model; this is a bug")
-        self.spec, self.train, self.rank = spec, train, rank
+        self.spec, self.train, self.rank, self._rows = spec, train, rank, train.rows
         self.shards = tuple(shards)
         self.device = torch.device(device)
         if self.device.type == "cuda":
@@ -124,7 +124,7 @@ class StageTrainer:
         self._theta: Theta | None = None
         self._kept: dict[int, Kept | Deferred] = {}
         self._norms: list[tuple[str, Tensor]] = []
-        whole = self.shards == names  # it has so much to compute that to launch it takes less time
+        whole = self.shards == names  # computes for so long that launching it takes less time
         records = None if whole else self.recording.get(self.device.type)
         recorder = Recorder(self.stage, self._autocast, records(self.device) if records is not None else None)
         self._pieces = Pieces(self.stage, self._autocast, recorder)
@@ -147,7 +147,10 @@ class StageTrainer:
     def begin_at(self, pace: Pace) -> None:
         """Starts from the parameters that there are."""
         self.pace = pace
-        self.train = replace(self.train, micro_batches=pace.micro_batches)
+        if pace.micro_batches % pace.joined or (pace.joined > 1 and self.shards != layout.shard_names(self.spec)):
+            raise LocalError(f"{pace.joined} of {pace.micro_batches} micro-batches at once; this is a bug")
+        rows, count = pace.joined * self._rows, pace.micro_batches // pace.joined
+        self.train = replace(self.train, rows=rows, micro_batches=count)
         self._pieces.begin()
         self.steps = 0
         self.reset()

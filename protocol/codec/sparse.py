@@ -15,10 +15,9 @@ one; it has the indices, or the gaps' low bits, as planes; the codes, four to a 
 field ends at a whole byte. An update has one payload only, and `decode` refuses every other, so equal updates have equal
 digests.
 
-Work goes block by block, over as many threads as `run` has. Beside its result `apply` needs 10 MB, or 12 bytes per
-contribution for the entries of a segment where that is more, and some MB for each thread; `decode` needs 20 bytes for
-each entry of a segment, and `encode` 14 bytes for each entry of a tensor (`ref2`: 46) and some MB, for each thread.
-What a payload says changes none of that.
+Work goes block by block, over as many threads as `run` has. Beside its result `apply` needs for each thread some MB and 6
+bytes per contribution for the entries of a segment, `decode` 20 bytes for each of them; `encode` needs 14 bytes for each entry
+of a tensor (`ref2`: 46) and some MB, for each thread. What a payload says changes none of that.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ _MAGIC, _VERSION = b"PSp", 2
 _CENTROIDS = {"fp32": 0, "sym2": 2, "ref2": 4}
 _LENGTH = 4  # bytes of a segment's length of quotients
 SEGMENT = 1 << 16  # entries: part of the format
-BLOCK = 1 << 20  # elements that one thread sums up at a time
-AT_A_TIME = 3 << 18  # entries of all contributions that are read before they are summed up
+BLOCK = 1 << 20  # elements that are summed up at a time
 _AS_IS = np.arange(4, dtype=np.float32)  # a table by which codes stand for themselves
 _CODES = (np.arange(256)[:, None] >> np.arange(0, 8, 2)) & 3  # [256, 4]: the codes of a byte
 
@@ -188,13 +186,15 @@ def decode(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memor
     opened = _open(codec, shapes, payload)
     tilings = [topk.tiling(tuple(shape), codec.topk) for shape in shapes]
     offsets = [tiling.offsets for tiling in tilings]
-    result = [_unset(tiling.entries) for tiling in tilings]
+    result = [Sparse(np.empty(t.entries, dtype=np.int64), np.empty(t.entries, dtype=np.float32)) for t in tilings]
 
     def job(place: _Place) -> None:
-        part, number = place.part, place.number
+        raw, table = opened[place.number].segments[place.segment], opened[place.number].table
+        part, sent = place.part, result[place.number]
         here = slice(part.first * part.keep, (part.first + part.tiles) * part.keep)
-        into = Sparse(result[number].index[here], result[number].values[here])
-        _sent(codec, place, opened[number], offsets[number], np.float32(1), into)
+        index_SK, values_SK = _read(codec, part, place.number, table, raw, np.float32(1))
+        np.add(offsets[place.number][index_SK], part.corners[:, None], out=sent.index[here].reshape(index_SK.shape))
+        sent.values[here] = values_SK.reshape(-1)
 
     list(run(job, _places(tilings)))
     return result
@@ -229,10 +229,6 @@ class _Place:
     part: Tiling
 
 
-_Read = tuple[_Place, list[Sparse]]
-"""A segment, and what each contribution sends of it: positions in the tensor and weighted values."""
-
-
 def _places(tilings: Sequence[Tiling]) -> list[_Place]:
     cut = enumerate(map(_segments, tilings))
     return [_Place(number, segment, part) for number, parts in cut for segment, part in enumerate(parts)]
@@ -246,58 +242,51 @@ def apply(
     run: Map = map,
     empty: Empty = topk.in_memory,
 ) -> list[Array]:
-    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order.
-    `empty` makes them, and totals are summed up in them. Segments are read first, as many as memory allows, and summed
-    up then, a block to a job: blocks are small and alike, and threads share them more evenly than segments.
+    """New arrays x - eta * total, total = 0 + w_1 sent_1 + w_2 sent_2 + ... over (weight, payload) in the given order. `empty`
+    makes them. A thread of `run` takes a segment at a time: to wait for each other costs many threads more than they share.
 
     Every operation is rounded to fp32 on its own, multiply and add apart. Raises PayloadError.
     """
     weights = [np.float32(weight) for weight, _ in contributions]
     opened = [_open(codec, [x.shape for x in arrays], payload) for _, payload in contributions]
-    tilings = [topk.tiling(x.shape, codec.topk) for x in arrays]
-    offsets = [tiling.offsets for tiling in tilings]
     new = empty([x.shape for x in arrays])
-    flat = [(x.reshape(-1), y.reshape(-1)) for x, y in zip(arrays, new, strict=True)]
 
-    def read(job: tuple[_Read, int]) -> None:
-        (place, sent), m = job
-        _sent(codec, place, opened[m][place.number], offsets[place.number], weights[m], sent[m])
+    def job(place: _Place) -> None:
+        part, number = place.part, place.number
+        shape = len(opened), part.tiles, part.keep
+        index_MSK, values_MSK = np.empty(shape, dtype=np.uint16), np.empty(shape, dtype=np.float32)
+        for m, (tensors, weight) in enumerate(zip(opened, weights, strict=True)):
+            tensor = tensors[number]
+            index_MSK[m], values_MSK[m] = _read(
+                codec, part, number, tensor.table, tensor.segments[place.segment], weight
+            )
+        _descend(arrays[number], new[number], part, index_MSK, values_MSK, eta)
 
-    def descend(job: tuple[_Read, Tiling]) -> None:
-        (place, sent), block = job
-        first = (block.first - place.part.first) * block.keep
-        entries, start = slice(first, first + block.entries), block.band * block.tr * block.cols
-        here = slice(start, start + block.rows * block.cols)
-        old, changed = flat[place.number]
-        total = changed[here]
-        total.fill(0)
-        for x in sent:  # no position comes twice in one of them; np.add.at would hold Python's lock
-            changed[x.index[entries]] += x.values[entries]
-        if eta != 1:
-            np.multiply(total, eta, out=total)
-        np.subtract(old[here], total, out=total)
-
-    for places in _groups(_places(tilings), AT_A_TIME // max(1, len(opened))):
-        group: list[_Read] = [(place, [_unset(place.part.entries) for _ in opened]) for place in places]
-        list(run(read, itertools.product(group, range(len(opened)))))
-        list(run(descend, [((place, sent), block) for place, sent in group for block in _cut(place.part, BLOCK)]))
+    list(run(job, _places([topk.tiling(x.shape, codec.topk) for x in arrays])))
     return new
 
 
-def _unset(entries: int) -> Sparse:
-    return Sparse(np.empty(entries, dtype=np.int64), np.empty(entries, dtype=np.float32))
-
-
-def _groups(places: Sequence[_Place], entries: int) -> list[list[_Place]]:
-    """The same in groups of so many entries at most, or of one segment."""
-    groups, room = list[list[_Place]](), 0
-    for place in places:
-        if not groups or place.part.entries > room:
-            groups.append([])
-            room = entries
-        groups[-1].append(place)
-        room -= place.part.entries
-    return groups
+def _descend(
+    old: Array, new: Array, part: Tiling, index_MSK: npt.NDArray[np.uint16], values_MSK: Array, eta: np.float32
+) -> None:
+    """Writes a part of new = old - eta * sum of the M contributions. A block is summed up in tile order: B bands of A
+    tiles, r rows and c columns each."""
+    n, A = part.n, part.across
+    old_BrAc, new_BrAc = (x.reshape(-1, part.tr, A, part.tc)[part.band : part.band + part.bands] for x in (old, new))
+    blocks = _cut(part, BLOCK)
+    buffer = np.empty(blocks[0].tiles * n, dtype=np.float32)
+    corner_S = np.arange(0, buffer.size, n)[:, None]
+    for block in blocks:
+        total, first = buffer[: block.tiles * n], block.first - part.first
+        here = slice(first, first + block.tiles)
+        at = np.add(index_MSK[:, here], corner_S[: block.tiles], dtype=np.int64)
+        total.fill(0)
+        np.add.at(total, at.reshape(-1), values_MSK[:, here].reshape(-1))  # one after the other, in this order
+        if eta != 1:
+            np.multiply(total, eta, out=total)
+        total_BrAc = total.reshape(block.bands, A, part.tr, part.tc).transpose(0, 2, 1, 3)
+        bands = slice(block.band - part.band, block.band - part.band + block.bands)
+        np.subtract(old_BrAc[bands], total_BrAc, out=new_BrAc[bands])
 
 
 def _open(codec: Codec, shapes: Sequence[Sequence[int]], payload: bytes | memoryview) -> list[_Tensor]:
@@ -338,14 +327,6 @@ def _table(codec: Codec, number: int, raw: Bytes) -> Array:
     if np.signbit(centroids).any() or centroids[0] > centroids[1]:
         raise PayloadError(f"payload: tensor {number}: centroids are not ordered; refused")
     return np.stack([centroids, -centroids], axis=1).reshape(4)
-
-
-def _sent(codec: Codec, place: _Place, tensor: _Tensor, offsets: Positions, weight: np.float32, into: Sparse) -> None:
-    """Writes positions in the tensor and weight * values of a segment's entries. Raises PayloadError."""
-    part = place.part
-    index_SK, values_SK = _read(codec, part, place.number, tensor.table, tensor.segments[place.segment], weight)
-    np.add(offsets[index_SK], part.corners[:, None], out=into.index.reshape(index_SK.shape))
-    into.values[:] = values_SK.reshape(-1)
 
 
 def _read(

@@ -28,7 +28,8 @@ tests/benchmarks/memory.py compares it with measured peaks. A block keeps t of i
 *A GPU* counts its own memory only: state, scratch and what is for a later role lie on the host. Blocks are compiled there and compute in bf16
 (peer/training/compiled.py), so that other rows stand in the place of these; T are the parameters of a block's matrices:
 
-    in flight    r L B (14 d + 4 c + 6 F) + 2 B T, documents as above, per micro-batch; with normalized queries and keys r L B (2 d + 2 c) more
+    in flight    r L B (14 d + 4 c + 6 F) + 2 B T, documents as above, per micro-batch; with normalized queries and keys r L B (2 d + 2 c) more;
+                           in a chain's stage, whose blocks are recorded (peer/training/recorded.py), 12 r L d more
     backward     r L (8 d + 6 F) + 4 T + 2 d F + [first, whole] 4 E
     loss         4 min(r L V, GPU_LOGITS) + 8 E + 4 r L d
 
@@ -65,6 +66,8 @@ LOGITS = 1 << 23
 """At a time, in the last stage (peer/training/cross_entropy.py); of one token at least."""
 GPU_LOGITS = 1 << 27
 """The same on a GPU: so many that matrix products keep it busy."""
+JOINED = 1 << 15
+"""Tokens that a GPU computes at once, at most: more make it no faster (docs/results/gpu.md)."""
 NEVER = 1 << 62
 """Bytes that nobody has: of a stage that there cannot be."""
 WAITING = 2
@@ -113,21 +116,28 @@ def under_way(manifest: Manifest) -> int:
     return min(manifest.train.micro_batches, WAITING * window(manifest))
 
 
-def activation_bytes(manifest: Manifest, first: int, last: int, device: str = CPU) -> int:
-    """Bytes that one micro-batch keeps between its forward and its backward."""
-    train = manifest.train
-    mask = 4 * train.rows * train.sequence**2 if manifest.model.document_end_id >= 0 else 0
-    return (last - first) * _block_bytes(manifest, device) + mask
+def activation_bytes(manifest: Manifest, first: int, last: int, device: str = CPU, joined: int = 1) -> int:
+    """Bytes that one micro-batch, or so many that are computed as one, keeps between its forward and its backward."""
+    length, tokens = manifest.train.sequence, _tokens(manifest, joined)
+    mask = 4 * tokens * length if manifest.model.document_end_id >= 0 else 0
+    is_recorded = on_gpu(device) and last - first < manifest.model.n_layers
+    recorded = 12 * tokens * manifest.model.d_model if is_recorded else 0
+    return (last - first) * _block_bytes(manifest, device, tokens) + mask + recorded
 
 
-def _block_bytes(manifest: Manifest, device: str) -> int:
-    spec, train = manifest.model, manifest.train
+def _tokens(manifest: Manifest, joined: int) -> int:
+    """Of so many micro-batches."""
+    return joined * manifest.train.rows * manifest.train.sequence
+
+
+def _block_bytes(manifest: Manifest, device: str, tokens: int) -> int:
+    spec = manifest.model
     d, c = spec.d_model, spec.key_value_width
     if on_gpu(device):
         values = 14 * d + 4 * c + 6 * spec.d_ff + (2 * (d + c) if spec.use_qk_norm else 0)
-        return train.rows * train.sequence * values + 2 * _matrices(manifest)
+        return tokens * values + 2 * _matrices(manifest)
     normalized = 3 * (d + c) if spec.use_qk_norm else 0
-    return 4 * train.rows * train.sequence * (14 * d + 3 * c + normalized + 4 * spec.d_ff)
+    return 4 * tokens * (14 * d + 3 * c + normalized + 4 * spec.d_ff)
 
 
 def _matrices(manifest: Manifest) -> int:
@@ -145,26 +155,36 @@ def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
     return manifest.train.rows * manifest.train.sequence * came
 
 
-def stage_memory(manifest: Manifest, first: int, last: int, device: str = CPU) -> int:
-    """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above); NEVER where it cannot be."""
+def stage_memory(manifest: Manifest, first: int, last: int, device: str = CPU, joined: int = 1) -> int:
+    """Bytes that the stage of blocks first <= i < last needs above an idle process (the formula above); NEVER where it cannot be.
+    `joined`: how many micro-batches are computed as one, by a full replica."""
     if manifest.model.tie_word_embeddings and last - first < manifest.model.n_layers:
         return NEVER
     plain, most = in_flight(manifest, first, last), under_way(manifest)
-    return memory_at(manifest, first, last, plain, most, in_files=True, device=device)
+    return memory_at(manifest, first, last, plain, most, in_files=True, device=device, joined=joined)
 
 
 def memory_at(
-    manifest: Manifest, first: int, last: int, plain: int, most: int, *, in_files: bool, device: str = CPU
+    manifest: Manifest,
+    first: int,
+    last: int,
+    plain: int,
+    most: int,
+    *,
+    in_files: bool,
+    device: str = CPU,
+    joined: int = 1,
 ) -> int:
     """The same with all activations of `plain` micro-batches and `most` of them in flight."""
-    flight = activation_bytes(manifest, first, last, device) * plain + frame_bytes(manifest, first, last) * most
+    kept = activation_bytes(manifest, first, last, device, joined) * plain
+    flight = kept + frame_bytes(manifest, first, last) * most + _backward(manifest, first, last, device, joined)
     moved = max(_moved(manifest, first, last), 12 * max(_muon(manifest, "block.0"), default=0))
-    return _kept(manifest, first, last, in_files) + max(flight + _backward(manifest, first, last, device), moved)
+    return _kept(manifest, first, last, in_files) + max(flight, moved)
 
 
 def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool, device: str = CPU) -> int:
     """What a stage needs before any micro-batch is in flight: what stays from step to step, and the gradients within a block."""
-    return _kept(manifest, first, last, in_files) + _backward(manifest, first, last, device)
+    return _kept(manifest, first, last, in_files) + _backward(manifest, first, last, device, 1)
 
 
 def counted(manifest: Manifest, memory_bytes: int, device: str) -> int:
@@ -246,30 +266,29 @@ def _muon(manifest: Manifest, shard: str) -> list[int]:
     return [math.prod(shape) for shape in shapes if train.has_one_moment(shard, shape)]
 
 
-def _backward(manifest: Manifest, first: int, last: int, device: str) -> int:
-    train, whole = manifest.train, last - first == manifest.model.n_layers
-    read = 0 if whole or not max(manifest.chains.rank) else 8 * train.rows * train.sequence * manifest.model.d_model
-    loss = _loss(manifest, device) if last == manifest.model.n_layers else 0
-    return _gradient_bytes(manifest, device) + max(4 * _table(manifest, first, last), loss) + read
+def _backward(manifest: Manifest, first: int, last: int, device: str, joined: int) -> int:
+    tokens, whole = _tokens(manifest, joined), last - first == manifest.model.n_layers
+    read = 0 if whole or not max(manifest.chains.rank) else 8 * tokens * manifest.model.d_model
+    loss = _loss(manifest, device, tokens) if last == manifest.model.n_layers else 0
+    return _gradient_bytes(manifest, device, tokens) + max(4 * _table(manifest, first, last), loss) + read
 
 
-def _gradient_bytes(manifest: Manifest, device: str) -> int:
+def _gradient_bytes(manifest: Manifest, device: str, tokens: int) -> int:
     """Of a block that goes backward, beside its activations."""
-    spec, train = manifest.model, manifest.train
+    spec = manifest.model
     if on_gpu(device):
         values = 8 * spec.d_model + 6 * spec.d_ff
-        return train.rows * train.sequence * values + 4 * _matrices(manifest) + 2 * spec.d_model * spec.d_ff
+        return tokens * values + 4 * _matrices(manifest) + 2 * spec.d_model * spec.d_ff
     values = 8 * spec.d_model + 2 * spec.key_value_width + 4 * spec.d_ff
-    return 8 * train.rows * train.sequence * values + 4 * spec.d_model * spec.d_ff
+    return 8 * tokens * values + 4 * spec.d_model * spec.d_ff
 
 
-def _loss(manifest: Manifest, device: str) -> int:
+def _loss(manifest: Manifest, device: str, tokens: int) -> int:
     """Bytes while the last stage computes the loss and its gradients, beside the activations."""
-    spec, train = manifest.model, manifest.train
+    spec = manifest.model
     if on_gpu(device):
-        tokens = train.rows * train.sequence
         return 4 * (min(tokens * spec.vocab_size, GPU_LOGITS) + (2 * spec.vocab_size + tokens) * spec.d_model)
-    slices = min(train.rows * train.sequence, max(1, LOGITS // spec.vocab_size)) * spec.vocab_size
+    slices = min(tokens, max(1, LOGITS // spec.vocab_size)) * spec.vocab_size
     return 8 * slices + 4 * spec.vocab_size * spec.d_model
 
 
@@ -308,17 +327,40 @@ def holds_whole(manifest: Manifest, memory_bytes: int, device: str = CPU) -> boo
     return memory_bytes >= stage_memory(manifest, 0, manifest.model.n_layers, device)
 
 
+def joined(manifest: Manifest, micro_batches: int, memory_bytes: int, device: str, devices: int = 1) -> int:
+    """How many of an inner step's micro-batches a full replica computes as one, which is the same mathematics: a GPU needs many tokens at once to be busy.
+    A number that divides them, no more than there is memory for, and so few that each of `devices` has one."""
+    most = min(_most_joined(manifest, memory_bytes, device), micro_batches // devices)
+    return next((count for count in range(most, 1, -1) if micro_batches % count == 0), 1)
+
+
+def _most_joined(manifest: Manifest, memory_bytes: int, device: str) -> int:
+    """As many as there is memory for, beside a copy of the model where that is there to evaluate."""
+    if not on_gpu(device):
+        return 1
+    layers, free = manifest.model.n_layers, memory_bytes
+    if has_room_to_evaluate(manifest, memory_bytes, device):
+        free -= _copy_bytes(manifest)
+    counts = range(JOINED // _tokens(manifest, 1), 1, -1)
+    return next((count for count in counts if stage_memory(manifest, 0, layers, device, count) <= free), 1)
+
+
 def has_room_to_evaluate(manifest: Manifest, memory_bytes: int, device: str = CPU) -> bool:
     """Whether this memory is enough for a copy of the whole model beside whatever it is given to train."""
-    return memory_bytes >= _all_in_memory(manifest, device) + int(COPY * 4 * layout.total_parameters(manifest.model))
+    return memory_bytes >= _all_in_memory(manifest, device) + _copy_bytes(manifest)
+
+
+def _copy_bytes(manifest: Manifest) -> int:
+    return int(COPY * 4 * layout.total_parameters(manifest.model))
 
 
 def has_room_to_audit(manifest: Manifest, memory_bytes: int, device: str = CPU) -> bool:
     """Whether this memory is enough for a second trainer of the whole model, what a third one has learned, and the states at which they begin,
     beside whatever it is given to train."""
     kept = (AUDITED_STATES + 1) * 4 * layout.total_parameters(manifest.model)
-    whole = stage_memory(manifest, 0, manifest.model.n_layers, device)
-    return memory_bytes >= _all_in_memory(manifest, device) + whole + kept
+    layers, most = manifest.model.n_layers, _most_joined(manifest, memory_bytes, device)
+    trained = max(_all_in_memory(manifest, device), stage_memory(manifest, 0, layers, device, most))
+    return memory_bytes >= trained + stage_memory(manifest, 0, layers, device) + kept
 
 
 def depths(manifest: Manifest, first: int, last: int, memory_bytes: int, device: str = CPU) -> Depths:

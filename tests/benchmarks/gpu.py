@@ -219,9 +219,8 @@ class Bench:
         shards, k = names[1 + blocks : 1 + 2 * blocks], self.spec.d_model // 8
         basis, theta = subspace.basis(b"0" * 32, self.spec.d_model, k, map), self.theta()
         train = replace(self.train, micro_batches=STAGE_MICRO_BATCHES)
-        compressed, whole = (
-            StageTrainer(self.spec, train, shards, rank=rank, basis=basis, device=str(self.device)) for rank in (k, 0)
-        )
+        compressed = StageTrainer(self.spec, train, shards, rank=k, basis=basis, device=str(self.device))
+        whole = gpu_stage.Bare(self.spec, train, shards, device=str(self.device))
         for trainer in (compressed, whole):
             trainer.begin_round(theta)
         ids = self.ids(train.step_rows).reshape(STAGE_MICRO_BATCHES, train.rows, -1)

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -38,11 +39,18 @@ from protocol.run import layout
 from tests.chains import worker
 
 HOST = "127.0.0.1"
-DEPTH = 4
+DEPTH = 6
+"""Micro-batches under way: enough that a gradient is there when its turn comes."""
 BEAT_S = 0.5
 LIMIT = 1 << 26
 """Bytes of a frame."""
 _TOTAL = struct.Struct(">Bdd")
+
+
+class Bare(StageTrainer):
+    """A stage that calls its blocks each time, as a plain loop does."""
+
+    recording: ClassVar = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +189,7 @@ def feed_of(trainer: StageTrainer, ids: np.ndarray, wires: tuple[str, str]) -> F
     return Feed(ids, [zlib.crc32(part.astype("<i8").tobytes()) for part in ids], shape, wires, (first, second))
 
 
-def bare(trainer: StageTrainer, ids: np.ndarray, first: int, count: int) -> list[float]:
+def bare(trainer: Bare, ids: np.ndarray, first: int, count: int) -> list[float]:
     """Seconds of so many inner steps of a stage whose boundaries are whole activations that are on the device already."""
     device, took = trainer.device, []
     parts = torch.tensor(ids, device=device)
@@ -198,15 +206,15 @@ def bare(trainer: StageTrainer, ids: np.ndarray, first: int, count: int) -> list
     return took
 
 
-def medians(compressed: StageTrainer, whole: StageTrainer, feed: Feed, rounds: int, steps: int) -> tuple[float, float]:
-    """Seconds of a step of the stage in its chain, and of the bare one: medians over so many rounds of each in turn, after one of each
-    that compiles. The first step of each round fills the pipeline, as it does in a daemon's."""
+def medians(compressed: StageTrainer, whole: Bare, feed: Feed, rounds: int, steps: int) -> tuple[float, float]:
+    """Seconds of a step of the stage in its chain, and of the bare one: medians over so many rounds of each in turn, after some steps of each
+    that compile and record. The first step of each round fills the pipeline, as it does in a daemon's."""
     took: dict[str, list[float]] = {"chained": [], "bare": []}
     with Neighbours() as neighbours:
-        neighbours.chained(compressed, feed, 1, 1)
-        bare(whole, feed.ids, 1, 1)
+        neighbours.chained(compressed, feed, 1, 3)
+        bare(whole, feed.ids, 1, 3)
         for turn in range(rounds):
-            first = 2 + turn * steps
+            first = 4 + turn * steps
             took["chained"] += [report.seconds for report in neighbours.chained(compressed, feed, first, steps)]
             took["bare"] += bare(whole, feed.ids, first, steps)
     return statistics.median(took["chained"]), statistics.median(took["bare"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peer.training import compiled
 from peer.training.recorded import Graphs, Recorded
 from protocol.planning.pipeline_model import Depths
 from tests.chains import CUTS, SPEC, TRAIN, Recording, ids_of, make_chain, random_theta, run_chain
@@ -22,18 +23,27 @@ DOCUMENTS = dataclasses.replace(SPEC, document_end_id=5, num_key_value_heads=2, 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
-MADE: list[Again | Counted] = []
+MADE: list[Any] = []
 """By the trainers of this test, in their order."""
 
 
 class Again:
-    """What is recorded is called again. Counts recordings and replays; has memory for `most` recordings."""
+    """What is recorded is called again. Counts recordings and replays; has memory for `most` recordings. `called_first`: is called
+    before each."""
 
     most = 1 << 30
+
+    @staticmethod
+    def called_first() -> None: ...
 
     def __init__(self, device: torch.device) -> None:
         self.recorded, self.replayed = 0, 0
         MADE.append(self)
+
+    def rehearse(self, ahead: Callable[[], Tensor], back: Callable[[], Tensor]) -> None:
+        self.called_first()
+        ahead()
+        back()
 
     def record(
         self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], several: bool
@@ -70,6 +80,11 @@ class Records(Recording):
     """A trainer that records wherever it is."""
 
     recording: ClassVar = {"cpu": Again, "cuda": Counted}
+
+
+def records(**changes: Any) -> type[Records]:
+    """The same with other members of `Again`."""
+    return type("Records", (Records,), {"recording": {"cpu": type("Again", (Again,), changes)}})
 
 
 class Unrecorded(Recording):
@@ -143,12 +158,37 @@ def test_as_many_slots_as_micro_batches_are_between_forward_and_backward() -> No
 
 
 @pytest.mark.parametrize("most", [0, 1])
-def test_without_memory_for_a_recording_blocks_are_called(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Again, "most", most)
-    found = steps(Records, (2, 4), 8, SPEC, "cpu", depth=3)
+def test_without_memory_for_a_recording_blocks_are_called(most: int) -> None:
+    found = steps(records(most=most), (2, 4), 8, SPEC, "cpu", depth=3)
     same(found, steps(Unrecorded, (2, 4), 8, SPEC, "cpu", depth=3))
     assert all(made.recorded <= most for made in MADE)
     assert not any(trainer.pieces for trainer in found[0])
+
+
+class _Traced(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        compiled.where_it_pays(torch.neg, torch.device("cuda"))(torch.ones(1))
+        return x
+
+
+def test_nothing_is_recorded_while_a_thread_compiles() -> None:
+    """Blocks are called as they are then, and would be for ever."""
+    while_compiling = iter([True, True])
+
+    def called_first() -> None:
+        if next(while_compiling, False):
+            torch.fx.symbolic_trace(_Traced())
+
+    trainer = make_chain((2, 4), 8, LONG, kind=records(called_first=staticmethod(called_first)))[1]
+    ids = torch.tensor(ids_of(1, SPEC, LONG))[: LONG.rows]
+    wire = torch.ones(LONG.rows, LONG.sequence, 8)
+    replayed = []
+    for step in range(1, 5):
+        trainer.forward(0, ids, wire)
+        trainer.backward(0, wire)
+        trainer.step(step, 1.0)
+        replayed.append(MADE[1].replayed)
+    assert replayed == [0, 0, 0, 2], "one step is not to be recorded, the next two could not be"
 
 
 @pytest.mark.parametrize("device", DEVICES)

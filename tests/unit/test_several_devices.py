@@ -30,7 +30,7 @@ from peer.training.schedule import Pace
 from peer.training.several_devices import GIVE_UP, Patience, SeveralDevicesTrainer, shares
 from peer.training.trainer import StageTrainer
 from protocol.codec import sparse
-from protocol.errors import UsageError
+from protocol.errors import LocalError, UsageError
 from protocol.rounds.member_events import TrainOrder
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
@@ -154,6 +154,29 @@ def test_several_devices_give_the_update_of_one(make: Make, spec: ModelSpec, dev
     idle = [text for text in several.said if "nothing to do" in text]  # type: ignore[attr-defined]
     assert several.said == idle  # type: ignore[attr-defined]
     assert len(idle) == 1
+
+
+def test_micro_batches_are_joined_on_all_devices(make: Make) -> None:
+    """What is computed as one counts as many."""
+    train = dataclasses.replace(TRAIN, micro_batches=6)
+    one, several = alone(train=train), make(2, train=train)
+    one.begin_round(random_theta(), Pace(0, 2, 6))
+    several.begin_round(random_theta(), Pace(0, 2, 6, joined=3))
+    (losses, norm), (found, together) = inner_step(one, 1), inner_step(several, 1)
+    assert (len(losses), len(found)) == (6, 2)
+    assert np.mean(found) == pytest.approx(np.mean(losses), rel=1e-6)
+    assert together == pytest.approx(norm, rel=1e-5)
+    assert_near(several, one, 1e-3)
+    several.begin_round(random_theta(), Pace(2, 2, 6))
+    assert (several.train.micro_batches, several.train.rows) == (6, TRAIN.rows), "and the next round's are not"
+
+
+def test_only_a_full_replica_joins_micro_batches() -> None:
+    stage = StageTrainer(SPEC, TRAIN, layout.shard_names(SPEC)[1:3])
+    with pytest.raises(LocalError, match="bug"):
+        stage.begin_at(Pace(0, 1, 4, joined=2))
+    with pytest.raises(LocalError, match="bug"):
+        alone().begin_at(Pace(0, 1, 3, joined=2))
 
 
 def test_the_first_gradients_differ_by_rounding_only(make: Make) -> None:

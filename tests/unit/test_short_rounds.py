@@ -60,13 +60,16 @@ class Starved(StageTrainer):
             raise torch.OutOfMemoryError("out of memory")
 
 
-def a_round(folder: Path, **changes: Any) -> tuple[Event, list[str], dict[str, Any], dict[str, list[np.ndarray]]]:
+def a_round(
+    folder: Path, at_once: int = 1, **changes: Any
+) -> tuple[Event, list[str], dict[str, Any], dict[str, list[np.ndarray]]]:
     """What the member's machine hears, what people are told, what is announced, and what was learned."""
     lines: list[str] = []
     said: dict[str, Any] = {}
 
     class Loop(StageInnerLoop):
         trainer_class = type("Starved", (Starved,), changes)
+        joined = staticmethod(lambda *_: at_once)
 
     async def work() -> tuple[Event, dict[str, list[np.ndarray]]]:
         told: asyncio.Queue[Event] = asyncio.Queue()
@@ -131,3 +134,33 @@ def test_without_a_step_the_round_is_sat_out(tmp_path: Path) -> None:
     assert heard.reason.startswith("memory: it ran out in blocks 0 to 3")
     assert len(lines) == 1
     assert said["memory_bytes"] < OFFERED
+
+
+def test_a_replica_with_room_learns_the_same_from_joined_micro_batches(tmp_path: Path) -> None:
+    """As on a GPU (memory.joined). What is told and announced is of the run's micro-batches."""
+    plain, _, alone, expected = a_round(tmp_path, room=TRAIN.rows)
+    seen: list[int] = []
+
+    def forward(self: StageTrainer, micro: int, ids: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        seen.append(len(ids))
+        return StageTrainer.forward(self, micro, ids, *args, **options)
+
+    heard, lines, said, learned = a_round(tmp_path, at_once=2, room=2 * TRAIN.rows, forward=forward)
+    assert seen == 4 * [2 * TRAIN.rows]
+    assert isinstance(heard, Trained)
+    assert isinstance(plain, Trained)
+    assert (heard.steps, heard.tokens) == (plain.steps, plain.tokens)
+    assert heard.loss == pytest.approx(plain.loss, rel=1e-6)
+    assert lines == []
+    assert set(said) == set(alone)
+    for shard, arrays in expected.items():
+        for a, b in zip(learned[shard], arrays, strict=True):
+            assert float(np.abs(a - b).max()) < 1e-2 * float(np.abs(b).max()), "AdamW magnifies rounding"
+
+
+def test_where_joined_micro_batches_do_not_fit_pieces_do(tmp_path: Path) -> None:
+    heard, lines, _, _ = a_round(tmp_path, at_once=2, room=1)
+    assert isinstance(heard, Trained)
+    assert heard.steps == 4
+    assert len(lines) == 1
+    assert "1 of 8" in lines[0]

@@ -165,13 +165,10 @@ SPECIAL = [0.0, -0.0, 1.0, -1e-45, 3e38, -3e38, math.inf, -math.inf, math.nan]
 @pytest.mark.parametrize("eta", [1.0, 0.7, 3e38, math.inf, 0.0, -0.5])
 @pytest.mark.parametrize("weights", [(), (0.5,), (0.0, -0.0), (0.3, 0.0, 0.7, -0.2), (1e30, 1.0, -1e30)])
 @pytest.mark.parametrize(("values", "indices"), FORMATS)
-@pytest.mark.parametrize("at_a_time", [1, sparse.AT_A_TIME])
 def test_every_bit_of_the_aggregate_is_that_of_dense_arithmetic(
-    eta: float, weights: tuple[float, ...], values: str, indices: str, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+    eta: float, weights: tuple[float, ...], values: str, indices: str
 ) -> None:
-    """Signs of zeros, what is not finite, and entries that none, one or several have, in blocks of one band."""
-    monkeypatch.setattr(sparse, "AT_A_TIME", at_a_time)
-    monkeypatch.setattr(sparse, "BLOCK", 1)
+    """Signs of zeros, what is not finite, and entries that none, one or several have."""
     shapes, codec = [(130, 96), (7, 67), (5000,), (13,), (1,), (1, 1)], Codec(300, values, indices)
     rng = np.random.default_rng(3)
     old = [
@@ -189,19 +186,6 @@ def test_every_bit_of_the_aggregate_is_that_of_dense_arithmetic(
         expected = [x - np.float32(eta) * total for x, total in zip(old, totals, strict=True)]
     for a, b in zip(new, expected, strict=True):
         assert a.tobytes() == b.tobytes()
-
-
-@pytest.mark.parametrize("members", [1, 20])
-def test_memory_of_the_aggregate_stays_within_what_is_stated(members: int) -> None:
-    """20 contributions have more entries of a segment than are read at a time."""
-    shapes, codec = [(1024, 2048), (512, 512)], Codec(128)
-    contributions = [(0.1, encode(codec, arrays_of(shapes, 1)))] * members
-    old = arrays_of(shapes, 2)
-    tracemalloc.start()
-    apply(codec, old, contributions, np.float32(1))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < sum(x.nbytes for x in old) + 12 * max(sparse.AT_A_TIME, members * sparse.SEGMENT) + (2 << 20)
 
 
 LARGE = (1536, 1024)
