@@ -99,7 +99,8 @@ def decode_measured(
         largest = _largest(x)
     elif wire == "sym2":
         scale_T, packed = _scales_and_values(raw, tokens, torch.uint8, device)
-        x, largest = compiled.where_it_pays(_decode_sym2, device)(scale_T, packed.reshape(tokens, -1), width)
+        levels = _levels(device)
+        x, largest = compiled.where_it_pays(_decode_sym2, device)(scale_T, packed.reshape(tokens, -1), levels, width)
     else:
         scale_T, q = _scales_and_values(raw, tokens, torch.int8 if wire == "int8" else torch.uint8, device)
         x, largest = compiled.where_it_pays(_decode_steps, device)(scale_T, q, width)
@@ -169,12 +170,16 @@ def _encode_sym2(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return size_TW.amax(), scale_T1, q_TC4[..., 0] | q_TC4[..., 1] << 2 | q_TC4[..., 2] << 4 | q_TC4[..., 3] << 6
 
 
-def _decode_sym2(scale_T: Tensor, packed_TC: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    q_TC4 = torch.stack([packed_TC >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
-    q_TW = q_TC4.flatten(1)[:, :width]
-    levels_TW = torch.where(q_TW >= 2, _FAR, _NEAR) * torch.where(q_TW & 1 == 1, 1.0, -1.0)
-    x_TW = levels_TW * scale_T.float()[:, None]
+def _decode_sym2(scale_T: Tensor, packed_TC: Tensor, levels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    x_TW = functional.embedding(packed_TC.int(), levels).flatten(1)[:, :width] * scale_T.float()[:, None]
     return x_TW, _largest(x_TW)
+
+
+@functools.cache
+def _levels(device: torch.device) -> Tensor:
+    """[256, 4]: the values of a byte, by scale 1."""
+    q = torch.arange(256)[:, None] >> torch.arange(0, 8, 2) & 3
+    return (torch.where(q >= 2, _FAR, _NEAR) * torch.where(q & 1 == 1, 1.0, -1.0)).to(device)
 
 
 # --- tah4; N tiles of A values

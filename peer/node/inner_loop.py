@@ -215,7 +215,7 @@ class StageInnerLoop:
         finally:
             self._pipes.forget(plan.round + 1)
             # weights are at rest then; what the outer step needs takes the place of activations
-            await asyncio.get_running_loop().run_in_executor(self._worker, device.return_memory)
+            await asyncio.get_running_loop().run_in_executor(self._worker, self._rest)
             self._training = False
         steps = stage_progress.total.steps
         tokens = train.tokens(steps, spec.work.micro_batches)
@@ -229,6 +229,11 @@ class StageInnerLoop:
             boundary_tokens=tokens if spec.is_chain else 0,
             text_seconds=sum(r.wait_text_s for r in reports),
         )
+
+    def _rest(self) -> None:
+        if self._trainer is not None:
+            self._trainer.rest()
+        device.return_memory()
 
     def _pace(self, round_number: int, spec: ReplicaSpec, total_steps: int | None) -> Pace:
         work, joined, config = spec.work, 1, self._config

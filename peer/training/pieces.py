@@ -23,7 +23,7 @@ from torch import Tensor
 
 from peer.training import device
 from peer.training.model import Stage
-from peer.training.recorded import Recorder, Slot
+from peer.training.recorded import Recorder, Recording, Slot
 from protocol.run import layout
 
 Has = dict[str, set[str]]
@@ -63,20 +63,27 @@ class Deferred:
 
 
 class Pieces:
-    """Computes the micro-batches of a stage. `rows`: of a piece; 0: whole micro-batches."""
+    """Computes the micro-batches of a stage. `rows`: of a piece; 0: whole micro-batches. `records`: makes what records its blocks."""
 
     def __init__(
-        self, stage: Stage, autocast: Callable[[], AbstractContextManager[object]], recorder: Recorder
+        self,
+        stage: Stage,
+        autocast: Callable[[], AbstractContextManager[object]],
+        records: Callable[[torch.device], Recording] | None,
     ) -> None:
         self.rows = 0
         self._stage = stage
         self._autocast = autocast
-        self._recorder = recorder
+        self._recorder = Recorder(stage, autocast, records)
         self._stepped = False
 
     def begin(self) -> None:
         """A round begins, with whole micro-batches."""
         self.rows, self._recorder.on = 0, self._stepped
+
+    def rest(self) -> None:
+        """The round's last step was taken: what was recorded has memory that others need now."""
+        self._recorder.drop()
 
     def stepped(self) -> None:
         """An inner step was taken."""

@@ -98,13 +98,19 @@ class Slot:
 
 
 class Recorder:
-    """The slots of a stage. Belongs to the thread that computes. `device`: None where nothing can be recorded."""
+    """The slots of a stage. Belongs to the thread that computes. `records`: None where nothing is recorded, as of a whole model, which computes
+    for so long that launching it takes less time."""
 
     def __init__(
-        self, stage: Stage, autocast: Callable[[], AbstractContextManager[object]], device: Recording | None
+        self,
+        stage: Stage,
+        autocast: Callable[[], AbstractContextManager[object]],
+        records: Callable[[torch.device], Recording] | None,
     ) -> None:
-        self._stage, self._autocast, self._device = stage, autocast, device
+        self._stage, self._autocast = stage, autocast
         self._blocks = [layout.block_index(shard) for shard in stage.shards if shard.startswith("block.")]
+        is_recorded = self._blocks and not (stage.has_embed and stage.has_head)
+        self._device = records(next(stage.parameters()).device) if records is not None and is_recorded else None
         self.on = False
         self._forget()
 
@@ -124,7 +130,7 @@ class Recorder:
 
     def take(self, ids_BL: Tensor) -> Slot | None:
         """One for a micro-batch of these ids, until `give`, with its mask; None where there is none."""
-        if not self.on or self._device is None or not self._blocks:
+        if not self.on or self._device is None:
             return None
         shape, mask = (*ids_BL.shape, self._stage.spec.d_model), self._stage.mask(ids_BL)
         if (mask is None) != (self._stage.spec.document_end_id < 0) or shape != (self._shape or shape):

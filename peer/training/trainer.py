@@ -32,7 +32,7 @@ from peer.training import muon, norms
 from peer.training.device import Mark
 from peer.training.model import Stage, Theta
 from peer.training.pieces import Deferred, Kept, Pieces, Work
-from peer.training.recorded import Graphs, Recorder, Recording
+from peer.training.recorded import Graphs, Recording
 from peer.training.schedule import Pace
 from peer.training.update import DeviceUpdate
 from protocol.errors import LocalError
@@ -124,10 +124,7 @@ class StageTrainer:
         self._theta: Theta | None = None
         self._kept: dict[int, Kept | Deferred] = {}
         self._norms: list[tuple[str, Tensor]] = []
-        whole = self.shards == names  # computes for so long that launching it takes less time
-        records = None if whole else self.recording.get(self.device.type)
-        recorder = Recorder(self.stage, self._autocast, records(self.device) if records is not None else None)
-        self._pieces = Pieces(self.stage, self._autocast, recorder)
+        self._pieces = Pieces(self.stage, self._autocast, self.recording.get(self.device.type))
 
     @property
     def width(self) -> int:
@@ -146,14 +143,16 @@ class StageTrainer:
 
     def begin_at(self, pace: Pace) -> None:
         """Starts from the parameters that there are."""
-        self.pace = pace
         if pace.micro_batches % pace.joined or (pace.joined > 1 and self.shards != layout.shard_names(self.spec)):
             raise LocalError(f"{pace.joined} of {pace.micro_batches} micro-batches at once; this is a bug")
-        rows, count = pace.joined * self._rows, pace.micro_batches // pace.joined
-        self.train = replace(self.train, rows=rows, micro_batches=count)
+        self.train = replace(self.train, rows=pace.joined * self._rows, micro_batches=pace.micro_batches // pace.joined)
         self._pieces.begin()
-        self.steps = 0
+        self.pace, self.steps = pace, 0
         self.reset()
+
+    def rest(self) -> None:
+        """Forgets what only inner steps need, after the round's last one."""
+        self._pieces.rest()
 
     def close(self) -> None:
         """Ends what else it has begun to run, which is nothing on one device."""
