@@ -51,12 +51,15 @@ MODELS = {
     "small": ModelSpec(vocab_size=512, d_model=64, n_layers=4, n_heads=2, d_ff=128, context=64),
 }
 """The first two are those of SparseLoCo (arXiv 2508.15706)."""
-ROWS = {"178M": 16, "512M": 8, "small": 2}
+MODELS |= {f"{name}-preset": MODELS[name] for name in ("178M", "512M")}
+"""With the small micro-batches of the presets of `potluck init`."""
+ROWS = {"178M": 16, "512M": 8, "small": 2, "178M-preset": 4, "512M-preset": 2}
 """Rows of a micro-batch."""
-MICRO_BATCHES = 4
+MICRO_BATCHES = {"178M-preset": 16, "512M-preset": 32}
+"""Of a step, if not 4: of as many tokens."""
 STAGES = 4
 STAGE_MICRO_BATCHES = 16
-"""Of a step of a stage by itself: as many as a chain of four needs to be busy."""
+"""Of a step of a stage by itself, at least: as many as a chain of four needs to be busy."""
 ROUNDS, ROUND_TOPK, ROUND_THREADS = 4, 32, 16
 """Ends of rounds that are timed; entries of every 4096 that are sent (SparseLoCo's); threads of the host."""
 WIRES = ("int4", "sym2")
@@ -75,7 +78,7 @@ class Bench:
     def __init__(self, device: str, model: str) -> None:
         self.device, self.name, self.spec = torch.device(device), model, MODELS[model]
         self.train = TrainSpec(
-            inner_steps=10**6, micro_batches=MICRO_BATCHES, rows=ROWS[model], sequence=self.spec.context, lr=1e-4,
+            inner_steps=10**6, micro_batches=MICRO_BATCHES.get(model, 4), rows=ROWS[model], sequence=self.spec.context, lr=1e-4,
             warmup_steps=10, total_steps=10**7,
         )  # fmt: skip
 
@@ -180,7 +183,7 @@ class Bench:
 
         trainer = StageTrainer(self.spec, self.train, layout.shard_names(self.spec), device=str(self.device))
         trainer.begin_round(self.theta())
-        ids = torch.tensor(self.ids(self.train.step_rows), device=self.device).chunk(MICRO_BATCHES)
+        ids = torch.tensor(self.ids(self.train.step_rows), device=self.device).chunk(self.train.micro_batches)
         numbers = itertools.count(1)
 
         def step() -> None:
@@ -218,12 +221,13 @@ class Bench:
         names, blocks = layout.shard_names(self.spec), self.spec.n_layers // STAGES
         shards, k = names[1 + blocks : 1 + 2 * blocks], self.spec.d_model // 8
         basis, theta = subspace.basis(b"0" * 32, self.spec.d_model, k, map), self.theta()
-        train = replace(self.train, micro_batches=STAGE_MICRO_BATCHES)
+        count = max(self.train.micro_batches, STAGE_MICRO_BATCHES)
+        train = replace(self.train, micro_batches=count)
         compressed = StageTrainer(self.spec, train, shards, rank=k, basis=basis, device=str(self.device))
         whole = gpu_stage.Bare(self.spec, train, shards, device=str(self.device))
         for trainer in (compressed, whole):
             trainer.begin_round(theta)
-        ids = self.ids(train.step_rows).reshape(STAGE_MICRO_BATCHES, train.rows, -1)
+        ids = self.ids(train.step_rows).reshape(count, train.rows, -1)
         feed = gpu_stage.feed_of(compressed, ids, WIRES)
         step, alone = gpu_stage.medians(compressed, whole, feed, rounds=3, steps=4)
         boundary, some = compressed.stage.boundary, torch.tensor(ids[0])
@@ -243,7 +247,7 @@ class Bench:
 
         took = {w.__name__: self.seconds(w, 10) for w in (projections, quantizing)}
         return {
-            "step, s": round(step, 5), "blocks alone, s": round(alone, 5), "k": k, "micro-batches": STAGE_MICRO_BATCHES,
+            "step, s": round(step, 5), "blocks alone, s": round(alone, 5), "k": k, "micro-batches": count,
             "overhead, %": round(100 * (1 - alone / step), 2),
             **{f"{w} of a micro-batch by themselves, ms": round(1e3 * took[w], 2) for w in took},
         }  # fmt: skip
