@@ -206,15 +206,22 @@ def bare(trainer: Bare, ids: np.ndarray, first: int, count: int) -> list[float]:
     return took
 
 
-def medians(compressed: StageTrainer, whole: Bare, feed: Feed, rounds: int, steps: int) -> tuple[float, float]:
-    """Seconds of a step of the stage in its chain, and of the bare one: medians over so many rounds of each in turn, after some steps of each
-    that compile and record. The first step of each round fills the pipeline, as it does in a daemon's."""
-    took: dict[str, list[float]] = {"chained": [], "bare": []}
+def medians(compressed: StageTrainer, whole: Bare, feed: Feed, rounds: int, steps: int) -> dict[str, float]:
+    """Seconds of a step of the stage in its chain, of it those of the device's jobs and those in which a job had to be waited for, and of the
+    bare one: medians over so many rounds of each in turn, after some steps of each that compile and record. The first step of each round
+    fills the pipeline, as it does in a daemon's."""
+    reports: list[StepReport] = []
+    alone: list[float] = []
     with Neighbours() as neighbours:
         neighbours.chained(compressed, feed, 1, 3)
         bare(whole, feed.ids, 1, 3)
         for turn in range(rounds):
             first = 4 + turn * steps
-            took["chained"] += [report.seconds for report in neighbours.chained(compressed, feed, first, steps)]
-            took["bare"] += bare(whole, feed.ids, first, steps)
-    return statistics.median(took["chained"]), statistics.median(took["bare"])
+            reports += neighbours.chained(compressed, feed, first, steps)
+            alone += bare(whole, feed.ids, first, steps)
+    return {
+        "step, s": statistics.median(report.seconds for report in reports),
+        "of it jobs, s": statistics.median(report.busy_s for report in reports),
+        "of it waiting, s": statistics.median(r.wait_forward_s + r.wait_backward_s for r in reports),
+        "blocks alone, s": statistics.median(alone),
+    }
