@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping
 
@@ -31,6 +32,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
 from protocol.wire.plan import Plan
 
+log = logging.getLogger("potluck.node")
 NOTHING = Result(0, 0, None, None)
 END_SECONDS = 8.0
 """That an inner step may still take when this peer is asked to end: in a chain it may be waiting for somebody who does not answer."""
@@ -171,13 +173,17 @@ class Training:
             self._emit(events.ChainFailed(round=plan.round, generation=generation, peer=peer, reason=reason))
             self._put(member_events.ChainFailed(plan.round, generation, peer, reason))
 
-        if ahead:
-            theta = await asyncio.to_thread(self._ahead, plan, theta)
         try:
+            if ahead:
+                theta = await asyncio.to_thread(self._ahead, plan, theta)
             result = await self._inner_loop.train(order, theta, stop, end, progress, ChainOrders(failed, orders))
         except asyncio.CancelledError:
             self._results[plan.round] = dataclasses.replace(NOTHING, steps=done, tokens=done * step_tokens)
             raise
+        except Exception as error:  # else the round would wait for us, and nobody would know why
+            log.exception("training of round %d failed", plan.round)
+            reason = (str(error).splitlines() or [""])[0]
+            result = dataclasses.replace(NOTHING, error=f"training: {type(error).__name__}: {reason}; this is a bug")
         self._results[plan.round] = dataclasses.replace(result, seconds=self._clock.steady() - began)
         if result.error is None:
             self._put(member_events.Trained(plan.round, result.steps, result.tokens, result.loss))

@@ -46,13 +46,13 @@ def paced(folder: Path) -> type[StageInnerLoop]:
             if (folder / "room").exists() and self.blocks > int((folder / "room").read_text()):
                 torch.empty(TOO_MUCH, dtype=torch.uint8)
             result = super().forward(micro, *arguments, recompute=recompute, **options)
-            self.rest(began, FORWARD)
+            self.pause(began, FORWARD)
             return result
 
         def backward(self, micro: int, *arguments: Any, **options: Any) -> Any:
             began = time.perf_counter()
             result = super().backward(micro, *arguments, **options)
-            self.rest(began, 1 - FORWARD + (FORWARD if micro in self.again else 0.0))
+            self.pause(began, 1 - FORWARD + (FORWARD if micro in self.again else 0.0))
             self.again.discard(micro)
             return result
 
@@ -60,7 +60,7 @@ def paced(folder: Path) -> type[StageInnerLoop]:
         def blocks(self) -> int:
             return sum(shard.startswith("block.") for shard in self.shards)
 
-        def rest(self, began: float, part: float) -> None:
+        def pause(self, began: float, part: float) -> None:
             seconds = part * pace(folder) * self.blocks / self.spec.n_layers
             time.sleep(max(0.0, began + seconds - time.perf_counter()))
 

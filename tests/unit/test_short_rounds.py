@@ -128,6 +128,17 @@ def test_where_not_even_a_row_fits_the_steps_before_count_and_less_is_offered(tm
     assert all(0 < most <= 2 * steps * TRAIN.lr for of_shard in fewer.values() for most in of_shard)
 
 
+def test_a_bug_ends_the_round_and_is_told(tmp_path: Path) -> None:
+    """Whoever kept silent about it would be waited for until the round's deadline."""
+
+    def rest(self: StageTrainer) -> None:
+        raise TypeError("missing an argument\nand more")
+
+    heard, _, _, _ = a_round(tmp_path, room=TRAIN.rows, rest=rest)
+    assert isinstance(heard, Failed)
+    assert heard.reason == "training: TypeError: missing an argument; this is a bug"
+
+
 def test_without_a_step_the_round_is_sat_out(tmp_path: Path) -> None:
     heard, lines, said, _ = a_round(tmp_path, room=0, step_at=0)
     assert isinstance(heard, Failed)
