@@ -172,15 +172,12 @@ class Pieces:
         work, has, before = found.work, Has(), self._versions("")
         if not self.rows:
             try:
-                kept = self.through(work) if isinstance(found, Deferred) else found
-                if kept.slot is not None:
-                    return self._replayed_back(kept, kept.slot, gradient, of)
-                return _whole(kept, gradient, of)
+                return self._at_once(self.through(work) if isinstance(found, Deferred) else found, gradient, of)
             except (RuntimeError, MemoryError) as error:
                 _unless_short(error)
             added = {name for name, version in self._versions("").items() if version != before[name]}
             has = {shard: added & self._versions(shard).keys() for shard in self._stage.shards}
-            del found, kept
+            del found
             self._smaller(len(work.ids))
         inward: list[Tensor | None] = []
         at = 0
@@ -191,8 +188,11 @@ class Pieces:
         parts = [part for part in inward if part is not None]
         return torch.cat(parts) if parts else None
 
-    def _replayed_back(self, kept: Kept, slot: Slot, gradient: Tensor | None, of: int) -> Tensor | None:
-        """`_whole`, where the blocks were recorded."""
+    def _at_once(self, kept: Kept, gradient: Tensor | None, of: int) -> Tensor | None:
+        """A micro-batch's backward, wherever its blocks are."""
+        slot = kept.slot
+        if slot is None:
+            return _whole(kept, gradient, of)
         if kept.between is not None:
             (kept.outward / of).backward()  # type: ignore[no-untyped-call]
             gradient = kept.between.grad

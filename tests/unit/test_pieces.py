@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from peer.training.trainer import StageTrainer
+from protocol.planning.pipeline_model import Depths
 from tests.chains import SPEC, TRAIN, Recording, ids_of, make_chain, random_theta, relative, run_chain
 
 ROWS = 5
@@ -96,6 +97,14 @@ def test_no_stage_of_a_chain_sends_anything_else(phase: str, k: int, cuts: tuple
     assert sum(t.refused for t in found[0]) >= 1
     assert len([t for t in found[0] if t.pieces]) == 1, "the others go on as before"
     same(found, trained(cuts, k, Recording, QWEN, depth=2))
+
+
+def test_memory_that_runs_out_while_activations_are_computed_anew() -> None:
+    """The forward that a stage does a second time, before its backward."""
+    anew = {"depth": 2, "depths": Depths(plain=1, held=1, most=2)}
+    found = trained((2, 4), 8, short(phase="forward", room=1), QWEN, **anew)
+    assert found[0][1].refused >= 1
+    same(found, trained((2, 4), 8, Recording, QWEN, **anew))
 
 
 @pytest.mark.parametrize("layer", range(SPEC.n_layers))
