@@ -325,6 +325,7 @@ class Peer:
             traffic=self._transport.traffic,
             clock=self._factories.clock,
             threads=self._config.threads,
+            abreast=memory.ABREAST if memory.on_gpu(self._config.device) and not self._storage.in_files else 1,
             up_bps=self._line.up_bps,
             warm=self._config.audit or memory.keeps_warm(self.manifest, counted),
             whole=self._config.audit or memory.holds_whole(self.manifest, counted),

@@ -67,6 +67,7 @@ class Surroundings:
     traffic: Traffic
     clock: Clock
     threads: int
+    abreast: int
     up_bps: int
     warm: bool
     whole: bool
@@ -81,7 +82,8 @@ class Rounds:
         self.manifest = manifest
         self.peer = peer
         codec, beta, eta = manifest.outer.codec, manifest.outer.beta, manifest.outer.eta
-        self.outer = Outer(manifest.model, codec, beta, eta, threads=around.threads, empty=around.storage.empty)
+        empty, abreast = around.storage.empty, around.abreast
+        self.outer = Outer(manifest.model, codec, beta, eta, threads=around.threads, empty=empty, abreast=abreast)
         self._own_work = OwnWork(self.outer, around.inner_loop)
         self._around = around
         self._storage = around.storage
@@ -330,11 +332,8 @@ class Rounds:
             read = self._around.evaluator.reads or self._around.examiner.keeps
             scratch = None if read else self._scratch
 
-        def work() -> None:
-            for shard in held:
-                self.outer.apply(shard, payloads.by_shard[shard], scratch)
-
-        await self._timed("apply", self._work(work))
+        found = {shard: payloads.by_shard[shard] for shard in held}
+        await self._timed("apply", self._work(lambda: self.outer.apply_all(found, scratch)))
         await self._doubts.settle(rebuild, commit.round)
         await self._work(lambda: self._exchange.settle(commit, self._needed(commit.round)))
         self._tell_of_round(commit, self._clock.steady() - began)

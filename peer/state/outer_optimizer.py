@@ -17,7 +17,8 @@ offer by `without_delta`, so that the equation holds, and later rounds take back
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -52,7 +53,8 @@ class Outer:
     holding.
 
     `apply` replaces the list in `theta`, so that whoever reads the old one sees a whole state (see there). `threads`: how many
-    encode and apply at a time; the bits do not depend on it. `empty` makes all arrays, in memory or in files that are mapped.
+    encode and apply at a time, `abreast`: of how many shards `apply_all` makes the next state at a time; the bits do not depend on it. `empty` makes all
+    arrays, in memory or in files that are mapped.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class Outer:
         eta: float,
         threads: int = 1,
         empty: Empty = in_memory,
+        abreast: int = 1,
     ) -> None:
         self.threads = min(threads, MOST_THREADS)
         self.run: Map = map if threads == 1 else ThreadPoolExecutor(self.threads, "codec").map
         """Runs jobs on so many threads, which end with this object."""
         self.empty = empty
+        self._abreast, self._taking = abreast, threading.Lock()
         self.spec = spec
         self.codec = codec
         self.beta = np.float32(beta)
@@ -147,11 +151,28 @@ class Outer:
             raise ValueError(f"{shard}: a contribution's weight is not finite")
 
         def empty(shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-            return self.empty(shapes) if scratch is None else _taken(scratch, shapes, self.empty)
+            if scratch is None:
+                return self.empty(shapes)
+            with self._taking:
+                return _taken(scratch, shapes, self.empty)
 
         self.theta[shard] = sparse.apply(self.codec, held, contributions, self.eta, self.run, empty)
         if scratch is not None:
-            scratch += [array for array in held if array.flags.writeable]
+            with self._taking:
+                scratch += [array for array in held if array.flags.writeable]
+
+    def apply_all(
+        self,
+        contributions: Mapping[str, Sequence[tuple[float, bytes | memoryview]]],
+        scratch: list[Array] | None = None,
+    ) -> None:
+        """`apply` of each of these shards; raises what it raises."""
+        if self._abreast == 1:
+            for shard, theirs in contributions.items():
+                self.apply(shard, theirs, scratch)
+        else:
+            with ThreadPoolExecutor(self._abreast, "apply") as pool:
+                list(pool.map(lambda shard: self.apply(shard, contributions[shard], scratch), contributions))
 
     def digest(self, shard: str) -> str:
         """The shard's digest (protocol/run/layout.py)."""

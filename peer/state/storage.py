@@ -77,6 +77,8 @@ class Storage:
         self.blobs = BlobStore(folder / "blobs", limit, self._disk)
         self.empty: Empty = in_memory
         """Makes the arrays that are read from here, and others of θ and the feedback."""
+        self.in_files = False
+        """Whether it makes them in files."""
         self.notes: dict[str, str] = {}
         """What the next `save_feedback` writes beside the feedback, and the last one has written: one change with it."""
         self._handovers: dict[str, Blob] = {}
@@ -88,7 +90,7 @@ class Storage:
 
     def use_files(self) -> None:
         """From now on `empty` makes arrays in files of the folder (peer/net/disk.py), and raises UsageError where it is full."""
-        self.empty = functools.partial(self._disk.arrays, self.folder)
+        self.empty, self.in_files = functools.partial(self._disk.arrays, self.folder), True
 
     # --- error feedback and offers
 

@@ -2,7 +2,7 @@
 peer/state/outer_optimizer.py and `topk.select` do it on the host; and the way of the next round's parameters to the device.
 
 Feedback e and the global state θ are at home on the host. Each is sent to the device part by part, some whole bands of tiles of one
-tensor at a time, through pinned buffers; δ = θ - θ_local is made there; e comes back, and of what is kept only the indices, packed
+tensor at a time, through pinned buffers, or from where it is (peer/training/pinned.py); δ = θ - θ_local is made there; e comes back, and of what is kept only the indices, packed
 (`pack`), since the host takes the values from e. Several parts are under way at a time, one to a lane, so that copies in both
 directions and the device's work overlap.
 
@@ -30,14 +30,15 @@ import torch
 from torch import Tensor
 
 from peer.training.device import is_shortage
+from peer.training.pinned import pinned
 from protocol.codec import topk
 from protocol.codec.settings import TILE
 from protocol.codec.topk import MARK, Array, Kept, Map, Tiling
 from protocol.errors import LocalError
 
-PART = 1 << 22
+PART = 1 << 23
 """Elements of a part, where one band has no more. A lane holds about 2 * 4 bytes for each on the host, and 40 on the device."""
-LANES = 8
+LANES = 4
 _MAGNITUDE = 0x7FFFFFFF
 _PLACE = TILE.bit_length() - 1
 
@@ -150,10 +151,11 @@ class DeviceUpdate:
             tiling = topk.tiling(e.shape, k)
             index_TK = np.empty((tiling.tiles, tiling.keep), dtype=np.uint16)
             kept.append(Kept(tiling, index_TK, np.empty(tiling.entries, dtype=np.float32)))
+            in_place = pinned(e, self._device), theta is not None and pinned(theta, self._device)
             for part in tiling.cut(PART):
                 at = slice(part.band * part.tr * part.cols, (part.band * part.tr + part.rows) * part.cols)
                 old = None if theta is None else theta.reshape(-1)[at]
-                jobs.append(_Job(part, kept[-1], e.reshape(-1)[at], old, local, at))
+                jobs.append(_Job(part, kept[-1], e.reshape(-1)[at], in_place, old, local, at))
         # matrix products stay on this thread: cuBLAS keeps a workspace for each thread and stream
         late = [job for job in jobs if isinstance(job.local, WithinSubspace)]
         at_once = [job for job in jobs if not isinstance(job.local, WithinSubspace)]
@@ -167,14 +169,15 @@ class DeviceUpdate:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # what was given to the device before may read them
         pieces = [
-            (parameter.detach().view(-1)[at : at + PART], array.reshape(-1)[at : at + PART])
+            (parameter.detach().view(-1)[at : at + PART], array.reshape(-1)[at : at + PART], in_place)
             for parameter, array in pairs
+            for in_place in (pinned(array, self._device),)
             for at in range(0, array.size, PART)
         ]
         with ThreadPoolExecutor(len(self._lanes), "load") as pool:
             list(pool.map(self._load, pieces))
 
-    def _load(self, piece: tuple[Tensor, Array]) -> None:
+    def _load(self, piece: tuple[Tensor, Array, bool]) -> None:
         with self._lane() as lane:
             lane.into(*piece)
 
@@ -220,18 +223,20 @@ class _Lane:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def up(self, name: str, array: Array) -> Tensor:
-        """A copy of the flat array on the device."""
-        return self._held(name, array).to(self.device, non_blocking=True, copy=True)
+    def up(self, name: str, array: Array, in_place: bool = False) -> Tensor:
+        """A copy of the flat array on the device. `in_place`: the device can read it where it is."""
+        return self._held(name, array, in_place).to(self.device, non_blocking=True, copy=True)
 
-    def into(self, x: Tensor, array: Array) -> None:
+    def into(self, x: Tensor, array: Array, in_place: bool) -> None:
         """Writes the flat array into x, of the same size; done once `wait` has returned."""
-        x.copy_(self._held("theta", array), non_blocking=True)
+        x.copy_(self._held("theta", array, in_place), non_blocking=True)
 
-    def _held(self, name: str, array: Array) -> Tensor:
+    def _held(self, name: str, array: Array, in_place: bool) -> Tensor:
+        self.bytes_to_device += array.nbytes
+        if in_place:
+            return torch.from_numpy(array)
         buffer = self._buffer(name, array.size, torch.float32)
         np.copyto(buffer.numpy(), array)
-        self.bytes_to_device += array.nbytes
         return buffer
 
     def down(self, name: str, x: Tensor) -> np.ndarray:
@@ -241,6 +246,12 @@ class _Lane:
         self.bytes_to_host += buffer.nbytes
         return buffer.numpy()
 
+    def onto(self, array: Array, x: Tensor) -> Array:
+        """The same, written into an array that the device can write where it is."""
+        torch.from_numpy(array).copy_(x, non_blocking=True)
+        self.bytes_to_host += array.nbytes
+        return array
+
     def _buffer(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = torch.empty(size, dtype=dtype, pin_memory=self._stream is not None)
@@ -249,11 +260,13 @@ class _Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One part of a tensor, the flat elements `at`: those of e and θ, all trained values, and where the part's entries go."""
+    """One part of a tensor, the flat elements `at`: those of e and θ, all trained values, and where the part's entries go. `in_place`: the device can
+    read and write e, and read θ, where they are."""
 
     part: Tiling
     kept: Kept
     e: Array
+    in_place: tuple[bool, bool]
     theta: Array | None
     local: Tensor | WithinSubspace
     at: slice
@@ -266,12 +279,16 @@ class _Job:
             local = self.local.rows(row, row + part.rows).reshape(-1)
         else:
             local = self.local.reshape(-1)[self.at]
-        delta = local if self.theta is None else lane.up("theta", self.theta).sub_(local)
-        x = lane.up("e", self.e).mul_(beta).add_(delta)  # two kernels: the product is rounded before the sum
+        e_in_place, theta_in_place = self.in_place
+        delta = local if self.theta is None else lane.up("theta", self.theta, theta_in_place).sub_(local)
+        # two kernels: the product is rounded before the sum
+        x = lane.up("e", self.e, e_in_place).mul_(beta).add_(delta)
         packed = pack(select(tiles(x, part), part.keep), part.n)
-        e, raw = lane.down("e", x), lane.down("index", packed)
+        raw = lane.down("index", packed)
+        e = lane.onto(self.e, x) if e_in_place else lane.down("e", x)
         lane.wait()
-        np.copyto(self.e, e)
+        if not e_in_place:
+            np.copyto(self.e, e)
         here = self.kept.index_TK[first : first + part.tiles]
         np.copyto(here, unpack(raw, part))
         at = part.offsets[here] + replace(part, band=0).corners[:, None]

@@ -6,7 +6,8 @@ Memory, in bytes above an idle process (P parameters of the stage, E = V d of th
     first stage 20 V k     of a compressed chain, instead of 16 E: A, A0, and of A the gradient and two moments
     overlap      4 P       where the next round's inner steps begin
     state        8 P + 4 E  theta and error feedback, and the embedding where it is only read; in files: nothing (below)
-    scratch      4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into; in files: nothing
+    scratch      4 (E + D)  what the next state of the embedding and of a block (D parameters) is written into; in files: nothing; beside a GPU, where
+                           several shards' is made at a time, 4 (2 E + 3 D)
     in flight    4 r L (B n + [documents] L) x micro-batches between their forward and their backward; n = 14 d + 3 c + 4 F values a token of a block,
                            and with normalized queries and keys 3 (d + c) more; documents that do not see each other have a mask
     frames       r L (4 k + f) x micro-batches under way in the chain  what came in from either side: a frame with f bytes a token, and its tensor
@@ -29,7 +30,7 @@ tests/benchmarks/memory.py compares it with measured peaks. A block keeps t of i
 (peer/training/compiled.py), so that other rows stand in the place of these; T are the parameters of a block's matrices:
 
     in flight    r L B (14 d + 4 c + 6 F) + 2 B T, documents as above, per micro-batch; with normalized queries and keys r L B (2 d + 2 c) more;
-                           in a chain's stage, whose blocks are recorded (peer/training/recorded.py), 12 r L d more
+                           in a chain's stage, whose blocks are recorded (peer/training/recorded.py), 6 r L d more, 12 where activations are whole
     backward     r L (8 d + 6 F) + 4 T + 2 d F + [first, whole] 4 E
     loss         4 min(r L V, GPU_LOGITS) + 8 E + 4 r L d
 
@@ -74,6 +75,8 @@ WAITING = 2
 """How many times as many micro-batches may be under way as a stage keeps the activations of."""
 CPU, GPU = "cpu", "cuda"
 """Devices, as they are announced (peer/training/device.py: name_of); what is no CUDA card counts as a processor."""
+ABREAST = 3
+"""Shards whose next state a peer with a GPU makes at a time, where its state is in memory; others one after the other, which takes less of it."""
 COPY = 1.25
 """Of the parameters' bytes: what a model takes that is trained no more, with its activations."""
 AUDITED_STATES = 2
@@ -121,7 +124,7 @@ def activation_bytes(manifest: Manifest, first: int, last: int, device: str = CP
     length, tokens = manifest.train.sequence, _tokens(manifest, joined)
     mask = 4 * tokens * length if manifest.model.document_end_id >= 0 else 0
     is_recorded = on_gpu(device) and last - first < manifest.model.n_layers
-    recorded = 12 * tokens * manifest.model.d_model if is_recorded else 0
+    recorded = (12 if 0 in manifest.chains.rank else 6) * tokens * manifest.model.d_model if is_recorded else 0
     return (last - first) * _block_bytes(manifest, device, tokens) + mask + recorded
 
 
@@ -240,7 +243,7 @@ def in_files(manifest: Manifest, memory_bytes: int) -> bool:
 
 def host_in_files(manifest: Manifest, host_bytes: int) -> bool:
     """Whether a peer that trains on a GPU, beside which there is this memory, does."""
-    return host_bytes < max(
+    return host_bytes + _scratch(manifest) - _scratch(manifest, 2, ABREAST) < max(
         _kept(manifest, a, b, False) - _kept(manifest, a, b, True) + later_bytes(manifest, a, b)
         for a, b in _largest(manifest)
     )
@@ -312,9 +315,9 @@ def _table(manifest: Manifest, first: int, last: int) -> int:
     return spec.vocab_size * spec.d_model if first == 0 and whole else 0
 
 
-def _scratch(manifest: Manifest) -> int:
+def _scratch(manifest: Manifest, tables: int = 1, blocks: int = 1) -> int:
     spec = manifest.model
-    return 4 * (spec.vocab_size * spec.d_model + layout.parameters(spec, "block.0"))
+    return 4 * (tables * spec.vocab_size * spec.d_model + blocks * layout.parameters(spec, "block.0"))
 
 
 def keeps_warm(manifest: Manifest, memory_bytes: int) -> bool:

@@ -230,27 +230,46 @@ class Bench:
         ids = self.ids(train.step_rows).reshape(count, train.rows, -1)
         feed = gpu_stage.feed_of(compressed, ids, WIRES)
         found = gpu_stage.medians(compressed, whole, feed, rounds=3, steps=4)
-        boundary, some = compressed.stage.boundary, torch.tensor(ids[0])
+        boundary, some, form = compressed.stage.boundary, torch.tensor(ids[0])[:, :-1], compressed.stage.form
         assert boundary is not None
-        wire = 0.1 * torch.randn(feed.shape, device=self.device)
-        x = torch.randn(*feed.shape[:2], self.spec.d_model, device=self.device)
+        wire = 0.1 * torch.randn(feed.shape, device=self.device).to(form)
+        x = torch.randn(*feed.shape[:2], self.spec.d_model, device=self.device).to(form)
 
         def projections() -> None:
             boundary.compress(x)
-            boundary.expand(wire, some[:, :-1])
+            boundary.expand(wire, some, x)
             boundary.compress_grad(x)
-            boundary.expand_grad(wire)
+            boundary.expand_grad(wire, x)
 
-        def quantizing() -> None:
-            for raw, form in zip(feed.bodies, WIRES, strict=True):
-                quantize.encode(quantize.decode(raw, feed.shape, form, self.device), form)
+        def formats() -> None:
+            for raw, kind in zip(feed.bodies, WIRES, strict=True):
+                quantize.encode(quantize.decode_measured(raw, feed.shape, kind, self.device, form)[0], kind)
 
-        took = {w.__name__: self.seconds(w, 10) for w in (projections, quantizing)}
+        computing, copying = zip(self._card_seconds(projections), self._card_seconds(formats), strict=True)
+        shares = {"projections": computing[0], "number formats": computing[1], "copies": sum(copying)}
+        percent = {name: 100 * count * seconds / found["step, s"] for name, seconds in shares.items()}
         return {
             **{name: round(seconds, 5) for name, seconds in found.items()}, "k": k, "micro-batches": count,
             "overhead, %": round(100 * (1 - found["blocks alone, s"] / found["step, s"]), 2),
-            **{f"{w} of a micro-batch by themselves, ms": round(1e3 * took[w], 2) for w in took},
+            **{f"{name}, by themselves, % of a step": round(share, 2) for name, share in percent.items()},
+            "these three, %": round(sum(percent.values()), 2),
         }  # fmt: skip
+
+    def _card_seconds(self, work: Callable[[], object], times: int = 20) -> tuple[float, float]:
+        """What the card itself computes for `work`, and what its copy engines take, with nothing else to do; on a processor all is computing."""
+        if not self.cuda:
+            return self.seconds(work, times), 0.0
+        from torch.profiler import ProfilerActivity, profile
+
+        work()
+        self.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(times):
+                work()
+            self.synchronize()
+        events = [(e.key.lower(), e.self_device_time_total / 1e6 / times) for e in found.key_averages()]
+        copying = sum(seconds for name, seconds in events if name.startswith(("memcpy", "memset")))
+        return sum(seconds for _, seconds in events) - copying, copying
 
     def chain(self) -> Report:
         """Four stages in one process on one card, by the code that runs between peers, beside a full replica with the same steps."""
@@ -288,7 +307,8 @@ class Bench:
         rounds.py): the update, the commit of it and of another replica's, the state on the device. Seconds of the first time, which makes
         buffers, and of the median of the others; what the host alone would need for the update."""
         trainer = StageTrainer(self.spec, self.train, layout.shard_names(self.spec), device=str(self.device))
-        outer = Outer(self.spec, Codec(ROUND_TOPK), 0.95, 1.0, min(os.cpu_count() or 1, ROUND_THREADS))
+        threads, abreast = min(os.cpu_count() or 1, ROUND_THREADS), memory.ABREAST if self.cuda else 1
+        outer = Outer(self.spec, Codec(ROUND_TOPK), 0.95, 1.0, threads, abreast=abreast)
         outer.theta = self.theta()
         own_work, shards, scratch = OwnWork(outer, trainer), layout.shard_names(self.spec), list[np.ndarray]()
         taken: dict[str, list[float]] = {name: [] for name in ("load", "update", "apply", "all")}
@@ -305,8 +325,7 @@ class Bench:
             return dict(zip(shards, (payload for payload, _ in own_work.encode(shards)), strict=True))
 
         def apply(payloads: dict[str, bytes]) -> None:
-            for shard in shards:
-                outer.apply(shard, [(0.5, payloads[shard]), (0.5, payloads[shard])], scratch)
+            outer.apply_all({shard: [(0.5, payload)] * 2 for shard, payload in payloads.items()}, scratch)
 
         trainer.begin_round(outer.theta)
         for _ in range(ROUNDS):

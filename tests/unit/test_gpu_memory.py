@@ -47,8 +47,9 @@ def test_the_promise_is_that_of_two_peaks_on_a_card() -> None:
         assert abs(memory.stage_memory(manifest, 0, layers, "cuda") / (peak * GB) - 1) < 0.05
 
 
-def kept(spec: ModelSpec, tokens: int) -> int:
-    """Bytes that a block keeps for its backward as the compiler divides it, in bf16: by what is saved, counted once."""
+def kept(spec: ModelSpec, tokens: int, form: torch.dtype) -> int:
+    """Bytes that a block, between which and its neighbours values have this format, keeps for its backward as the compiler divides it, in bf16: by what
+    is saved, counted once."""
     block = Block(spec)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -62,7 +63,7 @@ def kept(spec: ModelSpec, tokens: int) -> int:
             found[storage.data_ptr()] = storage.nbytes()
         return x
 
-    x_BLD = torch.randn(1, tokens, spec.d_model, requires_grad=True)
+    x_BLD = torch.randn(1, tokens, spec.d_model).to(form).requires_grad_()
     torch.compiler.reset()
     compiled = torch.compile(Block.forward, dynamic=False, backend="aot_eager_decomp_partition")
     with torch.autocast("cpu", torch.bfloat16), torch.autograd.graph.saved_tensors_hooks(seen, lambda x: x):
@@ -80,15 +81,17 @@ def test_a_compiled_block_keeps_what_is_promised() -> None:
         train = TrainSpec(
             inner_steps=1, micro_batches=1, rows=1, sequence=tokens, lr=1e-3, warmup_steps=1, total_steps=10
         )
-        recorded = 12 * tokens * spec.d_model
-        promised = memory.activation_bytes(tiny.manifest(model=spec, train=train), 1, 2, "cuda") - recorded
-        # for every head and token the softmax has a sum, and normalization a root: the promise does not count them
-        assert -0.001 < kept(spec, tokens) / promised - 1 < 0.02, change
+        recorded = 6 * tokens * spec.d_model
+        manifest = tiny.manifest(model=spec, train=train, chains=ChainSpec(rank=(spec.d_model // 8,)))
+        promised = memory.activation_bytes(manifest, 1, 2, "cuda") - recorded
+        for form in (torch.float32, torch.bfloat16):
+            # for every head and token the softmax has a sum, and normalization a root: the promise does not count them
+            assert -0.001 < kept(spec, tokens, form) / promised - 1 < 0.02, (change, form)
 
 
 def test_the_promise_is_what_recordings_of_a_stage_took_on_a_card() -> None:
     """Of the second of four stages, by what the allocator took from an H100 for one more (docs/results/gpu.md)."""
-    shapes = {(1024, 9, 8, 2688, 16): 2.63, (1536, 12, 12, 5440, 8): 3.45, (1536, 12, 12, 5440, 2): 1.05}
+    shapes = {(1024, 9, 8, 2688, 16): 2.51, (1536, 12, 12, 5440, 8): 3.28}
     for (d, layers, heads, d_ff, rows), took in shapes.items():
         model = ModelSpec(vocab_size=32_000, d_model=d, n_layers=layers, n_heads=heads, d_ff=d_ff, context=2048)
         train = TrainSpec(

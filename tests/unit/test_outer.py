@@ -234,6 +234,30 @@ def test_a_displacement_is_subtracted_bit_by_bit() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def test_several_shards_at_a_time_have_the_bits_of_one_after_the_other() -> None:
+    spec = ModelSpec(vocab_size=96, d_model=16, n_layers=3, n_heads=2, d_ff=24, context=8)
+    shards = layout.shard_names(spec)
+    by_shard = {}
+    found = []
+    for abreast in (1, 3):
+        o = Outer(spec, Codec(32), 0.5, 0.7, threads=2, abreast=abreast)
+        rng, scratch = np.random.default_rng(0), list[np.ndarray]()
+        for shard in shards:
+            o.theta[shard] = [rng.standard_normal(shape, dtype=np.float32) for shape in layout.shapes(spec, shard)]
+        for _ in range(4):
+            for shard in shards:
+                o.accumulate(shard, [(x, 0.9 * x) for x in o.theta[shard]])
+                by_shard[shard] = [(0.25, o.encode(shard)[0]), (0.75, o.encode(shard)[0])]
+            o.apply_all(by_shard, scratch)
+        with pytest.raises(PayloadError):
+            o.apply_all({**by_shard, shards[-1]: [(1.0, b"no payload")]}, scratch)
+        held = {id(array) for arrays in o.theta.values() for array in arrays}
+        assert len(held) == sum(map(len, o.theta.values())), "no array is there twice"
+        assert not held & {id(array) for array in scratch}
+        found.append({shard: o.digest(shard) for shard in shards})
+    assert found[0] == found[1]
+
+
 def test_memory_that_is_taken_again_changes_no_bits() -> None:
     o, other, scratch = outer(), outer(), []
     for seed in range(3):

@@ -137,7 +137,7 @@ def test_any_bits_are_selected_alike(x: npt.NDArray[np.uint32], k: int) -> None:
     assert np.array_equal(found.numpy().view(np.uint16), expected.index_TK)
 
 
-@pytest.mark.parametrize("rows", [64, 64 * 700])
+@pytest.mark.parametrize("rows", [64, 64 * 1100])
 def test_parts_and_lanes_change_nothing(rows: int) -> None:
     """A tensor of several parts, on more threads than there are lanes."""
     e, theta = (np.random.default_rng(i).standard_normal((rows, 128), dtype=np.float32) for i in range(2))
