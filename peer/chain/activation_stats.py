@@ -40,7 +40,7 @@ def measure(x: Tensor, largest: float, nth: int) -> Measure:
     """Of the `nth` frame, from 0; `x` is not empty and its largest magnitude known (quantize.decode_measured)."""
     if nth % EVERY:
         return Measure(largest, None)
-    flat = x.flatten()
+    flat = x.flatten().float()
     return Measure(largest, math.sqrt(torch.dot(flat, flat).item() / flat.numel()))
 
 

@@ -34,7 +34,7 @@ from protocol.wire.framing import MAX_FRAME
 class Crossing:
     """What crosses a chain's boundaries. `shape`: of a micro-batch's values [rows, tokens, width]; `wires`: the number format of each
     kind of frame; `micro_batches`: of an inner step; `most_depth`: how many of them this stage holds at most; `most_bytes`: of the
-    other frames' bodies."""
+    other frames' bodies; `form`: the number format in which this stage, on `device`, wants what came in."""
 
     shape: tuple[int, int, int]
     wires: dict[int, str]
@@ -42,6 +42,7 @@ class Crossing:
     most_depth: int
     most_bytes: int
     device: torch.device
+    form: torch.dtype
 
 
 class Neighbours:
@@ -182,12 +183,13 @@ class Neighbours:
     ) -> Awaitable[tuple[Tensor, Measure, Sample | None] | quantize.BadTensor]:
         """Begins to decode."""
         crossing, screen = self._crossing, self.screens.get(kind)
+        what = crossing.shape, crossing.wires[kind], crossing.device, crossing.form
         nth, self._decoded[kind] = self._decoded[kind], self._decoded[kind] + 1
 
         def decode() -> tuple[Tensor, Measure, Sample | None] | quantize.BadTensor:
             try:
                 with self._stream():
-                    x, largest = quantize.decode_measured(body, crossing.shape, crossing.wires[kind], crossing.device)
+                    x, largest = quantize.decode_measured(body, *what)
                     sample = screen.sample(x) if screen is not None else None
                     measured = activation_stats.measure(x, largest, nth)
             except quantize.BadTensor as error:

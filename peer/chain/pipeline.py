@@ -102,6 +102,7 @@ class _Run:
             most_depth=depths.most,
             most_bytes=grad_norm.most_bytes(len(names)),
             device=trainer.device,
+            form=trainer.stage.form,
         )
         self.near = Neighbours(crossing, codec, setup.statistics, min(setup.depth, depths.most))
         self._text = Text()
@@ -120,13 +121,12 @@ class _Run:
         """One inner step; `progress.total` says whether somebody wishes to stop after it."""
         near = self.near
         start, sent, depth = time.perf_counter(), self._sent(), near.depth
-        self._losses = []
         self.worker.begin_step()
         for link in near.links:
             link.most_waiting = 0
         if near.following is not None:
             near.following.ping()
-        waited = self.reading.waited
+        self._losses, waited = [], self.reading.waited
         text = await self.reading.take(step)
         if isinstance(text, quantize.BadTensor):
             raise LocalError(f"training: {text}; this is a bug")

@@ -61,14 +61,14 @@ def size(shape: Sequence[int], wire: str) -> int:
 def encode(x: Tensor, wire: str, *, limit: float = LIMIT / 2) -> bytes:
     """The values of `x` [.., W] as bytes. Raises BadTensor if one is not finite or over `limit`, by default half of what is accepted."""
     x = x.detach()
-    x = x.to(torch.bfloat16) if wire == "bf16" else x.float()
     if not x.numel():
         return b""
     if wire in ("bf16", "fp32"):
+        x = x.to(torch.bfloat16 if wire == "bf16" else torch.float32)
         return _checked(_largest(x), (x,), limit)
     if wire == "tah4":
         _check(float(_largest(x)), limit)
-        return _encode_tiles(x.reshape(-1, boundary_formats.tile(x.shape[-1])))
+        return _encode_tiles(x.float().reshape(-1, boundary_formats.tile(x.shape[-1])))
     x_TW = x.reshape(-1, x.shape[-1])
     if wire == "sym2":
         largest, *parts = compiled.where_it_pays(_encode_sym2, x.device)(x_TW)
@@ -83,14 +83,18 @@ def decode(raw: bytes | memoryview, shape: Sequence[int], wire: str, device: tor
 
 
 def decode_measured(
-    raw: bytes | memoryview, shape: Sequence[int], wire: str, device: torch.device
+    raw: bytes | memoryview,
+    shape: Sequence[int],
+    wire: str,
+    device: torch.device,
+    form: torch.dtype = torch.float32,
 ) -> tuple[Tensor, float]:
-    """What `decode` gives, and its largest magnitude, which the check has to look for anyway."""
+    """What `decode` gives, rounded to `form`, and its largest magnitude before, which the check has to look for anyway."""
     if len(raw) != size(shape, wire):
         raise BadTensor(f"has {len(raw)} bytes of values, not {size(shape, wire)} for {wire} {tuple(shape)}")
     width, tokens = shape[-1], math.prod(shape[:-1])
     if not tokens * width:
-        return torch.empty(tuple(shape), device=device), 0.0
+        return torch.empty(tuple(shape), device=device, dtype=form), 0.0
     if wire in ("bf16", "fp32"):
         x = _tensor(raw, torch.bfloat16 if wire == "bf16" else torch.float32, device).float()
         largest = _largest(x)
@@ -100,13 +104,14 @@ def decode_measured(
     elif wire == "sym2":
         scale_T, packed = _scales_and_values(raw, tokens, torch.uint8, device)
         levels = _levels(device)
-        x, largest = compiled.where_it_pays(_decode_sym2, device)(scale_T, packed.reshape(tokens, -1), levels, width)
+        decoding = compiled.where_it_pays(_decode_sym2, device)
+        x, largest = decoding(scale_T, packed.reshape(tokens, -1), levels, width, form)
     else:
         scale_T, q = _scales_and_values(raw, tokens, torch.int8 if wire == "int8" else torch.uint8, device)
-        x, largest = compiled.where_it_pays(_decode_steps, device)(scale_T, q, width)
+        x, largest = compiled.where_it_pays(_decode_steps, device)(scale_T, q, width, form)
     if device.type == "cuda":
         largest = _fetched([largest]).view(torch.float32)
-    return x.reshape(tuple(shape)), _check(largest.item(), LIMIT)
+    return x.to(form).reshape(tuple(shape)), _check(largest.item(), LIMIT)
 
 
 def _checked(largest: Tensor, parts: Sequence[Tensor], limit: float) -> bytes:
@@ -134,6 +139,11 @@ def _largest(x: Tensor) -> Tensor:
     return torch.stack(x.aminmax()).abs().amax()
 
 
+def _largest_of_tokens(x_TW: Tensor) -> Tensor:
+    """The same, in the pass of a compiler that makes x; without one, two more of them."""
+    return x_TW.abs().amax(1).amax() if x_TW.is_cuda else _largest(x_TW)
+
+
 def _check(largest: float, limit: float) -> float:
     """The largest magnitude. Raises BadTensor unless it is finite and in range."""
     if not math.isfinite(largest):
@@ -147,32 +157,40 @@ def _check(largest: float, limit: float) -> float:
 
 
 def _encode_steps(x_TW: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    x_TW = x_TW.float()
     largest_T1 = x_TW.abs().amax(1, keepdim=True)
     scale_T1 = _round_up((largest_T1 / steps).clamp_min(_TINY))
     q_TW = torch.round(x_TW / scale_T1.float()).clamp(-steps, steps)
     return largest_T1.amax(), scale_T1, q_TW.to(torch.int8) if steps > 7 else _pack((q_TW + 8).to(torch.uint8))
 
 
-def _decode_steps(scale_T: Tensor, q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _decode_steps(scale_T: Tensor, q: Tensor, width: int, form: torch.dtype) -> tuple[Tensor, Tensor]:
     q_TW = (q.float() if q.dtype == torch.int8 else _unpack(q) - 8).reshape(-1, width)
     x_TW = q_TW * scale_T.float()[:, None]
-    return x_TW, _largest(x_TW)
+    return x_TW.to(form), _largest_of_tokens(x_TW)
 
 
 # --- sym2; C bytes of a token
 
 
 def _encode_sym2(x_TW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x_TW = x_TW.float()
     size_TW = x_TW.abs()
     scale_T1 = x_TW.square().mean(1, keepdim=True).sqrt().clamp_min(_TINY).to(torch.bfloat16)
     q_TW = (x_TW >= 0).to(torch.uint8) | (size_TW >= _THRESHOLD * scale_T1.float()).to(torch.uint8) << 1
     q_TC4 = functional.pad(q_TW, (0, -x_TW.shape[1] % 4)).unflatten(1, (-1, 4))
-    return size_TW.amax(), scale_T1, q_TC4[..., 0] | q_TC4[..., 1] << 2 | q_TC4[..., 2] << 4 | q_TC4[..., 3] << 6
+    return (
+        size_TW.amax(1).amax(),
+        scale_T1,
+        q_TC4[..., 0] | q_TC4[..., 1] << 2 | q_TC4[..., 2] << 4 | q_TC4[..., 3] << 6,
+    )
 
 
-def _decode_sym2(scale_T: Tensor, packed_TC: Tensor, levels: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def _decode_sym2(
+    scale_T: Tensor, packed_TC: Tensor, levels: Tensor, width: int, form: torch.dtype
+) -> tuple[Tensor, Tensor]:
     x_TW = functional.embedding(packed_TC.int(), levels).flatten(1)[:, :width] * scale_T.float()[:, None]
-    return x_TW, _largest(x_TW)
+    return x_TW.to(form), _largest_of_tokens(x_TW)
 
 
 @functools.cache

@@ -130,7 +130,7 @@ class Screen:
             return None
         first, stride = self._places(x_TW.shape[0])
         chosen = x_TW[first::stride][:TOKENS].index_select(1, self._values.to(x.device))
-        return np.asarray(chosen.cpu().numpy(), dtype=np.float32)
+        return np.asarray(chosen.float().cpu().numpy())
 
     def _places(self, tokens: int) -> tuple[int, int]:
         stride = max(1, tokens // TOKENS)

@@ -43,6 +43,11 @@ class Embedding(Table):
         return functional.embedding(ids_BL, self.weight)
 
 
+def wide(x: Tensor) -> Tensor:
+    """The same in fp32, if its number format is a smaller one."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def sent(ids: Tensor, device: torch.device) -> Tensor:
     """Token ids, wherever they are, on the device. Nothing waits for it: what is not pinned, and in one piece, a GPU fetches only when it has done all
     else."""

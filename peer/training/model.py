@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from peer.training import attention, compiled, cross_entropy
 from peer.training.attention import Attention, Join
-from peer.training.layers import Embedding, Linear, Norm, sent
+from peer.training.layers import Embedding, Linear, Norm, sent, wide
 from peer.training.subspace import Boundary, coordinates, t_perp
 from peer.training.update import Moved, WithinSubspace
 from protocol.run import layout
@@ -88,17 +88,18 @@ class Block(nn.Module):
     def forward(
         self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: Tensor | None = None, join: Join | None = None
     ) -> Tensor:
-        """X [B, L, D] -> the same."""
+        """X [B, L, D] -> the same, in the same number format; the sums within are fp32 at least."""
+        form, x_BLD = x_BLD.dtype, wide(x_BLD)
         x_BLD = x_BLD + self.self_attn(self.input_layernorm(x_BLD), cos_LH, sin_LH, mask, join)
         out_BLD: Tensor = x_BLD + self.mlp(self.post_attention_layernorm(x_BLD))
-        return out_BLD
+        return out_BLD.to(form)
 
 
 class Stage(nn.Module):
     """Blocks `first_block` up to, not including, `last_block`, with or without the embedding and the head.
 
     `u_DK` (orthonormal columns) makes it a member of a compressed chain; None: no compression. The parameters have no
-    values before `load`.
+    values before `load`. `form`: the number format of x before and after its blocks.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class Stage(nn.Module):
         *,
         u_DK: Tensor | None = None,
         device: torch.device | str = "cpu",
+        form: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.form = spec, form
         self.shards: tuple[str, ...] = (
             *(("embed",) if has_embed else ()),
             *(f"block.{i}" for i in range(first_block, last_block)),
@@ -142,7 +144,7 @@ class Stage(nn.Module):
         held = dict(self.named_parameters())
         if self._u_DK is not None:
             te_VD = _shared(theta["embed"][0])
-            self.boundary = Boundary(self._u_DK, te_VD, t_perp(te_VD, self._u_DK))
+            self.boundary = Boundary(self._u_DK, te_VD, t_perp(te_VD, self._u_DK, self.form), self.form)
             if self.has_embed:
                 self._a0_VK = coordinates(te_VD, self._u_DK)
                 held["model.embed_tokens.coordinates"].copy_(self._a0_VK)
@@ -237,6 +239,6 @@ class Stage(nn.Module):
 
     def loss(self, x_BLD: Tensor, targets_BL: Tensor) -> Tensor:
         """Mean cross-entropy, nats per token."""
-        x_TD = self.model.norm(x_BLD).flatten(0, 1)  # type: ignore[operator]
+        x_TD = self.model.norm(wide(x_BLD)).flatten(0, 1)  # type: ignore[operator]
         targets_T = sent(targets_BL, x_BLD.device).flatten()
         return cross_entropy.mean(x_TD, self.head_VD, targets_T)

@@ -286,7 +286,7 @@ def _whole(kept: Kept, gradient: Tensor | None, of: int) -> Tensor | None:
     if gradient is None:
         (kept.outward / of).backward()  # type: ignore[no-untyped-call]
     elif gradient.is_cuda:
-        torch.autograd.backward(kept.outward.float(), gradient)
+        torch.autograd.backward(kept.outward, gradient.to(kept.outward.dtype))
     else:
         # the same, bit by bit; given a gradient, torch would import its symbolic shapes (seconds), which what is compiled needs anyway
         (kept.outward.float() * gradient).sum().backward()  # type: ignore[no-untyped-call]

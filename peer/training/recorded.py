@@ -17,6 +17,7 @@ Shapes: B rows, L positions, D model width.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -46,6 +47,10 @@ class Recording(Protocol):
         """Both; `back` goes on from `ahead`. `several`: there may be more of them at once."""
 
 
+_one_at_a_time = threading.Lock()
+"""What one thread waits for, on all of a device, would break another's recording off."""
+
+
 class Graphs:
     """A device with CUDA's graphs."""
 
@@ -64,10 +69,17 @@ class Graphs:
         self, ahead: Callable[[], Tensor], back: Callable[[], Tensor], several: bool
     ) -> tuple[Recorded, Recorded]:
         """See Recording."""
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # a recording has memory of its own
-        own = torch.cuda.graph_pool_handle()
-        return self._captured(ahead, own), self._captured(back, self._common if several else own)
+        with _one_at_a_time:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # a recording has memory of its own
+            own = torch.cuda.graph_pool_handle()
+            try:
+                return self._captured(ahead, own), self._captured(back, self._common if several else own)
+            except BaseException:
+                # torch takes it for one that goes on, and would refuse whoever draws random numbers, as the compiler does
+                numbers = torch.cuda.default_generators[torch.cuda.current_device()]
+                numbers.graphsafe_set_state(numbers.clone_state())
+                raise
 
     def _captured(self, work: Callable[[], Tensor], pool: object) -> Recorded:
         graph = torch.cuda.CUDAGraph()
@@ -83,8 +95,8 @@ class Graphs:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """`x` [B, L, D] fp32 goes into the blocks, `y` comes out of them; `mask`: which tokens see each other, where a model asks that. `gradient` [B, L, D] is that
-    of y, in one place for all slots, and `inward` that of x. `ahead` makes y of x, `back` makes inward of gradient and adds those of the parameters to
+    """`x` [B, L, D] goes into the blocks, `y` comes out of them; `mask`: which tokens see each other, where a model asks that. `gradient` [B, L, D] is that
+    of y, in one place for all slots, and `inward` that of x; all in the stage's number format. `ahead` makes y of x, `back` makes inward of gradient and adds those of the parameters to
     their sums."""
 
     x: Tensor
@@ -181,7 +193,7 @@ class Recorder:
             sums, gradient_BLD = self._slots[0].sums, self._slots[0].gradient
         else:
             sums = [(p, torch.zeros_like(p)) for block in self._blocks for p in self._parameters(block)]
-            gradient_BLD = torch.zeros(shape, device=sums[0][1].device)
+            gradient_BLD = torch.zeros(shape, dtype=self._stage.form, device=sums[0][1].device)
         total_of, x_BLD = dict(sums), torch.zeros_like(gradient_BLD)
         mask = None if mask_like is None else torch.zeros_like(mask_like)
         passed: list[tuple[int, Tensor, Tensor]] = []

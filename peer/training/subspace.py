@@ -53,16 +53,17 @@ def coordinates(te_VD: Tensor, u_DK: Tensor) -> Tensor:
     return a_VK
 
 
-def t_perp(te_VD: Tensor, u_DK: Tensor) -> Tensor | None:
-    """T_perp [V, D] = TE - TE U U^T, where U is, if that has much more room than it takes; else None. In fp64, since it serves a whole round."""
-    if u_DK.device.type != "cuda" or te_VD.nbytes > _SHARE * torch.cuda.mem_get_info(u_DK.device)[0]:
+def t_perp(te_VD: Tensor, u_DK: Tensor, form: torch.dtype) -> Tensor | None:
+    """T_perp [V, D] = TE - TE U U^T, in the number format `form`, where U is, if that has much more room than it takes; else None."""
+    size = te_VD.numel() * form.itemsize
+    if u_DK.device.type != "cuda" or size > _SHARE * torch.cuda.mem_get_info(u_DK.device)[0]:
         return None
-    return without_subspace(te_VD, u_DK)
+    return without_subspace(te_VD, u_DK, form)
 
 
-def without_subspace(te_VD: Tensor, u_DK: Tensor) -> Tensor:
-    """T_perp [V, D], where U is."""
-    found_VD = torch.empty(te_VD.shape, dtype=te_VD.dtype, device=u_DK.device)
+def without_subspace(te_VD: Tensor, u_DK: Tensor, form: torch.dtype) -> Tensor:
+    """T_perp [V, D], where U is; computed in fp64, since it serves a whole round."""
+    found_VD = torch.empty(te_VD.shape, dtype=form, device=u_DK.device)
     u64_DK = u_DK.double()
     for te_BD, found_BD in zip(te_VD.split(ROWS), found_VD.split(ROWS), strict=True):
         te64_BD = te_BD.to(u_DK.device).double()
@@ -71,11 +72,15 @@ def without_subspace(te_VD: Tensor, u_DK: Tensor) -> Tensor:
 
 
 class Boundary:
-    """What both sides of a stage boundary know: U, and T_perp: by TE [V, D], which may lie in host memory or in a file, or itself, where U is. Works in the
-    number format of its tensors."""
+    """What both sides of a stage boundary know: U, and T_perp: by TE [V, D], which may lie in host memory or in a file, or itself, where U is, in the number
+    format `form`. Takes X and makes X^ in that format, and so are its products, but for those with TE."""
 
-    def __init__(self, u_DK: Tensor, te_VD: Tensor, t_perp_VD: Tensor | None = None) -> None:
+    def __init__(
+        self, u_DK: Tensor, te_VD: Tensor, t_perp_VD: Tensor | None = None, form: torch.dtype | None = None
+    ) -> None:
         self.u_DK = u_DK
+        self.form = form or u_DK.dtype
+        self._products_DK = u_DK.to(self.form)
         self.te_VD = te_VD
         self._t_perp_VD = t_perp_VD
         self._expected: tuple[Tensor, Tensor, Tensor] | None = None
@@ -116,30 +121,33 @@ class Boundary:
 
     def compress(self, x_BLD: Tensor) -> Tensor:
         """Z [B, L, K] = X U."""
-        return x_BLD @ self.u_DK
+        return x_BLD.to(self.form) @ self._products_DK
 
     def expand(self, z_BLK: Tensor, ids_BL: Tensor, into: Tensor | None = None) -> Tensor:
         """X^ [B, L, D] = Z U^T + T_perp[ids], as TE[ids] + (Z - (TE U)[ids]) U^T where T_perp is not there: of D numbers a token one is read and X^
         written. `into`: where X^ goes, without a gradient, or new memory."""
         with torch.autocast(self.u_DK.device.type, enabled=False):  # TE is not to lose bits
             if self._t_perp_VD is not None:
-                table_ND, which_BL = self._t_perp_VD, sent(ids_BL, self.u_DK.device)
+                table_ND, which_BL, u_DK = self._t_perp_VD, sent(ids_BL, self.u_DK.device), self._products_DK
             else:
-                table_ND, which_BL = self._rows(ids_BL)
-                z_BLK = z_BLK - functional.embedding(which_BL, table_ND @ self.u_DK)
-            if into is None:
+                (table_ND, which_BL), u_DK = self._rows(ids_BL), self.u_DK
+                z_BLK = z_BLK - functional.embedding(which_BL, table_ND @ u_DK)
+            if into is None or into.dtype != table_ND.dtype:
                 x_TD = functional.embedding(which_BL.flatten(), table_ND)
             else:
                 x_TD = torch.index_select(table_ND, 0, which_BL.flatten(), out=into.flatten(0, 1))
-            return x_TD.addmm_(z_BLK.flatten(0, 1), self.u_DK.T).unflatten(0, which_BL.shape)
+            x_TD.addmm_(z_BLK.flatten(0, 1).to(x_TD.dtype), u_DK.T)
+            if into is not None and x_TD.dtype != into.dtype:
+                into.flatten(0, 1).copy_(x_TD)
+            return x_TD.to(self.form).unflatten(0, which_BL.shape)
 
     def compress_grad(self, g_BLD: Tensor) -> Tensor:
         """G U [B, L, K]."""
-        return g_BLD @ self.u_DK
+        return g_BLD.to(self.form) @ self._products_DK
 
     def expand_grad(self, gz_BLK: Tensor, into: Tensor | None = None) -> Tensor:
         """(G U) U^T [B, L, D], in new memory or `into` that."""
-        return torch.matmul(gz_BLK, self.u_DK.T, out=into)
+        return torch.matmul(gz_BLK.to(self.form), self._products_DK.T, out=into)
 
     def project(self, x_BLD: Tensor, ids_BL: Tensor) -> Tensor:
         """What the far side sees; differentiable: inserted into a whole model, it gives the oracle of a chain."""

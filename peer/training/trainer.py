@@ -3,8 +3,8 @@
 Inner optimizer of SparseLoCo: AdamW with weight decay on all parameters, or Muon (peer/training/muon.py) for the matrices inside
 blocks and AdamW for the others; clip by the whole replica's global norm, linear warm-up, cosine to a tenth of the peak.
 The loss of a step is the mean over its tokens: micro-batches are equal, so each one's gradient counts 1 / micro_batches, and they
-are added in micro-batch order. bf16 autocast on CUDA only; boundaries, loss and parameters stay fp32. Nothing waits for the device but
-what reads a result: `mean_loss`, `grad_sumsq`.
+are added in micro-batch order. bf16 autocast on CUDA only; parameters, loss and sums stay fp32. Nothing waits for the device but what
+reads a result: `mean_loss`, `grad_sumsq`.
 
 Not thread-safe: every call belongs on one worker thread (`make_worker`).
 
@@ -79,6 +79,8 @@ class StageTrainer:
     ROCm, too."""
     recording: Mapping[str, Callable[[torch.device], Recording]] = {"cuda": Graphs}
     """What records blocks (peer/training/recorded.py), by type of device; on the others they are called each time."""
+    forms: Mapping[str, torch.dtype] = {"cuda": torch.bfloat16}
+    """The number format of activations between the blocks of a compressed chain's stage, by type of device; fp32 on the others."""
 
     def __init__(
         self,
@@ -107,14 +109,10 @@ class StageTrainer:
                 torch.cuda.set_device(self.device)
         blocks = [layout.block_index(name) for name in shards if name.startswith("block.")]
         u_DK = torch.tensor(np.ascontiguousarray(basis[:, :rank])) if rank and basis is not None else None
+        first, last = (blocks[0], blocks[-1] + 1) if blocks else (0, 0)
+        form = self.forms.get(self.device.type, torch.float32) if rank else torch.float32
         self.stage = Stage(
-            spec,
-            blocks[0] if blocks else 0,
-            blocks[-1] + 1 if blocks else 0,
-            "embed" in shards,
-            "head" in shards,
-            u_DK=u_DK,
-            device=self.device,
+            spec, first, last, "embed" in shards, "head" in shards, u_DK=u_DK, device=self.device, form=form
         )
         self._update = DeviceUpdate(self.device) if self.device.type in self.update_devices else None
         self._moments: dict[str, dict[str, Tensor]] = {}  # by parameter, and by what it is
@@ -168,7 +166,7 @@ class StageTrainer:
     def synchronize(self) -> None:
         """Waits until the device has computed what it was given: seconds that are measured mean something then."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
@@ -191,7 +189,7 @@ class StageTrainer:
     def forward(self, micro: int, ids: Tensor, wire: Tensor | None = None, *, recompute: bool = False) -> Tensor:
         """One micro-batch through this stage; ids [B, L+1], best in (pinned) host memory. `wire` [B, L, W] came from the previous stage.
 
-        Returns what goes to the next stage [B, L, W] fp32, or the mean loss [] (nats per token) if this is the last.
+        Returns what goes to the next stage [B, L, W], or the mean loss [] (nats per token) if this is the last.
         `recompute`: keep only what came in; `backward` computes the rest anew, to the same bits. Where memory runs out, it is computed in
         pieces; raises what torch raises where not even those fit.
         """
@@ -209,7 +207,7 @@ class StageTrainer:
         if self.stage.has_head:
             return outward
         boundary = self.stage.boundary
-        return boundary.compress(outward.float()) if boundary is not None else outward.float()
+        return boundary.compress(outward) if boundary is not None else outward
 
     def expect(self, ids: Tensor) -> None:
         """Says which micro-batch comes next, so that what it needs of the host is on its way before; ids [B, L+1]."""
@@ -219,7 +217,7 @@ class StageTrainer:
     def backward(self, micro: int, wire: Tensor | None = None) -> Tensor | None:
         """Adds the micro-batch's gradients. `wire` [B, L, W] came from the next stage; None for the last.
 
-        Returns what goes to the previous stage [B, L, W] fp32, or None if this is the first. Memory that runs out: as in `forward`.
+        Returns what goes to the previous stage [B, L, W], or None if this is the first. Memory that runs out: as in `forward`.
         """
         boundary = self.stage.boundary
         kept, gradient = self._kept.pop(micro), wire

@@ -5,7 +5,8 @@
 
 One replica of the demo's recipe, cut into four stages: one process computes all, with projector and number formats inserted at the three
 boundaries, which tests/unit/test_exact_chains.py proves to be what a chain computes. After every round the outer step with
-its sparse update. An arm is k:FORWARD:BACKWARD, and with :scaled behind it `train.scale_embedding_lr` is on. All arms of a seed have the same θ(0), text and U.
+its sparse update. An arm is k:FORWARD:BACKWARD, and with :scaled behind it `train.scale_embedding_lr` is on; with :rounded values are
+bf16 between its blocks, as on a GPU. All arms of a seed have the same θ(0), text and U.
 
 Loss: nats per token on held-out text after the last round, of the model as the chain computes it, with projector and forward
 format; `plain`: of the same parameters without them. Bytes: per token and boundary, scales included, without framing. Gap: to
@@ -22,6 +23,7 @@ import json
 import math
 import statistics
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +51,12 @@ def _basis(seed: bytes) -> np.ndarray:
     return subspace.basis(seed, D, D)
 
 
+class Rounded(StageTrainer):
+    """A processor that has between the blocks of a compressed chain what a GPU has."""
+
+    forms: ClassVar = {"cpu": StageTrainer.forms["cuda"]}
+
+
 def manifest(seed: int, rounds: int) -> Manifest:
     """The demo's recipe."""
     chosen = options(Path("run"), full=1, rounds=rounds, inner_steps=None, seed=seed)
@@ -57,10 +65,10 @@ def manifest(seed: int, rounds: int) -> Manifest:
 
 def trainer(arm: str, run: Manifest) -> StageTrainer:
     """The whole model with what the arm has at its boundaries."""
-    k, forward, backward, *scaled = arm.split(":")
-    train = dataclasses.replace(run.train, scale_embedding_lr=bool(scaled))
+    k, forward, backward, *more = arm.split(":")
+    train = dataclasses.replace(run.train, scale_embedding_lr="scaled" in more)
     shards, basis = layout.shard_names(run.model), _basis(run.seed_bytes) if int(k) else None
-    made = StageTrainer(run.model, train, shards, rank=int(k), basis=basis)
+    made = (Rounded if "rounded" in more else StageTrainer)(run.model, train, shards, rank=int(k), basis=basis)
     project_at(made, CUTS, wires=(forward, backward))
     return made
 
@@ -138,7 +146,7 @@ def main() -> int:
         k, *formats = arm.split(":")
         sizes = [boundary_formats.bytes_per_token(name, int(k) or D) for name in formats[:2]]
         print(
-            f"| {k}{' scaled' if formats[2:] else ''} | {formats[0]} | {formats[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x"
+            f"| {' '.join([k, *formats[2:]])} | {formats[0]} | {formats[1]} | {sizes[0]} | {sizes[1]} | {4 * D / sum(sizes):.1f} x"
             f" | {statistics.mean(x[0] for x in found):.3f} | {statistics.mean(gaps):+.3f}{error}"
             f" | {statistics.mean(plain_gaps):+.3f} |",
             flush=True,

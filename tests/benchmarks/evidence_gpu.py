@@ -39,13 +39,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from peer.chain import quantize
 from peer.state.outer_optimizer import Outer
 from peer.training import trainer as training
 from peer.training import update
-from peer.training.subspace import Boundary
+from peer.training.subspace import Boundary, without_subspace
 from peer.training.trainer import StageTrainer
 from protocol.codec import subspace, topk
 from protocol.run import data_order, init, layout
@@ -66,22 +65,6 @@ FITTED = 3
 EMBED = "model.embed_tokens.weight"
 Weights = dict[str, Tensor]
 Row = dict[str, Any]
-
-
-class WholeTable(Boundary):
-    """A boundary with all of T_perp [V, D] on the card, in fp32 whatever autocast says, as between the stages of a chain."""
-
-    def __init__(self, u_DK: Tensor, te_VD: Tensor) -> None:
-        super().__init__(u_DK, te_VD)
-        self.perp_VD = te_VD - te_VD @ u_DK @ u_DK.T
-
-    def compress(self, x_BLD: Tensor) -> Tensor:
-        with torch.autocast(x_BLD.device.type, enabled=False):
-            return super().compress(x_BLD.float())
-
-    def expand(self, z_BLK: Tensor, ids_BL: Tensor) -> Tensor:
-        with torch.autocast(z_BLK.device.type, enabled=False):
-            return z_BLK.float() @ self.u_DK.T + functional.embedding(ids_BL, self.perp_VD)
 
 
 # --- the outer step
@@ -180,7 +163,7 @@ class Replica:
             project_at(self.trainer, [1 + spec.n_layers * i // STAGES for i in range(1, STAGES)], wires=WIRES)
 
     @torch.no_grad()
-    def load(self, theta: Weights, table: WholeTable | None) -> None:
+    def load(self, theta: Weights, table: Boundary | None) -> None:
         for name, parameter in self.held.items():
             parameter.copy_(theta[EMBED] @ self.u_DK if name == training.COORDINATES else theta[name])
         self.trainer.stage.boundary = table if self.u_DK is not None else None
@@ -214,8 +197,10 @@ class Swarm:
         self.load()
 
     def load(self) -> None:
-        chain = next((replica.u_DK for replica in self.replicas if replica.u_DK is not None), None)
-        table = None if chain is None else WholeTable(chain, self.theta[EMBED])
+        chain, te_VD, table = self.replicas[-1], self.theta[EMBED], None
+        if chain.u_DK is not None:
+            form = chain.trainer.stage.form
+            table = Boundary(chain.u_DK, te_VD, without_subspace(te_VD, chain.u_DK, form), form)
         for replica in self.replicas:
             replica.load(self.theta, table)
 

@@ -189,11 +189,11 @@ def feed_of(trainer: StageTrainer, ids: np.ndarray, wires: tuple[str, str]) -> F
     return Feed(ids, [zlib.crc32(part.astype("<i8").tobytes()) for part in ids], shape, wires, (first, second))
 
 
-def bare(trainer: Bare, ids: np.ndarray, first: int, count: int) -> list[float]:
-    """Seconds of so many inner steps of a stage whose boundaries are whole activations that are on the device already."""
+def bare(trainer: Bare, ids: np.ndarray, first: int, count: int, form: torch.dtype) -> list[float]:
+    """Seconds of so many inner steps of a stage whose boundaries are whole activations in this number format that are on the device already."""
     device, took = trainer.device, []
     parts = torch.tensor(ids, device=device)
-    x = torch.randn(*ids.shape[1:2], ids.shape[2] - 1, trainer.spec.d_model, device=device)
+    x = torch.randn(*ids.shape[1:2], ids.shape[2] - 1, trainer.spec.d_model, device=device).to(form)
     for step in range(first, first + count):
         trainer.synchronize()
         start = time.perf_counter()
@@ -212,13 +212,14 @@ def medians(compressed: StageTrainer, whole: Bare, feed: Feed, rounds: int, step
     fills the pipeline, as it does in a daemon's."""
     reports: list[StepReport] = []
     alone: list[float] = []
+    form = compressed.stage.form
     with Neighbours() as neighbours:
         neighbours.chained(compressed, feed, 1, 3)
-        bare(whole, feed.ids, 1, 3)
+        bare(whole, feed.ids, 1, 3, form)
         for turn in range(rounds):
             first = 4 + turn * steps
             reports += neighbours.chained(compressed, feed, first, steps)
-            alone += bare(whole, feed.ids, first, steps)
+            alone += bare(whole, feed.ids, first, steps, form)
     return {
         "step, s": statistics.median(report.seconds for report in reports),
         "of it jobs, s": statistics.median(report.busy_s for report in reports),

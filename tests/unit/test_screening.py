@@ -303,6 +303,7 @@ def test_a_chain_names_the_one_that_lies_and_only_it(liar: int, lies: str, accus
 
 def test_a_stage_that_cannot_send_what_it_made_of_lies_names_the_liar() -> None:
     crossing = Crossing(
+        form=torch.float32,
         shape=(1, 4, 16), wires={FORWARD: "int4", BACKWARD: "int4"}, micro_batches=1, most_depth=1, most_bytes=64,
         device=torch.device("cpu"),
     )  # fmt: skip
