@@ -72,8 +72,8 @@ def without_subspace(te_VD: Tensor, u_DK: Tensor, form: torch.dtype) -> Tensor:
 
 
 class Boundary:
-    """What both sides of a stage boundary know: U, and T_perp: by TE [V, D], which may lie in host memory or in a file, or itself, where U is, in the number
-    format `form`. Takes X and makes X^ in that format, and so are its products, but for those with TE."""
+    """What both sides of a stage boundary know: U, and T_perp: by TE [V, D], which may lie in host memory or in a file, or itself, where U is. `form`: the
+    number format of X, of X^ and T_perp, and of products, but for those of TE, which are in its own; U's by default."""
 
     def __init__(
         self, u_DK: Tensor, te_VD: Tensor, t_perp_VD: Tensor | None = None, form: torch.dtype | None = None
@@ -136,10 +136,8 @@ class Boundary:
                 x_TD = functional.embedding(which_BL.flatten(), table_ND)
             else:
                 x_TD = torch.index_select(table_ND, 0, which_BL.flatten(), out=into.flatten(0, 1))
-            x_TD.addmm_(z_BLK.flatten(0, 1).to(x_TD.dtype), u_DK.T)
-            if into is not None and x_TD.dtype != into.dtype:
-                into.flatten(0, 1).copy_(x_TD)
-            return x_TD.to(self.form).unflatten(0, which_BL.shape)
+            x_BLD = x_TD.addmm_(z_BLK.flatten(0, 1).to(x_TD.dtype), u_DK.T).unflatten(0, which_BL.shape)
+            return x_BLD.to(self.form) if into is None or into.dtype == x_BLD.dtype else into.copy_(x_BLD)
 
     def compress_grad(self, g_BLD: Tensor) -> Tensor:
         """G U [B, L, K]."""

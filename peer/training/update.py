@@ -2,9 +2,9 @@
 peer/state/outer_optimizer.py and `topk.select` do it on the host; and the way of the next round's parameters to the device.
 
 Feedback e and the global state θ are at home on the host. Each is sent to the device part by part, some whole bands of tiles of one
-tensor at a time, through pinned buffers, or from where it is (peer/training/pinned.py); δ = θ - θ_local is made there; e comes back, and of what is kept only the indices, packed
-(`pack`), since the host takes the values from e. Several parts are under way at a time, one to a lane, so that copies in both
-directions and the device's work overlap.
+tensor at a time, from where it is, if it could be pinned (peer/training/pinned.py), or through pinned buffers. δ = θ - θ_local is made
+there; e comes back, and of what is kept only the indices, packed (`pack`), since the host takes the values from e. Several parts are
+under way at a time, one to a lane, so that copies in both directions and the device's work overlap.
 
 Order of magnitudes: a key of 64 bits has the bits of |x| above n - 1 - i for the i-th of a tile's n elements. Keys differ, and
 of equal magnitudes the first has the largest key: the k' largest keys are one set, whatever order the device works in.
