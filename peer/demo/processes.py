@@ -6,6 +6,7 @@ The command `potluck` itself comes as an argument: it is above the demo, and sta
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import os
 import time
@@ -19,6 +20,8 @@ from peer.events import Event, Sink, from_json
 from protocol.errors import LocalError
 
 SILENCE_SECONDS = 900.0
+END_SECONDS = 60.0
+"""Where all peers have ended as if the run was over, the node may take so long to say that it is."""
 LAST_NEWS_SECONDS = 3.0
 """The node stays so long after the end for a monitor in another terminal, which looks every two seconds."""
 PRELOAD = ("peer.node.peer", "peer.net.p2p", "peer.training.device")
@@ -91,8 +94,10 @@ async def run_processes(
         here = ("--host", "127.0.0.1", "--port", "0", "--corpus", str(corpus))
         await start("bootstrap", "bootstrap", run_file, "--dir", folder, *here)
         left: set[str] = set()
+        nobody: LocalError | None = None
+        end = math.inf
         while True:
-            name, event = await asyncio.wait_for(queue.get(), SILENCE_SECONDS)
+            name, event = await asyncio.wait_for(queue.get(), min(SILENCE_SECONDS, end - time.monotonic()))
             if event is None:
                 failure = children[name].failure()
                 if name == "bootstrap":
@@ -101,7 +106,10 @@ async def run_processes(
                 if children[name].process.exitcode:
                     feed(Event(time.time(), name, events.Warning(text=f"{name} ended: {failure}")))
                 if len(left) == len(peers):
-                    raise LocalError(f"every peer ended, the last one ({name}) with: {failure}; see {options.out}")
+                    nobody = LocalError(f"every peer ended, the last one ({name}) with: {failure}; see {options.out}")
+                    if any(children[peer.name].process.exitcode for peer in peers):
+                        raise nobody
+                    end = time.monotonic() + END_SECONDS
                 continue
             feed(event)
             if isinstance(event.body, events.Listening):
@@ -112,7 +120,8 @@ async def run_processes(
                 await asyncio.sleep(LAST_NEWS_SECONDS)
             yield
     except TimeoutError:
-        raise LocalError(f"the swarm: nothing happened for {SILENCE_SECONDS:g} s; see {options.out}") from None
+        silence = LocalError(f"the swarm: nothing happened for {SILENCE_SECONDS:g} s; see {options.out}")
+        raise nobody or silence from None
     finally:
         for child in children.values():
             child.process.terminate()

@@ -24,7 +24,6 @@ import ipaddress
 import logging
 import math
 import shutil
-import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +43,7 @@ from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, Transport
 from peer.net.entry import Arrive, Came, Entry
 from peer.net.expelling import Expelling
 from peer.net.own_addresses import interface_hosts
-from peer.net.sockets import FOLDER, port_error
+from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
 from protocol.identity import short_peer
 
@@ -113,7 +112,7 @@ class Net(P2P):  # type: ignore[misc]
 class Daemon:
     """A daemon that runs. `p2p` is hivemind's handle of it; `lost` is set when it has ended. Made by `start`."""
 
-    def __init__(self, p2p: P2P, folder: Path, port: int = 0) -> None:
+    def __init__(self, p2p: P2P, folder: SocketFolder, port: int = 0) -> None:
         self.p2p = p2p
         self.folder = folder
         self._port = port  # of our own addresses, which the daemon does not list beside those that it is to announce
@@ -152,9 +151,9 @@ class Daemon:
         """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. `sparing`: with little memory,
         for more processor time. Raises UsageError (PortInUse, StartFailed)."""
         family = ipaddress.ip_address(host)
-        folder = tempfile.mkdtemp(prefix=FOLDER, dir=sockets)
+        folder = SocketFolder(sockets)
         try:
-            p2p = await Net.within(folder, sparing).create(
+            p2p = await Net.within(str(folder.path), sparing).create(
                 host_maddrs=[f"/ip{family.version}/{host}/tcp/{port}"],
                 identity_path=str(identity_file),
                 check_if_identity_free=False,
@@ -167,7 +166,7 @@ class Daemon:
                 startup_timeout=timeout,
             )
         except BaseException as error:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.close()
             if isinstance(error, P2PDaemonError | OSError):
                 text = " ".join(str(error).split())
                 if "address already in use" in text:
@@ -177,7 +176,7 @@ class Daemon:
                     "is the machine overloaded? try again, or reinstall hivemind"
                 ) from None
             raise
-        return cls(p2p, Path(folder), port if entrance.announce else 0)
+        return cls(p2p, folder, port if entrance.announce else 0)
 
     def watch(self, ended: Callable[[], None]) -> None:
         """Sets `lost` and calls `ended` when the daemon's process, or our control connection to it, ends."""
@@ -308,7 +307,7 @@ class Daemon:
         if self._entry is not None:
             self._entry.close()
         await stop(self.p2p)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.close()
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import shutil
 import socket
 import tempfile
-import time
 from pathlib import Path
 
 from peer.net.base import PortInUse, StartFailed
 from protocol.errors import UsageError
 
 FOLDER = "potluck-net-"
+LOCK = "lock"
+"""In such a folder: locked by the process whose daemon it is."""
 FOLDER_PATH_MAX = 48
 """The path of a Unix socket has at most 103 bytes; its name takes 50 of them."""
-FRESH_SECONDS = 60.0
-"""A younger folder may be that of a daemon that starts just now."""
 
 
 def check_port(host: str, port: int) -> None:
@@ -51,18 +51,29 @@ def socket_base() -> Path:
     return Path(base if len(base.encode()) <= FOLDER_PATH_MAX else "/tmp")
 
 
+class SocketFolder:
+    """A new folder for a daemon's sockets, in `sockets`, at `path`. While it is open and its process lives, nobody sweeps it. Raises OSError."""
+
+    def __init__(self, sockets: Path) -> None:
+        made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}", dir=sockets))
+        self._lock = open(made / LOCK, "xb")  # noqa: SIM115  (held until it is closed)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.path = made.with_name(made.name[1:])
+        made.rename(self.path)  # until now nobody could take it for one that was left behind
+
+    def close(self) -> None:
+        """Removes it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
 def sweep(sockets: Path) -> int:
-    """Removes the socket folders, in `sockets`, of processes that were killed; how many there were."""
+    """Removes the socket folders, in `sockets`, of processes that were killed; how many there were. It asks no clock, which may just have been set."""
     removed = 0
     for folder in sockets.glob(FOLDER + "*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid != os.getuid() or time.time() - folder.stat().st_mtime < FRESH_SECONDS:
-                continue
-            alive = False
-            for path in folder.glob("p2pd-*.sock"):
-                with socket.socket(socket.AF_UNIX) as probe:
-                    alive |= probe.connect_ex(str(path)) == 0
-            if not alive:
+        with contextlib.suppress(OSError), open(folder / LOCK, "rb") as lock:
+            if os.fstat(lock.fileno()).st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
                 removed += 1
     return removed

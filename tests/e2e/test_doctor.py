@@ -23,7 +23,7 @@ from peer.cli import examination, findings
 from peer.cli.findings import BAD, GOOD, HERE, THERE, UNKNOWN, WARNING, Finding
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
-from peer.net.sockets import FRESH_SECONDS
+from peer.net.sockets import SocketFolder
 from protocol.wire import sealed
 from protocol.wire.announcement import NODE_DEVICE, VERSION, Announcement
 from tests import crowd, tiny
@@ -273,26 +273,25 @@ def short() -> Iterator[Path]:
 
 
 def test_sockets_of_killed_processes(run_file: Path, tmp_path: Path, short: Path) -> None:
-    """Of a bootstrap node and its network daemon, a minute ago; what a node has that lives is left alone."""
+    """Of a bootstrap node and its network daemon; what a process has that lives, which is this one, is left alone, whatever the clock says."""
     where = ("bootstrap", run_file, "--dir", run_file.parent / "boot", "--host", "127.0.0.1", "--port", 0, "--json")
     here = {"TMPDIR": str(short)}
     with running(*where, env=here) as node:
         until(node, "listening")
+        (left,) = short.glob("potluck-net-*")
         for process in (*psutil.Process(node.pid).children(recursive=True), node):
             process.kill()
         node.wait(DEADLINE)
-    (left,) = short.glob("potluck-net-*")
     assert [path for path in left.glob("p2pd-*.sock") if path.is_socket()]
-    with running(*where, env=here) as node:
-        until(node, "listening")
-        (lives,) = set(short.glob("potluck-net-*")) - {left}
-        for folder in (left, lives):  # long enough ago not to be that of a daemon which just starts
-            os.utime(folder, times=(0, time.time() - 2 * FRESH_SECONDS))
-        found, works = examined("--dir", tmp_path / "b", env=here)
-        assert lives.exists()
+    lives = SocketFolder(short)
+    os.utime(lives.path, (0, 0))
+    found, works = examined("--dir", tmp_path / "b", env=here)
     assert works
     assert "killed processes, 1 of them" in found["leftovers"].text
     assert not left.exists()
+    assert lives.path.exists()
+    lives.close()
+    assert not list(short.iterdir())
 
 
 def test_too_little_memory(swarm: Swarm, tmp_path: Path) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import psutil
 
 from peer import events
 from peer.demo import processes
@@ -20,13 +23,15 @@ THERE = "bootstrap/there"
 
 
 def play(arguments: Sequence[str]) -> None:
-    """`bootstrap` says that it listens, then that the run is over when its peer has ended, and stays for ever."""
+    """`bootstrap` says that it listens, then, when its peer's process is gone, that the run is over, and stays for ever."""
     out = Path(arguments[arguments.index("--dir") + 1]).parent
     if arguments[0] == "join":
-        (out / "over").touch()
+        (out / "peer").write_text(f"{os.getpid()}\n")
         return
     tell(events.Listening(address="/ip4/127.0.0.1/tcp/1#run", addresses=()))
-    while not (out / "over").exists():
+    while not (out / "peer").exists() or not (pid := (out / "peer").read_text()).endswith("\n"):
+        time.sleep(0.01)
+    while psutil.pid_exists(int(pid)):
         time.sleep(0.01)
     tell(events.RunFinished(round=1, state_digest=None))
     while True:

@@ -117,7 +117,7 @@ class Watched(WithinSubspace):
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
-        a0, a = (torch.randn(6400, 8, generator=generator) for _ in range(2))
+        a0, a = (torch.randn(12800, 8, generator=generator) for _ in range(2))
         super().__init__(a0, a, torch.randn(1536, 8, generator=generator))
         self.made: list[int] = []
 
