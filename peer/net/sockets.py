@@ -52,14 +52,23 @@ def socket_base() -> Path:
 
 
 class SocketFolder:
-    """A new folder for a daemon's sockets, in `sockets`, at `path`. While it is open and its process lives, nobody sweeps it. Raises OSError."""
+    """A new folder for a daemon's sockets, in `sockets`, at `path`. While it is open and its process lives, nobody sweeps it. Raises StartFailed."""
 
     def __init__(self, sockets: Path) -> None:
-        made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}", dir=sockets))
-        self._lock = open(made / LOCK, "xb")  # noqa: SIM115  (held until it is closed)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = made.with_name(made.name[1:])
-        made.rename(self.path)  # until now nobody could take it for one that was left behind
+        made: Path | None = None
+        try:
+            made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}", dir=sockets))
+            self._lock = open(made / LOCK, "xb")  # noqa: SIM115  (held until it is closed)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            self.path = made.with_name(made.name[1:])
+            made.rename(self.path)  # until now nobody could take it for one that was left behind
+        except OSError as error:
+            if made is not None:
+                shutil.rmtree(made, ignore_errors=True)
+            raise StartFailed(
+                f"folder {sockets}: {error.strerror}, so that a network daemon has no place for its sockets; "
+                "make room there, or set TMPDIR to another folder"
+            ) from None
 
     def close(self) -> None:
         """Removes it."""
@@ -68,11 +77,14 @@ class SocketFolder:
 
 
 def sweep(sockets: Path) -> int:
-    """Removes the socket folders, in `sockets`, of processes that were killed; how many there were. It asks no clock, which may just have been set."""
+    """Removes the socket folders, in `sockets`, of processes that were killed; how many there were. It asks no clock, which may just have been set.
+    `sockets` is everybody's: what somebody else has put there is not opened."""
     removed = 0
     for folder in sockets.glob(FOLDER + "*"):
-        with contextlib.suppress(OSError), open(folder / LOCK, "rb") as lock:
-            if os.fstat(lock.fileno()).st_uid == os.getuid():
+        with contextlib.suppress(OSError):
+            if folder.lstat().st_uid != os.getuid():
+                continue
+            with open(os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
                 removed += 1

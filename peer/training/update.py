@@ -223,7 +223,7 @@ class _Lane:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def up(self, name: str, array: Array, in_place: bool = False) -> Tensor:
+    def up(self, name: str, array: Array, in_place: bool) -> Tensor:
         """A copy of the flat array on the device. `in_place`: the device can read it where it is."""
         return self._held(name, array, in_place).to(self.device, non_blocking=True, copy=True)
 

@@ -13,7 +13,7 @@ from peer.training.model import Block
 from protocol.planning import memory
 from protocol.planning.arrange import arrange
 from protocol.planning.partition import Candidate
-from protocol.run import presets
+from protocol.run import layout, presets
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TrainSpec
 from tests import tiny
@@ -169,6 +169,10 @@ def test_beside_a_card_the_state_lies_in_files_where_the_host_is_small() -> None
     assert memory.host_in_files(manifest, int(8 * parameters)), "no room for what the next state is written into"
     assert not memory.host_in_files(manifest, int(16 * parameters))
     assert memory.in_files(manifest, int(16 * parameters)), "all that is trained has to be there, too"
+    embed, block = (layout.parameters(manifest.model, shard) for shard in ("embed", "block.0"))
+    enough = 8 * layout.total_parameters(manifest.model) + 4 * (2 * embed + memory.ABREAST * block)
+    assert memory.host_in_files(manifest, enough - 1), "no room for the next state of several shards at a time"
+    assert not memory.host_in_files(manifest, enough)
 
 
 def test_whoever_has_room_for_more_micro_batches_lets_more_of_them_go_ahead() -> None:

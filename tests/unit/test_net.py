@@ -20,9 +20,20 @@ import pytest
 
 from peer import events
 from peer.net import address, base, blobs, daemon, descriptors, dht, directory, keyfile, p2p
-from peer.net.base import Closed, Ended, Stream, Timeout, Transport, TransportLost, Unreachable, call, serve_calls
+from peer.net.base import (
+    Closed,
+    Ended,
+    StartFailed,
+    Stream,
+    Timeout,
+    Transport,
+    TransportLost,
+    Unreachable,
+    call,
+    serve_calls,
+)
 from peer.net.memory import MemoryNetwork
-from peer.net.sockets import sweep
+from peer.net.sockets import FOLDER, LOCK, SocketFolder, sweep
 from peer.net.stream import NONSENSE, Endpoint, ending
 from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
@@ -521,6 +532,38 @@ def test_a_killed_peer(tmp_path: Path) -> None:
     assert Path(left[0]).is_dir()  # what a killed process cannot remove, a later start does
     sweep(SOCKETS)
     assert not Path(left[0]).exists()
+
+
+def test_without_a_place_for_sockets_one_line_says_so(tmp_path: Path) -> None:
+    with pytest.raises(
+        StartFailed, match=r"nowhere: No such file or directory, so that .* set TMPDIR to another folder"
+    ):
+        SocketFolder(tmp_path / "nowhere")
+
+
+def test_what_others_put_among_the_sockets_is_neither_opened_nor_followed(tmp_path: Path) -> None:
+    """Where everybody may write: a pipe that nobody fills, a link to a file of ours, a link to a folder of ours, a folder without a lock."""
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    (ours / LOCK).write_text("kept")
+    for name in ("pipe", "link", "empty"):
+        (tmp_path / f"{FOLDER}{name}").mkdir()
+    os.mkfifo(tmp_path / f"{FOLDER}pipe" / LOCK)
+    (tmp_path / f"{FOLDER}link" / LOCK).symlink_to(ours / LOCK)
+    (tmp_path / f"{FOLDER}folder").symlink_to(ours)
+    if os.getuid() == 0:
+        (tmp_path / f"{FOLDER}foreign").mkdir()
+        (tmp_path / f"{FOLDER}foreign" / LOCK).touch()
+        os.chown(tmp_path / f"{FOLDER}foreign", 65534, 65534)
+    held = SocketFolder(tmp_path)
+    sweep(tmp_path)
+    assert (ours / LOCK).read_text() == "kept"
+    left = {path.name.removeprefix(FOLDER) for path in tmp_path.glob(f"{FOLDER}*")}
+    assert {"link", "empty"} <= left
+    assert os.getuid() != 0 or "foreign" in left
+    assert held.path.is_dir()
+    held.close()
+    assert not held.path.exists()
 
 
 def _busy_process(folder: Path, bootstrap: str, up: Any, free: Any) -> None:
