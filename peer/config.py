@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.planning import memory
+from protocol.planning import budget
+from protocol.planning.budget import Budget
 from protocol.rounds.invitations import Ticket
 from protocol.run.manifest import Manifest
 
@@ -25,7 +26,7 @@ class Downlink:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
     """`device`: what trains; `more_devices`: what else does, of the same kind; `memory_bytes`: what Potluck may use above an idle process, of the device that
-    has least of it; `up_bps`, `down_bps`: bits per second, announced;
+    has least of it; `host_bytes`: of the host beside GPUs, as a Budget has it; `up_bps`, `down_bps`: bits per second, announced;
     None: measured; `up_limit_bps`: the most that chains and serving payloads and states may take; None: nine tenths of the uplink that
     was measured, else no limit; `store_bytes`: disk for payloads; None: no limit; `trace`: a file for peer/chain/trace.py;
     `corpus`: a folder that has the run's text; None: it is fetched, and at most `data_bytes` of it are kept; `announce`: addresses,
@@ -38,6 +39,7 @@ class JoinConfig:
     device: str = "cpu"
     more_devices: tuple[str, ...] = ()
     memory_bytes: int
+    host_bytes: int | None = None
     up_bps: int | None
     down_bps: int | None
     up_limit_bps: int | None = None
@@ -59,15 +61,24 @@ class JoinConfig:
         """All that train."""
         return self.device, *self.more_devices
 
+    @property
+    def budget(self) -> Budget:
+        """What it offers of its memory."""
+        return Budget(self.memory_bytes, self.device, self.host_bytes)
+
 
 def why_one_device(manifest: Manifest, config: JoinConfig) -> str | None:
     """Why of several devices only the first one can be of use in a run; None where all can, or there is one."""
-    if not config.more_devices or memory.holds_whole(manifest, config.memory_bytes, config.device):
+    if not config.more_devices or budget.holds_whole(manifest, config.budget):
         return None
-    needed = memory.stage_memory(manifest, 0, manifest.model.n_layers, config.device)
+    own, host = budget.needs_of(manifest, 0, manifest.model.n_layers, config.device)
+    needed, offered, of = own, config.memory_bytes, "of each"
+    if config.budget.is_split and own <= offered and config.host_bytes is not None:
+        needed, offered, of = host, config.host_bytes, "of the host's memory"
     return (
-        f"devices: each of the {len(config.devices)} must hold the whole model to train with the others, which needs {needed / 1e6:.0f} MB of each, and"
-        f" {config.memory_bytes / 1e6:.0f} MB are offered; only {config.device} trains, give it alone to offer all that it has"
+        f"devices: each of the {len(config.devices)} must hold the whole model to train with the others, which needs"
+        f" {needed / 1e6:.0f} MB {of}, and {offered / 1e6:.0f} MB are offered; only {config.device} trains, give it alone to"
+        " offer all that it has"
     )
 
 

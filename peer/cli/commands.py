@@ -221,6 +221,7 @@ def config_of(options: JoinOptions) -> JoinConfig:
         device=device,
         more_devices=tuple(more),
         memory_bytes=(resources.smallest_budget((device, *more)) if memory == "auto" else resources.parse_size(memory)),
+        host_bytes=resources.host_budget(device),
         up_bps=None if options.up is None else resources.parse_rate(options.up),
         down_bps=None if options.down is None else resources.parse_rate(options.down),
         store_bytes=resources.parse_size(options.store_limit),

@@ -228,14 +228,16 @@ def _memory(look: Look) -> JoinConfig | None:
     except PotluckError as error:
         find(Finding("device", BAD, *_split(str(error))))
         return None
+    host = resources.host_budget(device)
     text = f"{resources.name_of((device, *more))}, {size(memory)} would be offered" + (" of each" if more else "")
+    text += f", {size(host)} of the host's beside" if host else ""
     if memory > free:
         find(
             Finding(
                 "memory", WARNING, f"{text}, {size(free)} are free", "offer less with --memory, or close other programs"
             )
         )
-    elif memory < LEAST_MEMORY:
+    elif min(memory, host or memory) < LEAST_MEMORY:
         find(Finding("memory", WARNING, text, "close other programs, or join a run with a small model"))
     else:
         find(Finding("memory", GOOD, text))
@@ -244,6 +246,7 @@ def _memory(look: Look) -> JoinConfig | None:
         device=device,
         more_devices=tuple(more),
         memory_bytes=memory,
+        host_bytes=host,
         up_bps=None,
         down_bps=None,
         threads=options.threads,

@@ -23,7 +23,7 @@ from peer.ui.text import clean, count, duration, size
 from protocol import identity
 from protocol.codec import boundary_formats
 from protocol.errors import UsageError, shown
-from protocol.planning import memory
+from protocol.planning import budget, memory
 from protocol.planning.partition import Candidate
 from protocol.run import layout, presets
 from protocol.run import manifest as manifests
@@ -291,6 +291,11 @@ def commented(manifest: Manifest) -> str:
 # --- what to expect
 
 
+def _amounts(need: budget.Bytes) -> str:
+    own, host = need
+    return f"{size(own)} of its memory and {size(host)} of the host's" if host else size(own)
+
+
 def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidate, ...]) -> Iterator[str]:
     """The run in lines for people: its size, who could take part, how long it takes, and what it sends."""
     from protocol.codec import sparse
@@ -303,11 +308,12 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         f"text: {index.tokens:,} tokens in {index.sequences:,} sequences of {index.sequence}, {index.vocab_size:,} ids"
     )
     yield f"held out: {index.held_out_sequences:,} sequences, on which nobody trains"
-    for where, device in (("memory", memory.CPU), ("of a GPU's own memory", memory.GPU)):
-        part = f"a member of a chain {size(memory.smallest_stage(manifest, device))} or more"
+    for where, device in (("memory", memory.CPU), ("with a GPU", memory.GPU)):
+        part = f"a member of a chain {_amounts(budget.smallest_stage(manifest, device))} or more"
         if model.tie_word_embeddings:
             part = "no chains, since its embeddings are tied"
-        yield f"{where}: {size(memory.stage_memory(manifest, 0, model.n_layers, device))} for the whole model; {part}"
+        whole = _amounts(budget.needs_of(manifest, 0, model.n_layers, device))
+        yield f"{where}: {whole} for the whole model; {part}"
     update = sum(
         sparse.max_payload_size(manifest.outer.codec, layout.shapes(model, shard))
         for shard in layout.shard_names(model)

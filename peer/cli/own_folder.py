@@ -17,7 +17,7 @@ from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
 from peer.node.open_run import tokenizer_bytes
 from protocol.errors import RemoteError, UsageError
-from protocol.planning import memory
+from protocol.planning import budget
 from protocol.run import layout
 from protocol.run import manifest as manifests
 from protocol.run.corpus import TOKENIZER
@@ -38,7 +38,7 @@ async def keep(
     tokenizer now, it is asked again at the next start. Raises UsageError where the disk refuses."""
     disk, folder = LocalDisk(), config.folder
     disk.write(folder / logfile.MANIFEST, manifest.to_bytes())
-    if not memory.holds_whole(manifest, config.memory_bytes, config.device) or _is_the_runs(folder, manifest):
+    if not budget.holds_whole(manifest, config.budget) or _is_the_runs(folder, manifest):
         return
     with contextlib.suppress(RemoteError, TransportLost):
         disk.write(folder / TOKENIZER, await _tokenizer(manifest, config, transport, blobs, nodes))

@@ -16,6 +16,7 @@ from peer.ui.monitor import Monitor
 from peer.ui.text import clean
 from protocol.errors import UsageError, shown
 from protocol.planning import memory
+from protocol.planning.budget import Budget, holds_whole
 from protocol.planning.partition import Candidate, candidate
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE, REACHABLE
@@ -38,6 +39,7 @@ _FIELDS = {
     "presence",
     "reachable",
     "device",
+    "host",
 }
 MAX_PEERS = 100_000
 
@@ -159,12 +161,16 @@ def _described(peer: dict[str, Any], name: str, source: str, manifest: Manifest 
     device = str(peer.get("device", memory.CPU))
     if device not in (memory.CPU, memory.GPU):
         raise UsageError(f'{source}: device must be "{memory.CPU}" or "{memory.GPU}"')
-    if manifest is not None and not memory.holds_whole(manifest, memory_bytes, device):
+    host = parse_size(str(peer["host"])) if "host" in peer else None
+    if host is not None and device != memory.GPU:
+        raise UsageError(f'{source}: host is the memory beside a GPU; give it with device = "{memory.GPU}"')
+    if manifest is not None and not holds_whole(manifest, Budget(memory_bytes, device, host)):
         devices = 1
     one = Candidate(
         peer=name,
         memory_bytes=memory_bytes,
         device=device,
+        host_bytes=host,
         up_bps=parse_rate(str(peer["up"])) if "up" in peer else 0,
         down_bps=parse_rate(str(peer["down"])) if "down" in peer else 0,
         speed_flops=devices * parse_speed(str(peer["speed"])) if "speed" in peer else 0,

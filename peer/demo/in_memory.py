@@ -38,6 +38,7 @@ async def run_in_memory(
     from peer.net.memory import MemoryNetwork
     from peer.node.peer import Peer
     from peer.state.storage import Storage
+    from peer.training.device import host_budget
 
     queue: asyncio.Queue[Event] = asyncio.Queue()
     network = MemoryNetwork()
@@ -58,6 +59,7 @@ async def run_in_memory(
             folder=options.out / peer.name,
             device=options.device,
             memory_bytes=peer.memory_bytes,
+            host_bytes=host_budget(options.device),
             up_bps=peer.up_bps,
             down_bps=peer.up_bps,
         )

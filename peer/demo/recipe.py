@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peer.demo.text import SEQUENCE, TOKENIZER
 from peer.node import open_run
 from protocol.errors import UsageError
 from protocol.identity import Identity
-from protocol.planning import memory, partition
+from protocol.planning import partition
 from protocol.planning.arrange import arrange
+from protocol.planning.budget import Budget, needs_of
 from protocol.planning.partition import Candidate
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, DataSpec, Manifest, OuterSpec, TimingSpec, TokenizerSpec, TrainSpec
@@ -114,43 +115,56 @@ def make_manifest(options: DemoOptions, corpus: str, model: ModelSpec = MODEL) -
 
 def make_peers(manifest: Manifest, options: DemoOptions) -> list[PeerSpec]:
     """The peers, with memories and uplinks that make the matchmaker plan what was asked for. Raises UsageError."""
+    from peer.training.device import host_budget
+
     layers = manifest.model.n_layers
-    whole, last = (memory.stage_memory(manifest, first, layers, options.device) for first in (0, layers - 1))
+    some = Budget(0, options.device, 0 if host_budget(options.device) == 0 else None)
+    whole, last = (_needed(manifest, some, first, layers) for first in (0, layers - 1))
     wanted = [(f"full-{i}", whole, 1_000_000_000) for i in range(options.full)]
-    rest = _least_memory(manifest, options.stages, last, options.device) if options.chains else 0
-    sizes = [memory.counted(manifest, size, options.device) for size in [rest] * (options.stages - 1) + [last]]
+    rest = _least_memory(manifest, some, options.stages, last, whole) if options.chains else 0
+    rooms = _rooms(some, rest, options.stages, last)
     for chain in range(options.chains):
         # each chain a little slower than the one before, so that the matchmaker does not mix their members
         up = int(
-            _uplink(manifest, sizes, options.rank[chain % len(options.rank)]) * (1 + 0.01 * (options.chains - chain))
+            _uplink(manifest, rooms, options.rank[chain % len(options.rank)]) * (1 + 0.01 * (options.chains - chain))
         )
         for stage in range(options.stages):
             wanted.append((f"chain-{chain}-{stage}", last if stage == options.stages - 1 else rest, up))
     for spare in range(options.spares):
-        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, sizes, options.rank[-1])))
+        wanted.append((f"spare-{spare}", max(last, rest), _uplink(manifest, rooms, options.rank[-1])))
     return [PeerSpec(name, identity_of(options.seed, name), size, up) for name, size, up in wanted]
 
 
-def _least_memory(manifest: Manifest, stages: int, last: int, device: str) -> int:
-    """The least memory with which `stages` - 1 equal peers and one with `last` bytes hold the model."""
-    low, high = 0, memory.stage_memory(manifest, 0, manifest.model.n_layers, device)
+def _needed(manifest: Manifest, some: Budget, first: int, last: int) -> int:
+    """How much of it has to be offered for these blocks."""
+    own, host = needs_of(manifest, first, last, some.device)
+    return own if some.is_split else own + host
+
+
+def _rooms(some: Budget, rest: int, stages: int, last: int) -> list[Budget]:
+    """Of a chain's members, of whom the last has `last` bytes and the others `rest`."""
+    return [replace(some, memory_bytes=size) for size in [rest] * (stages - 1) + [last]]
+
+
+def _least_memory(manifest: Manifest, some: Budget, stages: int, last: int, whole: int) -> int:
+    """The least memory with which `stages` - 1 equal peers and one with `last` bytes hold the model, for all of which `whole` is enough."""
+    low, high = 0, whole
     while low + 1 < high:
         middle = (low + high) // 2
-        sizes = [memory.counted(manifest, size, device) for size in [middle] * (stages - 1) + [last]]
-        if partition.split(manifest, sizes) is None:
+        if partition.split(manifest, _rooms(some, middle, stages, last)) is None:
             low = middle
         else:
             high = middle
     return high
 
 
-def _uplink(manifest: Manifest, sizes: list[int], rank: int) -> int:
-    """An uplink, in bits per second, at which the matchmaker chooses `rank` for a chain of members with these memories: that of a home, where
+def _uplink(manifest: Manifest, rooms: list[Budget], rank: int) -> int:
+    """An uplink, in bits per second, at which the matchmaker chooses `rank` for a chain of members with this memory: that of a home, where
     it does."""
 
     def is_chosen(up: int) -> bool:
         """Also by a chain that is a hundredth quicker or two."""
-        return _rank(manifest, sizes, up) == _rank(manifest, sizes, up * 51 // 50) == rank
+        return _rank(manifest, rooms, up) == _rank(manifest, rooms, up * 51 // 50) == rank
 
     if is_chosen(HOME_BPS):
         return HOME_BPS
@@ -162,7 +176,17 @@ def _uplink(manifest: Manifest, sizes: list[int], rank: int) -> int:
     return up
 
 
-def _rank(manifest: Manifest, sizes: list[int], up: int) -> int:
-    members = [Candidate(peer=str(i), memory_bytes=size, up_bps=up, down_bps=up) for i, size in enumerate(sizes)]
+def _rank(manifest: Manifest, rooms: list[Budget], up: int) -> int:
+    members = [
+        Candidate(
+            peer=str(i),
+            memory_bytes=room.memory_bytes,
+            device=room.device,
+            host_bytes=room.host_bytes,
+            up_bps=up,
+            down_bps=up,
+        )
+        for i, room in enumerate(rooms)
+    ]
     replicas, _ = arrange(manifest, members)
     return replicas[0].rank

@@ -35,7 +35,8 @@ from protocol.codec import sparse
 from protocol.codec.sparse import PayloadError
 from protocol.errors import LocalError, PotluckError
 from protocol.identity import Identity
-from protocol.planning import memory
+from protocol.planning import budget, memory
+from protocol.planning.budget import Budget
 from protocol.rounds import audits, schedule
 from protocol.rounds.audits import Turn
 from protocol.run import layout
@@ -234,7 +235,7 @@ class Examiner:
             timeout=STEP_SECONDS,
             read=round_text.reader(manifest, self._text, work, before + 1, lambda warning: None),
             depth=1,
-            depths=memory.depths(manifest, 0, layers, memory.stage_memory(manifest, 0, layers, on), on),
+            depths=budget.depths(manifest, 0, layers, Budget(memory.stage_memory(manifest, 0, layers, on), on)),
             stop=self._stop,
         )
         await pipeline.run_steps(setup, first_step=before + 1, steps=case.steps, progress=progress)

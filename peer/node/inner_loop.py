@@ -37,7 +37,7 @@ from peer.training import moments as small_moments
 from peer.training.schedule import Pace
 from peer.training.several_devices import SeveralDevicesTrainer
 from protocol.errors import LocalError, PotluckError
-from protocol.planning import memory, pipeline_model
+from protocol.planning import budget, memory, pipeline_model
 from protocol.planning.speed import Speedometer
 from protocol.rounds.chain_repair import SLOW
 from protocol.rounds.member_events import TrainOrder
@@ -60,7 +60,7 @@ class StageInnerLoop:
 
     trainer_class: type[trainer.StageTrainer] = trainer.StageTrainer
     """What computes the stage."""
-    joined = staticmethod(memory.joined)
+    joined = staticmethod(budget.joined)
     """How many of a full replica's micro-batches are computed as one."""
 
     def __init__(
@@ -86,7 +86,7 @@ class StageInnerLoop:
         self._worker: ThreadPoolExecutor = trainer.make_worker(config.threads)
         self._trainer: trainer.StageTrainer | None = None
         self._shape: tuple[object, ...] = ()
-        self._memory = config.memory_bytes  # less after a shortage
+        self._budget = config.budget  # less after a shortage
         # a chain's stages, the depth of its last inner step, and what that took
         self._last_step: tuple[object, int, Costs | None] = ((), 0, None)
         self._basis: NDArray[np.float32] | None = None
@@ -238,8 +238,7 @@ class StageInnerLoop:
     def _pace(self, round_number: int, spec: ReplicaSpec, total_steps: int | None) -> Pace:
         work, joined, config = spec.work, 1, self._config
         if self._joins and not spec.is_chain:
-            devices = config.device, len(config.devices)
-            joined = self.joined(self.manifest, work.micro_batches, self._memory, *devices)
+            joined = self.joined(self.manifest, work.micro_batches, self._budget, len(config.devices))
         before = (round_number - 1) * self.manifest.train.inner_steps
         return Pace(before, work.steps, work.micro_batches, total_steps, joined)
 
@@ -252,7 +251,7 @@ class StageInnerLoop:
             if isinstance(failure, PotluckError):
                 return str(failure)
             raise failure
-        why = self._short_of_memory(stage)
+        why = self._short_of_memory(stage, device.is_host_shortage(failure))
         if is_chain or self._trainer is None or not self._trainer.steps:
             return why
         await asyncio.get_running_loop().run_in_executor(self._worker, self._trainer.reset)
@@ -272,16 +271,21 @@ class StageInnerLoop:
             )
             self._emit(events.Warning(text=text))
 
-    def _short_of_memory(self, stage: StageSpec) -> str:
+    def _short_of_memory(self, stage: StageSpec, host: bool) -> str:
         """The system gave less memory than this stage was promised: announces less than it needs, so that the next plan has a smaller
-        role for us. Why the round is sat out."""
-        needed = memory.stage_memory(self.manifest, stage.first, stage.last, self._config.device)
-        self._memory = min(int(SHORTAGE * self._memory), needed - 1)
-        self._announce(memory_bytes=self._memory)
-        text = (
-            f"memory: it ran out in blocks {stage.first} to {stage.last - 1}; {self._memory / 1e6:.0f} MB are offered from now on,"
-            " offer no more than this machine has free with --memory"
-        )
+        role for us. `host`: beside a GPU, it was the host's. Why the round is sat out."""
+        room = self._budget
+        own, beside = budget.needs_of(self.manifest, stage.first, stage.last, room.device)
+        if host and room.is_split:
+            left = min(int(SHORTAGE * (room.host_bytes or beside)), beside - 1)
+            self._budget = dataclasses.replace(room, host_bytes=max(left, 1))
+            remedy = "of the host's beside the GPU are offered from now on, close other programs"
+        else:
+            left = min(int(SHORTAGE * room.memory_bytes), own + (0 if room.is_split else beside) - 1)
+            self._budget = dataclasses.replace(room, memory_bytes=left)
+            remedy = "are offered from now on, offer no more than this machine has free with --memory"
+        self._announce(memory_bytes=self._budget.memory_bytes, host_bytes=self._budget.host_bytes)
+        text = f"memory: it ran out in blocks {stage.first} to {stage.last - 1}; {left / 1e6:.0f} MB {remedy}"
         self._emit(events.Warning(text=text))
         return text
 
@@ -359,7 +363,7 @@ class StageInnerLoop:
                 read=round_text.reader(self.manifest, self._text, work, first_step, self._emit),
                 depth=depth,
                 took=took,
-                depths=memory.depths(self.manifest, stage.first, stage.last, self._memory, self._config.device),
+                depths=budget.depths(self.manifest, stage.first, stage.last, self._budget),
                 stop=end,
                 on_step=on_step,
                 trace=self._trace,

@@ -49,7 +49,7 @@ from peer.training import device, inference
 from peer.training.trainer import make_worker
 from protocol.errors import LocalError, UsageError
 from protocol.identity import Identity
-from protocol.planning import memory
+from protocol.planning import budget, memory
 from protocol.rounds import member_events
 from protocol.rounds.history import ForkError
 from protocol.run import layout
@@ -111,6 +111,7 @@ class Peer:
             addresses=transport.addresses,
             reachable=config.reachable or "",
             memory_bytes=config.memory_bytes,
+            host_bytes=config.host_bytes,
             up_bps=config.up_bps or 0,
             down_bps=config.down_bps or 0,
             device=device.name_of(config.devices),
@@ -138,21 +139,9 @@ class Peer:
 
     async def _prepare(self) -> Text:
         """Checks the memory, opens the text, measures the line. Raises PotluckError."""
-        offered, on = self._config.memory_bytes, self._config.device
-        smallest = memory.smallest_stage(self.manifest, on)
-        if offered < smallest and not self._config.audit:
-            part = "one block of this model"
-            if self.manifest.model.tie_word_embeddings:
-                part = "the whole model, which has tied embeddings and no chains,"
-            raise UsageError(
-                f"memory: {offered / 1e6:.0f} MB offered, {part} needs {smallest / 1e6:.0f} MB;"
-                " offer more with --memory, or join a run with a smaller model"
-            )
-        if memory.on_gpu(on):
-            short = memory.host_in_files(self.manifest, device.memory_budget("cpu"))
-        else:
-            short = memory.in_files(self.manifest, offered)
-        if short:
+        if not self._config.audit:
+            self._check_memory()
+        if budget.in_files(self.manifest, self._config.budget):
             self._storage.use_files()
         await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
@@ -164,6 +153,26 @@ class Peer:
             await text.aclose()
             raise
         return text
+
+    def _check_memory(self) -> None:
+        """Raises UsageError where there is not enough for any part of the model."""
+        room = self._config.budget
+        smallest = budget.smallest_stage(self.manifest, room.device)
+        if room.holds(smallest):
+            return
+        part = "one block of this model"
+        if self.manifest.model.tie_word_embeddings:
+            part = "the whole model, which has tied embeddings and no chains,"
+        if room.is_split and smallest[0] <= room.memory_bytes:
+            raise UsageError(
+                f"memory: {(room.host_bytes or 0) / 1e6:.0f} MB of the host's are free beside the GPU, {part} needs"
+                f" {smallest[1] / 1e6:.0f} MB of them; close other programs, or join a run with a smaller model"
+            )
+        needed = smallest[0] + (0 if room.is_split else smallest[1])
+        raise UsageError(
+            f"memory: {room.memory_bytes / 1e6:.0f} MB offered, {part} needs {needed / 1e6:.0f} MB;"
+            " offer more with --memory, or join a run with a smaller model"
+        )
 
     @property
     def dialled(self) -> tuple[str, ...]:
@@ -274,7 +283,7 @@ class Peer:
 
     def _make_evaluator(self, text: Text) -> Evaluator:
         config = self._config
-        audit, room = config.audit, memory.has_room_to_evaluate(self.manifest, config.memory_bytes, config.device)
+        audit, room = config.audit, budget.has_room_to_evaluate(self.manifest, config.budget)
         tell = self._sessions.tell
         load = functools.partial(inference.Measured, wanted=self._config.device)
         scorer = None if audit else Scorer(self.manifest, self.identity, text, tell, self._storage.blobs.get)
@@ -302,7 +311,7 @@ class Peer:
             self._sessions.tell,
             self._emit,
             Means(inner_loop.optimizer, config.device, config.threads),
-            has_room=not config.audit and memory.has_room_to_audit(self.manifest, config.memory_bytes, config.device),
+            has_room=not config.audit and budget.has_room_to_audit(self.manifest, config.budget),
         )
 
     def _make_rounds(
@@ -313,7 +322,7 @@ class Peer:
         examiner: Examiner,
         restored: Checkpoint | None,
     ) -> Rounds:
-        counted = memory.counted(self.manifest, self._config.memory_bytes, self._config.device)
+        room = self._config.budget
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,
@@ -325,10 +334,10 @@ class Peer:
             traffic=self._transport.traffic,
             clock=self._factories.clock,
             threads=self._config.threads,
-            abreast=memory.ABREAST if memory.on_gpu(self._config.device) and not self._storage.in_files else 1,
+            abreast=memory.ABREAST if memory.on_gpu(room.device) and not self._storage.in_files else 1,
             up_bps=self._line.up_bps,
-            warm=self._config.audit or memory.keeps_warm(self.manifest, counted),
-            whole=self._config.audit or memory.holds_whole(self.manifest, counted),
+            warm=self._config.audit or budget.keeps_warm(self.manifest, room),
+            whole=self._config.audit or budget.holds_whole(self.manifest, room),
             decided=self._operators.follow,
         )
         return Rounds(self.manifest, self.identity.peer_id, around, restored)

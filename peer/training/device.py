@@ -36,7 +36,7 @@ DEVICES = ("auto", "cuda", "mps", "cpu")
 MOST_DEVICES = 64
 """Of one peer."""
 CPU_SHARE = 0.75
-"""The share of the available memory that Potluck may use on a CPU (or on Apple's unified memory)."""
+"""The share of the available memory that Potluck may use on a CPU (or on a GPU that uses the same memory)."""
 
 GPU_SHARE = 0.9
 """The share of a GPU's free memory; the rest is for the allocator's fragments and the kernels' workspaces."""
@@ -126,9 +126,23 @@ def smallest_budget(devices: Sequence[str]) -> int:
     return min(memory_budget(device) for device in devices)
 
 
+def host_budget(device: str) -> int | None:
+    """Bytes of the host's memory that Potluck may use beside `device`: 0 beside an integrated GPU, whose memory is the host's; None of what
+    is no CUDA device."""
+    if not device.startswith("cuda"):
+        return None
+    return 0 if _is_integrated(device) else max(1, memory_budget("cpu"))
+
+
+def _is_integrated(device: str) -> bool:
+    import torch
+
+    return bool(torch.cuda.get_device_properties(device).is_integrated)
+
+
 def memory_budget(device: str, root: Path = Path("/")) -> int:
     """Bytes that Potluck may use on `device` (`cuda`, `cuda:1`, `mps`, `cpu`), counted from now on. `root`: where the system's files are."""
-    if device.startswith("cuda"):
+    if device.startswith("cuda") and not _is_integrated(device):
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0] * GPU_SHARE)
@@ -219,10 +233,22 @@ def peak_rss() -> int:
 def is_shortage(error: BaseException) -> bool:
     """Whether an error says that memory ran out: Python's own, a GPU's, or what torch says of the system's (a RuntimeError); or an error
     that was raised from such a one."""
+    return any(
+        _is_of_host(one) or (isinstance(one, RuntimeError) and "out of memory" in str(one)) for one in _roots(error)
+    )
+
+
+def is_host_shortage(error: BaseException) -> bool:
+    """Whether it was the host's memory, and not a GPU's own, that ran out."""
+    return any(map(_is_of_host, _roots(error)))
+
+
+def _is_of_host(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
+
+
+def _roots(error: BaseException) -> list[BaseException]:
+    """Those from which it was raised, or that are together in it."""
     if isinstance(error, BaseExceptionGroup):
-        return any(map(is_shortage, error.exceptions))
-    if error.__cause__ is not None:
-        return is_shortage(error.__cause__)
-    text = str(error)
-    allocator = isinstance(error, RuntimeError) and ("allocate memory" in text or "out of memory" in text)
-    return isinstance(error, MemoryError) or allocator
+        return [root for one in error.exceptions for root in _roots(one)]
+    return [error] if error.__cause__ is None else _roots(error.__cause__)

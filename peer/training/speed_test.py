@@ -20,6 +20,7 @@ import numpy as np
 
 from peer.net import children
 from protocol.planning import memory
+from protocol.planning.budget import Budget, holds_whole
 from protocol.planning.speed import Speedometer
 from protocol.run import layout
 from protocol.run import manifest as manifests
@@ -32,7 +33,7 @@ FIRST = 1
 def part_of(manifest: Manifest, memory_bytes: int, device: str) -> tuple[int, int]:
     """The blocks that are trained: all, or one that is neither the first nor the last, if there is such a one."""
     layers = manifest.model.n_layers
-    if memory.holds_whole(manifest, memory_bytes, device):
+    if holds_whole(manifest, Budget(memory_bytes, device)):
         return 0, layers
     return (1, 2) if layers > 2 else (0, 1)
 

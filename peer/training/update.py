@@ -35,10 +35,9 @@ from protocol.codec import topk
 from protocol.codec.settings import TILE
 from protocol.codec.topk import MARK, Array, Kept, Map, Tiling
 from protocol.errors import LocalError
+from protocol.planning.memory import LANES, PART
 
-PART = 1 << 23
-"""Elements of a part, where one band has no more. A lane holds about 2 * 4 bytes for each on the host, and 40 on the device."""
-LANES = 4
+"""PART: elements of a part, where one band has no more. A lane holds about 2 * 4 bytes for each on the host, and 40 on the device."""
 _MAGNITUDE = 0x7FFFFFFF
 _PLACE = TILE.bit_length() - 1
 

@@ -227,7 +227,7 @@ def _result(
             replicas.append(
                 Arranged(
                     members=tuple(everybody[i].peer for i in members),
-                    ranges=_ranges(manifest, swarm, members, rated.blocks[n]),
+                    ranges=_ranges(manifest, swarm, everybody, members, rated.blocks[n]),
                     rank=swarm.shapes.ranks[int(rated.rank[n])] if len(members) > 1 else 0,
                     rate=float(rated.rate[n]),
                 )
@@ -236,10 +236,12 @@ def _result(
     return tuple(replicas), tuple(c.peer for c in everybody if c.peer not in busy)
 
 
-def _ranges(manifest: Manifest, swarm: Swarm, members: Sequence[int], blocks: Ints) -> Ranges:
+def _ranges(
+    manifest: Manifest, swarm: Swarm, everybody: Sequence[Candidate], members: Sequence[int], blocks: Ints
+) -> Ranges:
     """The members' block ranges; where no speed is known, memory alone decides."""
     if len(members) > 1 and not swarm.known[members].any():
-        found = split(manifest, [int(swarm.memory[i]) for i in members])
+        found = split(manifest, [everybody[i].budget for i in members])
         if found is not None:
             return found
     edges = itertools.accumulate((int(n) for n in blocks[: len(members)]), initial=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,10 +10,10 @@ import numpy as np
 
 from protocol.identity import short_peer
 from protocol.planning.arrange import Arranged
+from protocol.planning.budget import Budget, holds_whole, most_blocks, smallest_stage
 from protocol.planning.inner_steps import step
-from protocol.planning.memory import needs_by_range, smallest_stage
 from protocol.planning.objective import Swarm, padded
-from protocol.planning.partition import Candidate, memory_of
+from protocol.planning.partition import Candidate
 from protocol.planning.shapes import WHOLE, Ints
 from protocol.run.manifest import Manifest
 
@@ -49,18 +50,23 @@ def explain(manifest: Manifest, candidates: Sequence[Candidate], replicas: Seque
     everybody = sorted(candidates, key=lambda c: c.peer)
     swarm = Swarm(manifest, everybody)
     number = {c.peer: i for i, c in enumerate(everybody)}
-    return [_explain(swarm, replica, [number[p] for p in replica.members]) for replica in replicas]
+    found = []
+    for replica in replicas:
+        members = [number[p] for p in replica.members]
+        whys = [_why(manifest, everybody[i], len(members)) for i in members]
+        found.append(_explain(swarm, replica, members, whys))
+    return found
 
 
-def _explain(swarm: Swarm, replica: Arranged, members: list[int]) -> Explained:
+def _explain(swarm: Swarm, replica: Arranged, members: list[int], whys: Sequence[str]) -> Explained:
     table, rows = swarm.shapes, padded([members])
     blocks = np.array([[b - a for a, b in replica.ranges]], dtype=np.int64)
     rank = table.ranks.index(replica.rank) if replica.rank in table.ranks else 0
     compute = swarm.compute(rows, blocks)[0]
     work = table.layers * table.block_ops + table.extra_ops[WHOLE]
     roles = tuple(
-        Role(peer=peer, first=a, last=b, seconds=float(seconds), why=_why(swarm, i, len(members), b - a))
-        for peer, i, (a, b), seconds in zip(replica.members, members, replica.ranges, compute, strict=True)
+        Role(peer=peer, first=a, last=b, seconds=float(seconds), why=why)
+        for peer, why, (a, b), seconds in zip(replica.members, whys, replica.ranges, compute, strict=True)
     )
     return Explained(
         rank=replica.rank,
@@ -105,16 +111,23 @@ def _named(peer: str) -> str:
     return peer if len(peer) < LEAST_ID else short_peer(peer)
 
 
-def _why(swarm: Swarm, peer: int, members: int, blocks: int) -> str:
-    """Of a member with so many blocks of a replica with so many members."""
-    whole = bool(swarm.caps[3, peer])
-    guess = "" if swarm.known[peer] else "; its speed is a guess"
+def _why(manifest: Manifest, one: Candidate, members: int) -> str:
+    """Of a member of a replica with so many members."""
+    guess = "" if one.speed_flops > 0 else "; its speed is a guess"
     if members == 1:
         return "its memory holds the whole model" + guess
-    if whole:
+    if holds_whole(manifest, one.budget):
         return "could hold the whole model, but brings more as a stage" + guess
-    most = int(swarm.caps[:3, peer].max())
-    return f"its memory holds at most {most} of {swarm.shapes.layers} blocks{guess}"
+    most = most_blocks(manifest, one.budget)
+    return f"{_limiting(manifest, one.budget)} holds at most {most} of {manifest.model.n_layers} blocks{guess}"
+
+
+def _limiting(manifest: Manifest, room: Budget) -> str:
+    """Which memory is what a peer can hold less with: its GPU's, the host's beside it, or the only one."""
+    if not room.is_split:
+        return "its memory"
+    alone = dataclasses.replace(room, host_bytes=None)
+    return "its GPU" if most_blocks(manifest, alone) == most_blocks(manifest, room) else "the memory beside its GPU"
 
 
 def _amount(n: int) -> str:
@@ -124,11 +137,15 @@ def _amount(n: int) -> str:
 
 def why_spare(manifest: Manifest, spare: Candidate) -> str:
     """Why a peer has no part in a plan."""
-    least, held = smallest_stage(manifest, spare.device), memory_of(manifest, spare)
-    if spare.memory_bytes < least and manifest.model.tie_word_embeddings:
-        return f"a model with tied embeddings has no chains, and the whole needs {_amount(least)}"
-    if spare.memory_bytes < least:
-        return f"its memory holds no stage: the smallest needs {_amount(least)}"
-    layers = manifest.model.n_layers
-    most = max(b - a for (a, b), need in needs_by_range(manifest).items() if need <= held)
-    return f"its memory holds {most} of {layers} blocks; no chain would be quicker with it, and those left make none"
+    room, layers = spare.budget, manifest.model.n_layers
+    most = most_blocks(manifest, room)
+    if most:
+        limit = _limiting(manifest, room)
+        return f"{limit} holds {most} of {layers} blocks; no chain would be quicker with it, and those left make none"
+    own, host = smallest_stage(manifest, spare.device)
+    short = room.is_split and own <= room.memory_bytes
+    least, what = (host, "the memory beside its GPU") if short else (own, "its GPU" if room.is_split else "its memory")
+    least += 0 if room.is_split else host
+    if manifest.model.tie_word_embeddings:
+        return f"a model with tied embeddings has no chains, and the whole needs {_amount(least)} of {what}"
+    return f"{what} holds no stage: the smallest needs {_amount(least)}"

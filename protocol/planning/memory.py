@@ -26,19 +26,28 @@ with r rows, L tokens, B blocks, d width, c width of the keys (d, or less where 
 tests/benchmarks/memory.py compares it with measured peaks. A block keeps t of its n values as tensors (with normalized queries and keys
 2 (d + c) more): the rest of n, and half of 8 r L t, is what glibc's heap cannot use again.
 
-*A GPU* counts its own memory only: state, scratch and what is for a later role lie on the host. Blocks are compiled there and compute in bf16
-(peer/training/compiled.py), so that other rows stand in the place of these; T are the parameters of a block's matrices:
+*A GPU* with memory of its own has two budgets (protocol/planning/budget.py): its own memory, and the host's beside it. State, scratch and what is
+for a later role lie on the host. Blocks are compiled on the GPU and compute in bf16 (peer/training/compiled.py), so that other rows stand in the
+place of these; T are the parameters of a block's matrices:
 
     in flight    r L B (14 d + 4 c + 6 F) + 2 B T, documents as above, per micro-batch; with normalized queries and keys r L B (2 d + 2 c) more;
                            in a chain's stage, whose blocks are recorded (peer/training/recorded.py), 6 r L d more, 12 where activations are whole
     backward     r L (8 d + 6 F) + 4 T + 2 d F + [first, whole] 4 E
     loss         4 min(r L V, GPU_LOGITS) + 8 E + 4 r L d
 
+On the host beside it, together (`host_memory`):
+
+    state, scratch, later role  as above; in files: nothing
+    moments      8 P       the copy of the optimizer's moments that is written with a checkpoint; 4 of what Muon trains; of a compressed chain's
+                           first stage 8 V k instead of 8 E
+    copies       8 LANES min(PART, E or the largest matrix)  what the update goes through on its way (peer/training/update.py)
+    frames       r L f x (M + 1)  from either side, at most all of a step's M micro-batches, before they are tensors
+    reader       16 r L d  of a compressed chain: rows of the embedding on their way to the GPU, of two micro-batches, in sizes of powers of two
+
 Bytes that a compiled block keeps were counted (tests/unit/test_gpu_memory.py), and the sums are within 2 % of two peaks on a card (docs/results/gpu.md).
-Plans know one currency, the memory of a processor (`counted`).
 
 *In files.* State and scratch are used at the round boundary only, and of the embedding a micro-batch reads r L rows. A peer whose
-memory is not enough for whatever it may be asked to do with all of it in memory (`in_files`) keeps them in files that are mapped: the
+memory is not enough for whatever it may be asked to do with all of it in memory keeps them in files that are mapped: the
 system holds in memory what is used of them, as far as there is room. The formula promises what that takes, so that more peers
 can take part. Disk: 12 P + 8 E.
 
@@ -53,13 +62,9 @@ possible.
 
 from __future__ import annotations
 
-import bisect
-import functools
-import itertools
 import math
 
 from protocol.codec import boundary_formats
-from protocol.planning.pipeline_model import Depths
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
@@ -67,16 +72,16 @@ LOGITS = 1 << 23
 """At a time, in the last stage (peer/training/cross_entropy.py); of one token at least."""
 GPU_LOGITS = 1 << 27
 """The same on a GPU: so many that matrix products keep it busy."""
-JOINED = 1 << 15
-"""Tokens that a GPU computes at once, at most: more make it no faster (docs/results/gpu.md)."""
 NEVER = 1 << 62
 """Bytes that nobody has: of a stage that there cannot be."""
 WAITING = 2
 """How many times as many micro-batches may be under way as a stage keeps the activations of."""
 CPU, GPU = "cpu", "cuda"
-"""Devices, as they are announced (peer/training/device.py: name_of); what is no CUDA card counts as a processor."""
+"""Devices, as they are announced (peer/training/device.py: name_of). What is no CUDA device counts as a processor."""
 ABREAST = 3
 """Shards whose next state a peer with a GPU makes at a time, where its state is in memory; others one after the other, which takes less of it."""
+LANES, PART = 4, 1 << 23
+"""What a GPU's update goes through on the host (peer/training/update.py): lanes, and elements of a part of a tensor."""
 COPY = 1.25
 """Of the parameters' bytes: what a model takes that is trained no more, with its activations."""
 AUDITED_STATES = 2
@@ -84,7 +89,7 @@ AUDITED_STATES = 2
 
 
 def on_gpu(device: str) -> bool:
-    """Whether a device of this name, such as `cuda`, `cuda:1` or `2 x cuda`, counts its own memory only."""
+    """Whether a device of this name, such as `cuda`, `cuda:1` or `2 x cuda`, is a GPU, for which other rows hold."""
     return device.rpartition(" ")[2].partition(":")[0] == GPU
 
 
@@ -150,9 +155,14 @@ def _matrices(manifest: Manifest) -> int:
 
 def frame_bytes(manifest: Manifest, first: int, last: int) -> int:
     """Bytes of a micro-batch that came in, from either side: frames and their tensors. None for a full replica."""
+    return _came(manifest, first, last, 4)
+
+
+def _came(manifest: Manifest, first: int, last: int, value_bytes: int) -> int:
+    """Of frames, and of so many bytes for each of their values."""
     chains, width = manifest.chains, max(k or manifest.model.d_model for k in manifest.chains.rank)
     forward, backward = (
-        4 * width + boundary_formats.bytes_per_token(f, width) for f in (chains.forward, chains.backward)
+        value_bytes * width + boundary_formats.bytes_per_token(f, width) for f in (chains.forward, chains.backward)
     )
     came = (forward if first > 0 else 0) + (backward if last < manifest.model.n_layers else 0)
     return manifest.train.rows * manifest.train.sequence * came
@@ -182,52 +192,12 @@ def memory_at(
     kept = activation_bytes(manifest, first, last, device, joined) * plain
     flight = kept + frame_bytes(manifest, first, last) * most + _backward(manifest, first, last, device, joined)
     moved = max(_moved(manifest, first, last), 12 * max(_muon(manifest, "block.0"), default=0))
-    return _kept(manifest, first, last, in_files) + max(flight, moved)
+    return _kept(manifest, first, last, in_files, device) + max(flight, moved)
 
 
 def resting_bytes(manifest: Manifest, first: int, last: int, *, in_files: bool, device: str = CPU) -> int:
     """What a stage needs before any micro-batch is in flight: what stays from step to step, and the gradients within a block."""
-    return _kept(manifest, first, last, in_files) + _backward(manifest, first, last, device, 1)
-
-
-def counted(manifest: Manifest, memory_bytes: int, device: str) -> int:
-    """The memory, in bytes, of a processor that can hold what this device can with its `memory_bytes`, as plans count it: never so much that
-    it is planned for a stage which the device cannot hold."""
-    if not on_gpu(device):
-        return memory_bytes
-    theirs, more, too_much = _currency(manifest)
-    held = bisect.bisect_right(theirs, memory_bytes)
-    return min(int(memory_bytes * more[held]), too_much[held] - 1)
-
-
-@functools.lru_cache(maxsize=8)
-def _currency(manifest: Manifest) -> tuple[list[int], list[float], list[int]]:
-    """What stages need of a GPU, ascending; and for every number of them that it holds: how many times as much a processor needs, at the most,
-    and the least that a processor needs for one of the others."""
-    needs, theirs = needs_by_range(manifest), needs_by_range(manifest, GPU)
-    stages = sorted((stage for stage, need in needs.items() if need < NEVER), key=theirs.__getitem__)
-    more = itertools.accumulate((needs[stage] / theirs[stage] for stage in stages), max, initial=1.0)
-    too_much = itertools.accumulate((needs[stage] for stage in reversed(stages)), min, initial=NEVER)
-    return [theirs[stage] for stage in stages], list(more), list(too_much)[::-1]
-
-
-def _largest(manifest: Manifest) -> list[tuple[int, int]]:
-    """The most demanding stages there may be."""
-    layers = manifest.model.n_layers
-    parts = [(a, b) for a, b in ((0, layers - 1), (1, layers)) if a < b and not manifest.model.tie_word_embeddings]
-    return [(0, layers), *parts]
-
-
-@functools.lru_cache(maxsize=8)
-def _all_in_memory(manifest: Manifest, device: str = CPU) -> int:
-    """Bytes for the most demanding stage there may be; of a processor with all other shards for a later role, and without files."""
-    if on_gpu(device):
-        return max(stage_memory(manifest, a, b, device) for a, b in _largest(manifest))
-    most = under_way(manifest)
-    return max(
-        memory_at(manifest, a, b, in_flight(manifest, a, b), most, in_files=False) + later_bytes(manifest, a, b)
-        for a, b in _largest(manifest)
-    )
+    return _kept(manifest, first, last, in_files, device) + _backward(manifest, first, last, device, 1)
 
 
 def later_bytes(manifest: Manifest, first: int, last: int) -> int:
@@ -236,31 +206,44 @@ def later_bytes(manifest: Manifest, first: int, last: int) -> int:
     return sum(layout.shard_bytes(manifest.model, s) for s in layout.shard_names(manifest.model) if s not in held)
 
 
-def in_files(manifest: Manifest, memory_bytes: int) -> bool:
-    """Whether a peer whose processor has this memory for all of it keeps state and scratch in files."""
-    return memory_bytes < _all_in_memory(manifest)
+def host_memory(manifest: Manifest, first: int, last: int, device: str, *, in_files: bool = True) -> int:
+    """Bytes of the host's memory that the stage needs beside a GPU that has its own; 0 of a processor, whose are in `stage_memory`."""
+    if not on_gpu(device):
+        return 0
+    spec, train, chains = manifest.model, manifest.train, manifest.chains
+    params, one_less = _trained(manifest, first, last)
+    whole, embed, widths = last - first == spec.n_layers, spec.vocab_size * spec.d_model, chains.rank
+    moments = 8 * params - 4 * one_less
+    if first == 0 and not whole:
+        moments += max(8 * spec.vocab_size * k - 8 * embed if k else 0 for k in widths)
+    largest = max(embed, *(math.prod(shape) for shape in layout.shapes(spec, "block.0")))
+    copies = 8 * LANES * min(PART, largest)
+    frames = _came(manifest, first, last, 0) * (train.micro_batches + 1)
+    reader = 0 if whole or not max(widths) else 16 * _tokens(manifest, 1) * spec.d_model
+    state = 0 if in_files else 8 * params + (4 * embed if first else 0) + _scratch(manifest, 2, ABREAST)
+    return 4 * manifest.outer.overlap * params + moments + copies + frames + reader + state
 
 
-def host_in_files(manifest: Manifest, host_bytes: int) -> bool:
-    """Whether a peer that trains on a GPU, beside which there is this memory, does."""
-    return host_bytes + _scratch(manifest) - _scratch(manifest, 2, ABREAST) < max(
-        _kept(manifest, a, b, False) - _kept(manifest, a, b, True) + later_bytes(manifest, a, b)
-        for a, b in _largest(manifest)
-    )
-
-
-def _kept(manifest: Manifest, first: int, last: int, in_files: bool) -> int:
-    """What stays from step to step."""
-    spec, widths = manifest.model, manifest.chains.rank
+def _trained(manifest: Manifest, first: int, last: int) -> tuple[int, int]:
+    """The parameters of a stage's shards, and how many of them Muon trains."""
     shards = stage_shards(manifest, first, last)
-    params = sum(layout.parameters(spec, s) for s in shards)
-    one_less = sum(size for s in shards for size in _muon(manifest, s))
+    params = sum(layout.parameters(manifest.model, s) for s in shards)
+    return params, sum(size for s in shards for size in _muon(manifest, s))
+
+
+def _kept(manifest: Manifest, first: int, last: int, in_files: bool, device: str) -> int:
+    """What stays from step to step, where the parameters are."""
+    spec, widths = manifest.model, manifest.chains.rank
+    params, one_less = _trained(manifest, first, last)
     embed = spec.vocab_size * spec.d_model
     instead = 0  # of the embedding's parameters
     if first == 0 and last < spec.n_layers:
         instead = max(20 * spec.vocab_size * k - 16 * embed if k else 0 for k in widths)
+    kept = 16 * params - 4 * one_less + instead
+    if on_gpu(device):  # the rest is the host's
+        return kept
     state = 0 if in_files else 8 * params + (4 * embed if first else 0) + _scratch(manifest)
-    return (16 + 4 * manifest.outer.overlap) * params - 4 * one_less + instead + state
+    return kept + 4 * manifest.outer.overlap * params + state
 
 
 def _muon(manifest: Manifest, shard: str) -> list[int]:
@@ -315,83 +298,11 @@ def _table(manifest: Manifest, first: int, last: int) -> int:
     return spec.vocab_size * spec.d_model if first == 0 and whole else 0
 
 
+def warm_bytes(manifest: Manifest) -> int:
+    """Bytes of the state of all shards, with what the next one of some is written into."""
+    return 4 * layout.total_parameters(manifest.model) + _scratch(manifest)
+
+
 def _scratch(manifest: Manifest, tables: int = 1, blocks: int = 1) -> int:
     spec = manifest.model
     return 4 * (tables * spec.vocab_size * spec.d_model + blocks * layout.parameters(spec, "block.0"))
-
-
-def keeps_warm(manifest: Manifest, memory_bytes: int) -> bool:
-    """Whether a spare with this memory keeps all shards, so that it can take any stage that its memory allows."""
-    return memory_bytes >= 4 * layout.total_parameters(manifest.model) + _scratch(manifest)
-
-
-def holds_whole(manifest: Manifest, memory_bytes: int, device: str = CPU) -> bool:
-    """Whether this memory is enough for a full replica."""
-    return memory_bytes >= stage_memory(manifest, 0, manifest.model.n_layers, device)
-
-
-def joined(manifest: Manifest, micro_batches: int, memory_bytes: int, device: str, devices: int = 1) -> int:
-    """How many of an inner step's micro-batches a full replica computes as one, which is the same mathematics: a GPU needs many tokens at once to be busy.
-    A number that divides them, no more than there is memory for, and so few that each of `devices` has one."""
-    most = min(_most_joined(manifest, memory_bytes, device), micro_batches // devices)
-    return next((count for count in range(most, 1, -1) if micro_batches % count == 0), 1)
-
-
-def _most_joined(manifest: Manifest, memory_bytes: int, device: str) -> int:
-    """As many as there is memory for, beside a copy of the model where that is there to evaluate."""
-    if not on_gpu(device):
-        return 1
-    layers, free = manifest.model.n_layers, memory_bytes
-    if has_room_to_evaluate(manifest, memory_bytes, device):
-        free -= _copy_bytes(manifest)
-    counts = range(JOINED // _tokens(manifest, 1), 1, -1)
-    return next((count for count in counts if stage_memory(manifest, 0, layers, device, count) <= free), 1)
-
-
-def has_room_to_evaluate(manifest: Manifest, memory_bytes: int, device: str = CPU) -> bool:
-    """Whether this memory is enough for a copy of the whole model beside whatever it is given to train."""
-    return memory_bytes >= _all_in_memory(manifest, device) + _copy_bytes(manifest)
-
-
-def _copy_bytes(manifest: Manifest) -> int:
-    return int(COPY * 4 * layout.total_parameters(manifest.model))
-
-
-def has_room_to_audit(manifest: Manifest, memory_bytes: int, device: str = CPU) -> bool:
-    """Whether this memory is enough for a second trainer of the whole model, what a third one has learned, and the states at which they begin,
-    beside whatever it is given to train."""
-    kept = (AUDITED_STATES + 1) * 4 * layout.total_parameters(manifest.model)
-    layers, most = manifest.model.n_layers, _most_joined(manifest, memory_bytes, device)
-    trained = max(_all_in_memory(manifest, device), stage_memory(manifest, 0, layers, device, most))
-    return memory_bytes >= trained + stage_memory(manifest, 0, layers, device) + kept
-
-
-def depths(manifest: Manifest, first: int, last: int, memory_bytes: int, device: str = CPU) -> Depths:
-    """For how many micro-batches under way this memory is enough.
-
-    Whoever computes activations anew keeps those of one micro-batch, and so does the last stage, which goes backward right after forward. A
-    stage that has room for the activations of less than a window lets none wait: it computes anew.
-    """
-    one, frame = activation_bytes(manifest, first, last, device), frame_bytes(manifest, first, last)
-    files = on_gpu(device) or in_files(manifest, memory_bytes)
-    free = memory_bytes - resting_bytes(manifest, first, last, in_files=files, device=device)
-    most = max(under_way(manifest), (free - one) // max(frame, 1))
-    if last == manifest.model.n_layers:
-        return Depths(plain=most, held=most, most=most)
-    plain = max(in_flight(manifest, first, last), free // (one + WAITING * frame))
-    held = (free - plain * one) // max(frame, 1) if plain >= window(manifest) else plain
-    return Depths(plain=plain, held=max(plain, held), most=max(plain, held, most))
-
-
-@functools.lru_cache(maxsize=8)
-def needs_by_range(manifest: Manifest, device: str = CPU) -> dict[tuple[int, int], int]:
-    """(first, last) -> stage_memory, for every range of blocks."""
-    layers = manifest.model.n_layers
-    return {(a, b): stage_memory(manifest, a, b, device) for a in range(layers) for b in range(a + 1, layers + 1)}
-
-
-def smallest_stage(manifest: Manifest, device: str = CPU) -> int:
-    """Bytes that the least demanding stage of one block needs, or the whole model where it is for full replicas only: a peer with less cannot
-    take part."""
-    layers = manifest.model.n_layers
-    return min(stage_memory(manifest, a, b, device) for a, b in [(0, layers), *((i, i + 1) for i in range(layers))])

@@ -41,9 +41,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from protocol.planning.holding import Holding
 from protocol.planning.inner_steps import Links, gains, step
-from protocol.planning.memory import WAITING, in_files
-from protocol.planning.partition import Candidate, memory_of, pairs_apart
+from protocol.planning.partition import Candidate, pairs_apart
 from protocol.planning.shapes import FIRST, LAST, MIDDLE, WHOLE, Flags, Floats, Ints, shapes
 from protocol.run.manifest import Manifest
 
@@ -92,8 +92,6 @@ class Swarm:
         self.up = CARRIED * _filled([c.up_bps for c in candidates], USUAL_BPS)
         down = np.array([min(max(c.down_bps, 0), 10**13) for c in candidates], dtype=np.float64) * CARRIED
         self.down = np.where(down > 0, down, self.up)
-        self.memory = np.array([min(max(memory_of(manifest, c), 0), 2**62) for c in candidates], dtype=np.float64)
-        self.in_files = np.array([in_files(manifest, int(size)) for size in self.memory], dtype=np.int64)
         self.presence = np.array([min(max(c.presence, 0.0), 1.0) for c in candidates])
         self.private = np.array([c.reachable == "private" for c in candidates], dtype=bool)
         self.relayed_bps = relay_bps / max(1, int(self.private.sum()) // 2)
@@ -101,27 +99,14 @@ class Swarm:
         self.apart = pairs_apart(candidates)
         """Of pairs that cannot be neighbours: the one's number times n, plus the other's; ascending."""
         self.place = _places(candidates)
-        caps = [np.searchsorted(table.needs[kind][1:], self.memory, side="right") for kind in (FIRST, MIDDLE, LAST)]
-        whole = np.where(self.memory >= table.needs[WHOLE][-1], table.layers, 0)
+        self._holding = Holding(manifest, candidates)
         alone = np.array([c.alone for c in candidates], dtype=bool)
-        self.caps = np.stack([*(np.where(alone, 0, cap) for cap in caps), whole]).astype(np.int64)
+        self.caps = caps = self._holding.caps()
         """[K, n]: the most blocks that a member can hold as a stage of this kind; none of a chain, who is to be alone."""
+        caps[:WHOLE, alone] = 0
         self._kinds: tuple[Ints, Ints] | None = None  # of the rows that were asked for last
-        self.deeper_caps = [
-            self._caps_at(table.window * times) for times in DEEPER if table.window * times <= table.micro_batches
-        ]
-
-    def _caps_at(self, depth: int) -> Ints:
-        """[K, n]: the most blocks with which a member has all activations of so many micro-batches in flight; one block, if it can hold
-        that at all, where there are none: it holds the others up as little as it can."""
-        table = self.shapes
-        caps = self.caps.copy()
-        for kind in (FIRST, MIDDLE):
-            flight = depth * (table.flight[kind] + WAITING * table.frame[kind])
-            needs = np.maximum(table.needs[kind], table.resting[:, kind] + flight)
-            found = [np.searchsorted(some[1:], self.memory, side="right") for some in needs]
-            caps[kind] = np.minimum(self.caps[kind], np.maximum(np.where(self.in_files > 0, found[1], found[0]), 1))
-        return caps
+        depths = [table.window * times for times in DEEPER if table.window * times <= table.micro_batches]
+        self.deeper_caps = [self._holding.caps_at(caps, depth) for depth in depths]
 
     # --- members to stages
 
@@ -221,16 +206,8 @@ class Swarm:
         return np.where(rows >= 0, seconds, 0.0)
 
     def room(self, rows: Ints, blocks: Ints) -> tuple[Floats, Floats, Floats]:
-        """[N, S] each: for how many micro-batches under way each stage has memory, with all activations of each, while others wait, and if it
-        keeps what came in alone (Depths of protocol/planning/memory.py); infinite where there is no such limit."""
-        table, there, kind = self.shapes, rows >= 0, self.kinds(rows)
-        one, frame = table.flight[kind, blocks], np.maximum(table.frame[kind], 1.0)
-        free = self.memory[rows] - table.resting[self.in_files[rows], kind, blocks]
-        most = np.where(there, np.maximum(np.floor((free - one) / frame), table.under_way), math.inf)
-        plain = np.maximum(np.floor(free / np.maximum(one + WAITING * frame, 1.0)), table.least[kind, blocks])
-        held = np.where(plain >= table.window, np.maximum(plain, np.floor((free - plain * one) / frame)), plain)
-        inner = there & (kind != LAST) & (kind != WHOLE)
-        return np.where(inner, plain, math.inf), np.where(inner, held, most), most
+        """[N, S] each: for how many micro-batches under way each stage has memory (protocol/planning/holding.py)."""
+        return self._holding.room(rows, self.kinds(rows), blocks)
 
     def links(self, rows: Ints, rank: int) -> Links:
         """Of the boundaries at this rank, as `step` takes them."""

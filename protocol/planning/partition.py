@@ -18,13 +18,14 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from protocol.identity import short_peer
-from protocol.planning import speed
-from protocol.planning.memory import CPU, counted, held_shards, keeps_warm, needs_by_range
+from protocol.planning import budget, speed
+from protocol.planning.budget import Budget
+from protocol.planning.memory import CPU, GPU, held_shards, on_gpu
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from protocol.wire.announcement import Announcement
@@ -47,7 +48,8 @@ class Candidate:
     `reachable`: as announced; two who are `private` may need a relay between them. `apart`: peers whom it cannot reach, not
     even through relays, or with whom it has a quarrel; `alone`: whether it may be a full replica only, as far as others can tell
     (protocol/rounds/quarrels.py). `range`: the range of addresses that it comes from, as this node sees it (protocol/rounds/ranges.py);
-    empty where that limits nothing. `device`: what trains, whose memory it is."""
+    empty where that limits nothing. `device`: what trains, whose memory `memory_bytes` is; `host_bytes`: of the host beside it, as a
+    Budget has it."""
 
     peer: str
     memory_bytes: int
@@ -61,17 +63,18 @@ class Candidate:
     alone: bool = False
     range: str = ""
     device: str = CPU
+    host_bytes: int | None = None
+
+    @property
+    def budget(self) -> Budget:
+        """What it offers of its memory."""
+        return Budget(self.memory_bytes, self.device, self.host_bytes)
 
 
 def candidate(announcement: Announcement) -> Candidate:
     """What a peer announces, as far as plans go by it."""
     said = {name: getattr(announcement, name) for name in Candidate.__slots__ if hasattr(announcement, name)}
     return Candidate(**said)
-
-
-def memory_of(manifest: Manifest, one: Candidate) -> int:
-    """Its memory, in bytes, as plans count it (protocol/planning/memory.py)."""
-    return counted(manifest, one.memory_bytes, one.device)
 
 
 def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
@@ -87,35 +90,48 @@ def pairs_apart(candidates: Sequence[Candidate]) -> NDArray[np.int64]:
 
 def can_take(manifest: Manifest, spare: Candidate, stage: StageSpec) -> bool:
     """Whether a spare can take this stage in the middle of a round."""
-    held = memory_of(manifest, spare)
-    return held >= needs_by_range(manifest)[stage.first, stage.last] and keeps_warm(manifest, held)
+    room = spare.budget
+    return budget.fits(manifest, room, stage.first, stage.last) and budget.keeps_warm(manifest, room)
 
 
 Ranges = tuple[tuple[int, int], ...]
 """Of each stage in order: its blocks `first <= i < last`."""
 
 
-def split(manifest: Manifest, memory: Sequence[int], speeds: Sequence[int] = ()) -> Ranges | None:
-    """Block ranges for chain members with these memories (bytes) in this order, or None if the model does not fit. `speeds`:
+def split(manifest: Manifest, rooms: Sequence[Budget], speeds: Sequence[int] = ()) -> Ranges | None:
+    """Block ranges for chain members with this memory in this order, or None if the model does not fit. `speeds`:
     theirs, in operations a second, 0 where it is unknown."""
-    layers, needs, work = manifest.model.n_layers, needs_by_range(manifest), speed.work(manifest)
+    layers, work = manifest.model.n_layers, speed.work(manifest)
+    needs = [budget.needs_by_range(manifest, room.device) for room in rooms]
     known = [s for s in speeds if s]
     usual = statistics.median_low(known) if known else 0
 
     def share(member: int, first: int, last: int) -> float:
-        used = needs[first, last] / max(memory[member], 1)
-        return used if used <= 1 else math.inf
+        need = needs[member][first, last]
+        return rooms[member].share(need) if rooms[member].holds(need) else math.inf
 
     def seconds(member: int, first: int, last: int) -> float:
         return work[first, last] / (speeds[member] or usual)
 
+    def pace(member: int, first: int, last: int) -> float:
+        return seconds(member, first, last) if rooms[member].holds(needs[member][first, last]) else math.inf
+
     if not known:
-        return _least(layers, len(memory), share)
-    quickest = _least(layers, len(memory), lambda i, a, b: seconds(i, a, b) if needs[a, b] <= memory[i] else math.inf)
+        return _least(layers, len(rooms), share)
+    quickest = _least(layers, len(rooms), pace)
     if quickest is None:
         return None
     slowest = max(seconds(i, a, b) for i, (a, b) in enumerate(quickest))
-    return _least(layers, len(memory), lambda i, a, b: share(i, a, b) if seconds(i, a, b) <= slowest else math.inf)
+    return _least(layers, len(rooms), lambda i, a, b: share(i, a, b) if seconds(i, a, b) <= slowest else math.inf)
+
+
+def strongest(manifest: Manifest, candidates: Iterable[Candidate]) -> list[Budget]:
+    """The memory of those of the candidates that have most of it, one a block at most, the most first: by what part of it the smallest
+    stage takes."""
+    smallest = {device: budget.smallest_stage(manifest, device) for device in (CPU, GPU)}
+    rooms = [c.budget for c in candidates]
+    order = [(room.share(smallest[GPU if on_gpu(room.device) else CPU]), i) for i, room in enumerate(rooms)]
+    return [rooms[i] for _, i in sorted(order)[: manifest.model.n_layers]]
 
 
 def _least(layers: int, members: int, cost: Callable[[int, int, int], float]) -> Ranges | None:
@@ -158,7 +174,7 @@ def balanced(manifest: Manifest, replica: ReplicaSpec, there: Mapping[str, Candi
     speeds, slowest = [c.speed_flops for c in members], max(seconds)
     if speed.work(manifest)[0, manifest.model.n_layers] / sum(speeds) > GAIN * slowest:
         return replica
-    ranges = split(manifest, [memory_of(manifest, c) for c in members], speeds)
+    ranges = split(manifest, [c.budget for c in members], speeds)
     assert ranges is not None, "its members can hold it as it is"
     stages = tuple(StageSpec(peer=c.peer, first=a, last=b) for c, (a, b) in zip(members, ranges, strict=True))
     moved = dataclasses.replace(replica, stages=stages)

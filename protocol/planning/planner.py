@@ -7,7 +7,7 @@ a chain's member that is lost (protocol/rounds/chain_repair.py).
 
 A new replica whose members do not hold their shards yet is *forming*: they fetch them while everybody trains as before, and it begins in
 the first plan after all of them have attested that state (protocol/planning/changes.py). What a stage needs:
-protocol/planning/memory.py.
+protocol/planning/memory.py; who has that: protocol/planning/budget.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from protocol.planning import arrange
 from protocol.planning.allotment import NEW, allot
 from protocol.planning.arrange import Arranged
+from protocol.planning.budget import fits
 from protocol.planning.changes import FORMING_ROUNDS, Change, Holds, linked
-from protocol.planning.memory import needs_by_range
-from protocol.planning.partition import Candidate, balanced, memory_of
+from protocol.planning.partition import Candidate, balanced
 from protocol.run.manifest import Manifest
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 
@@ -131,11 +131,10 @@ def _worth(
 
 def still_fit(manifest: Manifest, replicas: Sequence[ReplicaSpec], there: Mapping[str, Candidate]) -> list[ReplicaSpec]:
     """The replicas whose members are all there, can hold their blocks, and may be in them."""
-    needs = needs_by_range(manifest)
     return [
         replica
         for replica in replicas
-        if all(s.peer in there and memory_of(manifest, there[s.peer]) >= needs[s.first, s.last] for s in replica.stages)
+        if all(s.peer in there and fits(manifest, there[s.peer].budget, s.first, s.last) for s in replica.stages)
         and not (replica.is_chain and any(there[s.peer].alone for s in replica.stages))
     ]
 

@@ -16,12 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.codec import boundary_formats, sparse
-from protocol.planning import memory, speed
+from protocol.planning import budget, memory, speed
+from protocol.planning.budget import Budget
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 FIRST, MIDDLE, LAST, WHOLE = range(4)
 """Kinds of a stage."""
+IN_MEMORY, IN_FILES, CARD, SHARED = range(4)
+"""Kinds of a machine's memory: of a processor that keeps all in memory, or its state in files; a GPU's own, with the host's beside it; and the
+host's, which a GPU uses, too."""
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -30,8 +34,8 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shapes:
-    """Tables of one manifest; K: kinds of a stage (4), n: blocks of the stage, 0..layers; bytes and operations are those of
-    one micro-batch."""
+    """Tables of one manifest; R: kinds of memory (4), K: kinds of a stage (4), n: blocks of the stage, 0..layers; bytes and operations
+    are those of one micro-batch. What is the host's beside a GPU's own memory is in `host` alone."""
 
     layers: int
     tokens: int
@@ -42,11 +46,13 @@ class Shapes:
     extra_ops: Floats
     """[K]: operations beside the blocks'."""
     needs: Floats
-    """[K, n]: memory, infinite where there is no such stage."""
+    """[R, K, n]: memory, infinite where there is no such stage."""
+    host: Floats
+    """[K, n]: the host's memory beside a GPU that has its own, infinite where there is no such stage."""
     resting: Floats
-    """[2, K, n]: memory with nothing in flight, of a peer that keeps all in memory, and of one that keeps its state in files."""
+    """[R, K, n]: memory with nothing in flight."""
     flight: Floats
-    """[K, n]: memory of a micro-batch between its forward and its backward."""
+    """[R, K, n]: memory of a micro-batch between its forward and its backward."""
     frame: Floats
     """[K]: memory of what came in for it."""
     least: Floats
@@ -73,19 +79,22 @@ def shapes(manifest: Manifest) -> Shapes:
     layers, train = manifest.model.n_layers, manifest.train
     tokens = train.rows * train.sequence
     embed, block, head = speed.parts(manifest)
-    needs = np.full((4, layers + 1), math.inf)
-    least, flight = np.zeros((4, layers + 1)), np.zeros((4, layers + 1))
-    resting = np.zeros((2, 4, layers + 1))
-    frame = np.zeros(4)
+    needs, host = np.full((4, 4, layers + 1), math.inf), np.full((4, layers + 1), math.inf)
+    flight, resting = np.zeros((4, 4, layers + 1)), np.zeros((4, 4, layers + 1))
+    least, frame = np.zeros((4, layers + 1)), np.zeros(4)
     for kind in (FIRST, MIDDLE, LAST, WHOLE):
         for n in _sizes(kind, layers):
             first, last = _place(kind, n, layers)
-            needs[kind, n] = memory.stage_memory(manifest, first, last)
+            host[kind, n] = memory.host_memory(manifest, first, last, memory.GPU)
             least[kind, n] = memory.in_flight(manifest, first, last)
-            for files in (False, True):
-                resting[int(files), kind, n] = memory.resting_bytes(manifest, first, last, in_files=files)
-            flight[kind, n] = memory.activation_bytes(manifest, first, last)
             frame[kind] = memory.frame_bytes(manifest, first, last)
+            for form in (IN_MEMORY, IN_FILES, CARD, SHARED):
+                device, files = memory.GPU if form in (CARD, SHARED) else memory.CPU, form != IN_MEMORY
+                more = host[kind, n] if form == SHARED else 0.0
+                needs[form, kind, n] = memory.stage_memory(manifest, first, last, device) + more
+                rest = memory.resting_bytes(manifest, first, last, in_files=files, device=device)
+                resting[form, kind, n] = rest + more
+                flight[form, kind, n] = memory.activation_bytes(manifest, first, last, device)
     by_width = sorted(manifest.chains.rank, key=lambda rank: -(rank or manifest.model.d_model))
     formats = (manifest.chains.forward, manifest.chains.backward)
     bits = [
@@ -99,6 +108,7 @@ def shapes(manifest: Manifest) -> Shapes:
         block_ops=float(block),
         extra_ops=np.array([embed, 0, head, embed + head], dtype=np.float64),
         needs=needs,
+        host=host,
         resting=resting,
         flight=flight,
         frame=frame,
@@ -111,6 +121,13 @@ def shapes(manifest: Manifest) -> Shapes:
         round_seconds=manifest.timing.training_seconds,
         overlap=manifest.outer.overlap > 0,
     )
+
+
+def form_of(manifest: Manifest, room: Budget) -> int:
+    """Of which kind a machine's memory is."""
+    if memory.on_gpu(room.device):
+        return CARD if room.is_split else SHARED
+    return IN_FILES if budget.in_files(manifest, room) else IN_MEMORY
 
 
 def _sizes(kind: int, layers: int) -> range:

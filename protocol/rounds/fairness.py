@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from protocol.identity import short_peer
-from protocol.planning import arrange, memory, partition
-from protocol.planning.partition import Candidate, memory_of
+from protocol.planning import arrange, budget, partition
+from protocol.planning.partition import Candidate
 from protocol.planning.planner import arranged
 from protocol.rounds import (
     access,
@@ -248,11 +248,10 @@ def _left_out(sight: Sight, commit: Commit) -> Iterator[str]:
 
 def _feasible(sight: Sight, plan: Plan) -> Iterator[str]:
     """Everybody can hold what he is given, as far as this node has heard of him."""
-    needs = memory.needs_by_range(sight.manifest)
     for replica in (*plan.replicas, *plan.forming):
         for stage in replica.stages:
             known = sight.ready.get(stage.peer)
-            if known is not None and memory_of(sight.manifest, known) < needs[stage.first, stage.last]:
+            if known is not None and not budget.fits(sight.manifest, known.budget, stage.first, stage.last):
                 yield f"plans more for {short_peer(stage.peer)} than it has memory for"
 
 
@@ -350,9 +349,9 @@ def is_due(leader: Leader, now: float) -> bool:
     if not leader.has_begun:
         if leader.phase is Phase.OPEN and waited < manifest.timing.gone_after:
             return False
-        most = sorted((memory_of(manifest, c) for c in leader.candidates()), reverse=True)
-        enough = len(most) >= manifest.start_peers
-        return enough and partition.split(manifest, most[: manifest.model.n_layers]) is not None
+        there = leader.candidates()
+        enough = len(there) >= manifest.start_peers
+        return enough and partition.split(manifest, partition.strongest(manifest, there)) is not None
     if verdicts.pending and waited < manifest.timing.round_deadline:
         new = leader.newcomers.numbers  # another node may be more patient with them than this one
         return bool(verdicts.complete) and not seats.waits(manifest, leader.roster, verdicts, new, waited)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-from protocol.planning import memory
-from protocol.planning.partition import Candidate, memory_of
+from protocol.planning import budget
+from protocol.planning.partition import Candidate
 from protocol.rounds import grace
 from protocol.rounds.attestations import Attestations
 from protocol.rounds.chain_repair import ChainRoster
@@ -57,7 +57,7 @@ def claim(
     """A peer takes the free seat with this number, or the first one: as a replica. None where there is none, where the plan has work for
     it, and where it does not hold the whole state before the round."""
     plan, layers = roster.plan, manifest.model.n_layers
-    if peer is None or plan is None or not plan.seats or not memory.holds_whole(manifest, memory_of(manifest, peer)):
+    if peer is None or plan is None or not plan.seats or not budget.holds_whole(manifest, peer.budget):
         return None
     forms = any(peer.peer in replica.peers for replica in plan.forming if replica.is_chain)
     if (

@@ -63,7 +63,8 @@ class ChainReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announcement:
-    """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, `speed_flops` the
+    """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, of what trains, `host_bytes` that of
+    the host beside a GPU, 0 where the GPU uses the host's memory, None of a processor; `speed_flops` the
     floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
     member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `reachable`: one of
     REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through
@@ -75,6 +76,7 @@ class Announcement:
     version: Count = VERSION
     addresses: Annotated[tuple[Address, ...], AtMost(64)] = ()
     memory_bytes: Memory = 0
+    host_bytes: Memory | None = None
     up_bps: Rate = 0
     down_bps: Rate = 0
     speed_flops: Annotated[int, Within(0, MAX_SPEED)] = 0

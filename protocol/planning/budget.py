@@ -1,0 +1,202 @@
+"""What a machine offers of its memory, and whether that is enough: for a stage, for a spare, for what is computed beside training. Pure.
+
+A stage needs `own` bytes of what trains, and `host` bytes of the host beside that (protocol/planning/memory.py: stage_memory, host_memory).
+
+    a processor, or a GPU that computes as one (`mps`)    one budget; all that a stage needs is its own
+    a GPU with memory of its own                          two budgets, each of which must be enough
+    a GPU that uses the host's memory (integrated)        one budget, for both together
+
+A peer measures what it has. Of the host beside a GPU it may not be known, in a plan of machines that there might be: then it is taken to be enough.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from protocol.planning import memory
+from protocol.planning.memory import CPU, NEVER, WAITING, on_gpu
+from protocol.planning.pipeline_model import Depths
+from protocol.run import layout
+from protocol.run.manifest import Manifest
+
+JOINED = 1 << 15
+"""Tokens that a GPU computes at once, at most: more make it no faster (docs/results/gpu.md)."""
+
+Bytes = tuple[int, int]
+"""Of what trains, and of the host beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What Potluck may use above an idle process. `memory_bytes`: of what trains; `device`: what that is; `host_bytes`: of the host
+    beside a GPU, 0 where the GPU uses the host's memory, None where it is not known. A processor has no `host_bytes`."""
+
+    memory_bytes: int
+    device: str = CPU
+    host_bytes: int | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the host has a budget of its own."""
+        return on_gpu(self.device) and self.host_bytes != 0
+
+    def holds(self, need: Bytes) -> bool:
+        """Whether there is so much."""
+        own, host = need
+        if not self.is_split:
+            return own + host <= self.memory_bytes
+        return own <= self.memory_bytes and (self.host_bytes is None or host <= self.host_bytes)
+
+    def share(self, need: Bytes) -> float:
+        """Which part of it that takes; of two budgets, of the one of which it takes more."""
+        own, host = need
+        if not self.is_split:
+            return (own + host) / max(self.memory_bytes, 1)
+        return max(own / max(self.memory_bytes, 1), host / self.host_bytes if self.host_bytes else 0.0)
+
+    def own_bytes(self, host: int) -> int:
+        """What is left for what trains where the host needs so much."""
+        return self.memory_bytes if self.is_split else self.memory_bytes - host
+
+
+# --- stages
+
+
+def needs_of(manifest: Manifest, first: int, last: int, device: str = CPU, joined: int = 1) -> Bytes:
+    """What the stage of blocks first <= i < last needs; of its own NEVER where it cannot be."""
+    own = memory.stage_memory(manifest, first, last, device, joined)
+    return own, memory.host_memory(manifest, first, last, device)
+
+
+def needs_by_range(manifest: Manifest, device: str = CPU) -> dict[tuple[int, int], Bytes]:
+    """(first, last) -> `needs_of`, for every range of blocks."""
+    return _needs_by_range(manifest, on_gpu(device))
+
+
+@functools.lru_cache(maxsize=8)
+def _needs_by_range(manifest: Manifest, gpu: bool) -> dict[tuple[int, int], Bytes]:
+    layers, device = manifest.model.n_layers, memory.GPU if gpu else CPU
+    return {(a, b): needs_of(manifest, a, b, device) for a in range(layers) for b in range(a + 1, layers + 1)}
+
+
+def fits(manifest: Manifest, budget: Budget, first: int, last: int) -> bool:
+    """Whether this is enough for the stage of blocks first <= i < last."""
+    return budget.holds(needs_by_range(manifest, budget.device)[first, last])
+
+
+def holds_whole(manifest: Manifest, budget: Budget) -> bool:
+    """Whether this is enough for a full replica."""
+    return fits(manifest, budget, 0, manifest.model.n_layers)
+
+
+def most_blocks(manifest: Manifest, budget: Budget) -> int:
+    """The most blocks of a stage for which this is enough."""
+    return max(
+        (b - a for (a, b), need in needs_by_range(manifest, budget.device).items() if budget.holds(need)), default=0
+    )
+
+
+def smallest_stage(manifest: Manifest, device: str = CPU) -> Bytes:
+    """What the least demanding stage of one block needs, or the whole model where it is for full replicas only: a peer with less of either
+    cannot take part."""
+    layers, needs = manifest.model.n_layers, needs_by_range(manifest, device)
+    some = [needs[a, b] for a, b in [(0, layers), *((i, i + 1) for i in range(layers))]]
+    some = [need for need in some if need[0] < NEVER]
+    return min(own for own, _ in some), min(host for _, host in some)
+
+
+# --- whatever a peer may be asked to train
+
+
+@functools.lru_cache(maxsize=8)
+def _most_demanding(manifest: Manifest, gpu: bool, in_files: bool) -> tuple[Bytes, ...]:
+    """What the most demanding stages there may be need; without files, with all other shards for a later role."""
+    layers, device = manifest.model.n_layers, memory.GPU if gpu else CPU
+    parts = [(a, b) for a, b in ((0, layers - 1), (1, layers)) if a < b and not manifest.model.tie_word_embeddings]
+    found = []
+    for a, b in ((0, layers), *parts):
+        plain, most = memory.in_flight(manifest, a, b), memory.under_way(manifest)
+        later = 0 if in_files else memory.later_bytes(manifest, a, b)
+        own = memory.memory_at(manifest, a, b, plain, most, in_files=in_files, device=device)
+        host = memory.host_memory(manifest, a, b, device, in_files=in_files)
+        found.append((own, host + later) if gpu else (own + later, host))
+    return tuple(found)
+
+
+def in_files(manifest: Manifest, budget: Budget) -> bool:
+    """Whether a peer keeps in files what only a round's end needs, since it has no room for all of it in memory."""
+    most = _most_demanding(manifest, on_gpu(budget.device), False)
+    if budget.is_split:  # what trains has no part in it
+        return budget.host_bytes is not None and any(host > budget.host_bytes for _, host in most)
+    return not all(budget.holds(need) for need in most)
+
+
+def keeps_warm(manifest: Manifest, budget: Budget) -> bool:
+    """Whether a spare keeps all shards, so that it can take any stage for which it has room."""
+    needed = memory.warm_bytes(manifest)
+    return budget.holds((0, needed) if budget.is_split else (needed, 0))
+
+
+def has_room_to_evaluate(manifest: Manifest, budget: Budget) -> bool:
+    """Whether there is room for a copy of the whole model beside whatever it is given to train."""
+    gpu, copy = on_gpu(budget.device), _copy_bytes(manifest)
+    return all(budget.holds((own + copy, host)) for own, host in _most_demanding(manifest, gpu, gpu))
+
+
+def _copy_bytes(manifest: Manifest) -> int:
+    return int(memory.COPY * 4 * layout.total_parameters(manifest.model))
+
+
+def has_room_to_audit(manifest: Manifest, budget: Budget) -> bool:
+    """Whether there is room for a second trainer of the whole model and what a third one has learned, for the states at which they begin, and for the moments
+    with which they do, beside whatever it is given to train."""
+    gpu, layers, model = on_gpu(budget.device), manifest.model.n_layers, manifest.model
+    one = needs_of(manifest, 0, layers, budget.device)
+    joined = needs_of(manifest, 0, layers, budget.device, _most_joined(manifest, budget))
+    learned = 4 * layout.total_parameters(model)
+    kept = (memory.AUDITED_STATES + 2) * learned
+    beside = (one[0] + learned, one[1] + kept) if gpu else (one[0] + learned + kept, 0)
+    return all(
+        budget.holds((own + beside[0], host + beside[1]))
+        for own, host in (*_most_demanding(manifest, gpu, gpu), joined)
+    )
+
+
+# --- how much of a step at a time
+
+
+def joined(manifest: Manifest, micro_batches: int, budget: Budget, devices: int = 1) -> int:
+    """How many of an inner step's micro-batches a full replica computes as one, which is the same mathematics: a GPU needs many tokens at once to be busy.
+    A number that divides them, no more than there is memory for, and so few that each of `devices` has one."""
+    most = min(_most_joined(manifest, budget), micro_batches // devices)
+    return next((count for count in range(most, 1, -1) if micro_batches % count == 0), 1)
+
+
+def _most_joined(manifest: Manifest, budget: Budget) -> int:
+    """As many as there is memory for, beside a copy of the model where that is there to evaluate."""
+    if not on_gpu(budget.device):
+        return 1
+    layers, room = manifest.model.n_layers, budget
+    if has_room_to_evaluate(manifest, budget):
+        room = replace(budget, memory_bytes=budget.memory_bytes - _copy_bytes(manifest))
+    counts = range(JOINED // (manifest.train.rows * manifest.train.sequence), 1, -1)
+    return next((n for n in counts if room.holds(needs_of(manifest, 0, layers, budget.device, n))), 1)
+
+
+def depths(manifest: Manifest, first: int, last: int, budget: Budget) -> Depths:
+    """For how many micro-batches under way there is memory. The host beside a GPU has room for the frames of all of a step's.
+
+    Whoever computes activations anew keeps those of one micro-batch, and so does the last stage, which goes backward right after forward. A
+    stage that has room for the activations of less than a window lets none wait: it computes anew.
+    """
+    device = budget.device
+    one, frame = memory.activation_bytes(manifest, first, last, device), memory.frame_bytes(manifest, first, last)
+    resting = memory.resting_bytes(manifest, first, last, in_files=in_files(manifest, budget), device=device)
+    free = budget.own_bytes(memory.host_memory(manifest, first, last, device)) - resting
+    most = max(memory.under_way(manifest), (free - one) // max(frame, 1))
+    if last == manifest.model.n_layers:
+        return Depths(plain=most, held=most, most=most)
+    plain = max(memory.in_flight(manifest, first, last), free // (one + WAITING * frame))
+    held = (free - plain * one) // max(frame, 1) if plain >= memory.window(manifest) else plain
+    return Depths(plain=plain, held=max(plain, held), most=max(plain, held, most))
