@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from protocol.codec import boundary_formats, sparse
-from protocol.planning import memory, partition
+from protocol.planning import budget, memory, partition
 from protocol.planning.arrange import Arranged
 from protocol.planning.partition import Candidate
 from protocol.run import layout
@@ -30,7 +30,7 @@ CARRIED = 0.9
 def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank: int) -> float:
     """Tokens per second that this replica brings into commits; all its members' speeds and links are known."""
     train, model = manifest.train, manifest.model
-    if any(memory.stage_memory(manifest, a, b) > c.memory_bytes for c, (a, b) in zip(members, ranges, strict=True)):
+    if not all(has_room(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)):
         return 0.0
     tokens, last = train.rows * train.sequence, len(members) - 1
     stages = [seconds(manifest, c, a, b) for c, (a, b) in zip(members, ranges, strict=True)]
@@ -72,6 +72,14 @@ def worth(manifest: Manifest, members: Sequence[Candidate], ranges: Ranges, rank
     return train.micro_batches * tokens / step * share * there_at_all
 
 
+def has_room(manifest: Manifest, c: Candidate, a: int, b: int) -> bool:
+    """For a stage: on a card and on the host beside it, or for both where they are one."""
+    own, host = memory.stage_memory(manifest, a, b, c.device), memory.host_memory(manifest, a, b, c.device)
+    if c.device == "cpu" or c.host_bytes == 0:
+        return own + host <= c.memory_bytes
+    return own <= c.memory_bytes and (c.host_bytes is None or host <= c.host_bytes)
+
+
 def seconds(manifest: Manifest, c: Candidate, a: int, b: int) -> float:
     """Of a stage per micro-batch: 6 operations a matrix parameter and token, and attention's."""
     spec, train = manifest.model, manifest.train
@@ -94,7 +102,7 @@ def _manners(
 ) -> list[tuple[list[float], list[int]]]:
     """Seconds of the stages and how many micro-batches each lets past, with as many under way as nobody has to compute twice for, and as there is
     memory for. Who computes activations twice, a third more work, lets all past: who has to, and who holds those behind it up much less then."""
-    room = [memory.depths(manifest, a, b, c.memory_bytes) for c, (a, b) in zip(members, ranges, strict=True)]
+    room = [budget.depths(manifest, a, b, c.budget) for c, (a, b) in zip(members, ranges, strict=True)]
     count, last = manifest.train.micro_batches, len(members) - 1
     found = []
     for depth in (min([count, *some]) for some in ([r.held for r in room], [r.most for r in room])):
@@ -282,7 +290,7 @@ def grouped(manifest: Manifest, order: Sequence[Candidate]) -> list[Arranged]:
             continue
         best = max(run, key=lambda x: x.memory_bytes)  # the head needs most
         members = [*(x for x in run if x is not best), best]
-        ranges = partition.split(manifest, [x.memory_bytes for x in members], [x.speed_flops for x in members])
+        ranges = partition.split(manifest, [x.budget for x in members], [x.speed_flops for x in members])
         if ranges is not None:
             replicas.append(_best_rank(manifest, members, ranges))
             run = []
@@ -300,7 +308,7 @@ def blind(manifest: Manifest, order: Sequence[Candidate], rng: random.Random) ->
     for c in order:
         run.append(c)
         enough = sum(layers if x.memory_bytes >= whole else _blocks(manifest, x.memory_bytes) for x in run) >= layers
-        ranges = partition.split(manifest, [x.memory_bytes for x in run]) if enough else None
+        ranges = partition.split(manifest, [x.budget for x in run]) if enough else None
         if ranges is not None:
             rank = rng.choice(manifest.chains.rank) if len(run) > 1 else 0
             rate = worth(manifest, run, ranges, rank)
@@ -358,5 +366,5 @@ def _rate(manifest: Manifest, members: list[Candidate]) -> float:
     """Of members in this order, cut so that the slowest stage is as quick as can be."""
     if not members or len(members) > manifest.model.n_layers:
         return 0.0
-    ranges = partition.split(manifest, [c.memory_bytes for c in members], [c.speed_flops for c in members])
+    ranges = partition.split(manifest, [c.budget for c in members], [c.speed_flops for c in members])
     return 0.0 if ranges is None else _best_rank(manifest, members, ranges).rate

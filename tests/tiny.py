@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from protocol.codec import blob_hash
 from protocol.identity import Identity
 from protocol.planning import memory, partition
+from protocol.planning.budget import Budget
 from protocol.rounds import leader_events, part_lists
 from protocol.rounds.judging import Case, Judged
 from protocol.rounds.leader import Leader
@@ -63,12 +64,17 @@ def third_memory(m: Manifest) -> int:
     low, high = 0, full_memory(m)
     while high - low > 1:
         middle = (low + high) // 2
-        if partition.split(m, [middle] * 3) is None:
+        if partition.split(m, rooms([middle] * 3)) is None:
             low = middle
         else:
             high = middle
-    assert partition.split(m, [high] * 2) is None
+    assert partition.split(m, rooms([high] * 2)) is None
     return high
+
+
+def rooms(memory: Iterable[int]) -> list[Budget]:
+    """Processors with so many bytes each."""
+    return [Budget(size) for size in memory]
 
 
 def digest(text: str) -> str:

@@ -64,11 +64,11 @@ def quarter(manifest: Manifest) -> int:
     low, high = 0, memory.stage_memory(manifest, 0, manifest.model.n_layers)
     while high - low > 1:
         middle = (low + high) // 2
-        if partition.split(manifest, [middle] * len(HOMES)) is None:
+        if partition.split(manifest, tiny.rooms([middle] * len(HOMES))) is None:
             low = middle
         else:
             high = middle
-    assert partition.split(manifest, [high] * (len(HOMES) - 1)) is None
+    assert partition.split(manifest, tiny.rooms([high] * (len(HOMES) - 1))) is None
     return high
 
 

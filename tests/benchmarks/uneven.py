@@ -81,8 +81,8 @@ def step_seconds(manifest: Manifest, paces: list[float]) -> float:
     """Of one inner step of a replica whose members have these paces, at best."""
     layers = manifest.model.n_layers
     speeds = [round(10**9 / pace) for pace in paces]
-    memory = [tiny.full_memory(manifest)] * len(paces)
-    ranges = partition.split(manifest, memory, speeds)
+    rooms = tiny.rooms([tiny.full_memory(manifest)] * len(paces))
+    ranges = partition.split(manifest, rooms, speeds)
     assert ranges is not None
     seconds = [pace * (last - first) / layers for pace, (first, last) in zip(paces, ranges, strict=True)]
     stages = [StageCost(forward=s * paced.FORWARD, backward=s * (1 - paced.FORWARD)) for s in seconds]

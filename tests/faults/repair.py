@@ -65,14 +65,16 @@ def least_memory(manifest: Manifest, stages: int) -> int:
     low, high = 0, tiny.full_memory(manifest)
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if partition.split(manifest, [middle] * stages) is None else (low, middle)
+        low, high = (
+            (middle, high) if partition.split(manifest, tiny.rooms([middle] * stages)) is None else (low, middle)
+        )
     return high
 
 
 def weak_memory(manifest: Manifest) -> int:
     """The least memory of which four peers make a chain; three do not."""
     least = least_memory(manifest, STAGES)
-    assert partition.split(manifest, [least] * (STAGES - 1)) is None
+    assert partition.split(manifest, tiny.rooms([least] * (STAGES - 1))) is None
     return least
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.planning import explain, figures, memory, pipeline_model
+from protocol.planning import budget, explain, figures, memory, pipeline_model
 from protocol.planning.arrange import Arranged, arrange
 from protocol.planning.objective import CARRIED, Swarm, padded
 from protocol.planning.partition import Candidate
@@ -126,8 +126,7 @@ def test_a_step_is_about_as_long_as_the_simulation_of_the_schedule_says(tight: b
             peers = [dataclasses.replace(c, memory_bytes=need) for c, need in zip(peers, needs, strict=True)]
             swarm = Swarm(manifest, peers)
         room = [
-            memory.depths(manifest, a, b, c.memory_bytes)
-            for c, (a, b) in zip(peers, itertools.pairwise(cuts), strict=True)
+            budget.depths(manifest, a, b, c.budget) for c, (a, b) in zip(peers, itertools.pairwise(cuts), strict=True)
         ]
         stages = [
             StageCost(forward=t / 3, backward=2 * t / 3, depths=depths)

@@ -13,7 +13,8 @@ import pytest
 from peer.corpus.text import Text as AnyText
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.orders import InnerLoop
-from protocol.planning import memory
+from protocol.planning import budget, memory
+from protocol.planning.budget import Budget
 from protocol.rounds import audits, standing
 from protocol.run.manifest import EvaluationSpec, JudgingSpec, OuterSpec, TimingSpec, TrainSpec
 from protocol.wire.commit import Commit
@@ -58,7 +59,7 @@ def test_a_replica_that_trains_on_other_text_is_found_and_no_other(tmp_path: Pat
 
             swarm.inner_loop = inner_loop
             room = memory.stage_memory(RUN, 0, MODEL.n_layers) * 10
-            assert memory.has_room_to_audit(RUN, room)
+            assert budget.has_room_to_audit(RUN, Budget(room))
             liar = volunteers.identity_of(LIAR).peer_id
             for name in (*HONEST, LIAR):
                 swarm.start(name, memory=room)

@@ -19,7 +19,8 @@ from peer.node.orders import ChainOrders
 from peer.state.outer_optimizer import Outer
 from peer.state.storage import Shards
 from protocol.identity import Identity
-from protocol.planning import memory
+from protocol.planning import budget
+from protocol.planning.budget import Budget
 from protocol.rounds import audits
 from protocol.rounds.audits import Turn
 from protocol.rounds.member_events import TrainOrder
@@ -265,5 +266,5 @@ def test_without_room_nothing_is_kept() -> None:
             await one.aclose()
 
     asyncio.run(work())
-    assert not memory.has_room_to_audit(RUN, tiny.full_memory(RUN))
-    assert memory.has_room_to_audit(RUN, 10 * tiny.full_memory(RUN))
+    assert not budget.has_room_to_audit(RUN, Budget(tiny.full_memory(RUN)))
+    assert budget.has_room_to_audit(RUN, Budget(10 * tiny.full_memory(RUN)))

@@ -1,4 +1,4 @@
-"""What a stage needs of a GPU's own memory: counted where that is possible without one, beside peaks of a card, and as plans count it."""
+"""What a stage needs of a GPU's own memory: counted where that is possible without one, and beside peaks of a card."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from peer.training import attention
 from peer.training.model import Block
-from protocol.planning import memory
+from protocol.planning import budget, memory
 from protocol.planning.arrange import arrange
+from protocol.planning.budget import Budget
 from protocol.planning.partition import Candidate
-from protocol.run import layout, presets
+from protocol.run import presets
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import ChainSpec, Manifest, TrainSpec
 from tests import tiny
@@ -108,21 +109,21 @@ def test_the_promise_is_what_recordings_of_a_stage_took_on_a_card() -> None:
 def test_a_replica_with_room_computes_micro_batches_together(name: str, gigabytes: int, joined: int) -> None:
     manifest = RUNS[name]
     count = manifest.train.micro_batches
-    found = memory.joined(manifest, count, gigabytes * GB, "cuda")
+    found = budget.joined(manifest, count, Budget(gigabytes * GB, "cuda"))
     assert found == joined
-    assert memory.joined(manifest, count, gigabytes * GB, "cpu") == 1
-    assert count // memory.joined(manifest, count, 1000 * GB, "cuda", devices=count // 2) >= count // 2
+    assert budget.joined(manifest, count, Budget(gigabytes * GB)) == 1
+    assert count // budget.joined(manifest, count, Budget(1000 * GB, "cuda"), devices=count // 2) >= count // 2
 
 
 @given(st.sampled_from(sorted(RUNS)), st.integers(10**8, 10**12), st.integers(1, 300), st.integers(1, 8))
 def test_what_is_joined_fits_and_divides(name: str, offered: int, count: int, devices: int) -> None:
     manifest = RUNS[name]
-    found = memory.joined(manifest, count, offered, "cuda", devices)
+    found = budget.joined(manifest, count, Budget(offered, "cuda"), devices)
     assert found >= 1
     assert count % found == 0
     if found > 1:
         assert memory.stage_memory(manifest, 0, manifest.model.n_layers, "cuda", found) <= offered
-        assert found * manifest.train.rows * manifest.train.sequence <= memory.JOINED
+        assert found * manifest.train.rows * manifest.train.sequence <= budget.JOINED
         assert count // found >= devices
 
 
@@ -130,23 +131,6 @@ def test_only_the_name_of_a_card_makes_it_one() -> None:
     assert [name for name in ("cuda", "cuda:1", "2 x cuda", "cpu", "3 x cpu", "mps", "", "x", "cudax") if memory.on_gpu(name)] == [
         "cuda", "cuda:1", "2 x cuda"
     ]  # fmt: skip
-
-
-@given(st.sampled_from(sorted(RUNS)), st.integers(10**8, 10**12))
-def test_nobody_is_planned_for_what_his_card_cannot_hold(name: str, offered: int) -> None:
-    manifest = RUNS[name]
-    counted = memory.counted(manifest, offered, "cuda")
-    on_card = memory.needs_by_range(manifest, "cuda")
-    held = [stage for stage, need in memory.needs_by_range(manifest).items() if need <= counted]
-    assert all(on_card[stage] <= offered for stage in held)
-    assert memory.counted(manifest, offered, "2 x cuda") == counted
-    assert memory.counted(manifest, offered, "mps") == memory.counted(manifest, offered, "cpu") == offered
-
-
-@given(st.sampled_from(sorted(RUNS)), st.integers(10**8, 10**12), st.integers(0, 10**12))
-def test_more_memory_never_counts_as_less(name: str, offered: int, more: int) -> None:
-    manifest = RUNS[name]
-    assert memory.counted(manifest, offered, "cuda") <= memory.counted(manifest, offered + more, "cuda")
 
 
 def test_a_card_of_eight_gigabytes_is_a_full_replica_where_a_processor_with_as_much_is_not() -> None:
@@ -163,22 +147,10 @@ def test_a_card_of_eight_gigabytes_is_a_full_replica_where_a_processor_with_as_m
     assert 1 not in sizes("cpu")
 
 
-def test_beside_a_card_the_state_lies_in_files_where_the_host_is_small() -> None:
-    manifest = RUNS["178m"]
-    parameters = 0.178 * GB
-    assert memory.host_in_files(manifest, int(8 * parameters)), "no room for what the next state is written into"
-    assert not memory.host_in_files(manifest, int(16 * parameters))
-    assert memory.in_files(manifest, int(16 * parameters)), "all that is trained has to be there, too"
-    embed, block = (layout.parameters(manifest.model, shard) for shard in ("embed", "block.0"))
-    enough = 8 * layout.total_parameters(manifest.model) + 4 * (2 * embed + memory.ABREAST * block)
-    assert memory.host_in_files(manifest, enough - 1), "no room for the next state of several shards at a time"
-    assert not memory.host_in_files(manifest, enough)
-
-
 def test_whoever_has_room_for_more_micro_batches_lets_more_of_them_go_ahead() -> None:
     manifest = RUNS["512m"]
     room = 6 * GB
-    on_card, on_host = (memory.depths(manifest, 1, 3, room, device) for device in ("cuda", "cpu"))
+    on_card, on_host = (budget.depths(manifest, 1, 3, Budget(room, device)) for device in ("cuda", "cpu"))
     assert on_card.plain > on_host.plain
     one = memory.activation_bytes(manifest, 1, 3, "cuda")
     resting = memory.resting_bytes(manifest, 1, 3, in_files=True, device="cuda")

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from protocol.planning import memory, partition, speed
+from protocol.planning import budget, memory, partition, speed
 from protocol.planning.allotment import NEW
+from protocol.planning.budget import Budget
 from protocol.planning.changes import FORMING_ROUNDS
 from protocol.planning.memory import stage_memory
 from protocol.planning.partition import Candidate
@@ -25,7 +26,7 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from tests import tiny
 
 M = tiny.manifest()
-FULL, THIRD, LEAST = tiny.full_memory(M), tiny.third_memory(M), memory.smallest_stage(M)
+FULL, THIRD, LEAST = tiny.full_memory(M), tiny.third_memory(M), budget.smallest_stage(M)[0]
 LAYERS = tiny.LAYERS
 
 
@@ -138,7 +139,7 @@ def test_every_plan_is_sound_and_independent_of_the_order_of_the_announcements(
 @example(memory=[29248, 34176, 63232])
 def test_whenever_some_chain_exists_there_is_a_plan(memory: list[int]) -> None:
     orders = (order for size in range(2, 5) for order in itertools.permutations(memory, size))
-    possible = any(partition.split(M, order) is not None for order in orders)
+    possible = any(partition.split(M, tiny.rooms(order)) is not None for order in orders)
     assert (_plan(_candidates(*memory)) is not None) == possible
 
 
@@ -151,7 +152,7 @@ def test_split_is_the_best_for_its_order(memory: list[int]) -> None:
         return max(stage_memory(M, a, b) / m for (a, b), m in zip(ranges, memory, strict=True))
 
     best = min((worst(r) for r in all_ranges), default=2.0)
-    found = partition.split(M, memory)
+    found = partition.split(M, tiny.rooms(memory))
     assert (found is None) == (best > 1)
     assert found is None or worst(found) == best
 
@@ -215,8 +216,8 @@ def test_what_of_a_7b_model_fits_into_8_12_and_24_gb() -> None:
     assert stage_memory(SEVEN_B, 1, 2) < 0.8 * room[8], "with margin"
     assert 0.9 * room[8] < stage_memory(SEVEN_B, 0, 1) <= room[8], "the first stage, without margin"
     assert room[12] < stage_memory(SEVEN_B, layers - 1, layers) <= room[24], "the last stage"
-    assert not memory.in_files(SEVEN_B, 10**12)
-    assert memory.in_files(SEVEN_B, room[24])
+    assert not budget.in_files(SEVEN_B, Budget(10**12))
+    assert budget.in_files(SEVEN_B, Budget(room[24]))
 
 
 def test_reading_the_embedding_takes_little() -> None:
@@ -230,19 +231,19 @@ def test_reading_the_embedding_takes_little() -> None:
 def test_a_chain_of_8_gb_machines_with_larger_ends_carries_a_7b_model() -> None:
     room = {gb: int(0.75 * gb * 1e9) for gb in (8, 12, 24)}
     members = [room[12], *[room[8]] * 30, room[24]]
-    ranges = partition.split(SEVEN_B, members)
+    ranges = partition.split(SEVEN_B, tiny.rooms(members))
     assert ranges is not None
     assert len(ranges) == 32
-    assert partition.split(SEVEN_B, [room[8]] * 32) is None
+    assert partition.split(SEVEN_B, tiny.rooms([room[8]] * 32)) is None
 
 
 def test_what_memory_is_left_over_makes_the_chain_deeper() -> None:
     for first, last in ((0, 2), (1, 3), (2, 4)):
         least, one = stage_memory(M, first, last), memory.activation_bytes(M, first, last)
-        depths = memory.depths(M, first, last, least)
+        depths = budget.depths(M, first, last, Budget(least))
         assert depths.held >= memory.under_way(M)
         inputs = memory.frame_bytes(M, first, last)
-        deeper = memory.depths(M, first, last, least + 10 * (one + memory.WAITING * inputs))
+        deeper = budget.depths(M, first, last, Budget(least + 10 * (one + memory.WAITING * inputs)))
         assert deeper.most > depths.most
         if last == LAYERS:
             assert deeper.plain == deeper.held == deeper.most, "it keeps the activations of one"
@@ -258,8 +259,8 @@ def test_no_depth_takes_more_memory_than_there_is(first: int, size: int, extra: 
     m = dataclasses.replace(M, train=dataclasses.replace(M.train, micro_batches=32))
     last = min(first + size, LAYERS)
     there = stage_memory(m, first, last) + extra
-    depths, kept = memory.depths(m, first, last, there), 1 if last == LAYERS else None
-    files = memory.in_files(m, there)
+    depths, kept = budget.depths(m, first, last, Budget(there)), 1 if last == LAYERS else None
+    files = budget.in_files(m, Budget(there))
     for depth in (depths.plain, depths.held, depths.most):
         activations = kept or (1 if depth > depths.held else depths.window(depth, again=False))
         assert memory.memory_at(m, first, last, activations, depth, in_files=files) <= there
@@ -366,7 +367,7 @@ def test_as_many_chains_as_their_ends_allow() -> None:
     """The head's stage needs the most memory, whatever the order of the uplinks."""
     last, rest = stage_memory(M, 2, 4), max(stage_memory(M, 0, 1), stage_memory(M, 1, 2))
     assert last > rest
-    assert partition.split(M, [last, rest, rest]) is None
+    assert partition.split(M, tiny.rooms([last, rest, rest])) is None
     memories = [last, rest, rest] * 3
     candidates = [Candidate(peer=f"p{i}", memory_bytes=x, up_bps=100 - i // 3) for i, x in enumerate(memories)]
     plan = _plan(candidates)
@@ -436,7 +437,7 @@ def test_split_makes_the_slowest_stage_as_quick_as_memory_allows_and_then_uses_t
         return max(stage_memory(M, a, b) / m for (a, b), m in zip(ranges, memory, strict=True))
 
     fitting = [r for r in all_ranges if share(r) <= 1]
-    found = partition.split(M, memory, speeds)
+    found = partition.split(M, tiny.rooms(memory), speeds)
     assert (found is None) == (not fitting)
     if found is not None:
         best = min((_slowest(M, r, speeds), share(r)) for r in fitting)
@@ -447,8 +448,8 @@ def test_split_makes_the_slowest_stage_as_quick_as_memory_allows_and_then_uses_t
 def test_who_becomes_slower_never_gets_more_to_do(chain: tuple[list[int], list[int]], slower: int) -> None:
     memory, speeds = chain
     slower %= len(speeds)
-    before = partition.split(M, memory, speeds)
-    after = partition.split(M, memory, [s // 2 if i == slower else s for i, s in enumerate(speeds)])
+    before = partition.split(M, tiny.rooms(memory), speeds)
+    after = partition.split(M, tiny.rooms(memory), [s // 2 if i == slower else s for i, s in enumerate(speeds)])
     assert (before is None) == (after is None)
     if before is not None and after is not None:
         assert speed.work(M)[after[slower]] <= speed.work(M)[before[slower]]
@@ -459,7 +460,7 @@ def test_stages_are_contiguous_and_follow_the_speeds_for_every_length(stages: in
     layers = 40
     deep = tiny.manifest(model=ModelSpec(vocab_size=16, d_model=8, n_layers=layers, n_heads=2, d_ff=16, context=8))
     speeds = [10**9 * (1 + i % 2) for i in range(stages)]
-    ranges = partition.split(deep, [stage_memory(deep, 0, layers)] * stages, speeds)
+    ranges = partition.split(deep, tiny.rooms([stage_memory(deep, 0, layers)] * stages), speeds)
     assert ranges is not None
     assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
     assert ranges[-1][1] == layers
@@ -475,14 +476,16 @@ def test_the_head_counts_as_the_blocks_that_it_is_worth() -> None:
     wide = tiny.manifest(
         model=ModelSpec(vocab_size=4 * block // (6 * 8), d_model=8, n_layers=12, n_heads=2, d_ff=16, context=8)
     )
-    ranges = partition.split(wide, [stage_memory(wide, 0, 12)] * 2, [10**6] * 2)
+    ranges = partition.split(wide, tiny.rooms([stage_memory(wide, 0, 12)] * 2), [10**6] * 2)
     assert ranges == ((0, 8), (8, 12))
 
 
 def test_an_unknown_speed_counts_as_the_median_of_the_known_ones() -> None:
     for speeds, same in (((4, 0, 1, 2), (4, 2, 1, 2)), ((0, 3), (3, 3))):
-        assert partition.split(DEEP, [ROOM] * len(speeds), speeds) == partition.split(DEEP, [ROOM] * len(same), same)
-    assert partition.split(DEEP, [ROOM] * 3, (0, 0, 0)) == partition.split(DEEP, [ROOM] * 3)
+        assert partition.split(DEEP, tiny.rooms([ROOM] * len(speeds)), speeds) == partition.split(
+            DEEP, tiny.rooms([ROOM] * len(same)), same
+        )
+    assert partition.split(DEEP, tiny.rooms([ROOM] * 3), (0, 0, 0)) == partition.split(DEEP, tiny.rooms([ROOM] * 3))
 
 
 def test_a_new_chain_is_split_by_speed_and_the_order_of_announcements_does_not_matter() -> None:
@@ -526,7 +529,7 @@ def test_what_takes_longer_to_move_than_ten_rounds_save_stays() -> None:
     wobbles=st.lists(st.lists(st.floats(0.9, 1.1), min_size=12, max_size=12), min_size=1, max_size=5),
 )
 def test_speeds_that_wobble_by_a_tenth_move_nothing(speeds: list[int], wobbles: list[list[float]]) -> None:
-    ranges = partition.split(DEEP, [ROOM] * len(speeds), speeds)
+    ranges = partition.split(DEEP, tiny.rooms([ROOM] * len(speeds)), speeds)
     assert ranges is not None
     plan = _kept(DEEP, tuple(b - a for a, b in ranges))
     for wobble in wobbles:

@@ -148,7 +148,7 @@ def test_without_a_step_the_round_is_sat_out(tmp_path: Path) -> None:
 
 
 def test_a_replica_with_room_learns_the_same_from_joined_micro_batches(tmp_path: Path) -> None:
-    """As on a GPU (memory.joined). What is told and announced is of the run's micro-batches."""
+    """As on a GPU (budget.joined). What is told and announced is of the run's micro-batches."""
     plain, _, alone, expected = a_round(tmp_path, room=TRAIN.rows)
     seen: list[int] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from protocol.planning import explain, memory
+from protocol.planning import budget, explain, memory
 from protocol.planning.arrange import arrange
 from protocol.planning.partition import Candidate, split
 from protocol.planning.planner import still_fit
@@ -25,11 +25,11 @@ def peers(*memory_bytes: int) -> tuple[Candidate, ...]:
 
 
 def test_no_announced_memory_is_enough_for_a_part_of_the_model() -> None:
-    needs = memory.needs_by_range(TIED)
-    assert needs.pop((0, LAYERS)) == memory.smallest_stage(TIED) == WHOLE
-    assert min(needs.values()) > 2**50, "the most that a peer may announce (protocol/wire/bounds.py)"
-    assert split(TIED, [2**50] * 2) is None
-    assert split(UNTIED, [2**50] * 2) is not None
+    needs = dict(budget.needs_by_range(TIED))
+    assert needs.pop((0, LAYERS)) == budget.smallest_stage(TIED) == (WHOLE, 0)
+    assert min(needs.values()) > (2**50, 0), "the most that a peer may announce (protocol/wire/bounds.py)"
+    assert split(TIED, tiny.rooms([2**50] * 2)) is None
+    assert split(UNTIED, tiny.rooms([2**50] * 2)) is not None
 
 
 def test_whoever_holds_the_whole_model_trains_and_the_others_are_told_why_not() -> None:
