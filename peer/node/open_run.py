@@ -14,7 +14,7 @@ from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
 from peer.net.disk import LocalDisk
-from protocol.errors import RemoteError, UsageError
+from protocol.errors import RemoteError, UsageError, apart
 from protocol.identity import short_peer
 from protocol.rounds.invitations import Ticket, read_ticket
 from protocol.run import manifest as manifests
@@ -145,9 +145,9 @@ def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> by
             raw = path.read_bytes()
             found = hashlib.sha256(raw).hexdigest()
             if found != manifest.tokenizer.digest:
+                has, wanted = apart(found, manifest.tokenizer.digest)
                 raise UsageError(
-                    f"tokenizer {path}: its sha256 is {found[:12]}…, the manifest says"
-                    f" {manifest.tokenizer.digest[:12]}…; use the file that the run was made with"
+                    f"tokenizer {path}: its sha256 is {has}, the manifest says {wanted}; use the file that the run was made with"
                 )
             return raw
     return None
@@ -174,10 +174,8 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
         ) from None
     manifest = manifests.from_bytes(raw, f"from {short_peer(peer)}")
     if manifest.run_id != run.run_id:
-        raise UsageError(
-            f"RUN: the node at {run.bootstrap[0]} serves run {manifest.run_id[:12]}…, not {run.run_id[:12]}…;"
-            " copy the line again"
-        )
+        served, wanted = apart(manifest.run_id, run.run_id)
+        raise UsageError(f"RUN: the node at {run.bootstrap[0]} serves run {served}, not {wanted}; copy the line again")
     return manifest
 
 
