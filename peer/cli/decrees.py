@@ -26,6 +26,7 @@ from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from peer.ui import log_text
+from peer.ui.names import meant
 from peer.ui.text import clean, schedule_of
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
@@ -55,8 +56,6 @@ from protocol.wire.decree import (
 from protocol.wire.sealed import seal
 
 ASK_SECONDS = 1.0
-SHORTEST = 4
-"""Characters of the end of a peer's id that may stand for it."""
 SILENT_SECONDS = 180.0
 """That one's own node may be silent while its operator waits: it may be started again meanwhile."""
 
@@ -79,7 +78,7 @@ Peer = Annotated[
     str,
     typer.Argument(
         metavar="PEER",
-        help="The peer's id, or its last characters, as screens show them; or an invitation's.",
+        help="The peer as screens show it, such as Ada·p8kZ, or its id, or the id's last characters; or an invitation's.",
         show_default=False,
     ),
 ]
@@ -309,9 +308,8 @@ async def _decree(
             elif action == DISMISS:
                 subject = _named(now, subject)
             elif subject:
-                subject = await _whole(
-                    manifest, reader.Remote(transport, [node], BlobStore(Path(name) / "blobs")), subject
-                )
+                log = reader.Remote(transport, [node], BlobStore(Path(name) / "blobs"))
+                subject = await _whole(manifest, log, subject)
             lasts = None if wanted is None else wanted(manifest, now.schedule)
             decree = Decree(
                 run=manifest.run_id,
@@ -331,30 +329,23 @@ async def _decree(
 
 
 async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
-    """The peer id that is meant: a whole one, or the end of one that is in the log. Raises UsageError, RemoteError."""
-    with contextlib.suppress(ValueError):
-        identity.public_key(text)
-        return text
-    found = set[str]()
+    """The peer id that is meant: a whole one, or the end of one that is in the log or there now. Raises UsageError, RemoteError."""
+    said = await log.said_names(manifest.run_id)
+    found = set(said)
     async for record in log_text.believed(manifest, log, lambda note: None):
         found.update(record.commit.plan.peers if record.commit.plan is not None else ())
         found.update(name for joined in record.commit.joined for name in (joined.peer, joined.invitation.key))
-    known = sorted(peer for peer in found if len(text) >= SHORTEST and peer.endswith(text))
-    if len(known) != 1:
-        what = "several peers of the log end so" if known else "no peer of the log ends so"
-        raise UsageError(f"PEER {clean(text, 64)}: {what}; give the whole id, as potluck log show --json has it")
-    return known[0]
+    return meant("PEER", text, found, said)
 
 
 def _named(now: Motions, text: str) -> str:
     """The operator who is meant. Raises UsageError."""
-    known = [peer for peer in now.board.names if peer == text or (len(text) >= SHORTEST and peer.endswith(text))]
-    if len(known) != 1:
-        what = "several operators end so" if known else "no operator of the run ends so"
+    found = meant("OPERATOR", text, now.board.names)
+    if found not in now.board.names:
         raise UsageError(
-            f"OPERATOR {clean(text, 64)}: {what}; give the whole id: {', '.join(map(clean, now.board.names))}"
+            f"OPERATOR {found}: is no operator of the run; give one of {', '.join(map(clean, now.board.names))}"
         )
-    return known[0]
+    return found
 
 
 def _proven(manifest: Manifest, now: Motions, text: str) -> str:
@@ -364,7 +355,7 @@ def _proven(manifest: Manifest, now: Motions, text: str) -> str:
         raise LocalError(
             f"oust {clean(text, 64)}: your node has no proof that an operator voted twice; nobody is taken out"
         )
-    if text != proof.peer and not (len(text) >= SHORTEST and proof.peer.endswith(text)):
+    if meant("OPERATOR", text, now.board.names) != proof.peer:
         raise UsageError(f"OPERATOR {clean(text, 64)}: the proof is against {proof.peer}; give that one")
     print(
         f"oust {short_peer(proof.peer)}: {log_text.what_it_did(proof)}, both signatures are right; the others go on from round {now.after}",

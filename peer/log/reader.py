@@ -54,7 +54,8 @@ class Source(Protocol):
         ...
 
     async def said_names(self, run: str) -> dict[str, str]:
-        """What the peers that are there now call themselves, by their ids, as they say it; nothing where nobody can be asked."""
+        """What the peers that are there now call themselves, by their ids, as they say it, empty where they have no name; nothing where no node can be
+        asked."""
         ...
 
 
@@ -180,7 +181,7 @@ class Remote:
         roster = RosterReader(self._transport, run)
         with contextlib.suppress(RemoteError):
             await roster.refresh(self._nodes)
-        return {peer: found.name for peer, found in roster.known.items() if found.name}
+        return {peer: found.name for peer, found in roster.known.items()}
 
     async def _tokenizer_of(self, node: str, manifest: Manifest) -> bytes:
         raw = await fetch_named(self._transport, node, endpoints.TOKENIZER_NAME, limit=MAX_TOKENIZER)

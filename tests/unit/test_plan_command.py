@@ -96,7 +96,7 @@ def test_what_if_says_what_changes(tmp_path: Path) -> None:
         ("+x:1GB,1M,1M,1T", "not understood"),
         ("+2:1GB,1M,1M", "not understood"),
         ("big", "not understood"),
-        ("-nobody", "no peer has this name"),
+        ("-nobody", "none that is known ends so"),
         ("-", "not understood"),
         ("+1:1GB,1M,1M,fast", 'speed "fast"'),
         ("+0:1GB,1M,1M,1T", "count must be"),
