@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -31,18 +32,20 @@ from peer.node import hours
 from peer.node.open_run import (
     KEY,
     Door,
+    Run,
     manifest_again,
     manifest_of,
     parse_run,
     read_announced,
     read_manifest,
+    remember,
     start_transport,
     tokenizer_bytes,
 )
 from peer.node.way_in import WayIn
 from peer.ui.lines import Lines, printer
 from peer.ui.names import LONGEST, harmless_name
-from peer.ui.text import clean
+from peer.ui.text import clean, typed
 from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.rounds import invitations, schedule
@@ -73,6 +76,18 @@ def _raise_limits(emit: events.Emit) -> None:
     too_low = descriptors.raise_limit()
     if too_low is not None:
         emit(events.Warning(text=too_low))
+
+
+def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.Emit:
+    """As `emit`; the node's folder knows where it listens, so that its operator need not type that."""
+
+    def tell(body: events.Body) -> None:
+        if isinstance(body, events.Listening):
+            with contextlib.suppress(UsageError):  # a full disk shows again where it matters
+                remember(folder, Run(manifest, manifest.run_id, body.addresses))
+        emit(body)
+
+    return tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +133,8 @@ def node_of(options: NodeOptions) -> Node:
             f"manifest {options.manifest}: {key.peer_id}, the key in {options.folder}, is no operator of it; add it there before the run"
             " begins, or give --initial-peer ADDRESS of one of its nodes, and have the operators appoint this one"
         )
-    typed = options.door
-    door = dataclasses.replace(typed, announce=read_announced(typed.announce, typed.port, key.peer_id))
+    door = options.door
+    door = dataclasses.replace(door, announce=read_announced(door.announce, door.port, key.peer_id))
     return Node(manifest, key, door, others, relay_bps, text)
 
 
@@ -148,7 +163,7 @@ async def bootstrap(options: NodeOptions) -> None:
         check_document_end(manifest.model, raw)
         if tokenizer is not None:
             archive.save_tokenizer(tokenizer)
-        emit = Emitter("bootstrap", _sink(options.json))
+        emit = _remembering(Emitter("bootstrap", _sink(options.json)), folder, manifest)
         _raise_limits(emit)
         if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))
@@ -213,7 +228,7 @@ def config_of(options: JoinOptions) -> JoinConfig:
     if harmless_name(options.name) != options.name:
         raise UsageError(
             f"--name {clean(options.name, 40)}: a name has at most {LONGEST} letters, digits, spaces, - _ and .; give such as"
-            f" {harmless_name(options.name) or 'Ada'}"
+            f" {typed('--name', harmless_name(options.name) or 'Ada')}"
         )
     (device, *more), memory = resources.chosen(options.device, options.devices), options.memory
     return JoinConfig(

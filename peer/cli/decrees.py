@@ -24,7 +24,7 @@ from peer.net.address import parse, peers_of
 from peer.net.asking import CALL_SECONDS
 from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
-from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
+from peer.node.open_run import KEY, Door, here, manifest_of, node_folder, parse_run, start_transport
 from peer.ui import log_text
 from peer.ui.names import meant
 from peer.ui.text import clean, schedule_of
@@ -66,14 +66,14 @@ app = typer.Typer(
     " type the same.",
 )
 
-Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A manifest file, or the one-line address that a bootstrap node prints.",
-        show_default=False,
-    ),
-]
+_RUN = typer.Argument(
+    metavar="RUN",
+    help="A manifest file, a node's folder, or the one-line address that a bootstrap node prints.",
+    show_default=False,
+)
+Run = Annotated[str, _RUN]
+OwnRun = Annotated[str | None, _RUN]
+"""Where it is missing, that of the node in --dir is meant."""
 Peer = Annotated[
     str,
     typer.Argument(
@@ -101,15 +101,15 @@ def admit(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
 
 
 @app.command(name="open", epilog="Example: potluck run open my-run.toml")
-def open_(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
+def open_(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let everybody in who is not banned."""
-    running.run(_decree(run, OPEN, "", reason, dir), interrupted=1)
+    _decree_own(run, OPEN, reason, dir)
 
 
 @app.command(epilog="Example: potluck run close my-run.toml")
-def close(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
+def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let only those take part whom the manifest lists, or who were admitted."""
-    running.run(_decree(run, CLOSE, "", reason, dir), interrupted=1)
+    _decree_own(run, CLOSE, reason, dir)
 
 
 @app.command(epilog="Example: potluck run oust my-run.toml p8kZq3Rt")
@@ -191,7 +191,7 @@ def quorum(
     epilog="Example: potluck run set my-run.toml --rounds 400",
 )
 def set_(
-    run: Run,
+    run: OwnRun = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="The run is over after so many.", show_default=False)
     ] = None,
@@ -247,7 +247,16 @@ def set_(
         changed = dataclasses.replace(schedule.limits(manifest, now), **given) if given else now.limits  # type: ignore[arg-type]
         return Schedule(rounds=found, total_steps=steps, limits=changed)
 
-    running.run(_decree(run, SET, "", reason, dir, wanted), interrupted=1)
+    _decree_own(run, SET, reason, dir, wanted)
+
+
+def _decree_own(
+    run: str | None, action: str, reason: str, dir: Path, wanted: Callable[[Manifest, Schedule], Schedule] | None = None
+) -> None:
+    """Carries out what is about the whole run, of the node in `dir` where none is named."""
+    with running.reporting():
+        text = here(dir) if run is None else run
+    running.run(_decree(text, action, "", reason, dir, wanted), interrupted=1)
 
 
 def own_key(folder: Path) -> Identity:
@@ -291,6 +300,7 @@ async def _decree(
     quorum: int | None = None,
 ) -> None:
     """Long because these are a decree's fields: (text, folder) say where it goes."""
+    folder = node_folder(text, folder)
     operator = own_key(folder)
     if len(reason) > LONGEST_REASON or not reason.isprintable():
         raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")

@@ -36,7 +36,8 @@ from peer.cli.findings import (
     not_looked_at,
 )
 from peer.net import children
-from peer.node.open_run import parse_run
+from peer.node.open_run import here, parse_run
+from protocol.errors import UsageError
 
 KILLED_SECONDS = 1.0
 """That the system may take to end what was killed. Nobody waits longer: what hangs within the system itself cannot be killed."""
@@ -46,7 +47,9 @@ def doctor(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help="The run that this machine is to join, as for potluck join.", show_default=False
+            metavar="RUN",
+            help="The run that this machine is to join, as for potluck join (default: the one in which the peer in --dir has been, if any).",
+            show_default=False,
         ),
     ] = None,
     dir: Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.")] = Path("potluck-peer"),
@@ -68,6 +71,9 @@ def doctor(
     Long because typer reads a command's options from its function's parameters.
     """
     time = Time.of(within)
+    if run is None:
+        with contextlib.suppress(UsageError):
+            run = here(dir)
     options = Options(
         run=run,
         folder=str(dir),

@@ -19,7 +19,7 @@ from peer.cli.plan import read_peers
 from peer.net import keyfile
 from peer.net.disk import LocalDisk
 from peer.node.open_run import KEY
-from peer.ui.text import clean, count, duration, size
+from peer.ui.text import clean, count, duration, size, typed
 from protocol import identity
 from protocol.codec import boundary_formats
 from protocol.errors import UsageError, shown
@@ -168,7 +168,7 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
         say(line)
     say("")
     say("Start it with the line below. It prints the address with which everybody joins.")
-    say(f"    potluck bootstrap {folder / MANIFEST} --dir {folder / NODE} --corpus {text}")
+    say(f"    {typed('potluck', 'bootstrap', folder / MANIFEST, '--dir', folder / NODE, '--corpus', text)}")
 
 
 def _index(folder: Path) -> CorpusIndex:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
+from peer.node.open_run import Door, here, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui.monitor import Monitor
 from peer.ui.names import meant
 from peer.ui.text import clean
@@ -64,9 +64,9 @@ async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Cal
         for line in plan_text.figure_lines():
             say(line)
     if text is None:
-        if not figures:
-            raise UsageError("potluck plan: nothing to plan; name a run or a file of peers, or give --figures")
-        return
+        if figures:
+            return
+        text = here()
     known = _from_file(Path(text)) if _lists_peers(text) else await _from_run(text)
     replicas, spares = next_plan(known)
     candidates = known.candidates

@@ -20,6 +20,7 @@ from peer.cli import commands, running, units
 from peer.cli.listing import Commands
 from peer.net.disk import LocalDisk
 from peer.node.open_run import parse_run
+from peer.ui.text import typed as as_typed
 from protocol.errors import LocalError, UsageError
 
 app = typer.Typer(
@@ -157,7 +158,7 @@ class Systemd(Service):
     def installed(self) -> Iterator[str]:
         user = getpass.getuser()
         if not (LINGERING / user).exists():
-            yield f"to go on when you log out, and begin when the machine starts, it needs this once: loginctl enable-linger {user}"
+            yield f"to go on when you log out, and begin when the machine starts, it needs this once: {as_typed('loginctl', 'enable-linger', user)}"
 
     def state(self) -> tuple[bool, str]:
         asked = ("ActiveState", "SubState", "NRestarts", "ExecMainStatus", "ActiveEnterTimestamp")
