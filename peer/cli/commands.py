@@ -21,8 +21,9 @@ from peer.cli.auditing import audit_beside, auditor
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig, why_one_device
 from peer.events import Emitter, Sink, json_sink
+from peer.log import reader
 from peer.net import descriptors, keyfile
-from peer.net.address import parse
+from peer.net.address import parse, peers_of
 from peer.net.base import Transport, TransportLost
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
@@ -30,7 +31,10 @@ from peer.net.line import measured_downlink
 from peer.net.reach import Finding
 from peer.node import hours
 from peer.node.open_run import (
+    FIRST_PAUSE,
     KEY,
+    LONGEST_PAUSE,
+    REACH_SECONDS,
     Door,
     Run,
     manifest_again,
@@ -46,13 +50,14 @@ from peer.node.way_in import WayIn
 from peer.ui.lines import Lines, printer
 from peer.ui.names import LONGEST, harmless_name
 from peer.ui.text import clean, typed
-from protocol.errors import UsageError
+from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.rounds import invitations, schedule
 from protocol.rounds.invitations import Ticket
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
+    from bootstrap.archive import Archive
     from peer.corpus.reader import CorpusReader
     from peer.node.peer import Factories, Peer
 
@@ -154,21 +159,23 @@ async def bootstrap(options: NodeOptions) -> None:
     try:
         if text is not None:
             archive.serve_corpus(text.folder, text.raw)
-        raw = tokenizer if tokenizer is not None else archive.tokenizer
-        if raw is None or hashlib.sha256(raw).hexdigest() != manifest.tokenizer.digest:
-            raise UsageError(
-                f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; put the JSON file"
-                " beside the manifest and name it under [tokenizer] file"
-            )
-        check_document_end(manifest.model, raw)
         if tokenizer is not None:
+            check_document_end(manifest.model, tokenizer)
             archive.save_tokenizer(tokenizer)
+        is_here = archive.tokenizer is not None and _has_digest(archive.tokenizer, manifest)
+        if not is_here and not set(peers_of(found.others)) - {key.peer_id}:
+            raise UsageError(
+                f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; give --corpus with the folder of the run's"
+                " corpus, which has it; or --initial-peer with the address of a node that has it"
+            )
         emit = _remembering(Emitter("bootstrap", _sink(options.json)), folder, manifest)
         _raise_limits(emit)
         if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))
         transport = await start_transport(folder, found.door, manifest.run_id)
         try:
+            if not is_here:
+                await _fetch_tokenizer(found, transport, archive, emit)
             together = relay_bps * len(manifest.operators)  # others are taken to allow as much
             answer = functools.partial(Question.answer, relay_bps=together)
             node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
@@ -182,6 +189,38 @@ async def bootstrap(options: NodeOptions) -> None:
             await transport.aclose()
     finally:
         archive.close()
+
+
+def _has_digest(tokenizer: bytes, manifest: Manifest) -> bool:
+    return hashlib.sha256(tokenizer).hexdigest() == manifest.tokenizer.digest
+
+
+async def _fetch_tokenizer(node: Node, transport: Transport, archive: Archive, emit: events.Emit) -> None:
+    """The run's tokenizer from one of its other nodes; waits until one gives it. Raises UsageError, TransportLost."""
+    from peer.corpus.tokenizer import check_document_end
+
+    manifest, pause = node.manifest, FIRST_PAUSE
+    nodes = [peer for peer in dict.fromkeys((*peers_of(node.others), *manifest.operators)) if peer != node.key.peer_id]
+    log = reader.Remote(transport, nodes, archive.blobs)
+    try:
+        while True:
+            try:
+                await transport.connect(node.others, timeout=REACH_SECONDS)
+                raw = await log.tokenizer(manifest)
+                break
+            except (RemoteError, reader.WrongTokenizer) as error:
+                if pause == FIRST_PAUSE:
+                    text = f"tokenizer: none of the run's other nodes gives it ({error}); this node asks again until one does"
+                    emit(events.Warning(text=text))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+    finally:
+        await log.aclose()
+    check_document_end(manifest.model, raw)
+    archive.save_tokenizer(raw)
+    if node.text is None and not manifest.data.mirrors:
+        text = "text: peers fetch it from the run's other nodes; to serve it here, too, copy the corpus of one, and add --corpus FOLDER"
+        emit(events.Warning(text=text))
 
 
 def whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:

@@ -21,6 +21,7 @@ from peer.cli import plan as planning
 from peer.cli.commands import Devices
 from peer.cli.listing import Commands
 from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port
+from peer.config import make_home
 from peer.net import keyfile
 from peer.node.open_run import KEY, Door, here
 from peer.ui.text import typed
@@ -415,5 +416,6 @@ def main(arguments: Sequence[str] | None = None, factories: Factories | None = N
             errors="backslashreplace"
         )  # names of files that are no text, and terminals that show less
     with running.reporting():
+        make_home()
         _check_pasted(sys.argv[1:] if arguments is None else arguments)
     app(arguments, prog_name="potluck", obj=factories)

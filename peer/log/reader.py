@@ -35,6 +35,10 @@ class BadPayload(Exception):
     """A payload that a commit names cannot be had, or is not what the commit says; the text is why."""
 
 
+class WrongTokenizer(UsageError):
+    """A tokenizer that is another one than the run's."""
+
+
 class Source(Protocol):
     """Where a log is read. `name` is how messages name it."""
 
@@ -127,7 +131,7 @@ class Folder:
 def _checked(tokenizer: bytes, manifest: Manifest, name: str) -> bytes:
     found = hashlib.sha256(tokenizer).hexdigest()
     if found != manifest.tokenizer.digest:
-        raise UsageError(
+        raise WrongTokenizer(
             f"tokenizer {name}: is another one than the run's; start the bootstrap node with the run's own"
         )
     return tokenizer
