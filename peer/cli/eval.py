@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import shutil
 import signal
 import sys
 import tempfile
@@ -123,7 +124,10 @@ async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="potluck-eval-") as name:
         folder = Path(name) / "model"
         if choice.exported is not None:
-            folder.symlink_to(choice.exported.resolve())
+            try:
+                folder.symlink_to(choice.exported.resolve())
+            except OSError:  # a disk without symbolic links
+                shutil.copytree(choice.exported, folder)
         else:
             found = await replayed(choice)
             export.write(found.manifest, found.state, found.tokenizer, folder, LocalDisk())

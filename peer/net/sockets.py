@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import os
+import secrets
 import shutil
 import socket
 import tempfile
 from pathlib import Path
 
 from peer.net.base import PortInUse, StartFailed
+from peer.net.disk import try_lock
 from protocol.errors import UsageError
 
 FOLDER = "potluck-net-"
 LOCK = "lock"
 """In such a folder: locked by the process whose daemon it is."""
+OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+"""For sockets, where the folder for temporary files has a long path, or is on a disk without them."""
 FOLDER_PATH_MAX = 48
 """The path of a Unix socket has at most 103 bytes; its name takes 50 of them."""
 
@@ -46,9 +49,23 @@ def port_error(host: str, port: int, reason: str) -> UsageError:
 
 
 def socket_base() -> Path:
-    """Where socket folders are made, unless told otherwise."""
-    base = os.path.realpath(tempfile.gettempdir())
-    return Path(base if len(base.encode()) <= FOLDER_PATH_MAX else "/tmp")
+    """Where socket folders are made, unless told otherwise: the folder for temporary files, if its path is short and its disk can have sockets."""
+    own = Path(os.path.realpath(tempfile.gettempdir()))
+    places = [own, *(Path(place) for place in OTHER_PLACES)]
+    short = [place for place in places if len(os.fsencode(place)) <= FOLDER_PATH_MAX]
+    return next((place for place in short if _has_sockets(place)), short[0])
+
+
+def _has_sockets(folder: Path) -> bool:
+    path = folder / f".{FOLDER}{secrets.token_hex(8)}"
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(os.fspath(path))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
 
 
 class SocketFolder:
@@ -59,7 +76,8 @@ class SocketFolder:
         try:
             made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}", dir=sockets))
             self._lock = open(made / LOCK, "xb")  # noqa: SIM115  (held until it is closed)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # without locks there, nobody sweeps either
+                try_lock(self._lock)
             self.path = made.with_name(made.name[1:])
             made.rename(self.path)  # until now nobody could take it for one that was left behind
         except OSError as error:
@@ -85,7 +103,7 @@ def sweep(sockets: Path) -> int:
             if folder.lstat().st_uid != os.getuid():
                 continue
             with open(os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-                removed += 1
+                if try_lock(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed += 1
     return removed
