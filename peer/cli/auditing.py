@@ -17,6 +17,7 @@ from peer import events
 from peer.config import JoinConfig
 from peer.events import Emitter, json_sink
 from peer.net import children, keyfile
+from peer.net.address import host_of, is_loopback
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from protocol.errors import PotluckError
 from protocol.identity import short_peer
@@ -82,7 +83,7 @@ async def audit_beside(
 ) -> None:
     """Runs the auditor of the node in `folder`, which listens at `addresses`, until the run is over. Whatever becomes of it, the node goes
     on. `program`: the command before its arguments; `again`: seconds until it is started again, and that it has to end."""
-    address = next((a for a in addresses if "/127." in a), addresses[0])
+    address = next((a for a in addresses if is_loopback(host_of(a))), next(iter(addresses), ""))
     command = [*program, f"{address}#{run}", str(folder / FOLDER)]
     while True:
         try:

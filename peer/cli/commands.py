@@ -87,7 +87,7 @@ def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.
     """As `emit`; the node's folder knows where it listens, so that its operator need not type that."""
 
     def tell(body: events.Body) -> None:
-        if isinstance(body, events.Listening):
+        if isinstance(body, events.Listening) and body.addresses:
             with contextlib.suppress(UsageError):  # a full disk shows again where it matters
                 remember(folder, Run(manifest, manifest.run_id, body.addresses))
         emit(body)

@@ -35,6 +35,7 @@ from peer.cli.findings import (
     Time,
     not_looked_at,
 )
+from peer.cli.options import Host
 from peer.net import children
 from peer.node.open_run import here, parse_run
 from protocol.errors import UsageError
@@ -53,7 +54,7 @@ def doctor(
         ),
     ] = None,
     dir: Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.")] = Path("potluck-peer"),
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    host: Host = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     devices: Devices = None,

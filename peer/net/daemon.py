@@ -38,11 +38,12 @@ from hivemind.utils.multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from peer.net import children
+from peer.net import sockets as sockets_of
 from peer.net.address import Address, is_circuit, tcp
 from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
 from peer.net.entry import Arrive, Came, Entry
 from peer.net.expelling import Expelling
-from peer.net.own_addresses import interface_hosts
+from peer.net.own_addresses import best_first, interface_hosts
 from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
 from protocol.identity import short_peer
@@ -150,14 +151,14 @@ class Daemon:
     ) -> Daemon:
         """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. `sparing`: with little memory,
         for more processor time. Raises UsageError (PortInUse, StartFailed)."""
-        family = ipaddress.ip_address(host)
+        hosts = sockets_of.hosts(host, port) or [host]
         folder = SocketFolder(sockets)
         try:
             p2p = await Net.within(str(folder.path), sparing).create(
-                host_maddrs=[f"/ip{family.version}/{host}/tcp/{port}"],
+                host_maddrs=[tcp(one, port) for one in hosts],
                 identity_path=str(identity_file),
                 check_if_identity_free=False,
-                nat_port_map=not family.is_loopback,
+                nat_port_map=not ipaddress.ip_address(host).is_loopback,
                 use_relay=True,
                 announce_maddrs=entrance.announce or None,
                 use_auto_relay=bool(entrance.relays),
@@ -205,10 +206,9 @@ class Daemon:
         with contextlib.suppress(ValueError):  # a node without addresses
             listed += [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
         if self._port:
-            listed += [
-                f"{tcp(host, self._port)}/p2p/{self.peer_id}" for host in sorted(interface_hosts()) if "." in host
-            ]
-        return listed
+            own = [f"{tcp(host, self._port)}/p2p/{self.peer_id}" for host in sorted(interface_hosts())]
+            return [*listed, *best_first(own)]
+        return best_first(listed)
 
     async def ask(
         self, request: Any, peer: str, what: str, timeout: float
@@ -366,11 +366,13 @@ def _came(raw: bytes) -> Came:
 
 
 NOT_SERVED = "does not serve this; it may be another version"
+UNDIALLED = "no address of it can be dialled from this machine"
 _REASONS = (
     ("connection refused", "connection refused"),
     ("peer id mismatch", "another peer answers at this address"),
     ("protocols not supported", NOT_SERVED),
     ("protocol not supported", NOT_SERVED),
+    ("no good addresses", UNDIALLED),
     ("no addresses", "its address is not known"),
     ("failed to find any peer", "its address is not known"),
     ("routing: not found", "its address is not known"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import secrets
@@ -32,13 +33,45 @@ def check_port(host: str, port: int) -> None:
         raise UsageError(f"--host {host}: not an IP address; give one of this machine's, or 0.0.0.0") from None
     if not 0 <= port < 65536:
         raise UsageError(f"--port {port}: not a port; give one between 1 and 65535, or 0 for any")
-    with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    everywhere, _ = _BOTH
+    meant = everywhere if host in everywhere else {host: version}
+    failed = [error for one, of in meant.items() if (error := _why_not(of, one, port)) is not None]
+    hard = [error for error in failed if error.errno not in _NO_FAMILY]
+    if hard or not hosts(host, port):
+        error = (hard or failed)[0]
+        raise port_error(host, port, error.strerror or str(error))
+
+
+def _why_not(version: int, host: str, port: int) -> OSError | None:
+    """Why we cannot listen there; None where we can."""
+    try:
+        with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if version == 6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind((host, port))
             probe.listen(1)
-        except OSError as error:
-            raise port_error(host, port, error.strerror or str(error)) from None
+    except OSError as error:
+        return error
+    return None
+
+
+_BOTH = ({"0.0.0.0": 4, "::": 6}, {"127.0.0.1": 4, "::1": 6})
+"""All addresses of a machine, and its own to itself, by the version of IP."""
+_NO_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""A machine that has this version of IP not at all."""
+
+
+def hosts(host: str, port: int) -> list[str]:
+    """Where `host` means that we listen: 0.0.0.0 and :: are every address of this machine, of IPv4 and of IPv6, as far as it has them. A machine without
+    127.0.0.1 talks to itself by ::1, and the other way round."""
+    everywhere, itself = _BOTH
+    if host in everywhere:
+        return [one for one, version in everywhere.items() if _why_not(version, one, port) is None]
+    if host in itself:
+        order = sorted(itself, key=lambda one: one != host)
+        return [one for one in order if _why_not(itself[one], one, port) is None][:1]
+    return [host] if _why_not(ipaddress.ip_address(host).version, host, port) is None else []
 
 
 def port_error(host: str, port: int, reason: str) -> UsageError:

@@ -142,7 +142,7 @@ def test_the_figures_come_without_a_run() -> None:
     asyncio.run(command.plan(None, (), True, said.append))
     assert any(line.split()[-8:] == ["15.5", "%", "97.8", "%", "99.6", "%", "99.8", "%"] for line in said)
     assert [line for line in said if "billion tokens" in line]
-    with pytest.raises(UsageError, match="^RUN: is missing"):
+    with pytest.raises(UsageError, match=r"^RUN: is missing"):
         asyncio.run(command.plan(None, (), False, said.append))
 
 
