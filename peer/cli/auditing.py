@@ -135,7 +135,12 @@ async def _rest(child: asyncio.subprocess.Process) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the node, which ends us
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # those of a process group are for the node, which ends us
+        signal.signal(number, signal.SIG_IGN)
     try:
         asyncio.run(audit(sys.argv[1], Path(sys.argv[2])))
     except PotluckError as error:

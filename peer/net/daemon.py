@@ -8,7 +8,7 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 - it offers no relay but libp2p's usual one, for signals: 128 KiB and two minutes a circuit, with small buffers (docs/adr/0023-dial-back.md);
 - the socket that the daemon brings streams to is ours (peer/net/entry.py): hivemind makes a task and buffers for each before it looks who came;
 - it has a lower priority than the process that it serves: what strangers make it do is not to take the time of rounds;
-- on a terminal it is in a process group of its own: Ctrl-C goes to all of ours, and who leaves needs the daemon until all is sent.
+- it is in a process group of its own: Ctrl-C and `timeout` signal all of ours, and who leaves needs the daemon until all is sent; it ends with us.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import ipaddress
 import logging
 import math
 import shutil
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -317,6 +318,8 @@ async def stop(p2p: P2P) -> None:
     """Ends a daemon's process and everything that hivemind leaves running for it."""
     child, control = p2p._child, p2p._client.control
     own = (p2p._listen_task, p2p._reader_task, control._read_task, control._write_task)
+    children.send(child, signal.SIGTERM)
+    p2p._child = None  # it would be sent the signal in another way (peer/net/children.py)
     p2p._terminate()
     try:
         async with asyncio.timeout(CLOSE_SECONDS):

@@ -1,0 +1,79 @@
+"""A signal to all processes of a group, as `timeout` and Ctrl-C send it: the network daemon lives until what there is to say has been said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from peer.cli.init import MANIFEST, NODE
+from peer.demo.text import demo_corpus
+from peer.events import from_json
+from tests.faults.processes import DEADLINE
+
+POTLUCK = [sys.executable, "-m", "peer.cli"]
+
+
+def started(*words: object) -> subprocess.Popen[str]:
+    """`potluck …`, in a process group of its own."""
+    command = [*POTLUCK, *map(str, words), "--host", "127.0.0.1", "--port", "0", "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def until(process: subprocess.Popen[str], kind: str) -> dict[str, object]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = from_json(line)
+        if event is not None and event.kind == kind:
+            return event.fields
+    raise AssertionError(f"it ended without {kind}")
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    typed = [*POTLUCK, "init", "ours", "--corpus", str(demo_corpus().folder)]
+    subprocess.run(typed, cwd=tmp_path, check=True, capture_output=True, timeout=DEADLINE)
+    return tmp_path / "ours"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_all_lets_a_peer_and_a_node_leave_politely(number: int, ours: Path, tmp_path: Path) -> None:
+    node = started("bootstrap", ours / MANIFEST, "--dir", ours / NODE, "--corpus", demo_corpus().folder)
+    peer = None
+    try:
+        peer = started("join", until(node, "listening")["address"], "--dir", tmp_path / "peer", "--device", "cpu")
+        until(peer, "role")
+        os.killpg(peer.pid, number)
+        out, errors = peer.communicate(timeout=DEADLINE)
+        kinds = [event.kind for line in out.splitlines() if (event := from_json(line)) is not None]
+        assert (peer.returncode, errors) == (0, ""), (out, errors)
+        assert "leaving" in kinds
+        until(node, "gone")
+        os.killpg(node.pid, number)
+        out, errors = node.communicate(timeout=DEADLINE)
+        assert (node.returncode, errors) == (0, ""), (out, errors)
+    finally:
+        for process in (node, peer):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux: only there a process can have its children end with it")
+def test_the_daemon_of_a_process_that_was_killed_ends_with_it(ours: Path) -> None:
+    node = started("bootstrap", ours / MANIFEST, "--dir", ours / NODE, "--corpus", demo_corpus().folder)
+    try:
+        until(node, "listening")
+        children = psutil.Process(node.pid).children(recursive=True)
+        assert any("p2pd" in child.name() for child in children)
+        assert all(os.getpgid(child.pid) != os.getpgid(node.pid) for child in children if "p2pd" in child.name())
+    finally:
+        node.kill()
+        node.wait()
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE)
+    assert not alive
