@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -34,6 +35,20 @@ def until(process: subprocess.Popen[str], kind: str) -> dict[str, object]:
     raise AssertionError(f"it ended without {kind}")
 
 
+def rest(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What else it says, and its errors, until it ends."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    watchdog = threading.Timer(DEADLINE, process.kill)
+    watchdog.start()
+    try:
+        said = process.stdout.read(), process.stderr.read()
+        process.wait()
+    finally:
+        watchdog.cancel()
+    return said
+
+
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
     typed = [*POTLUCK, "init", "ours", "--corpus", str(demo_corpus().folder)]
@@ -47,15 +62,15 @@ def test_a_signal_to_all_lets_a_peer_and_a_node_leave_politely(number: int, ours
     peer = None
     try:
         peer = started("join", until(node, "listening")["address"], "--dir", tmp_path / "peer", "--device", "cpu")
-        until(peer, "role")
+        until(peer, "step")
         os.killpg(peer.pid, number)
-        out, errors = peer.communicate(timeout=DEADLINE)
+        out, errors = rest(peer)
         kinds = [event.kind for line in out.splitlines() if (event := from_json(line)) is not None]
         assert (peer.returncode, errors) == (0, ""), (out, errors)
         assert "leaving" in kinds
         until(node, "gone")
         os.killpg(node.pid, number)
-        out, errors = node.communicate(timeout=DEADLINE)
+        out, errors = rest(node)
         assert (node.returncode, errors) == (0, ""), (out, errors)
     finally:
         for process in (node, peer):
