@@ -21,8 +21,11 @@ _APART = """
 import os, signal, sys
 os.setpgid(0, 0)
 if sys.platform == "linux":
-    import ctypes
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it is sent when the thread ends that started us
+    try:
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it is sent when the thread ends that started us
+    except ImportError:  # a Python without ctypes: the daemon ends some time after us
+        pass
 if os.getppid() == int(sys.argv[1]):  # else that was too late
     os.execvp(sys.argv[2], sys.argv[2:])
 """

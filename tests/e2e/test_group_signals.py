@@ -56,27 +56,30 @@ def ours(tmp_path: Path) -> Path:
     return tmp_path / "ours"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_lets_a_peer_and_a_node_leave_politely(number: int, ours: Path, tmp_path: Path) -> None:
+    """The peer gives what it has learned to another one; then the node ends. Neither says that its daemon has ended before."""
     node = started("bootstrap", ours / MANIFEST, "--dir", ours / NODE, "--corpus", demo_corpus().folder)
-    peer = None
+    peers = []
     try:
-        peer = started("join", until(node, "listening")["address"], "--dir", tmp_path / "peer", "--device", "cpu")
-        until(peer, "step")
-        os.killpg(peer.pid, number)
-        out, errors = rest(peer)
+        address = until(node, "listening")["address"]
+        for name in ("ada", "bob"):
+            peers.append(started("join", address, "--dir", tmp_path / name, "--device", "cpu", "--memory", "1GB"))
+        for peer in peers:
+            until(peer, "step")
+        os.killpg(peers[1].pid, number)
+        out, errors = rest(peers[1])
+        assert (peers[1].returncode, errors) == (0, ""), (out, errors)
         kinds = [event.kind for line in out.splitlines() if (event := from_json(line)) is not None]
-        assert (peer.returncode, errors) == (0, ""), (out, errors)
         assert "leaving" in kinds
         until(node, "gone")
         os.killpg(node.pid, number)
         out, errors = rest(node)
         assert (node.returncode, errors) == (0, ""), (out, errors)
     finally:
-        for process in (node, peer):
-            if process is not None:
-                process.kill()
-                process.wait()
+        for process in (node, *peers):
+            process.kill()
+            process.wait()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux: only there a process can have its children end with it")
