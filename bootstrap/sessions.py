@@ -17,7 +17,7 @@ from peer.net.allowance import Allowance
 from peer.net.base import REQUEST_SECONDS, SILENT_HEARTBEATS, Stream, Transport, answer
 from peer.net.clock import Clock
 from peer.net.guests import Bucket, Rate
-from protocol.errors import RemoteError
+from protocol.errors import RemoteError, apart, shown
 from protocol.identity import short_peer
 from protocol.rounds import part_lists
 from protocol.rounds.ranges import range_of
@@ -138,7 +138,11 @@ class Sessions:
             Hello, encoding.decode(await stream.recv(LONGEST_HELLO, timeout=REQUEST_SECONDS), peer), peer
         )
         if hello.run != self._manifest.run_id or hello.version != VERSION:
-            raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
+            asked, served = apart(shown(hello.run), self._manifest.run_id)
+            raise RemoteError(
+                peer,
+                f"run {asked} version {hello.version} is not served here, {served} version {VERSION} is; check RUN",
+            )
         where = range_of(self._seen_at(peer))
         refusal = await self._doorman.welcome(peer, hello.joining) if self._doorman is not None else None
         if refusal is None and where and self._doorman is not None:

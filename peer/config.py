@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
+import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from protocol.errors import UsageError
 from protocol.planning import budget
 from protocol.planning.budget import Budget
 from protocol.rounds.invitations import Ticket
 from protocol.run.manifest import Manifest
+
+_HOME = "potluck-home"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,5 +90,45 @@ def why_one_device(manifest: Manifest, config: JoinConfig) -> str | None:
 
 
 def cache_folder() -> Path:
-    """Where what is the same for all runs of this user is kept: potluck/ in XDG_CACHE_HOME, by default ~/.cache."""
+    """Where what is the same for all runs of this user is kept: potluck/ in XDG_CACHE_HOME, by default ~/.cache. After `make_home` there is one."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "potluck"
+
+
+def home() -> Path | None:
+    """The user's own folder, such that something can be kept there; None where there is none, as of a user of a container whom no file lists."""
+    try:
+        found = Path.home()
+    except RuntimeError:
+        return None
+    usable = found.is_dir() and (os.access(found, os.W_OK | os.X_OK) or os.access(found / ".cache", os.W_OK | os.X_OK))
+    return found if usable and not found.name.startswith(_HOME) else None
+
+
+def user_name() -> str:
+    """The user's name, or the number of one that has none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def make_home(temporary: Path | None = None) -> None:
+    """Lets this process and those that it starts have a home in the folder for temporary files, and a user name, where the user has none: libraries
+    keep their caches there, or fail. `temporary`: the folder for temporary files (default: the system's). Raises UsageError where there is no such folder either."""
+    os.environ.setdefault("LOGNAME", user_name())
+    if home() is None:
+        os.environ["HOME"] = str(_temporary_home(temporary))
+
+
+def _temporary_home(temporary: Path | None) -> Path:
+    """The same at each start, unless another user was there first."""
+    try:
+        folder = (temporary or Path(tempfile.gettempdir())) / f"{_HOME}-{os.getuid()}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(0o700)
+        found = folder.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+            return folder
+        return Path(tempfile.mkdtemp(prefix=f"{_HOME}-", dir=temporary))
+    except OSError as error:
+        raise UsageError(f"home: this user has none, and {error.strerror}; set HOME or TMPDIR to a folder") from None

@@ -11,6 +11,27 @@ def shown(text: object) -> str:
     return ascii(str(text)[:400])[1:-1][:400]
 
 
+_SHORT = 12
+"""Characters of a digest that a message shows."""
+_AROUND = 4
+"""Characters before the first that differs, and from there on, where two digests begin alike."""
+
+
+def apart(one: str, other: str) -> tuple[str, str]:
+    """Two digests that a message sets against each other, each short, and such that a reader sees where they differ."""
+    at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    first, second = (_short(text, at) for text in (one, other))
+    return first, second
+
+
+def _short(text: str, at: int) -> str:
+    """Its beginning; and the part about character `at`, if that lies behind the beginning."""
+    if at < _SHORT:
+        return f"{text[:_SHORT]}…" if len(text) > _SHORT else text
+    start, end = max(_SHORT, at - _AROUND), at + _AROUND
+    return text[:_SHORT] + ("…" if start > _SHORT else "") + text[start:end] + ("…" if end < len(text) else "")
+
+
 class PotluckError(Exception):
     """Root of every error that Potluck raises on purpose."""
 

@@ -75,7 +75,8 @@ class Server:
                 else:
                     writer.write(head("404 Not Found", 0))
                 await writer.drain()
-        writer.close()
+        if not writer.is_closing():  # closed twice, asyncio's TLS of Python 3.11 forgets what it would have to abort
+            writer.close()
 
 
 @contextlib.asynccontextmanager

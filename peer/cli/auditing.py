@@ -17,6 +17,7 @@ from peer import events
 from peer.config import JoinConfig
 from peer.events import Emitter, json_sink
 from peer.net import children, keyfile
+from peer.net.address import host_of, is_loopback
 from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
 from protocol.errors import PotluckError
 from protocol.identity import short_peer
@@ -82,7 +83,7 @@ async def audit_beside(
 ) -> None:
     """Runs the auditor of the node in `folder`, which listens at `addresses`, until the run is over. Whatever becomes of it, the node goes
     on. `program`: the command before its arguments; `again`: seconds until it is started again, and that it has to end."""
-    address = next((a for a in addresses if "/127." in a), addresses[0])
+    address = next((a for a in addresses if is_loopback(host_of(a))), next(iter(addresses), ""))
     command = [*program, f"{address}#{run}", str(folder / FOLDER)]
     while True:
         try:
@@ -134,7 +135,12 @@ async def _rest(child: asyncio.subprocess.Process) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the node, which ends us
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # those of a process group are for the node, which ends us
+        signal.signal(number, signal.SIG_IGN)
     try:
         asyncio.run(audit(sys.argv[1], Path(sys.argv[2])))
     except PotluckError as error:

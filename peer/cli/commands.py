@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -20,8 +21,9 @@ from peer.cli.auditing import audit_beside, auditor
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig, why_one_device
 from peer.events import Emitter, Sink, json_sink
+from peer.log import reader
 from peer.net import descriptors, keyfile
-from peer.net.address import parse
+from peer.net.address import parse, peers_of
 from peer.net.base import Transport, TransportLost
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
@@ -29,27 +31,33 @@ from peer.net.line import measured_downlink
 from peer.net.reach import Finding
 from peer.node import hours
 from peer.node.open_run import (
+    FIRST_PAUSE,
     KEY,
+    LONGEST_PAUSE,
+    REACH_SECONDS,
     Door,
+    Run,
     manifest_again,
     manifest_of,
     parse_run,
     read_announced,
     read_manifest,
+    remember,
     start_transport,
     tokenizer_bytes,
 )
 from peer.node.way_in import WayIn
 from peer.ui.lines import Lines, printer
 from peer.ui.names import LONGEST, harmless_name
-from peer.ui.text import clean
-from protocol.errors import UsageError
+from peer.ui.text import clean, typed
+from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.rounds import invitations, schedule
 from protocol.rounds.invitations import Ticket
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
+    from bootstrap.archive import Archive
     from peer.corpus.reader import CorpusReader
     from peer.node.peer import Factories, Peer
 
@@ -73,6 +81,18 @@ def _raise_limits(emit: events.Emit) -> None:
     too_low = descriptors.raise_limit()
     if too_low is not None:
         emit(events.Warning(text=too_low))
+
+
+def _remembering(emit: events.Emit, folder: Path, manifest: Manifest) -> events.Emit:
+    """As `emit`; the node's folder knows where it listens, so that its operator need not type that."""
+
+    def tell(body: events.Body) -> None:
+        if isinstance(body, events.Listening) and body.addresses:
+            with contextlib.suppress(UsageError):  # a full disk shows again where it matters
+                remember(folder, Run(manifest, manifest.run_id, body.addresses))
+        emit(body)
+
+    return tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +138,8 @@ def node_of(options: NodeOptions) -> Node:
             f"manifest {options.manifest}: {key.peer_id}, the key in {options.folder}, is no operator of it; add it there before the run"
             " begins, or give --initial-peer ADDRESS of one of its nodes, and have the operators appoint this one"
         )
-    typed = options.door
-    door = dataclasses.replace(typed, announce=read_announced(typed.announce, typed.port, key.peer_id))
+    door = options.door
+    door = dataclasses.replace(door, announce=read_announced(door.announce, door.port, key.peer_id))
     return Node(manifest, key, door, others, relay_bps, text)
 
 
@@ -139,21 +159,23 @@ async def bootstrap(options: NodeOptions) -> None:
     try:
         if text is not None:
             archive.serve_corpus(text.folder, text.raw)
-        raw = tokenizer if tokenizer is not None else archive.tokenizer
-        if raw is None or hashlib.sha256(raw).hexdigest() != manifest.tokenizer.digest:
-            raise UsageError(
-                f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; put the JSON file"
-                " beside the manifest and name it under [tokenizer] file"
-            )
-        check_document_end(manifest.model, raw)
         if tokenizer is not None:
+            check_document_end(manifest.model, tokenizer)
             archive.save_tokenizer(tokenizer)
-        emit = Emitter("bootstrap", _sink(options.json))
+        is_here = archive.tokenizer is not None and _has_digest(archive.tokenizer, manifest)
+        if not is_here and not set(peers_of(found.others)) - {key.peer_id}:
+            raise UsageError(
+                f"tokenizer {manifest.tokenizer.file or manifest.tokenizer.digest[:12]}: not found; give --corpus with the folder of the run's"
+                " corpus, which has it; or --initial-peer with the address of a node that has it"
+            )
+        emit = _remembering(Emitter("bootstrap", _sink(options.json)), folder, manifest)
         _raise_limits(emit)
         if archive.last is None and (odd := schedule.misfit(manifest)) is not None:
             emit(events.Warning(text=odd))
         transport = await start_transport(folder, found.door, manifest.run_id)
         try:
+            if not is_here:
+                await _fetch_tokenizer(found, transport, archive, emit)
             together = relay_bps * len(manifest.operators)  # others are taken to allow as much
             answer = functools.partial(Question.answer, relay_bps=together)
             node = BootstrapNode(manifest, key, transport, archive, emit, found.others, answer=answer)
@@ -167,6 +189,38 @@ async def bootstrap(options: NodeOptions) -> None:
             await transport.aclose()
     finally:
         archive.close()
+
+
+def _has_digest(tokenizer: bytes, manifest: Manifest) -> bool:
+    return hashlib.sha256(tokenizer).hexdigest() == manifest.tokenizer.digest
+
+
+async def _fetch_tokenizer(node: Node, transport: Transport, archive: Archive, emit: events.Emit) -> None:
+    """The run's tokenizer from one of its other nodes; waits until one gives it. Raises UsageError, TransportLost."""
+    from peer.corpus.tokenizer import check_document_end
+
+    manifest, pause = node.manifest, FIRST_PAUSE
+    nodes = [peer for peer in dict.fromkeys((*peers_of(node.others), *manifest.operators)) if peer != node.key.peer_id]
+    log = reader.Remote(transport, nodes, archive.blobs)
+    try:
+        while True:
+            try:
+                await transport.connect(node.others, timeout=REACH_SECONDS)
+                raw = await log.tokenizer(manifest)
+                break
+            except (RemoteError, reader.WrongTokenizer) as error:
+                if pause == FIRST_PAUSE:
+                    text = f"tokenizer: none of the run's other nodes gives it ({error}); this node asks again until one does"
+                    emit(events.Warning(text=text))
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+    finally:
+        await log.aclose()
+    check_document_end(manifest.model, raw)
+    archive.save_tokenizer(raw)
+    if node.text is None and not manifest.data.mirrors:
+        text = "text: peers fetch it from the run's other nodes; to serve it here, too, copy the corpus of one, and add --corpus FOLDER"
+        emit(events.Warning(text=text))
 
 
 def whole_corpus(folder: Path, manifest: Manifest) -> CorpusReader:
@@ -213,7 +267,7 @@ def config_of(options: JoinOptions) -> JoinConfig:
     if harmless_name(options.name) != options.name:
         raise UsageError(
             f"--name {clean(options.name, 40)}: a name has at most {LONGEST} letters, digits, spaces, - _ and .; give such as"
-            f" {harmless_name(options.name) or 'Ada'}"
+            f" {typed('--name', harmless_name(options.name) or 'Ada')}"
         )
     (device, *more), memory = resources.chosen(options.device, options.devices), options.memory
     return JoinConfig(

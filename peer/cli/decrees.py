@@ -24,8 +24,9 @@ from peer.net.address import parse, peers_of
 from peer.net.asking import CALL_SECONDS
 from peer.net.base import BadAddress, Closed, Timeout, Transport, Unreachable
 from peer.net.blobs import BlobStore
-from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
+from peer.node.open_run import KEY, Door, here, manifest_of, node_folder, parse_run, start_transport
 from peer.ui import log_text
+from peer.ui.names import meant
 from peer.ui.text import clean, schedule_of
 from protocol import identity
 from protocol.errors import LocalError, RemoteError, UsageError
@@ -55,8 +56,6 @@ from protocol.wire.decree import (
 from protocol.wire.sealed import seal
 
 ASK_SECONDS = 1.0
-SHORTEST = 4
-"""Characters of the end of a peer's id that may stand for it."""
 SILENT_SECONDS = 180.0
 """That one's own node may be silent while its operator waits: it may be started again meanwhile."""
 
@@ -67,19 +66,19 @@ app = typer.Typer(
     " type the same.",
 )
 
-Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN",
-        help="A manifest file, or the one-line address that a bootstrap node prints.",
-        show_default=False,
-    ),
-]
+_RUN = typer.Argument(
+    metavar="RUN",
+    help="A manifest file, a node's folder, or the one-line address that a bootstrap node prints.",
+    show_default=False,
+)
+Run = Annotated[str, _RUN]
+OwnRun = Annotated[str | None, _RUN]
+"""Where it is missing, that of the node in --dir is meant."""
 Peer = Annotated[
     str,
     typer.Argument(
         metavar="PEER",
-        help="The peer's id, or its last characters, as screens show them; or an invitation's.",
+        help="The peer as screens show it, such as Ada·p8kZ, or its id, or the id's last characters; or an invitation's.",
         show_default=False,
     ),
 ]
@@ -102,15 +101,15 @@ def admit(run: Run, peer: Peer, reason: Reason = "", dir: Dir = FOLDER) -> None:
 
 
 @app.command(name="open", epilog="Example: potluck run open my-run.toml")
-def open_(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
+def open_(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let everybody in who is not banned."""
-    running.run(_decree(run, OPEN, "", reason, dir), interrupted=1)
+    _decree_own(run, OPEN, reason, dir)
 
 
 @app.command(epilog="Example: potluck run close my-run.toml")
-def close(run: Run, reason: Reason = "", dir: Dir = FOLDER) -> None:
+def close(run: OwnRun = None, reason: Reason = "", dir: Dir = FOLDER) -> None:
     """Let only those take part whom the manifest lists, or who were admitted."""
-    running.run(_decree(run, CLOSE, "", reason, dir), interrupted=1)
+    _decree_own(run, CLOSE, reason, dir)
 
 
 @app.command(epilog="Example: potluck run oust my-run.toml p8kZq3Rt")
@@ -192,7 +191,7 @@ def quorum(
     epilog="Example: potluck run set my-run.toml --rounds 400",
 )
 def set_(
-    run: Run,
+    run: OwnRun = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="The run is over after so many.", show_default=False)
     ] = None,
@@ -248,7 +247,16 @@ def set_(
         changed = dataclasses.replace(schedule.limits(manifest, now), **given) if given else now.limits  # type: ignore[arg-type]
         return Schedule(rounds=found, total_steps=steps, limits=changed)
 
-    running.run(_decree(run, SET, "", reason, dir, wanted), interrupted=1)
+    _decree_own(run, SET, reason, dir, wanted)
+
+
+def _decree_own(
+    run: str | None, action: str, reason: str, dir: Path, wanted: Callable[[Manifest, Schedule], Schedule] | None = None
+) -> None:
+    """Carries out what is about the whole run, of the node in `dir` where none is named."""
+    with running.reporting():
+        text = here(dir) if run is None else run
+    running.run(_decree(text, action, "", reason, dir, wanted), interrupted=1)
 
 
 def own_key(folder: Path) -> Identity:
@@ -292,6 +300,7 @@ async def _decree(
     quorum: int | None = None,
 ) -> None:
     """Long because these are a decree's fields: (text, folder) say where it goes."""
+    folder = node_folder(text, folder)
     operator = own_key(folder)
     if len(reason) > LONGEST_REASON or not reason.isprintable():
         raise UsageError(f"--reason: may have {LONGEST_REASON} printable characters")
@@ -309,9 +318,8 @@ async def _decree(
             elif action == DISMISS:
                 subject = _named(now, subject)
             elif subject:
-                subject = await _whole(
-                    manifest, reader.Remote(transport, [node], BlobStore(Path(name) / "blobs")), subject
-                )
+                log = reader.Remote(transport, [node], BlobStore(Path(name) / "blobs"))
+                subject = await _whole(manifest, log, subject)
             lasts = None if wanted is None else wanted(manifest, now.schedule)
             decree = Decree(
                 run=manifest.run_id,
@@ -331,30 +339,23 @@ async def _decree(
 
 
 async def _whole(manifest: Manifest, log: reader.Remote, text: str) -> str:
-    """The peer id that is meant: a whole one, or the end of one that is in the log. Raises UsageError, RemoteError."""
-    with contextlib.suppress(ValueError):
-        identity.public_key(text)
-        return text
-    found = set[str]()
+    """The peer id that is meant: a whole one, or the end of one that is in the log or there now. Raises UsageError, RemoteError."""
+    said = await log.said_names(manifest.run_id)
+    found = set(said)
     async for record in log_text.believed(manifest, log, lambda note: None):
         found.update(record.commit.plan.peers if record.commit.plan is not None else ())
         found.update(name for joined in record.commit.joined for name in (joined.peer, joined.invitation.key))
-    known = sorted(peer for peer in found if len(text) >= SHORTEST and peer.endswith(text))
-    if len(known) != 1:
-        what = "several peers of the log end so" if known else "no peer of the log ends so"
-        raise UsageError(f"PEER {clean(text, 64)}: {what}; give the whole id, as potluck log show --json has it")
-    return known[0]
+    return meant("PEER", text, found, said)
 
 
 def _named(now: Motions, text: str) -> str:
     """The operator who is meant. Raises UsageError."""
-    known = [peer for peer in now.board.names if peer == text or (len(text) >= SHORTEST and peer.endswith(text))]
-    if len(known) != 1:
-        what = "several operators end so" if known else "no operator of the run ends so"
+    found = meant("OPERATOR", text, now.board.names)
+    if found not in now.board.names:
         raise UsageError(
-            f"OPERATOR {clean(text, 64)}: {what}; give the whole id: {', '.join(map(clean, now.board.names))}"
+            f"OPERATOR {found}: is no operator of the run; give one of {', '.join(map(clean, now.board.names))}"
         )
-    return known[0]
+    return found
 
 
 def _proven(manifest: Manifest, now: Motions, text: str) -> str:
@@ -364,7 +365,7 @@ def _proven(manifest: Manifest, now: Motions, text: str) -> str:
         raise LocalError(
             f"oust {clean(text, 64)}: your node has no proof that an operator voted twice; nobody is taken out"
         )
-    if text != proof.peer and not (len(text) >= SHORTEST and proof.peer.endswith(text)):
+    if meant("OPERATOR", text, now.board.names) != proof.peer:
         raise UsageError(f"OPERATOR {clean(text, 64)}: the proof is against {proof.peer}; give that one")
     print(
         f"oust {short_peer(proof.peer)}: {log_text.what_it_did(proof)}, both signatures are right; the others go on from round {now.after}",

@@ -35,8 +35,10 @@ from peer.cli.findings import (
     Time,
     not_looked_at,
 )
+from peer.cli.options import Host
 from peer.net import children
-from peer.node.open_run import parse_run
+from peer.node.open_run import here, parse_run
+from protocol.errors import UsageError
 
 KILLED_SECONDS = 1.0
 """That the system may take to end what was killed. Nobody waits longer: what hangs within the system itself cannot be killed."""
@@ -46,11 +48,13 @@ def doctor(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN", help="The run that this machine is to join, as for potluck join.", show_default=False
+            metavar="RUN",
+            help="The run that this machine is to join, as for potluck join (default: the one in which the peer in --dir has been, if any).",
+            show_default=False,
         ),
     ] = None,
     dir: Annotated[Path, typer.Option("--dir", help="Folder for this node's key and state.")] = Path("potluck-peer"),
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+    host: Host = "0.0.0.0",
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
     devices: Devices = None,
@@ -68,6 +72,9 @@ def doctor(
     Long because typer reads a command's options from its function's parameters.
     """
     time = Time.of(within)
+    if run is None:
+        with contextlib.suppress(UsageError):
+            run = here(dir)
     options = Options(
         run=run,
         folder=str(dir),

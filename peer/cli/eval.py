@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import math
+import shutil
 import signal
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from peer.cli import running
 from peer.cli.trained import Checkpoints, Choice, Round, Where, replayed, trained
 from peer.net import children
 from peer.net.disk import LocalDisk
+from peer.node.open_run import is_run
 from peer.ui.text import count, size
 from protocol.errors import LocalError, UsageError
 
@@ -26,7 +28,7 @@ _MOST_LOSS = 700.0
 
 
 def evaluate(
-    where: Where,
+    where: Where = None,
     files: Annotated[
         list[str] | None,
         typer.Argument(
@@ -49,8 +51,15 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object (docs/guides/model.md).")] = False,
 ) -> None:
     """`potluck eval`."""
-    choice = Choice(where, round, tuple(checkpoint or ()))
-    work = _files(choice, files or (), column, json) if tasks is None else _tasks(choice, tasks, bool(files or json))
+    named = list(files or ())
+    if where is not None and not is_run(where):
+        named.insert(0, where)  # it is the first of the files
+        where = None
+    with running.reporting():
+        if not named and tasks is None:
+            raise UsageError("potluck eval: no text; name files, or tasks with --tasks")
+        choice = Choice.typed(where, round, checkpoint)
+    work = _files(choice, named, column, json) if tasks is None else _tasks(choice, tasks, bool(named or json))
     running.run(work, interrupted=1)
 
 
@@ -62,8 +71,6 @@ async def _files(choice: Choice, files: Sequence[str], column: str, json: bool) 
     from peer.corpus.windows import Read, windows
     from peer.training import inference
 
-    if not files:
-        raise UsageError("potluck eval: no text; name files, or tasks with --tasks")
     found = [sources.parse(name) for name in files]
     for source in found:
         if source.kind in ("folder", "hub"):
@@ -117,7 +124,10 @@ async def _tasks(choice: Choice, tasks: str, with_more: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="potluck-eval-") as name:
         folder = Path(name) / "model"
         if choice.exported is not None:
-            folder.symlink_to(choice.exported.resolve())
+            try:
+                folder.symlink_to(choice.exported.resolve())
+            except OSError:  # a disk without symbolic links
+                shutil.copytree(choice.exported, folder)
         else:
             found = await replayed(choice)
             export.write(found.manifest, found.state, found.tokenizer, folder, LocalDisk())

@@ -17,13 +17,16 @@ from protocol.run import layout
 
 
 def export(
-    where: Log,
+    *,
+    where: Log = None,
     out: Annotated[Path, typer.Option(help="Folder for the model; must not exist yet.")],
     round: Round = None,
     checkpoint: Checkpoints = None,
 ) -> None:
     """`potluck export`."""
-    running.run(_export(Choice(where, round, tuple(checkpoint or ())), out), interrupted=1)
+    with running.reporting():
+        choice = Choice.typed(where, round, checkpoint)
+    running.run(_export(choice, out), interrupted=1)
 
 
 async def _export(choice: Choice, out: Path) -> None:

@@ -19,10 +19,11 @@ from peer.cli.plan import read_peers
 from peer.net import keyfile
 from peer.net.disk import LocalDisk
 from peer.node.open_run import KEY
-from peer.ui.text import clean, count, duration, size
+from peer.ui.text import clean, count, duration, size, typed
 from protocol import identity
 from protocol.codec import boundary_formats
 from protocol.errors import UsageError, shown
+from protocol.identity import short_peer
 from protocol.planning import budget, memory
 from protocol.planning.partition import Candidate
 from protocol.run import layout, presets
@@ -39,6 +40,7 @@ from protocol.run.manifest import (
     TrainSpec,
 )
 from protocol.run.presets import PRESETS, Preset
+from protocol.wire.commit import liars_borne, votes_needed
 
 if TYPE_CHECKING:
     from peer.corpus.sources import Source
@@ -166,9 +168,11 @@ async def _init(options: InitOptions, say: Callable[[str], None]) -> None:
     disk.remove(folder / TOKENIZER)  # the corpus has it
     for line in estimates(manifest, index, candidates):
         say(line)
+    for line in operating(manifest):
+        say(line)
     say("")
     say("Start it with the line below. It prints the address with which everybody joins.")
-    say(f"    potluck bootstrap {folder / MANIFEST} --dir {folder / NODE} --corpus {text}")
+    say(f"    {typed('potluck', 'bootstrap', folder / MANIFEST, '--dir', folder / NODE, '--corpus', text)}")
 
 
 def _index(folder: Path) -> CorpusIndex:
@@ -339,6 +343,31 @@ def estimates(manifest: Manifest, index: CorpusIndex, candidates: tuple[Candidat
         f"that is {tokens / parameters:.1f} tokens a parameter (usual: {presets.TOKENS_PER_PARAMETER}), and"
         f" {tokens / index.tokens:.2g} times the text"
     )
+
+
+def operating(manifest: Manifest) -> Iterator[str]:
+    """Who decides rounds, where there are several operators, and what that bears; and what to type for more."""
+    names, quorum = manifest.operators, manifest.quorum
+    if len(names) == 1:
+        return
+    deciding, spares = names[:quorum], names[quorum:]
+    yield f"operators: {len(names)}, of whom {quorum} decide{'s' if quorum == 1 else ''} rounds: {', '.join(map(short_peer, deciding))}"
+    if spares:
+        who = (
+            "decides nothing and takes nobody's place by itself"
+            if quorum == 1
+            else "takes the place of one that is silent for long"
+        )
+        yield f"spare: {', '.join(map(short_peer, spares))}, which {who}"
+    if quorum == 1:
+        missing = QUORUMS[1] - len(names)
+        yield (
+            f"! while the node of {short_peer(names[0])} is down, the run stands still: two operators cannot decide together, since each would"
+            f" have to be there; name {missing} more with --operator to bear that one of three is down (remove the folder, and type it again)"
+        )
+        return
+    down, lying = quorum - votes_needed(quorum), liars_borne(quorum)
+    yield f"the run bears {down} of {quorum} nodes that are down, and {lying or 'none'} that lie{'s' if lying < 2 else ''}"
 
 
 def _number(n: float) -> str:

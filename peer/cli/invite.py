@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 import tempfile
 import time
@@ -15,11 +14,11 @@ from typing import Annotated
 import typer
 
 from peer.cli import running
-from peer.cli.decrees import FOLDER, Run, own_key
+from peer.cli.decrees import FOLDER, OwnRun, own_key
 from peer.net import asking
-from peer.node.open_run import Door, manifest_of, parse_run, start_transport
+from peer.node.open_run import Door, here, manifest_of, node_folder, parse_run, start_transport
 from peer.node.open_run import Run as Found
-from peer.ui.text import clean
+from peer.ui.text import clean, typed
 from protocol.errors import UsageError
 from protocol.rounds import invitations
 from protocol.run.manifest import Manifest
@@ -30,7 +29,7 @@ LONGEST_DAYS = 366
 
 
 def invite(
-    run: Run,
+    run: OwnRun = None,
     expires: Annotated[str, typer.Option(help="How long it holds, such as 30m, 12h or 7d.")] = "7d",
     count: Annotated[int, typer.Option(help=f"How many peers may come in by it, at most {MOST_GUESTS}.")] = 5,
     reason: Annotated[str, typer.Option(help="For whom or what it is, for everybody to read in the log.")] = "",
@@ -40,7 +39,9 @@ def invite(
     running.run(_invite(run, expires, count, reason, dir), interrupted=1)
 
 
-async def _invite(text: str, span: str, count: int, reason: str, folder: Path) -> None:
+async def _invite(named: str | None, span: str, count: int, reason: str, folder: Path) -> None:
+    text = here(folder) if named is None else named
+    folder = node_folder(text, folder)
     operator, run, seconds = own_key(folder), parse_run(text), seconds_in(span)
     if not 1 <= count <= MOST_GUESTS:
         raise UsageError(f"--count {count}: must be from 1 to {MOST_GUESTS}")
@@ -53,10 +54,10 @@ async def _invite(text: str, span: str, count: int, reason: str, folder: Path) -
     ticket = invitations.issue(operator, os.urandom(32), run.run_id, expires=expires, count=count, reason=reason)
     place, key = f"{run.bootstrap[0]}#{run.run_id}", ticket.invitation.key
     print(f"{place}#{ticket.text()}", flush=True)
-    at = "" if folder == FOLDER else f" --dir {shlex.quote(str(folder))}"
+    end = typed("potluck", "run", "ban", place, key, *(() if folder == FOLDER else ("--dir", folder)))
     until = datetime.fromtimestamp(expires, UTC).strftime("%Y-%m-%d %H:%M")
     print(
-        f"for {count} peer{'s' if count > 1 else ''} until {until} UTC; to end it: potluck run ban {place} {key}{at}",
+        f"for {count} peer{'s' if count > 1 else ''} until {until} UTC; to end it: {end}",
         file=sys.stderr,
         flush=True,
     )

@@ -19,7 +19,7 @@ from peer.log import reader
 from peer.net import keyfile
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
-from peer.node.open_run import KEY, Door, manifest_of, parse_run, start_transport
+from peer.node.open_run import KEY, Door, here, manifest_of, parse_run, run_in, start_transport
 from peer.ui import log_text
 from peer.ui.contributors import contributors, own_lines, table_lines
 from peer.ui.names import Names
@@ -28,6 +28,7 @@ from protocol.rounds import schedule
 from protocol.run import layout
 from protocol.run.layout import ModelSpec
 from protocol.run.manifest import Manifest
+from protocol.wire import logfile
 from protocol.wire.schema import plain
 
 if TYPE_CHECKING:
@@ -41,10 +42,11 @@ app = typer.Typer(
 )
 
 Log = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="DIR|RUN",
-        help="A bootstrap node's folder; or a manifest file or one-line address, as for join.",
+        help="A bootstrap node's folder; or a manifest file or one-line address, as for join (default: the run of the peer or node in this"
+        " folder).",
         show_default=False,
     ),
 ]
@@ -52,7 +54,7 @@ Log = Annotated[
 
 @app.command("show", epilog="Example: potluck log show demo-run/bootstrap")
 def show(
-    where: Log,
+    where: Log = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per round.")] = False,
 ) -> None:
     """Show a run's rounds: who contributed with what weight, bytes, norm and loss, who was left out and why."""
@@ -62,7 +64,7 @@ def show(
 
 @app.command("verify", epilog="Example: potluck log verify demo-run/bootstrap")
 def verify(
-    where: Log,
+    where: Log = None,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
@@ -80,7 +82,7 @@ def verify(
 
 @app.command(epilog="Example: potluck log credits demo-run/bootstrap")
 def credits(
-    where: Log,
+    where: Log = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per contributor (docs/events.md).")
     ] = False,
@@ -91,11 +93,12 @@ def credits(
 
 
 @contextlib.asynccontextmanager
-async def log_of(text: str) -> AsyncIterator[tuple[Manifest | None, Source]]:
+async def log_of(typed: str | None) -> AsyncIterator[tuple[Manifest | None, Source]]:
     """The manifest (None for a log without commits) and the log that DIR or RUN names. Raises UsageError, RemoteError."""
     import tempfile
 
-    if os.path.isdir(text):
+    text = here() if typed is None else typed
+    if os.path.isdir(text) and ((Path(text) / logfile.LOG).is_file() or run_in(Path(text)) is None):
         folder = reader.Folder(Path(text))
         yield await folder.manifest(), folder
         return
@@ -122,7 +125,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-async def _show(text: str, json: bool) -> None:
+async def _show(text: str | None, json: bool) -> None:
     """`potluck log show`."""
     import json as jsons
 
@@ -135,7 +138,7 @@ async def _show(text: str, json: bool) -> None:
             await log_text.show(manifest, source, _say, _note)
 
 
-async def _verify(text: str, checkpoint: Path | None) -> None:
+async def _verify(text: str | None, checkpoint: Path | None) -> None:
     """`potluck log verify`."""
 
     async with log_of(text) as (manifest, source):
@@ -145,7 +148,7 @@ async def _verify(text: str, checkpoint: Path | None) -> None:
             await log_text.verify(manifest, source, checkpoint, _say, _note, room_for(manifest.model))
 
 
-async def _credits(text: str, json: bool) -> None:
+async def _credits(text: str | None, json: bool) -> None:
     """`potluck log credits`."""
     import json as jsons
 
@@ -168,13 +171,13 @@ async def _names(manifest: Manifest, source: Source) -> Names:
     return names
 
 
-async def me(where: str, folder: Path) -> None:
+async def me(where: str | None, folder: Path) -> None:
     """`potluck me`."""
     key = folder / KEY
     if not key.is_file():
         raise UsageError(f"--dir {folder}: has no key of a peer; give the folder with which you joined")
     peer = keyfile.load_or_create(key).peer_id
-    async with log_of(where) as (manifest, source):
+    async with log_of(here(folder) if where is None else where) as (manifest, source):
         if manifest is None:
             raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
         credits, standing, head = await log_text.credits_of(manifest, source, _note)

@@ -6,7 +6,9 @@ Exit codes: 0 done, 2 bad usage or input, 1 anything else. Heavy imports happen 
 from __future__ import annotations
 
 import functools
+import io
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -19,8 +21,11 @@ from peer.cli import plan as planning
 from peer.cli.commands import Devices
 from peer.cli.listing import Commands
 from peer.cli.options import Announce, Dir, Host, Json, LogFile, Port
+from peer.config import make_home
 from peer.net import keyfile
-from peer.node.open_run import KEY, Door
+from peer.node.open_run import KEY, Door, here
+from peer.ui.text import typed
+from protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from peer.node.peer import Factories
@@ -81,8 +86,8 @@ def _given(reads: Callable[..., T], work: Callable[[T, typer.Context], None]) ->
     """A command with the options of `reads`, which does `work` with what they amount to."""
 
     @functools.wraps(reads)
-    def command(**typed: Any) -> None:
-        work(reads(**typed), typed["context"])
+    def command(**given: Any) -> None:
+        work(reads(**given), given["context"])
 
     return command
 
@@ -261,9 +266,14 @@ service.app.command(
 @app.command(epilog="Example: potluck monitor /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
 def monitor(
     run: Annotated[
-        str,
-        typer.Argument(metavar="RUN", help="A manifest file, or the one-line address that a bootstrap node prints."),
-    ],
+        str | None,
+        typer.Argument(
+            metavar="RUN",
+            help="A manifest file, or the one-line address that a bootstrap node prints (default: the run of the peer or node in this"
+            " folder).",
+            show_default=False,
+        ),
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and leave.")] = False,
     json: Annotated[
         bool,
@@ -291,12 +301,14 @@ def monitor(
 ) -> None:
     """Watch a run: peers, roles, chains, rounds, losses and bytes. Trains nothing. On a terminal, keys switch between views."""
 
-    options = watch.WatchOptions(run=run, once=once, json=json, web=web, metrics=metrics, replay=replay, dir=dir)
+    with running.reporting():
+        text = here(dir) if run is None else run
+    options = watch.WatchOptions(run=text, once=once, json=json, web=web, metrics=metrics, replay=replay, dir=dir)
     running.run(watch.monitor(options))
 
 
 @app.command(epilog="Example: potluck me /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...#9f86d0...")
-def me(where: log.Log, dir: Dir = Path("potluck-peer")) -> None:
+def me(where: log.Log = None, dir: Dir = Path("potluck-peer")) -> None:
     """See how much of a run is yours: tokens, share, rank, rounds, and what was left out and why."""
 
     running.run(log.me(where, dir))
@@ -383,7 +395,27 @@ def demo(
     running.run(work(), interrupted=1)
 
 
+GROUPS = ("log", "run", "data", "service")
+
+
+def _check_pasted(arguments: Sequence[str]) -> None:
+    """Raises UsageError where a whole line, `potluck join ADDRESS`, stands where its last word belongs."""
+    at = next((i for i, word in enumerate(arguments) if "/p2p/" in word and "#" in word), 0)
+    begin = 2 if arguments[:1] and arguments[0] in GROUPS else 1
+    more = arguments[begin:at]
+    if {"potluck", "join", "join:"}.intersection(more) and not any(word.startswith("-") for word in more):
+        right = typed("potluck", *arguments[:begin], *arguments[at:])
+        raise UsageError(f"RUN: other words are typed beside the address; type: {right}")
+
+
 def main(arguments: Sequence[str] | None = None, factories: Factories | None = None) -> None:
     """Entry point of the command. `arguments`: what is typed after `potluck` (default: what was). `factories`: what
     `potluck join` makes a peer's parts with (default: the usual)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # names of files that are no text, and terminals that show less
+    with running.reporting():
+        make_home()
+        _check_pasted(sys.argv[1:] if arguments is None else arguments)
     app(arguments, prog_name="potluck", obj=factories)

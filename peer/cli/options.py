@@ -18,7 +18,7 @@ LogFile = Annotated[
         show_default=False,
     ),
 ]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: every address of this machine, IPv6, too.")]
 Announce = Annotated[
     list[str] | None,
     typer.Option(

@@ -16,6 +16,7 @@ from peer.net.base import Transport, TransportLost
 from peer.net.blobs import BlobStore
 from peer.net.disk import LocalDisk
 from peer.node.open_run import tokenizer_bytes
+from peer.ui.text import typed
 from protocol.errors import RemoteError, UsageError
 from protocol.planning import budget
 from protocol.run import layout
@@ -119,5 +120,5 @@ def _require(folder: Path, name: str, checkpoint: Path) -> None:
     if not (folder / name).is_file():
         raise UsageError(
             f"directory {folder}: is a peer's without {name}, which a full replica has after a while in the run; give RUN,"
-            f" and --checkpoint {checkpoint}"
+            f" and {typed('--checkpoint', checkpoint)}"
         )

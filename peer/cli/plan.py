@@ -6,13 +6,14 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peer.node.open_run import Door, manifest_of, parse_run, read_manifest, start_transport
+from peer.node.open_run import Door, here, manifest_of, parse_run, read_manifest, start_transport
 from peer.ui.monitor import Monitor
+from peer.ui.names import meant
 from peer.ui.text import clean
 from protocol.errors import UsageError, shown
 from protocol.planning import memory
@@ -52,6 +53,8 @@ class Known:
     candidates: tuple[Candidate, ...]
     replicas: tuple[ReplicaSpec, ...] = ()
     """Of the run's newest plan."""
+    said: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the peers of a run call themselves."""
 
 
 async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Callable[[str], None]) -> None:
@@ -63,15 +66,15 @@ async def plan(text: str | None, what_if: Sequence[str], figures: bool, say: Cal
         for line in plan_text.figure_lines():
             say(line)
     if text is None:
-        if not figures:
-            raise UsageError("potluck plan: nothing to plan; name a run or a file of peers, or give --figures")
-        return
+        if figures:
+            return
+        text = here()
     known = _from_file(Path(text)) if _lists_peers(text) else await _from_run(text)
     replicas, spares = next_plan(known)
     candidates = known.candidates
     if what_if:
         before = sum(replica.rate for replica in replicas)
-        candidates = _changed(candidates, what_if)
+        candidates = _changed(candidates, what_if, known.said)
         present = {c.peer for c in candidates}
         stay = [replica for replica in replicas if present.issuperset(replica.members)]
         replicas, spares = arrange(known.manifest, candidates, stay)
@@ -221,14 +224,15 @@ async def known_by(monitor: Monitor) -> Known:
         manifest=monitor.manifest,
         candidates=tuple(candidate(peer) for peer in monitor.peers.values() if peer.device != NODE_DEVICE),
         replicas=newest.replicas if newest is not None else (),
+        said={peer: found.name for peer, found in monitor.peers.items()},
     )
 
 
 # --- what becomes of them
 
 
-def _changed(candidates: Sequence[Candidate], what_if: Sequence[str]) -> tuple[Candidate, ...]:
-    """The peers after `+N:MEMORY,UP,DOWN,SPEED` and `-PEER`. Raises UsageError."""
+def _changed(candidates: Sequence[Candidate], what_if: Sequence[str], said: Mapping[str, str]) -> tuple[Candidate, ...]:
+    """The peers after `+N:MEMORY,UP,DOWN,SPEED` and `-PEER`; `said`: what they call themselves. Raises UsageError."""
     found = list(candidates)
     for change in what_if:
         number, colon, text = change[1:].partition(":")
@@ -238,11 +242,11 @@ def _changed(candidates: Sequence[Candidate], what_if: Sequence[str]) -> tuple[C
             described |= {"count": int(number), "name": f"new{len(found) + 1}"}
             found += _described(described, "", f"--what-if {change}")
         elif change.startswith("-") and len(change) > 1:
-            gone = [c for c in found if c.peer == change[1:]] or [c for c in found if c.peer.endswith(change[1:])]
-            if len(gone) != 1:
-                many = "no peer has" if not gone else f"{len(gone)} peers have"
-                raise UsageError(f"--what-if {clean(change)}: {many} this name; give a name or the end of a peer id")
-            found.remove(gone[0])
+            peers = {c.peer: c for c in found}
+            gone = change[1:] if change[1:] in peers else meant("--what-if", change[1:], peers, said)
+            if gone not in peers:
+                raise UsageError(f"--what-if {clean(change)}: is not there; give a peer that the plan has")
+            found.remove(peers[gone])
         else:
             raise UsageError(
                 f"--what-if {clean(change)}: not understood; write +10:8GB,20Mbps,100Mbps,5TFLOPS to add peers, -PEER to remove one"

@@ -66,7 +66,7 @@ class Writer:
 
 
 def sample(
-    where: Where,
+    where: Where = None,
     round: Round = None,
     checkpoint: Checkpoints = None,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="How the text begins.", show_default=False)] = "",
@@ -104,7 +104,7 @@ def sample(
             raise UsageError("--prompt: is what you type with --interactive; leave one of them out")
         if not math.isfinite(temperature):
             raise UsageError(f"--temperature {temperature}: is not a number; give one such as 0.8")
-        model = await trained(Choice(where, round, tuple(checkpoint or ())))
+        model = await trained(Choice.typed(where, round, checkpoint))
         print(f"potluck: {model}, seed {chosen}", file=sys.stderr)
         return Writer(model, Dice(chosen, temperature=temperature, top_k=top_k), tokens)
 

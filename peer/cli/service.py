@@ -4,7 +4,6 @@ touched, so nothing needs an administrator."""
 from __future__ import annotations
 
 import abc
-import getpass
 import os
 import shutil
 import subprocess
@@ -18,8 +17,10 @@ import typer
 
 from peer.cli import commands, running, units
 from peer.cli.listing import Commands
+from peer.config import home, user_name
 from peer.net.disk import LocalDisk
 from peer.node.open_run import parse_run
+from peer.ui.text import typed as as_typed
 from protocol.errors import LocalError, UsageError
 
 app = typer.Typer(
@@ -155,9 +156,9 @@ class Systemd(Service):
             raise
 
     def installed(self) -> Iterator[str]:
-        user = getpass.getuser()
+        user = user_name()
         if not (LINGERING / user).exists():
-            yield f"to go on when you log out, and begin when the machine starts, it needs this once: loginctl enable-linger {user}"
+            yield f"to go on when you log out, and begin when the machine starts, it needs this once: {as_typed('loginctl', 'enable-linger', user)}"
 
     def state(self) -> tuple[bool, str]:
         asked = ("ActiveState", "SubState", "NRestarts", "ExecMainStatus", "ActiveEnterTimestamp")
@@ -213,11 +214,16 @@ def _domain() -> str:
 def _system(folder: Path) -> Service:
     """The service of the peer in `folder`, on this system. Raises UsageError."""
     name = units.name_of(folder)
+    own = home()
+    if own is None:
+        raise UsageError(
+            f"service: user {user_name()} has no home folder, where services are kept; set HOME, or log in as a user who has one"
+        )
     if shutil.which("systemctl"):
-        settings = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+        settings = Path(os.environ.get("XDG_CONFIG_HOME") or own / ".config")
         return Systemd(name, settings / "systemd" / "user" / f"{name}.service")
     if shutil.which("launchctl"):
-        return Launchd(name, Path.home() / "Library" / "LaunchAgents" / f"{name}.plist")
+        return Launchd(name, own / "Library" / "LaunchAgents" / f"{name}.plist")
     raise UsageError(
         "service: this system has neither systemd nor launchd; let what starts programs here run potluck join"
     )

@@ -12,7 +12,8 @@ import typer
 from peer.cli import own_folder
 from peer.cli.log import log_of, room_for
 from peer.net.disk import LocalDisk
-from peer.ui.text import clean
+from peer.node.open_run import here, run_in
+from peer.ui.text import clean, typed
 from protocol.errors import LocalError, UsageError
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from peer.training.model import Stage
 
 Where = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="DIR|RUN",
         help="A folder of a bootstrap node, of a full replica, or of potluck export; or a manifest file or one-line address, as for"
-        " join.",
+        " join (default: the peer or node in this folder).",
         show_default=False,
     ),
 ]
@@ -55,6 +56,11 @@ class Choice:
     where: str
     round: int | None
     checkpoints: tuple[Path, ...]
+
+    @classmethod
+    def typed(cls, where: str | None, round: int | None, checkpoints: list[Path] | None) -> Choice:
+        """Of the peer or node in this folder, where none was typed. Raises UsageError."""
+        return cls(here() if where is None else where, round, tuple(checkpoints or ()))
 
     @property
     def exported(self) -> Path | None:
@@ -151,9 +157,11 @@ async def trained(choice: Choice) -> Trained:
 
 
 def _not_a_peers(folder: Path) -> None:
-    """Raises UsageError where it is one: what a model is exported from is the log."""
-    if found := own_folder.checkpoints(folder):
-        raise UsageError(f"directory {folder}: is a peer's, which has no log; give RUN, and --checkpoint {found[-1]}")
+    """Raises UsageError where it is one that has forgotten its run: what a model is exported from is the log."""
+    if run_in(folder) is None and (found := own_folder.checkpoints(folder)):
+        raise UsageError(
+            f"directory {folder}: is a peer's, which has no log; give RUN, and {typed('--checkpoint', found[-1])}"
+        )
 
 
 def _start(manifest: Manifest, checkpoints: tuple[Path, ...]) -> replay.State:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from peer.net.disk import Disk
 from protocol.codec import blob_hash
-from protocol.errors import UsageError
+from protocol.errors import UsageError, apart
 from protocol.run import corpus, data_order
 from protocol.run.corpus import CHUNKS, INDEX, Extent
 
@@ -34,9 +34,8 @@ class CorpusReader:
         self.index = corpus.from_bytes(self.raw, str(folder))
         self.digest = blob_hash.name_of(self.raw)
         if digest and self.digest != digest:
-            raise UsageError(
-                f"corpus {folder}: its digest is {self.digest[:12]}…, not {digest[:12]}…; use the run's own corpus"
-            )
+            has, wanted = apart(self.digest, digest)
+            raise UsageError(f"corpus {folder}: its digest is {has}, not {wanted}; use the run's own corpus")
         self._dtype = np.dtype(f"<u{self.index.id_bytes}")
         self._chunks: dict[str, NDArray[np.unsignedinteger]] = {}
 

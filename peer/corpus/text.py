@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from peer.corpus.reader import CorpusReader
 from peer.net.disk import Disk
-from protocol.errors import UsageError
+from protocol.errors import UsageError, apart
 from protocol.run.corpus import CorpusIndex
 from protocol.run.manifest import Manifest
 
@@ -95,8 +95,7 @@ def check(index: CorpusIndex, manifest: Manifest) -> None:
         ),
         (
             "tokenizer.digest",
-            f"{index.tokenizer[:12]}…",
-            f"{manifest.tokenizer.digest[:12]}…",
+            *apart(index.tokenizer, manifest.tokenizer.digest),
             index.tokenizer == manifest.tokenizer.digest,
         ),
     )

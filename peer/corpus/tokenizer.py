@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from protocol.errors import UsageError
+from protocol.errors import UsageError, apart
 from protocol.run.layout import ModelSpec
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
@@ -22,9 +22,8 @@ def load_tokenizer(source: Path | bytes, digest: str) -> Tokenizer:
         raise UsageError(f"{name}: {error.strerror}; put the run's tokenizer.json there") from None
     found = hashlib.sha256(raw).hexdigest()
     if found != digest:
-        raise UsageError(
-            f"{name}: its digest is {found[:12]}…, the manifest says {digest[:12]}…; use the run's own tokenizer.json"
-        )
+        has, wanted = apart(found, digest)
+        raise UsageError(f"{name}: its digest is {has}, the manifest says {wanted}; use the run's own tokenizer.json")
     return parse_tokenizer(raw, name)
 
 

@@ -148,6 +148,11 @@ def serve(tokenizer_file: Path, id_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who feeds us
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # those of a process group are for the one who feeds us
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # and nobody is told when that one has died
     serve(Path(sys.argv[1]), int(sys.argv[2]))

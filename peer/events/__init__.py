@@ -306,9 +306,8 @@ def score(said: WireScore) -> Score:
 
 
 def listening(run: str, addresses: Sequence[str]) -> Listening:
-    """The event that tells where a bootstrap node can be joined."""
-    address = next((a for a in addresses if "/127." not in a), addresses[0])
-    return Listening(address=f"{address}#{run}", addresses=tuple(addresses))
+    """The event that tells where a bootstrap node can be joined; `addresses`: the best one first, none while it has no network."""
+    return Listening(address=f"{addresses[0]}#{run}" if addresses else "", addresses=tuple(addresses))
 
 
 def found(manifest: Manifest) -> Found:

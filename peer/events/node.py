@@ -15,9 +15,9 @@ class Listening:
     """A bootstrap node listens and can be joined."""
 
     address: str
-    """What a volunteer passes to `potluck join`: a multiaddress, `#`, and the run's id."""
+    """What a volunteer passes to `potluck join`: a multiaddress, `#`, and the run's id; empty while the machine has no address."""
     addresses: tuple[str, ...]
-    """All multiaddresses that it listens on."""
+    """All multiaddresses that it listens on, the best one first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

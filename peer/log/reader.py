@@ -35,6 +35,10 @@ class BadPayload(Exception):
     """A payload that a commit names cannot be had, or is not what the commit says; the text is why."""
 
 
+class WrongTokenizer(UsageError):
+    """A tokenizer that is another one than the run's."""
+
+
 class Source(Protocol):
     """Where a log is read. `name` is how messages name it."""
 
@@ -54,7 +58,8 @@ class Source(Protocol):
         ...
 
     async def said_names(self, run: str) -> dict[str, str]:
-        """What the peers that are there now call themselves, by their ids, as they say it; nothing where nobody can be asked."""
+        """What the peers that are there now call themselves, by their ids, as they say it, empty where they have no name; nothing where no node can be
+        asked."""
         ...
 
 
@@ -126,7 +131,7 @@ class Folder:
 def _checked(tokenizer: bytes, manifest: Manifest, name: str) -> bytes:
     found = hashlib.sha256(tokenizer).hexdigest()
     if found != manifest.tokenizer.digest:
-        raise UsageError(
+        raise WrongTokenizer(
             f"tokenizer {name}: is another one than the run's; start the bootstrap node with the run's own"
         )
     return tokenizer
@@ -180,7 +185,7 @@ class Remote:
         roster = RosterReader(self._transport, run)
         with contextlib.suppress(RemoteError):
             await roster.refresh(self._nodes)
-        return {peer: found.name for peer, found in roster.known.items() if found.name}
+        return {peer: found.name for peer, found in roster.known.items()}
 
     async def _tokenizer_of(self, node: str, manifest: Manifest) -> bytes:
         raw = await fetch_named(self._transport, node, endpoints.TOKENIZER_NAME, limit=MAX_TOKENIZER)

@@ -20,7 +20,7 @@ from peer.state.storage import Shards, read_theta
 from protocol.codec import blob_hash
 from protocol.codec.sparse import PayloadError
 from protocol.codec.topk import Empty, in_memory
-from protocol.errors import LocalError, RemoteError, UsageError, shown
+from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
 from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, standing, validation
@@ -165,8 +165,8 @@ async def verify(
                 done.attested += 1
                 found = await asyncio.to_thread(outer.digest, shard)
                 if found != commit.digests[shard]:
-                    attested = commit.digests[shard][:12]
-                    problem(commit.round - 1, shard, f"the replay gives state {found[:12]}, the peers say {attested}")
+                    gives, attested = apart(found, commit.digests[shard])
+                    problem(commit.round - 1, shard, f"the replay gives state {gives}, the peers say {attested}")
                     del outer.theta[shard]
                     continue
                 done.agreed += 1

@@ -57,9 +57,13 @@ def parse(text: str) -> Address:
         reason = " ".join(getattr(error, "message", str(error)).split())
         raise bad(reason[:100] or "not an address") from None
     names = [name for name, _ in parts]
+    if not names:
+        raise bad("not an address")
     if "udp" in names:
         raise bad("QUIC and UDP are not used here, only TCP")
-    if not names or names[0] not in _HOSTS or names[1:] not in (_DIRECT, _RELAYED):
+    if names[0] == "dnsaddr":
+        raise bad("dnsaddr is not used here; write the name as /dns4/NAME/tcp/PORT/p2p/ID")
+    if names[0] not in _HOSTS or names[1:] not in (_DIRECT, _RELAYED):
         raise bad("not a host, a TCP port and a peer id")
     kind, host, port = names[0], text.split("/")[2], parts[1][1]
     if not _is_host(kind, host):
@@ -117,6 +121,22 @@ def is_public(host: str) -> bool:
     """Whether `host` is an IP address that means the same to everybody."""
     try:
         return not any(ipaddress.ip_address(host) in network for network in _LOCAL)
+    except ValueError:
+        return False
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` means the machine itself, on every machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_link_local(host: str) -> bool:
+    """Whether `host` is an IP address that means something on one cable or one Wi-Fi only; of IPv6, only together with the name of an interface."""
+    try:
+        return ipaddress.ip_address(host).is_link_local
     except ValueError:
         return False
 

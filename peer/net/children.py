@@ -1,4 +1,4 @@
-"""Signals to processes that we have started, and those of a terminal, which are not for them."""
+"""Processes that we start: signals to them, those that are not for them, and their end with ours."""
 
 from __future__ import annotations
 
@@ -17,15 +17,22 @@ def send(child: asyncio.subprocess.Process, number: int = signal.SIGKILL) -> Non
             os.kill(child.pid, number)
 
 
-APART = "import os, sys; os.setpgid(0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+_APART = """
+import os, signal, sys
+os.setpgid(0, 0)
+if sys.platform == "linux":
+    try:
+        import ctypes
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it is sent when the thread ends that started us
+    except ImportError:  # a Python without ctypes: the daemon ends some time after us
+        pass
+if os.getppid() == int(sys.argv[1]):  # else that was too late
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 """Becomes what it is given, in a process group of its own."""
 
 
 def apart() -> tuple[str, ...]:
-    """What to put before a command that is not to hear of Ctrl-C. Nothing where there is no terminal: whoever started us there may end us by our
-    process group."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return ()
-    return sys.executable, "-I", "-S", "-c", APART
+    """What to put before a command that is to hear nothing of signals to our process group, such as Ctrl-C, and those of `timeout`. On Linux it ends
+    with us, however we end."""
+    return sys.executable, "-I", "-S", "-c", _APART, str(os.getpid())

@@ -8,7 +8,7 @@ Deviations from plain hivemind 1.1.12, each because of something it does:
 - it offers no relay but libp2p's usual one, for signals: 128 KiB and two minutes a circuit, with small buffers (docs/adr/0023-dial-back.md);
 - the socket that the daemon brings streams to is ours (peer/net/entry.py): hivemind makes a task and buffers for each before it looks who came;
 - it has a lower priority than the process that it serves: what strangers make it do is not to take the time of rounds;
-- on a terminal it is in a process group of its own: Ctrl-C goes to all of ours, and who leaves needs the daemon until all is sent.
+- it is in a process group of its own: Ctrl-C and `timeout` signal all of ours, and who leaves needs the daemon until all is sent; it ends with us.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import ipaddress
 import logging
 import math
 import shutil
+import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,11 +39,12 @@ from hivemind.utils.multiaddr import Multiaddr
 from multiaddr.exceptions import Error as MultiaddrError
 
 from peer.net import children
+from peer.net import sockets as sockets_of
 from peer.net.address import Address, is_circuit, tcp
 from peer.net.base import BadAddress, NotServed, StartFailed, Timeout, TransportLost, Unreachable, log
 from peer.net.entry import Arrive, Came, Entry
 from peer.net.expelling import Expelling
-from peer.net.own_addresses import interface_hosts
+from peer.net.own_addresses import best_first, interface_hosts
 from peer.net.sockets import SocketFolder, port_error
 from protocol.errors import RemoteError, shown
 from protocol.identity import short_peer
@@ -150,14 +152,14 @@ class Daemon:
     ) -> Daemon:
         """A daemon that listens on TCP `host`:`port` (0: any). Its folder of sockets is made in `sockets`. `sparing`: with little memory,
         for more processor time. Raises UsageError (PortInUse, StartFailed)."""
-        family = ipaddress.ip_address(host)
+        hosts = sockets_of.hosts(host, port) or [host]
         folder = SocketFolder(sockets)
         try:
             p2p = await Net.within(str(folder.path), sparing).create(
-                host_maddrs=[f"/ip{family.version}/{host}/tcp/{port}"],
+                host_maddrs=[tcp(one, port) for one in hosts],
                 identity_path=str(identity_file),
                 check_if_identity_free=False,
-                nat_port_map=not family.is_loopback,
+                nat_port_map=not ipaddress.ip_address(host).is_loopback,
                 use_relay=True,
                 announce_maddrs=entrance.announce or None,
                 use_auto_relay=bool(entrance.relays),
@@ -205,10 +207,9 @@ class Daemon:
         with contextlib.suppress(ValueError):  # a node without addresses
             listed += [str(address) for address in await self.p2p.get_visible_maddrs(latest=True)]
         if self._port:
-            listed += [
-                f"{tcp(host, self._port)}/p2p/{self.peer_id}" for host in sorted(interface_hosts()) if "." in host
-            ]
-        return listed
+            own = [f"{tcp(host, self._port)}/p2p/{self.peer_id}" for host in sorted(interface_hosts())]
+            return [*listed, *best_first(own)]
+        return best_first(listed)
 
     async def ask(
         self, request: Any, peer: str, what: str, timeout: float
@@ -317,6 +318,8 @@ async def stop(p2p: P2P) -> None:
     """Ends a daemon's process and everything that hivemind leaves running for it."""
     child, control = p2p._child, p2p._client.control
     own = (p2p._listen_task, p2p._reader_task, control._read_task, control._write_task)
+    children.send(child, signal.SIGTERM)
+    p2p._child = None  # it would be sent the signal in another way (peer/net/children.py)
     p2p._terminate()
     try:
         async with asyncio.timeout(CLOSE_SECONDS):
@@ -366,11 +369,13 @@ def _came(raw: bytes) -> Came:
 
 
 NOT_SERVED = "does not serve this; it may be another version"
+UNDIALLED = "no address of it can be dialled from this machine"
 _REASONS = (
     ("connection refused", "connection refused"),
     ("peer id mismatch", "another peer answers at this address"),
     ("protocols not supported", NOT_SERVED),
     ("protocol not supported", NOT_SERVED),
+    ("no good addresses", UNDIALLED),
     ("no addresses", "its address is not known"),
     ("failed to find any peer", "its address is not known"),
     ("routing: not found", "its address is not known"),

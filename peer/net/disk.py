@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import itertools
 import math
 import mmap
@@ -105,14 +106,54 @@ def disk_error(path: Path, error: OSError) -> LocalError:
     )
 
 
+NOT_THERE = frozenset(
+    (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOTTY, errno.ENOLCK)
+)
+"""What a file system answers to what it has not: hard links, locks, folders that are synced. Others mean that something is wrong."""
+
+
+def flush(descriptor: int, *, folder: bool = False) -> None:
+    """Makes what was written survive a loss of power, as far as the file system can; some cannot for the names in a folder. Raises OSError."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NOT_THERE and not (folder and error.errno == errno.EACCES):
+            raise
+
+
+def try_lock(file: BinaryIO) -> bool:
+    """Whether the file is this process's now, as long as it is open; False where another process has it. Raises OSError where there are no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _stand_in(folder: Path) -> BinaryIO | None:
+    """A file to lock for a folder on a file system without locks, which this machine's processes share; None where there is no place for it either.
+    Other machines that have the same folder are not kept out."""
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+    path = Path(tempfile.gettempdir()) / f"potluck-lock-{name}"
+    try:
+        return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "wb")
+    except OSError:
+        return None
+
+
 def _reserve(descriptor: int, size: int) -> None:
     """Makes a file `size` bytes long and takes the space, so that no write to its pages can fail later: that would be a signal."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        zeros = bytes(1 << 20)
-        for start in range(0, size, len(zeros)):
-            os.pwrite(descriptor, zeros[: size - start], start)
+        try:
+            return os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in NOT_THERE:
+                raise
+    zeros = bytes(1 << 20)
+    for start in range(0, size, len(zeros)):
+        os.pwrite(descriptor, zeros[: size - start], start)
 
 
 class LocalDisk:
@@ -124,14 +165,20 @@ class LocalDisk:
             file = open(folder / "lock", "wb")  # noqa: SIM115  (held until it is closed)
         except OSError as error:
             raise disk_error(folder, error) from None
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            raise UsageError(
-                f"directory {folder}: another {who} uses it; stop that one or choose another folder"
-            ) from None
-        return file
+        for stand_in in (False, True):
+            held = _stand_in(folder) if stand_in else file
+            if held is None:
+                break
+            try:
+                mine = try_lock(held)
+            except OSError:  # no locks there
+                held.close()
+                continue
+            if not mine:
+                held.close()
+                raise UsageError(f"directory {folder}: another {who} uses it; stop that one or choose another folder")
+            return held
+        return open(folder / "lock", "wb")  # nowhere are locks: whoever runs two in one folder is on his own
 
     def make_folder(self, path: Path) -> None:
         try:
@@ -184,9 +231,9 @@ class LocalDisk:
                 file.truncate()
                 file.flush()
                 if sync:
-                    os.fsync(file.fileno())
+                    flush(file.fileno())
             if seconds is not None:
-                os.utime(temporary, (seconds, seconds))
+                self.set_seconds(temporary, seconds)
             os.replace(temporary, path)
             if sync:
                 self.sync(path.parent)
@@ -202,7 +249,7 @@ class LocalDisk:
                 size = file.tell()
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())
+                flush(file.fileno())
             if size == 0:  # the name may be new, too
                 self.sync(path.parent)
         except OSError as error:
@@ -225,14 +272,24 @@ class LocalDisk:
         os.truncate(path, size)
 
     def sync(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDONLY)
+        folder = path.is_dir()
         try:
-            os.fsync(descriptor)
+            descriptor = os.open(path, os.O_RDONLY)
+        except (PermissionError, IsADirectoryError):
+            if folder:  # a file system whose folders cannot be opened
+                return
+            raise
+        try:
+            flush(descriptor, folder=folder)
         finally:
             os.close(descriptor)
 
     def set_seconds(self, path: Path, seconds: int) -> None:
-        os.utime(path, (seconds, seconds))
+        try:
+            os.utime(path, (seconds, seconds))
+        except OSError as error:
+            if error.errno not in NOT_THERE:
+                raise
 
     def rename(self, old: Path, new: Path) -> None:
         os.replace(old, new)

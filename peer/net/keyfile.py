@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
+from peer.net.disk import flush
 from protocol.errors import UsageError
 from protocol.identity import SEED_BYTES, Identity, IdentityError
 
@@ -23,14 +24,18 @@ def load_or_create(path: Path) -> Identity:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(identity.libp2p_bytes())
             file.flush()
-            os.fsync(file.fileno())
+            flush(file.fileno())
         try:
             os.link(fresh, path)  # fails if another process was first
         except FileExistsError:
-            return Identity.from_libp2p(path.read_bytes())
+            pass
+        except (
+            OSError
+        ):  # a disk without hard links: of two processes at the same moment, the key of the later one stays
+            os.replace(fresh, path)
         finally:
-            fresh.unlink()
-        return identity
+            fresh.unlink(missing_ok=True)
+        return Identity.from_libp2p(path.read_bytes())
     except IdentityError as error:
         raise IdentityError(f"{path}: {error}") from None
     except OSError as error:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from peer.net.address import is_circuit, parse
+from peer.net.address import host_of, is_circuit, is_link_local, is_loopback, is_public, parse
 from peer.net.base import BadAddress
 
 
@@ -50,6 +50,41 @@ def _is_elsewhere(host: str | None) -> bool:
         return not ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return True
+
+
+def best_first(addresses: Iterable[str]) -> list[str]:
+    """Those that strangers can use come first, those of this machine alone last; among several of a kind, that of the interface which leads to the
+    internet, and not one of a virtual network. IPv6 addresses that need the name of an interface are left out."""
+    outward = tuple(filter(None, map(_source, ("192.0.2.1", "2001:db8::1"))))
+
+    def rank(address: str) -> tuple[int, int]:
+        host = host_of(address)
+        if is_circuit(address):
+            return 0, len(outward)  # the addresses of others say nothing of ours
+        kind = (
+            3 if is_loopback(host) else 2 if is_link_local(host) else 1 if _is_ip(host) and not is_public(host) else 0
+        )
+        return kind, outward.index(host) if host in outward else len(outward)
+
+    return sorted((a for a in addresses if ":" not in host_of(a) or not is_link_local(host_of(a))), key=rank)
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _source(towards: str) -> str:
+    """Our address that packets to `towards`, an address for documents, would come from; nothing is sent. Empty where nothing leads there."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
 
 
 def interface_hosts() -> frozenset[str]:

@@ -30,6 +30,7 @@ from peer.net.daemon import (
     OPEN,
     PASSING,
     START_SECONDS,
+    UNDIALLED,
     Daemon,
     Entrance,
     dial_bytes,
@@ -38,6 +39,7 @@ from peer.net.daemon import (
 from peer.net.dht import RETRY_SECONDS, RPC_SECONDS, Dht, Latest
 from peer.net.entry import Came, Guest
 from peer.net.guests import Limits, network_of
+from peer.net.lookup import why_unknown
 from peer.net.own_addresses import OwnAddresses, interface_hosts
 from peer.net.stream import Endpoint, FrameStream, ending
 from peer.net.turns import OPENING, UNCOUNTED, Turns
@@ -230,6 +232,8 @@ class P2PTransport(Endpoint):
             try:
                 _, writer, _ = await self.daemon.ask(request, peer, what, max(left, 0.1))
             except RemoteError as error:
+                if UNDIALLED in str(error) and (why := await why_unknown(known)):
+                    return Unreachable(peer, f"{what}: {why}; check the address")
                 if left < RETRY_SECONDS or not any(reason in str(error) for reason in PASSING):
                     return error
                 await asyncio.sleep(RETRY_SECONDS)

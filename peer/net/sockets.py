@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import ipaddress
 import os
+import secrets
 import shutil
 import socket
 import tempfile
 from pathlib import Path
 
 from peer.net.base import PortInUse, StartFailed
+from peer.net.disk import try_lock
 from protocol.errors import UsageError
 
 FOLDER = "potluck-net-"
 LOCK = "lock"
 """In such a folder: locked by the process whose daemon it is."""
+OTHER_PLACES = ("/tmp", "/var/tmp", "/dev/shm")
+"""For sockets, where the folder for temporary files has a long path, or is on a disk without them."""
 FOLDER_PATH_MAX = 48
 """The path of a Unix socket has at most 103 bytes; its name takes 50 of them."""
 
@@ -29,13 +33,45 @@ def check_port(host: str, port: int) -> None:
         raise UsageError(f"--host {host}: not an IP address; give one of this machine's, or 0.0.0.0") from None
     if not 0 <= port < 65536:
         raise UsageError(f"--port {port}: not a port; give one between 1 and 65535, or 0 for any")
-    with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    everywhere, _ = _BOTH
+    meant = everywhere if host in everywhere else {host: version}
+    failed = [error for one, of in meant.items() if (error := _why_not(of, one, port)) is not None]
+    hard = [error for error in failed if error.errno not in _NO_FAMILY]
+    if hard or not hosts(host, port):
+        error = (hard or failed)[0]
+        raise port_error(host, port, error.strerror or str(error))
+
+
+def _why_not(version: int, host: str, port: int) -> OSError | None:
+    """Why we cannot listen there; None where we can."""
+    try:
+        with socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if version == 6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind((host, port))
             probe.listen(1)
-        except OSError as error:
-            raise port_error(host, port, error.strerror or str(error)) from None
+    except OSError as error:
+        return error
+    return None
+
+
+_BOTH = ({"0.0.0.0": 4, "::": 6}, {"127.0.0.1": 4, "::1": 6})
+"""All addresses of a machine, and its own to itself, by the version of IP."""
+_NO_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""A machine that has this version of IP not at all."""
+
+
+def hosts(host: str, port: int) -> list[str]:
+    """Where `host` means that we listen: 0.0.0.0 and :: are every address of this machine, of IPv4 and of IPv6, as far as it has them. A machine without
+    127.0.0.1 talks to itself by ::1, and the other way round."""
+    everywhere, itself = _BOTH
+    if host in everywhere:
+        return [one for one, version in everywhere.items() if _why_not(version, one, port) is None]
+    if host in itself:
+        order = sorted(itself, key=lambda one: one != host)
+        return [one for one in order if _why_not(itself[one], one, port) is None][:1]
+    return [host] if _why_not(ipaddress.ip_address(host).version, host, port) is None else []
 
 
 def port_error(host: str, port: int, reason: str) -> UsageError:
@@ -46,9 +82,23 @@ def port_error(host: str, port: int, reason: str) -> UsageError:
 
 
 def socket_base() -> Path:
-    """Where socket folders are made, unless told otherwise."""
-    base = os.path.realpath(tempfile.gettempdir())
-    return Path(base if len(base.encode()) <= FOLDER_PATH_MAX else "/tmp")
+    """Where socket folders are made, unless told otherwise: the folder for temporary files, if its path is short and its disk can have sockets."""
+    own = Path(os.path.realpath(tempfile.gettempdir()))
+    places = [own, *(Path(place) for place in OTHER_PLACES)]
+    short = [place for place in places if len(os.fsencode(place)) <= FOLDER_PATH_MAX]
+    return next((place for place in short if _has_sockets(place)), short[0])
+
+
+def _has_sockets(folder: Path) -> bool:
+    path = folder / f".{FOLDER}{secrets.token_hex(8)}"
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(os.fspath(path))
+    except OSError:
+        return False
+    finally:
+        path.unlink(missing_ok=True)
+    return True
 
 
 class SocketFolder:
@@ -59,7 +109,8 @@ class SocketFolder:
         try:
             made = Path(tempfile.mkdtemp(prefix=f".{FOLDER}", dir=sockets))
             self._lock = open(made / LOCK, "xb")  # noqa: SIM115  (held until it is closed)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # without locks there, nobody sweeps either
+                try_lock(self._lock)
             self.path = made.with_name(made.name[1:])
             made.rename(self.path)  # until now nobody could take it for one that was left behind
         except OSError as error:
@@ -85,7 +136,7 @@ def sweep(sockets: Path) -> int:
             if folder.lstat().st_uid != os.getuid():
                 continue
             with open(os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-                removed += 1
+                if try_lock(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    removed += 1
     return removed

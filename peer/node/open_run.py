@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from peer.net import keyfile
 from peer.net.address import is_circuit, parse, peers_of
 from peer.net.base import BadAddress, Transport
 from peer.net.blobs import fetch_named
 from peer.net.directory import latest_expiry, valid_record
 from peer.net.disk import LocalDisk
-from protocol.errors import RemoteError, UsageError
+from protocol.errors import RemoteError, UsageError, apart
 from protocol.identity import short_peer
 from protocol.rounds.invitations import Ticket, read_ticket
 from protocol.run import manifest as manifests
 from protocol.run.corpus import TOKENIZER
 from protocol.run.manifest import Manifest
-from protocol.wire import endpoints
+from protocol.wire import endpoints, logfile
 
 KEY = "identity.key"
 _FOUND = "found"
-"""In a peer's folder: the id of the run in which it has been."""
+"""In the folder of a peer or a node: where its run is, `ADDRESS#RUN-ID` a line. Versions before had the run's id alone there."""
+_LARGEST_FOUND = 64 * 1024
+HERE = (Path("potluck-peer"), Path("potluck-bootstrap"))
+"""The folders of a peer and of a node, unless --dir names others."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds between two tries to find it again."""
 ASSETS = Path(__file__).parent.parent / "assets"
@@ -50,6 +55,11 @@ class Run:
     ticket: Ticket | None = None
 
     @property
+    def lines(self) -> tuple[str, ...]:
+        """Its addresses, as a person gives them."""
+        return tuple(f"{address}#{self.run_id}" for address in self.bootstrap)
+
+    @property
     def dialled(self) -> tuple[str, ...]:
         """The nodes at these addresses."""
         return peers_of(self.bootstrap)
@@ -64,9 +74,17 @@ def read_manifest(path: Path) -> Manifest:
     return manifests.from_toml(raw, str(path))
 
 
+def is_run(text: str) -> bool:
+    """Whether it is to name a run, and not a file with text."""
+    return "/p2p/" in text or text.endswith(".toml") or os.path.isdir(text)
+
+
 def parse_run(text: str) -> Run:
-    """RUN as a person gives it: a file, `ADDRESS#RUN-ID`, or `ADDRESS#RUN-ID#INVITATION`. Raises UsageError."""
-    address, mark, rest = text.partition("#")
+    """RUN as a person gives it: a file, a folder, `ADDRESS#RUN-ID`, or `ADDRESS#RUN-ID#INVITATION`. Raises UsageError."""
+    lines = [word for word in text.split() if "/p2p/" in word and "#" in word]
+    if len(text.split()) > 1 and len(lines) == 1 and not os.path.exists(text):
+        raise UsageError(f"RUN {text}: has other words beside the address; give the address alone: {lines[0]}")
+    address, mark, rest = (text.strip() if lines else text).partition("#")
     run_id, _, invitation = rest.partition("#")
     if "/p2p/" in address and (mark or address.startswith(("/ip", "/dns"))):
         if len(run_id) != 64 or any(c not in "0123456789abcdef" for c in run_id):
@@ -79,13 +97,111 @@ def parse_run(text: str) -> Run:
             f"RUN {text}: neither an address nor a file or folder that is here; copy the whole line that a bootstrap node prints, or give a"
             " path that is there"
         )
+    if os.path.isdir(text):
+        found = run_in(Path(text))
+        if found is None:
+            raise UsageError(
+                f"directory {text}: is of no peer or node that has been in a run; give the one-line address that a bootstrap node prints"
+            )
+        return found
     manifest = read_manifest(Path(text))
-    if not manifest.hints.bootstrap:
-        raise UsageError(
-            f"manifest {text}: no bootstrap address; put one under [hints] bootstrap, or join with the one-line address"
-            " that the bootstrap node prints"
-        )
-    return Run(manifest, manifest.run_id, manifest.hints.bootstrap)
+    if manifest.hints.bootstrap:
+        return Run(manifest, manifest.run_id, manifest.hints.bootstrap)
+    for _, known in _near(Path(text), manifest.run_id):
+        return Run(manifest, manifest.run_id, known.bootstrap)
+    raise UsageError(
+        f"manifest {text}: no bootstrap address; start its node here once, put one under [hints] bootstrap, or give the one-line"
+        " address that the bootstrap node prints"
+    )
+
+
+# --- what folders know
+
+
+def remember(folder: Path, run: Run) -> None:
+    """Notes in the folder of a peer or a node where its run is. Raises UsageError."""
+    LocalDisk().write(folder / _FOUND, "".join(f"{line}\n" for line in run.lines).encode())
+
+
+def _remembered(folder: Path) -> Run | None:
+    """The run of the peer or the node in `folder`; None where there is none, or it has never been in one. It may have no address."""
+    try:
+        with open(folder / _FOUND, encoding="utf-8", errors="replace") as file:
+            lines = [line.rpartition("#") for line in file.read(_LARGEST_FOUND).splitlines()]
+    except OSError:
+        return None
+    ids = {run_id for _, _, run_id in lines}
+    if len(ids) != 1:
+        return None
+    found: list[str] = []
+    for address, _, _ in lines:
+        with contextlib.suppress(BadAddress):
+            parse(address)
+            found.append(address)
+    return Run(None, ids.pop(), tuple(found))
+
+
+def _inner(folder: Path) -> list[Path]:
+    """The folders in a folder, sorted."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def run_in(folder: Path) -> Run | None:
+    """The run of the peer or the node in `folder`; of the only one that those in its folders have, such as in that of `potluck init`. Raises UsageError
+    where they have several."""
+    own = _remembered(folder)
+    if own is not None and own.bootstrap:
+        return own
+    found = [run for inner in _inner(folder) if (run := _remembered(inner)) is not None and run.bootstrap]
+    if len({run.run_id for run in found}) > 1:
+        raise UsageError(f"directory {folder}: has folders of several runs; give the one of a peer or a node")
+    return found[0] if found else None
+
+
+def _near(manifest: Path, run_id: str) -> list[tuple[Path, Run]]:
+    """The folders of peers and nodes that have been in the run and lie beside its manifest, or in the working folder under their usual names; nodes
+    first."""
+    near = dict.fromkeys((*_inner(manifest.parent), *HERE, manifest.parent))
+    known = [(folder, run) for folder in near if (run := _remembered(folder)) is not None]
+    found = [(folder, run) for folder, run in known if run.run_id == run_id and run.bootstrap]
+    return sorted(found, key=lambda one: not _is_nodes(*one))
+
+
+def _is_nodes(folder: Path, run: Run) -> bool:
+    """Whether it is a node's: what it remembers is its own address."""
+    with contextlib.suppress(UsageError):
+        return (folder / KEY).is_file() and keyfile.load_or_create(folder / KEY).peer_id in run.dialled
+    return False
+
+
+def node_folder(text: str, typed: Path) -> Path:
+    """The folder of the operator's node: as `typed`; where that is the usual one and has no key, the one beside the manifest or in the folder `text`,
+    if RUN is such a thing."""
+    if (typed / KEY).is_file() or typed not in HERE or not os.path.exists(text):
+        return typed
+    path = Path(text)
+    if path.is_dir():
+        inside = [(folder, run) for folder in (path, *_inner(path)) if (run := _remembered(folder)) is not None]
+    else:
+        inside = _near(path, read_manifest(path).run_id)
+    return next((folder for folder, run in inside if _is_nodes(folder, run)), typed)
+
+
+def here(*folders: Path) -> str:
+    """RUN where none was typed: the first of `folders`, or of those in HERE, that knows one. Raises UsageError."""
+    looked = tuple(dict.fromkeys((*folders, *HERE)))
+    for folder in looked:
+        known = _remembered(folder)
+        if (known is not None and known.bootstrap) or (folder / logfile.LOG).is_file():
+            return str(folder)
+    places = " or ".join(map(str, looked))
+    raise UsageError(
+        f"RUN: is missing, and there is no peer or node in {places} that has been in a run; give the one-line address that a bootstrap"
+        " node prints, or a folder"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +261,9 @@ def tokenizer_bytes(manifest: Manifest, beside: Path, corpus: Path | None) -> by
             raw = path.read_bytes()
             found = hashlib.sha256(raw).hexdigest()
             if found != manifest.tokenizer.digest:
+                has, wanted = apart(found, manifest.tokenizer.digest)
                 raise UsageError(
-                    f"tokenizer {path}: its sha256 is {found[:12]}…, the manifest says"
-                    f" {manifest.tokenizer.digest[:12]}…; use the file that the run was made with"
+                    f"tokenizer {path}: its sha256 is {has}, the manifest says {wanted}; use the file that the run was made with"
                 )
             return raw
     return None
@@ -174,22 +290,20 @@ async def manifest_of(run: Run, transport: Transport) -> Manifest:
         ) from None
     manifest = manifests.from_bytes(raw, f"from {short_peer(peer)}")
     if manifest.run_id != run.run_id:
-        raise UsageError(
-            f"RUN: the node at {run.bootstrap[0]} serves run {manifest.run_id[:12]}…, not {run.run_id[:12]}…;"
-            " copy the line again"
-        )
+        served, wanted = apart(manifest.run_id, run.run_id)
+        raise UsageError(f"RUN: the node at {run.bootstrap[0]} serves run {served}, not {wanted}; copy the line again")
     return manifest
 
 
 async def manifest_again(run: Run, folder: Path, transport: Transport, warn: Callable[[str], None]) -> Manifest:
     """As `manifest_of`, of the peer in `folder`. Where it has been in this run before, what was typed is right: so it waits until somebody
     answers, as after a night without a network in which the machine was started again."""
-    mark, pause = folder / _FOUND, FIRST_PAUSE
+    before, pause = _remembered(folder), FIRST_PAUSE
     while True:
         try:
             manifest = await manifest_of(run, transport)
         except NobodyThere as error:
-            if not mark.exists() or mark.read_text() != run.run_id:
+            if before is None or before.run_id != run.run_id:
                 raise
             if pause == FIRST_PAUSE:
                 warn(f"{error}; this peer has been in the run before, and tries again until somebody answers")
@@ -197,5 +311,5 @@ async def manifest_again(run: Run, folder: Path, transport: Transport, warn: Cal
             pause = min(2 * pause, LONGEST_PAUSE)
             await transport.look()
         else:
-            LocalDisk().write(mark, run.run_id.encode())
+            remember(folder, run)
             return manifest

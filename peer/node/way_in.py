@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peer.net import reach, roster
-from peer.net.address import host_of, is_circuit, is_public
+from peer.net.address import host_of, is_circuit, is_loopback, is_public
 from peer.net.base import Transport
 from peer.net.directory import announcements
 from peer.net.reach import Finding
@@ -150,7 +150,7 @@ class WayIn:
 
 def _best(addresses: list[str]) -> str:
     """That by which a stranger finds a peer; empty where there is none."""
-    ours = [a for a in addresses if not is_circuit(a) and not host_of(a).startswith("127.")]
+    ours = [a for a in addresses if not is_circuit(a) and not is_loopback(host_of(a))]
     return next((a for a in ours if is_public(host_of(a))), next(iter(ours), ""))
 
 

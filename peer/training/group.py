@@ -78,6 +78,6 @@ def give(tensors: Iterable[Tensor]) -> None:
 def _loopback() -> str:
     """The name of the interface that only this machine reaches. Raises RuntimeError."""
     for name, addresses in psutil.net_if_addrs().items():
-        if any(a.family == socket.AF_INET and a.address.startswith("127.") for a in addresses):
+        if any(a.address == "::1" or (a.family == socket.AF_INET and a.address.startswith("127.")) for a in addresses):
             return name
     raise RuntimeError("this machine has no loopback interface")

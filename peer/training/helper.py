@@ -80,7 +80,7 @@ class Helper:
 def main(way: socket.socket) -> None:
     """Until the peer's process ends. What could not be done, for whatever reason, is told, and leaves everything undone until the next group
     begins."""
-    for sent in (signal.SIGINT, signal.SIGTERM):
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(
             sent, signal.SIG_IGN
         )  # sent to all processes of a peer that is to leave: it needs us until it has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import select
@@ -50,14 +51,18 @@ class Keys:
         atexit.unregister(self._restore)
 
     def _restore(self) -> None:
-        termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+        with contextlib.suppress(termios.error):  # it is gone
+            termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
 
     def _read(self) -> None:
         while True:
             ready, _, _ = select.select([self._fd, self._wake], [], [])
             if self._wake in ready:
                 return
-            typed = os.read(self._fd, 256)
+            try:
+                typed = os.read(self._fd, 256)
+            except OSError:  # the terminal is gone
+                return
             if not typed:
                 return
             for key in _KEY.findall(typed.decode("utf-8", "replace")):

@@ -14,6 +14,7 @@ from typing import NamedTuple, TextIO, assert_never
 
 from peer import events
 from peer.events import Event, Sink
+from peer.net.address import host_of, is_link_local, is_loopback
 from peer.ui.names import Names
 from peer.ui.text import blocks, called, clean, clock, count, duration, mean_loss, rate, readable, schedule_of, size
 from protocol.wire.commit import LeftOut
@@ -56,8 +57,10 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
     """An event as those see it who watch the whole run; `names`: how peers are called, by their ids."""
     source = called(event.source, names)
     match event.body:
+        case events.Listening(address=""):
+            return [Said("warning", "nobody can join now: this machine has no address; connect it to a network")]
         case events.Listening(address=address):
-            return [Said("info", f"to join: potluck join {clean(address, 400)}")]
+            return [Said("info", f"to join: potluck join {clean(address, 400)}"), *_reaches(host_of(address))]
         case events.Ready(peer=peer, device=device, memory_bytes=memory):
             offer = clean(device, 12) + (f", {size(memory)}" if memory else "")  # bootstrap nodes do not train
             return [Said("info", f"{called(peer, names)} is ready: {offer}")]
@@ -127,6 +130,17 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return []  # likewise; a failure of a chain is in what the node decides about it
         case never:
             assert_never(never)
+
+
+def _reaches(host: str) -> list[Said]:
+    """Where a line to join with works, if not for everybody who has a way to this machine."""
+    if is_loopback(host):
+        remedy = "for others, give --host 0.0.0.0, or --announce with the address at which they reach it"
+        return [Said("warning", f"that line works on this machine only: the node has no other address; {remedy}")]
+    if is_link_local(host):
+        remedy = "for others, give this machine an address in a network, or --announce one"
+        return [Said("warning", f"that line works on the same cable or Wi-Fi only; {remedy}")]
+    return []
 
 
 def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from peer.log.reader import Source
 from peer.ui.logged import LoggedContribution, LoggedLeftOut, LoggedProof, LoggedRound, logged
 from peer.ui.text import clean, count, mean_loss, readable, schedule_of, size
-from protocol.errors import LocalError, UsageError
+from protocol.errors import LocalError, UsageError, apart
 from protocol.identity import short_peer
 from protocol.planning import partition
 from protocol.rounds import schedule, standing, validation
@@ -43,7 +43,7 @@ async def show(manifest: Manifest, source: Source, out: Callable[[str], None], n
 
 def what_it_did(proof: DoubleVote | LoggedProof) -> str:
     """What a proof shows of an operator, for a reader."""
-    one, other, round = clean(proof.digest, 12), clean(proof.other, 12), proof.round
+    (one, other), round = map(clean, apart(proof.digest, proof.other)), proof.round
     if proof.promised < 0:
         return f"voted for the commits {one} and {other} of round {round}"
     return f"voted for the commit {one} of round {round}, and denied it when it promised another ballot"

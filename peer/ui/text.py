@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sized
+from pathlib import Path
 from typing import Protocol
 
 from protocol.identity import short_peer
@@ -14,6 +17,9 @@ from protocol.wire.decree import Schedule
 
 _ID = re.compile(r"(?<!\w)(?:peer )?(\w{1,8})(?!\w)")
 """What may be a short form of a peer's id."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-][A-Za-z0-9_@%+=:,./#-]*")
+"""Words that mean themselves to a shell; so does an address with # in it, which `shlex` would quote."""
 
 
 class _Trained(Protocol):
@@ -52,6 +58,23 @@ def clean(text: object, limit: int = 160) -> str:
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else " " for c in shown)
     return shown + ("…" if len(whole) > limit else "")
+
+
+def typed(*words: str | Path) -> str:
+    """A command, such that it can be typed: a shell takes each word as it is. A path is no option, whatever it begins with."""
+    return " ".join(map(_word, words))
+
+
+def _word(word: str | Path) -> str:
+    text = str(word)
+    if isinstance(word, Path) and text.startswith("-"):
+        text = f"./{text}"
+    if _PLAIN.fullmatch(text):
+        return text
+    if text.isprintable():
+        return shlex.quote(text)
+    escaped = (chr(b) if 32 <= b < 127 and chr(b) not in "\\'" else f"\\x{b:02x}" for b in os.fsencode(text))
+    return f"$'{''.join(escaped)}'"  # of bash, zsh and ksh: others have no way to write it
 
 
 def harmless(text: str) -> str:

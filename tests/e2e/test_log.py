@@ -370,7 +370,7 @@ def _other_peer(folder: Path, commit: Commit) -> Commit:
         (lambda folder, c: dataclasses.replace(c, parent="0" * 64), "round 2: the commit does not follow"),
         (
             lambda folder, c: dataclasses.replace(c, digests={**c.digests, "block.0": "0" * 64}),
-            r"round 1, block\.0: the replay gives state \w{12}, the peers say 000000000000",
+            r"round 1, block\.0: the replay gives state \w{12}…, the peers say 000000000000…",
         ),
     ],
 )

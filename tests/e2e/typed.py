@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.faults.processes import DEADLINE
 
 
 @contextlib.contextmanager
-def running(*arguments: object, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """`potluck …` as it is typed. `env`: more of its environment."""
-    command = [sys.executable, "-m", "peer.cli", *map(str, arguments)]
+def running(
+    *arguments: object, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """`potluck …` as it is typed. `env`: more of its environment; `before`: what the command begins with."""
+    command = [*before, sys.executable, "-m", "peer.cli", *map(str, arguments)]
     whole = {**os.environ, **(env or {})}
     with subprocess.Popen(command, env=whole, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         watchdog = threading.Timer(DEADLINE, process.kill)

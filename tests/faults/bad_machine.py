@@ -1,4 +1,4 @@
-"""Faults of a machine, made for a command and all that it starts: a clock that is wrong, and a disk that is slow."""
+"""Faults of a machine, made for a command and all that it starts: a clock that is wrong, and a disk that is slow or has less than usual."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ def slow_disk(folder: Path) -> Iterator[tuple[Place, dict[str, str]]]:
         except OSError:  # the system limits nothing here, or not for us
             env = {**_preloaded(folder), "DISK_BYTES_A_SECOND": f"{BYTES_A_SECOND:.0f}"}
         yield place, env
+
+
+def poor_disk(folder: Path, disk: Path) -> dict[str, str]:
+    """The environment of programs to which `disk` is a folder without hard or symbolic links, locks, sockets, rights, times of files and synced
+    folders."""
+    return {**_preloaded(folder), "POOR_DISK": str(disk)}
 
 
 def _preloaded(folder: Path) -> dict[str, str]:

@@ -105,7 +105,7 @@ def test_only_an_operator_of_the_run_can_decree(tmp_path: Path) -> None:
         for folder, peer, reason in (
             ("stranger", victim, "is no operator of"),
             ("nobody", victim, "has no key; give the folder of your bootstrap node"),
-            ("node-0", "nobody", "no peer of the log ends so"),
+            ("node-0", "nobody", "none that is known ends so"),
         ):
             if folder == "stranger":
                 subprocess.run([sys.executable, "-m", "peer.cli", "key", "--dir", swarm.folder / folder], check=True)

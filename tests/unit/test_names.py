@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import unicodedata
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from peer import events
 from peer.events import Event
 from peer.ui.lines import Lines
-from peer.ui.names import LONGEST, MOST, Names, harmless_name
+from peer.ui.names import LONGEST, MOST, Names, harmless_name, meant
 from peer.ui.text import readable
 from peer.ui.watched import Watched, state
-from protocol.identity import short_peer
+from protocol.errors import UsageError
+from protocol.identity import Identity, short_peer
 from tests.watched import BEGAN, MadeUp, peer_id
 
 HOSTILE = [
@@ -96,3 +98,54 @@ def test_screens_and_lines_call_peers_by_their_names() -> None:
     assert shown in {r.name for r in found.replicas}
     (line,) = lines.of(Event(BEGAN, "bootstrap", events.Gone(peer=made.ids[0])))
     assert f"{shown} is gone" in line
+
+
+# --- a peer that is typed
+
+
+PEERS = [Identity(random.Random(seed).randbytes(32)).peer_id for seed in range(50)]
+ZOE, OTHER = PEERS[:2]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        "{id}", "{end8}", "{end4}", "Zoë·{end4}", "Zoë·{end4}:", "Zoe-{end4}", "peer {end8}", '"Zoë·{end4}"', "'{end8}'", "…{end4}",
+        "...{end8}", "~{end4}", "12D3Koo…{end8}", "Zoë (…{end4})", " {end8} ", "Zoë:{end4}", "Zoë·{id}", "/ip4/1.2.3.4/tcp/5/p2p/{id}",
+    ],
+)  # fmt: skip
+def test_what_screens_show_of_a_peer_names_it(form: str) -> None:
+    typed = form.format(id=ZOE, end8=ZOE[-8:], end4=ZOE[-4:])
+    assert meant("PEER", typed, PEERS, {ZOE: "Zoë", OTHER: "Zoë"}) == ZOE
+
+
+def test_every_name_that_a_screen_shows_is_taken_back() -> None:
+    names = Names()
+    for peer, said in zip(PEERS, [*HOSTILE, "Zoë", "a b", "A.B-c_d", "1234", ZOE[-4:]] * 3, strict=False):
+        names.learn(peer, said)
+        shown = names.get(peer, short_peer(peer))
+        assert meant("PEER", shown, PEERS) == peer
+
+
+@pytest.mark.parametrize(
+    "typed", ["Zoë", "zoë", "", "…", "Zoë·", f"12D3Koo…{ZOE[-3:]}", f"Zoë·{ZOE[-4:-1]}…", ZOE[:20] + "…", "Zoë Bean"]
+)
+def test_a_name_alone_and_what_is_cut_off_name_nobody(typed: str) -> None:
+    with pytest.raises(UsageError, match=r"^PEER .*; give the whole id"):
+        meant("PEER", typed, PEERS, {ZOE: "Zoë"})
+
+
+def test_whoever_takes_the_end_of_another_id_for_a_name_gets_nobody_banned() -> None:
+    """The operator who types that name without the id behind it is asked whom he means."""
+    with pytest.raises(UsageError) as refused:
+        meant("PEER", ZOE[-4:], PEERS, {OTHER: ZOE[-4:]})
+    assert ZOE in str(refused.value)
+    assert OTHER in str(refused.value)
+    assert meant("PEER", f"{ZOE[-4:]}·{OTHER[-4:]}", PEERS, {OTHER: ZOE[-4:]}) == OTHER
+
+
+def test_an_end_that_several_have_is_refused_and_names_them() -> None:
+    twins = [f"12D3KooW{letter * 40}zMYD" for letter in "ab"]
+    with pytest.raises(UsageError) as refused:
+        meant("PEER", "Zoë·zMYD", [*PEERS, *twins], {twins[0]: "Zoë"})
+    assert all(twin in str(refused.value) for twin in twins)

@@ -1,0 +1,97 @@
+"""A signal to all processes of a group, as `timeout` and Ctrl-C send it: the network daemon lives until what there is to say has been said."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from peer.cli.init import MANIFEST, NODE
+from peer.demo.text import demo_corpus
+from peer.events import from_json
+from tests.faults.processes import DEADLINE
+
+POTLUCK = [sys.executable, "-m", "peer.cli"]
+
+
+def started(*words: object) -> subprocess.Popen[str]:
+    """`potluck …`, in a process group of its own."""
+    command = [*POTLUCK, *map(str, words), "--host", "127.0.0.1", "--port", "0", "--json"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def until(process: subprocess.Popen[str], kind: str) -> dict[str, object]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        event = from_json(line)
+        if event is not None and event.kind == kind:
+            return event.fields
+    raise AssertionError(f"it ended without {kind}")
+
+
+def rest(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What else it says, and its errors, until it ends."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    watchdog = threading.Timer(DEADLINE, process.kill)
+    watchdog.start()
+    try:
+        said = process.stdout.read(), process.stderr.read()
+        process.wait()
+    finally:
+        watchdog.cancel()
+    return said
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    typed = [*POTLUCK, "init", "ours", "--corpus", str(demo_corpus().folder)]
+    subprocess.run(typed, cwd=tmp_path, check=True, capture_output=True, timeout=DEADLINE)
+    return tmp_path / "ours"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_lets_a_peer_and_a_node_leave_politely(number: int, ours: Path, tmp_path: Path) -> None:
+    """The peer gives what it has learned to another one; then the node ends. Neither says that its daemon has ended before."""
+    node = started("bootstrap", ours / MANIFEST, "--dir", ours / NODE, "--corpus", demo_corpus().folder)
+    peers = []
+    try:
+        address = until(node, "listening")["address"]
+        for name in ("ada", "bob"):
+            peers.append(started("join", address, "--dir", tmp_path / name, "--device", "cpu", "--memory", "1GB"))
+        for peer in peers:
+            until(peer, "step")
+        os.killpg(peers[1].pid, number)
+        out, errors = rest(peers[1])
+        assert (peers[1].returncode, errors) == (0, ""), (out, errors)
+        kinds = [event.kind for line in out.splitlines() if (event := from_json(line)) is not None]
+        assert "leaving" in kinds
+        until(node, "gone")
+        os.killpg(node.pid, number)
+        out, errors = rest(node)
+        assert (node.returncode, errors) == (0, ""), (out, errors)
+    finally:
+        for process in (node, *peers):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux: only there a process can have its children end with it")
+def test_the_daemon_of_a_process_that_was_killed_ends_with_it(ours: Path) -> None:
+    node = started("bootstrap", ours / MANIFEST, "--dir", ours / NODE, "--corpus", demo_corpus().folder)
+    try:
+        until(node, "listening")
+        children = psutil.Process(node.pid).children(recursive=True)
+        assert any("p2pd" in child.name() for child in children)
+        assert all(os.getpgid(child.pid) != os.getpgid(node.pid) for child in children if "p2pd" in child.name())
+    finally:
+        node.kill()
+        node.wait()
+    _, alive = psutil.wait_procs(children, timeout=DEADLINE)
+    assert not alive
