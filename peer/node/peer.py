@@ -154,6 +154,7 @@ class Peer:
             short = memory.in_files(self.manifest, offered)
         if short:
             self._storage.use_files()
+        self._storage.free_memory = functools.partial(device.memory_budget, "cpu")
         await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
         try:
@@ -243,7 +244,7 @@ class Peer:
             transport=self._transport,
             folder=self._storage.folder / "text",
             limit=self._config.data_bytes,
-            disk=LocalDisk(),
+            disk=self._storage.disk,
             reach=self._directory.reach,
             lost=self._directory.lost,
             emit=self._emit,
