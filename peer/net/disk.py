@@ -129,6 +129,11 @@ class LocalDisk:
 
     written = 0
     _counting = threading.Lock()
+    _memory = MEMORY
+
+    def __init__(self, memory: Path = MEMORY) -> None:
+        """`memory`: a file system in memory."""
+        self._memory = memory
 
     def lock(self, folder: Path, who: str) -> BinaryIO:
         self.make_folder(folder)
@@ -185,7 +190,7 @@ class LocalDisk:
         ]
 
     def memory(self, size: int) -> Path | None:
-        folder = MEMORY / f"potluck-{os.getuid()}"
+        folder = self._memory / f"potluck-{os.getuid()}"
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
             found, room = folder.lstat(), os.statvfs(folder)
@@ -248,7 +253,7 @@ class LocalDisk:
 
     def _count(self, path: Path, size: int) -> None:
         with self._counting:  # several threads write
-            self.written += 0 if path.is_relative_to(MEMORY) else size
+            self.written += 0 if path.is_relative_to(self._memory) else size
 
     def truncate(self, path: Path, size: int) -> None:
         os.truncate(path, size)

@@ -426,5 +426,11 @@ class Peer:
                 self._directory.update(phase="offered", round=round)
             case events.Withdrew(round=round):
                 self._directory.update(phase="withdrew", round=round)
-            case events.Round(round=round, bytes_sent=sent, bytes_received=received):
-                self._directory.update(phase="waiting", round=round, bytes_sent=sent, bytes_received=received)
+            case events.Round() as done:
+                self._directory.update(
+                    phase="waiting",
+                    round=done.round,
+                    bytes_sent=done.bytes_sent,
+                    bytes_received=done.bytes_received,
+                    bytes_written=done.bytes_written,
+                )

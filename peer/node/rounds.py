@@ -356,6 +356,7 @@ class Rounds:
                 seconds={phase: round(seconds, 4) for phase, seconds in self._seconds.items()},
                 bytes_sent=self._around.traffic.bytes_sent,
                 bytes_received=self._around.traffic.bytes_received,
+                bytes_written=self._storage.disk.written,
                 boundary_forward_bytes=result.forward_bytes,
                 boundary_backward_bytes=result.backward_bytes,
                 boundary_tokens=result.boundary_tokens,
@@ -397,7 +398,9 @@ class Rounds:
     def _needed(self, round: int) -> set[str]:
         """Which payloads are still needed here after `round` (peer/state/payloads.py)."""
         log, held = self.member.commits, self.outer.theta
-        needed = retention.payloads_needed(log, self._exchange.lists, round, self._checkpointed, held, self._storage.offers)
+        needed = retention.payloads_needed(
+            log, self._exchange.lists, round, self._checkpointed, held, self._storage.offers
+        )
         return needed | self._storage.blobs.newer(self.member.head)
 
     async def _leap(self, commit: Commit) -> None:

@@ -72,8 +72,12 @@ class PeerView:
     """All that it sent in its last whole round; before there is one, its payload. Of several rounds between two looks at it, their mean."""
     dense_bytes: int | None = None
     """What its pseudo-gradient and its boundary vectors of that round take in fp32."""
+    written_bytes: int | None = None
+    """All that it wrote to disk in its last whole round, likewise."""
     total_sent: int = 0
     """Bytes that it has sent since it was started, as of its last round."""
+    total_written: int = 0
+    """Bytes that it has written to disk since it was started, as of its last round."""
     counted: int | None = None
     """The round at whose end that was, None where it is not known yet."""
     measured: tuple[tuple[int, ...], Activity] | None = None
@@ -204,6 +208,11 @@ class View:
         return (sum(s for s, _ in counted), sum(d for _, d in counted)) if counted else None
 
     @property
+    def written(self) -> int | None:
+        """Bytes that all peers wrote to disk in their last whole round."""
+        return sum(p.written_bytes or 0 for p in self.peers.values()) if self.traffic else None
+
+    @property
     def chains(self) -> list[ChainView]:
         """The planned chains, as far as they are known, in plan order."""
         out, number = [], -1
@@ -269,7 +278,7 @@ class View:
             case events.Withdrew() | events.Leaving() | events.Restored() | events.Finished():
                 self._peer(source).phase = event.kind
             case events.Round() as done:
-                self._applied(source, done.round, done.bytes_sent, done.boundary_tokens)
+                self._applied(source, done.round, (done.bytes_sent, done.bytes_written), done.boundary_tokens)
             case events.Commit() as commit:
                 self._committed(event.time, commit)
             case events.Evaluated() as told:
@@ -325,23 +334,25 @@ class View:
         p = self._peer(peer)
         if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p.total_sent:
             replica = -1 if p.replica is None else p.replica
-            self._applied(peer, news.round, news.bytes_sent, self._tokens.get(replica, 0))
+            totals = news.bytes_sent, news.bytes_written
+            self._applied(peer, news.round, totals, self._tokens.get(replica, 0))
         if news.phase == "training" and (news.round, news.step) != (p.round, p.step):
             self._steps_on(peer, news.round, news.step, news.loss)
         p.round, p.step, p.phase = news.round, news.step, clean(news.phase, 10)
         if news.load is not None:
             self._measured(peer, news.load)
 
-    def _applied(self, peer: str, round: int, total_sent: int, boundary_tokens: int) -> None:
-        """`total_sent`: bytes since it was started; `boundary_tokens`: of its chain's round, if it is in one. Announcements come every few
+    def _applied(self, peer: str, round: int, totals: tuple[int, int], boundary_tokens: int) -> None:
+        """`totals`: bytes sent, and written to disk, since it was started; `boundary_tokens`: of its chain's round, if it is in one. Announcements come every few
         seconds, so several rounds may have ended since the last one."""
         p = self._peer(peer)
         ended = round - (p.counted or 0)
         if ended > 0:
             if p.counted is not None or round == 1:
-                p.sent_bytes = (total_sent - (p.total_sent if total_sent >= p.total_sent else 0)) // ended
+                p.sent_bytes = _since(p.total_sent, totals[0]) // ended
+                p.written_bytes = _since(p.total_written, totals[1]) // ended
                 p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
-            p.total_sent, p.counted = total_sent, round
+            (p.total_sent, p.total_written), p.counted = totals, round
         p.phase = "waiting"
 
     def _dense(self, p: PeerView, vectors: int) -> int | None:
@@ -396,3 +407,8 @@ class View:
         shards, right = layout.shard_names(self.manifest.model), attestations.majority(found, self._witnesses.weights())
         wrong = [(d.peer, d.shard) for d in attestations.diverged(found, right, ties=True) if d.shard in shards]
         self.compared = Comparison(latest, len(found), wrong)
+
+
+def _since(before: int, now: int) -> int:
+    """What a counter counted between two looks at it; it began at 0 again with a new process."""
+    return now - before if now >= before else now

@@ -204,7 +204,8 @@ def _facts(view: View, rows: int, width: int) -> Table:
         table.add_row("sent", f"{size(traffic[0])}, {size(traffic[1])} in fp32")
     else:
         sent, dense = traffic
-        table.add_row("sent", Text.assemble((size(sent), "bold"), " in a round"))
+        written = f" in a round, {size(view.written)} to disk" if view.written else " in a round"
+        table.add_row("sent", Text.assemble((size(sent), "bold"), written))
         more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
         table.add_row("in fp32", Text.assemble(size(dense), more))
     for who, reason in view.left_out[: max(1, rows // 4)]:

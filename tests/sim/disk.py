@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from peer.net.disk import Piece
 from protocol.codec import topk
 
-
 MEMORY = Path("/memory")
 """The folder of files in memory."""
 

@@ -73,7 +73,7 @@ def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
     lists = {root_of(p): p for p in (parts(r) for r in range(1, 6))}
 
     def needed(round: int, checkpoint: int, shards: Sequence[str]) -> set[str]:
-        return retention.payloads_needed(log, lists, round, checkpoint, shards, None)
+        return retention.payloads_needed(log, lists, round, checkpoint, shards, [])
 
     four, five = root_of(parts(4)), root_of(parts(5))
     assert needed(5, 3, ["embed"]) == {four, five, *digests("e4", "e5")}
@@ -87,9 +87,12 @@ def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
     )
 
 
-def test_a_peers_own_offer_is_needed_until_there_is_a_newer_one() -> None:
-    offer = Offer(round=5, replica=0, parts=(part("embed", "mine"),), tokens=1, steps=1, loss=None)
-    assert retention.payloads_needed({}, {}, 5, 5, SHARDS, offer) == {root_of(offer.parts), *digests("mine")}
+def test_a_peers_own_offers_are_needed_as_long_as_its_feedback_on_disk_does_not_know_of_them() -> None:
+    offers = [
+        Offer(round=r, replica=0, parts=(part("embed", f"mine{r}"),), tokens=1, steps=1, loss=None) for r in (4, 5)
+    ]
+    wanted = {*(root_of(o.parts) for o in offers), *digests("mine4", "mine5")}
+    assert retention.payloads_needed({}, {}, 5, 5, SHARDS, offers) == wanted
 
 
 @pytest.mark.parametrize(
@@ -120,6 +123,12 @@ def test_feedback_waits_until_the_rounds_end_is_over() -> None:
     assert not retention.feedback_is_due(None, 100.0)
     assert not retention.feedback_is_due(100.0, 100.0 + retention.SAVE_SECONDS - 0.1)
     assert retention.feedback_is_due(100.0, 100.0 + retention.SAVE_SECONDS)
+
+
+def test_feedback_goes_to_disk_every_so_many_rounds() -> None:
+    assert retention.feedback_goes_to_disk(None, 1), "there is none"
+    assert not retention.feedback_goes_to_disk(1, retention.SAVED_ROUNDS)
+    assert retention.feedback_goes_to_disk(1, 1 + retention.SAVED_ROUNDS)
 
 
 def test_a_peer_that_is_behind_asks_now_and_then() -> None:
