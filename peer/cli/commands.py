@@ -20,12 +20,13 @@ from peer.cli.auditing import audit_beside, auditor
 from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig, why_one_device
 from peer.events import Emitter, Sink, json_sink
-from peer.net import descriptors, keyfile
+from peer.net import bandwidth, descriptors, keyfile, known_line
 from peer.net.address import parse
 from peer.net.base import Transport, TransportLost
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.line import measured_downlink
+from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding
 from peer.node import hours
 from peer.node.open_run import (
@@ -47,6 +48,7 @@ from protocol.errors import UsageError
 from protocol.identity import Identity
 from protocol.rounds import invitations, schedule
 from protocol.rounds.invitations import Ticket
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -255,7 +257,10 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         """A line's two ways are measured over two connections (peer/net/line.py): the first one ends with this transport, most often."""
         nonlocal downlink
         if manifest is not None and config.down_bps is None and downlink is None:
-            downlink = await measured_downlink(transport, manifest.operators, Clock())
+            known = known_line.read(storage.disk, folder, interface_hosts(), Clock().wall())
+            if known.down_bps is None:
+                most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
+                downlink = await measured_downlink(transport, manifest.operators, Clock(), most)
 
     async def find(transport: Transport) -> Manifest:
         if options.dry_run:

@@ -46,9 +46,9 @@ class Measured:
     down_bps: int
     """What it receives, and announces."""
     by: str
-    """The bootstrap nodes, peer ids with spaces between, with which it was measured; or `transfers`: of payloads, states, chains."""
+    """The bootstrap nodes, peer ids with spaces between, with which it was measured; `earlier`: when it was started before; or `transfers`: of payloads, states, chains."""
     round_trip_ms: float | None = None
-    """Milliseconds to such a node and back; null for `transfers`."""
+    """Milliseconds to such a node and back; null for `earlier` and `transfers`."""
     bytes_sent: int = 0
     """That measuring took, without headers."""
     bytes_received: int = 0

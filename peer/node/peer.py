@@ -24,7 +24,7 @@ from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
-from peer.net import reach
+from peer.net import bandwidth, known_line, reach
 from peer.net.base import Transport
 from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
@@ -32,7 +32,8 @@ from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
-from peer.net.line import Around, Given, Line
+from peer.net.line import EARLIER, Around, Given, Line
+from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding, Reach
 from peer.node.audit import nobody
 from peer.node.evaluating import Evaluator, Tools
@@ -252,9 +253,12 @@ class Peer:
         )
 
     def _make_line(self) -> Line:
-        config = self._config
+        config, known = self._config, known_line.UNKNOWN
+        if None in (config.up_bps, config.down_bps):
+            known = known_line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
+        most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
         return Line(
-            Given(config.up_bps, config.down_bps, config.up_limit_bps, config.downlink),
+            Given(config.up_bps, config.down_bps, config.up_limit_bps, config.downlink, known, most),
             Around(
                 transport=self._transport,
                 clock=self._factories.clock,
@@ -400,6 +404,9 @@ class Peer:
     def _measured(self, body: events.Body) -> None:
         self._emit(body)
         self._carries()
+        if isinstance(body, events.Measured) and body.by != EARLIER:
+            wall = self._factories.clock.wall()
+            known_line.write(self._storage.disk, self._config.folder, self._line.known, interface_hosts(), wall)
 
     def _carries(self) -> None:
         """Announces what our line carries."""

@@ -74,10 +74,8 @@ class PeerView:
     """What its pseudo-gradient and its boundary vectors of that round take in fp32."""
     written_bytes: int | None = None
     """All that it wrote to disk in its last whole round, likewise."""
-    total_sent: int = 0
-    """Bytes that it has sent since it was started, as of its last round."""
-    total_written: int = 0
-    """Bytes that it has written to disk since it was started, as of its last round."""
+    totals: tuple[int, int] = (0, 0)
+    """Bytes that it has sent, and written to disk, since it was started, as of its last round."""
     counted: int | None = None
     """The round at whose end that was, None where it is not known yet."""
     measured: tuple[tuple[int, ...], Activity] | None = None
@@ -202,15 +200,11 @@ class View:
         return 4 * math.log(max(self.manifest.model.vocab_size, 2))
 
     @property
-    def traffic(self) -> tuple[int, int] | None:
-        """(sent, dense) bytes of all peers in their last whole round."""
-        counted = [(p.sent_bytes, p.dense_bytes) for p in self.peers.values() if p.sent_bytes and p.dense_bytes]
-        return (sum(s for s, _ in counted), sum(d for _, d in counted)) if counted else None
-
-    @property
-    def written(self) -> int | None:
-        """Bytes that all peers wrote to disk in their last whole round."""
-        return sum(p.written_bytes or 0 for p in self.peers.values()) if self.traffic else None
+    def traffic(self) -> tuple[int, int, int] | None:
+        """Bytes of all peers in their last whole round: sent, in fp32, and written to disk."""
+        counted = [p for p in self.peers.values() if p.sent_bytes and p.dense_bytes]
+        amounts = [(p.sent_bytes or 0, p.dense_bytes or 0, p.written_bytes or 0) for p in counted]
+        return (sum(a[0] for a in amounts), sum(a[1] for a in amounts), sum(a[2] for a in amounts)) if counted else None
 
     @property
     def chains(self) -> list[ChainView]:
@@ -332,7 +326,7 @@ class View:
 
     def _announced(self, peer: str, news: events.Announced) -> None:
         p = self._peer(peer)
-        if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p.total_sent:
+        if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p.totals[0]:
             replica = -1 if p.replica is None else p.replica
             totals = news.bytes_sent, news.bytes_written
             self._applied(peer, news.round, totals, self._tokens.get(replica, 0))
@@ -349,10 +343,10 @@ class View:
         ended = round - (p.counted or 0)
         if ended > 0:
             if p.counted is not None or round == 1:
-                p.sent_bytes = _since(p.total_sent, totals[0]) // ended
-                p.written_bytes = _since(p.total_written, totals[1]) // ended
+                sent, written = (now - (was if now >= was else 0) for now, was in zip(totals, p.totals, strict=True))
+                p.sent_bytes, p.written_bytes = sent // ended, written // ended
                 p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
-            (p.total_sent, p.total_written), p.counted = totals, round
+            p.totals, p.counted = totals, round
         p.phase = "waiting"
 
     def _dense(self, p: PeerView, vectors: int) -> int | None:
@@ -407,8 +401,3 @@ class View:
         shards, right = layout.shard_names(self.manifest.model), attestations.majority(found, self._witnesses.weights())
         wrong = [(d.peer, d.shard) for d in attestations.diverged(found, right, ties=True) if d.shard in shards]
         self.compared = Comparison(latest, len(found), wrong)
-
-
-def _since(before: int, now: int) -> int:
-    """What a counter counted between two looks at it; it began at 0 again with a new process."""
-    return now - before if now >= before else now
