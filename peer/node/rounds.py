@@ -381,7 +381,9 @@ class Rounds:
         await self._warm_up.want(later)
         await self._recovery.build([s for s in lacking if s not in later], commit.round)
         self._storage.blobs.protected = self._needed(commit.round)
-        due = retention.checkpoint_is_due(self.manifest, commit.round, self._checkpointed, bool(self.outer.theta))
+        due = retention.checkpoint_is_due(
+            self.manifest, self.peer, commit.round, self._checkpointed, bool(self.outer.theta)
+        )
         self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         self._writes = due
         self._around.evaluator.follow(commit, dict(self.outer.theta), self.member.commits)

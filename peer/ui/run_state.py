@@ -1,5 +1,4 @@
-"""What a screen shows: the state of a run, as its events tell it. Nothing is drawn here, and nothing is looked up. Texts of other
-peers are cleaned before they are kept (peer/ui/text.py), so no control characters reach a terminal."""
+"""What a screen shows: the state of a run, as its events tell it. Nothing is drawn or looked up here. Others' texts are cleaned (text.py)."""
 
 from __future__ import annotations
 
@@ -72,8 +71,7 @@ class PeerView:
     """All that it sent in its last whole round; before there is one, its payload. Of several rounds between two looks at it, their mean."""
     dense_bytes: int | None = None
     """What its pseudo-gradient and its boundary vectors of that round take in fp32."""
-    written_bytes: int | None = None
-    """All that it wrote to disk in its last whole round, likewise."""
+    written_bytes: int | None = None  # to disk, likewise
     totals: tuple[int, int] = (0, 0)
     """Bytes that it has sent, and written to disk, since it was started, as of its last round."""
     counted: int | None = None
@@ -202,9 +200,9 @@ class View:
     @property
     def traffic(self) -> tuple[int, int, int] | None:
         """Bytes of all peers in their last whole round: sent, in fp32, and written to disk."""
-        counted = [p for p in self.peers.values() if p.sent_bytes and p.dense_bytes]
-        amounts = [(p.sent_bytes or 0, p.dense_bytes or 0, p.written_bytes or 0) for p in counted]
-        return (sum(a[0] for a in amounts), sum(a[1] for a in amounts), sum(a[2] for a in amounts)) if counted else None
+        all_of = [(p.sent_bytes, p.dense_bytes, p.written_bytes or 0) for p in self.peers.values()]
+        found = [(sent, dense, written) for sent, dense, written in all_of if sent and dense]
+        return (sum(f[0] for f in found), sum(f[1] for f in found), sum(f[2] for f in found)) if found else None
 
     @property
     def chains(self) -> list[ChainView]:
@@ -328,8 +326,7 @@ class View:
         p = self._peer(peer)
         if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p.totals[0]:
             replica = -1 if p.replica is None else p.replica
-            totals = news.bytes_sent, news.bytes_written
-            self._applied(peer, news.round, totals, self._tokens.get(replica, 0))
+            self._applied(peer, news.round, (news.bytes_sent, news.bytes_written), self._tokens.get(replica, 0))
         if news.phase == "training" and (news.round, news.step) != (p.round, p.step):
             self._steps_on(peer, news.round, news.step, news.loss)
         p.round, p.step, p.phase = news.round, news.step, clean(news.phase, 10)
@@ -343,8 +340,8 @@ class View:
         ended = round - (p.counted or 0)
         if ended > 0:
             if p.counted is not None or round == 1:
-                sent, written = (now - (was if now >= was else 0) for now, was in zip(totals, p.totals, strict=True))
-                p.sent_bytes, p.written_bytes = sent // ended, written // ended
+                before = p.totals if totals >= p.totals else (0, 0)  # of a process before
+                p.sent_bytes, p.written_bytes = (totals[0] - before[0]) // ended, (totals[1] - before[1]) // ended
                 p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
             p.totals, p.counted = totals, round
         p.phase = "waiting"

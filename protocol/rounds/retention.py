@@ -25,6 +25,8 @@ SAVE_SECONDS = 5.0
 """So long the error feedback waits before it is written: the round's end, for which everybody waits, goes first."""
 SAVED_ROUNDS = 320
 """So many rounds apart the whole error feedback is written to disk: 4 bytes a parameter."""
+TURNS = 64
+"""Peers write their checkpoints in so many turns within `checkpoint_rounds`, so that newcomers find a recent one."""
 LOOK_SECONDS = 60.0
 """How often a peer that is behind asks whether others have a later state."""
 AHEAD = 2
@@ -80,11 +82,18 @@ def payloads_needed(
     return needed
 
 
-def checkpoint_is_due(manifest: Manifest, round: int, checkpoint: int, holds: bool) -> bool:
-    """Whether to write one after `round`: every `checkpoint_rounds` rounds, and as soon as there is a state and no
+def checkpoint_is_due(manifest: Manifest, peer: str, round: int, checkpoint: int, holds: bool) -> bool:
+    """Whether `peer` writes one after `round`: every `checkpoint_rounds` rounds, when it is its turn, and as soon as there is a state and no
     checkpoint. `checkpoint`: the round of the newest; `holds`: whether there is anything to write."""
-    wanted = round % manifest.checkpoint_rounds == 0 or checkpoint < 0
+    every = manifest.checkpoint_rounds
+    turn = sum(peer.encode()) % TURNS * (every // TURNS)
+    wanted = (round + turn) % every == 0 or checkpoint < 0
     return wanted and round > 0 and holds and round != checkpoint
+
+
+def checkpoint_grain(manifest: Manifest) -> int:
+    """Whoever's turn it is: a checkpoint is of a round that this divides, but for a peer's first and last."""
+    return manifest.checkpoint_rounds // TURNS or manifest.checkpoint_rounds
 
 
 def last_checkpoint_is_due(round: int, checkpoint: int, holds: bool, applying: bool) -> bool:

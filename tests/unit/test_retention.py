@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -18,6 +19,7 @@ from protocol.wire.session import Offer
 from tests import tiny
 
 RUN = tiny.manifest(checkpoint_rounds=10)
+PEER = "peer"
 LAYERS = RUN.model.n_layers
 CHAIN = ReplicaSpec(
     rank=0, stages=(StageSpec(peer="first", first=0, last=1), StageSpec(peer="last", first=1, last=LAYERS))
@@ -108,7 +110,18 @@ def test_a_peers_own_offers_are_needed_as_long_as_its_feedback_on_disk_does_not_
     ],
 )
 def test_a_checkpoint_is_due_every_so_many_rounds(round: int, checkpoint: int, holds: bool, due: bool) -> None:
-    assert retention.checkpoint_is_due(RUN, round, checkpoint, holds) is due
+    assert retention.checkpoint_is_due(RUN, PEER, round, checkpoint, holds) is due
+
+
+def test_peers_write_checkpoints_in_turns() -> None:
+    """Each as often as the manifest says; of 64 peers, the newest is never much older than the mean."""
+    run, peers = tiny.manifest(checkpoint_rounds=320), [f"12D3KooW{chr(65 + i)}" for i in range(64)]
+    due = {
+        peer: [r for r in range(1, 961) if retention.checkpoint_is_due(run, peer, r, 0, holds=True)] for peer in peers
+    }
+    assert all(len(rounds) == 3 and rounds[1] - rounds[0] == 320 for rounds in due.values())
+    every = sorted({r for rounds in due.values() for r in rounds})
+    assert max(later - r for r, later in itertools.pairwise(every)) <= 5
 
 
 def test_a_process_that_ends_writes_what_it_has() -> None:

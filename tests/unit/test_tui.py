@@ -175,7 +175,7 @@ def test_bytes_against_fp32() -> None:
     assert full.sent_bytes == 400
     assert full.dense_bytes == 4 * (4 * block + 2 * spec.vocab_size * 8 + 8)
     assert middle.dense_bytes == 4 * (block + 2 * 64 * 8)
-    sent, dense = story.view.traffic or (0, 0)
+    sent, dense, _ = story.view.traffic or (0, 0, 0)
     assert sent == 5 * 400
     assert f"{dense / sent:.0f}× as much" in text(story.view)
 
