@@ -257,10 +257,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         """A line's two ways are measured over two connections (peer/net/line.py): the first one ends with this transport, most often."""
         nonlocal downlink
         if manifest is not None and config.down_bps is None and downlink is None:
-            known = known_line.read(storage.disk, folder, interface_hosts(), Clock().wall())
-            if known.down_bps is None:
-                most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
-                downlink = await measured_downlink(transport, manifest.operators, Clock(), most)
+            downlink = await _measured(transport, manifest, folder)
 
     async def find(transport: Transport) -> Manifest:
         if options.dry_run:
@@ -317,6 +314,15 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
             await Pauses(looks, emit, freed=device.free).between(take_part)
     finally:
         storage.close()
+
+
+async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Downlink | None:
+    """Our downlink, where the peer in `folder` does not know it from before."""
+    clock = Clock()
+    if known_line.read(LocalDisk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
+        return None
+    most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
+    return await measured_downlink(transport, manifest.operators, clock, most)
 
 
 async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:

@@ -37,9 +37,9 @@ MEMORY = Path("/dev/shm")
 
 
 class Disk(Protocol):
-    """`written`: bytes that it was given to write; files in memory do not count. All methods but `write`, `append`, `lock` and `make_folder`, which raise UsageError, raise OSError where the disk refuses."""
+    """`written_bytes`: that it was given to write; files in memory do not count. All methods but `write`, `append`, `lock` and `make_folder`, which raise UsageError, raise OSError where the disk refuses."""
 
-    written: int
+    written_bytes: int
 
     def lock(self, folder: Path, who: str) -> Lock:
         """Keeps other processes out of `folder`, which is made, until the lock is closed. `who`: what uses it. Raises UsageError."""
@@ -125,9 +125,9 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 class LocalDisk:
-    """The machine's file systems. `written`: bytes that it was given to write; files in memory do not count."""
+    """The machine's file systems. `written_bytes`: that it was given to write; files in memory do not count."""
 
-    written = 0
+    written_bytes = 0
     _counting = threading.Lock()
     _memory = MEMORY
 
@@ -253,7 +253,7 @@ class LocalDisk:
 
     def _count(self, path: Path, size: int) -> None:
         with self._counting:  # several threads write
-            self.written += 0 if path.is_relative_to(self._memory) else size
+            self.written_bytes += 0 if path.is_relative_to(self._memory) else size
 
     def truncate(self, path: Path, size: int) -> None:
         os.truncate(path, size)

@@ -356,7 +356,7 @@ class Rounds:
                 seconds={phase: round(seconds, 4) for phase, seconds in self._seconds.items()},
                 bytes_sent=self._around.traffic.bytes_sent,
                 bytes_received=self._around.traffic.bytes_received,
-                bytes_written=self._storage.disk.written,
+                bytes_written=self._storage.disk.written_bytes,
                 boundary_forward_bytes=result.forward_bytes,
                 boundary_backward_bytes=result.backward_bytes,
                 boundary_tokens=result.boundary_tokens,

@@ -70,7 +70,7 @@ class SimDisk:
     """One life's view of `files`. `point(where)` is called before every operation, and raises where the process dies there or is
     dead already."""
 
-    written = 0
+    written_bytes = 0
 
     def __init__(self, files: Files, point: Callable[[str], None], rng: random.Random) -> None:
         self._files = files

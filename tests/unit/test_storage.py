@@ -154,7 +154,7 @@ def test_what_many_rounds_write_is_little(tmp_path: Path) -> None:
     storage.close()
     assert storage.saved_round == rounds - retention.SAVED_ROUNDS + 1
     assert found(tmp_path / "peer", disk)[0] == rounds
-    assert 0 < disk.written <= 0.02 * 10_000 * rounds
+    assert 0 < disk.written_bytes <= 0.02 * 10_000 * rounds
 
 
 def test_checkpoints_are_safetensors_files(tmp_path: Path) -> None:
