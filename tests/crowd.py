@@ -105,6 +105,7 @@ class Signing(MadeUp):
                 loss=self.loss(round, step, index),
                 bytes_sent=round * 200_000 + index,
                 bytes_received=round * 300_000,
+                bytes_written=round * 30_000,
                 chain=load if peer in chained else None,
                 coordinates=(1.0 * index, 2.0, 3.0),
                 reachable=("direct", "mapped", "private", "")[index % 4],

@@ -127,6 +127,7 @@ class MadeUp:
                         loss=loss if position == len(replica.peers) - 1 else None,
                         bytes_sent=(round - 1) * 200_000,
                         bytes_received=0,
+                        bytes_written=(round - 1) * 30_000,
                         load=load,
                     ),
                 )
@@ -147,7 +148,8 @@ class MadeUp:
             for replica in self.plan(round).replicas:
                 for peer in replica.peers:
                     done = events.Announced(
-                        phase="waiting", round=round, step=4, loss=None, bytes_sent=round * 200_000, bytes_received=0, load=None
+                        phase="waiting", round=round, step=4, loss=None, bytes_sent=round * 200_000, bytes_received=0, load=None,
+                        bytes_written=round * 30_000,
                     )  # fmt: skip
                     yield Event(BEGAN + round * ROUND_SECONDS - 1, peer, done)
             yield self.commit(round)

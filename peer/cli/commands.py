@@ -22,12 +22,13 @@ from peer.cli.pauses import Look, Pauses, by_hours, while_busy
 from peer.config import Downlink, JoinConfig, why_one_device
 from peer.events import Emitter, Sink, json_sink
 from peer.log import reader
-from peer.net import descriptors, keyfile
+from peer.net import bandwidth, descriptors, keyfile, known_line
 from peer.net.address import parse, peers_of
 from peer.net.base import Transport, TransportLost
 from peer.net.clock import Clock
 from peer.net.disk import LocalDisk
 from peer.net.line import measured_downlink
+from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding
 from peer.node import hours
 from peer.node.open_run import (
@@ -54,6 +55,7 @@ from protocol.errors import RemoteError, UsageError
 from protocol.identity import Identity
 from protocol.rounds import invitations, schedule
 from protocol.rounds.invitations import Ticket
+from protocol.run import layout
 from protocol.run.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -310,7 +312,7 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
         """A line's two ways are measured over two connections (peer/net/line.py): the first one ends with this transport, most often."""
         nonlocal downlink
         if manifest is not None and config.down_bps is None and downlink is None:
-            downlink = await measured_downlink(transport, manifest.operators, Clock())
+            downlink = await _measured(transport, manifest, folder)
 
     async def find(transport: Transport) -> Manifest:
         if options.dry_run:
@@ -367,6 +369,15 @@ async def join(options: JoinOptions, factories: Factories | None = None) -> None
             await Pauses(looks, emit, freed=device.free).between(take_part)
     finally:
         storage.close()
+
+
+async def _measured(transport: Transport, manifest: Manifest, folder: Path) -> Downlink | None:
+    """Our downlink, where the peer in `folder` does not know it from before."""
+    clock = Clock()
+    if known_line.read(LocalDisk(), folder, interface_hosts(), clock.wall()).down_bps is not None:
+        return None
+    most = bandwidth.worth(4 * layout.total_parameters(manifest.model))
+    return await measured_downlink(transport, manifest.operators, clock, most)
 
 
 async def _run(peer: Peer, beside: Coroutine[Any, Any, None]) -> None:

@@ -257,6 +257,7 @@ def make_manifest(
             train=train,
             outer=OuterSpec(),
             chains=ChainSpec(rank=preset.ranks),
+            checkpoint_rounds=presets.CHECKPOINT_ROUNDS,
             timing=TimingSpec(round_seconds=preset.round_seconds, round_deadline=max(120.0, 2 * preset.round_seconds)),
             admission=AdmissionSpec(
                 probation=min(presets.PROBATION, rounds // 10), range_sessions=presets.RANGE_SESSIONS

@@ -46,9 +46,9 @@ class Measured:
     down_bps: int
     """What it receives, and announces."""
     by: str
-    """The bootstrap nodes, peer ids with spaces between, with which it was measured; or `transfers`: of payloads, states, chains."""
+    """The bootstrap nodes, peer ids with spaces between, with which it was measured; `earlier`: when it was started before; or `transfers`: of payloads, states, chains."""
     round_trip_ms: float | None = None
-    """Milliseconds to such a node and back; null for `transfers`."""
+    """Milliseconds to such a node and back; null for `earlier` and `transfers`."""
     bytes_sent: int = 0
     """That measuring took, without headers."""
     bytes_received: int = 0
@@ -215,6 +215,8 @@ class Announced:
     """Of its newest inner step in a chain, where that is news."""
     refused: int = 0
     """How often it has refused somebody who used too much of it, since it was started."""
+    bytes_written: int = 0
+    """All bytes that it has written to disk since it was started, as of its last whole round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,6 +300,8 @@ class Round:
     """Why its own work of the round has no weight, where it is on probation, for a reader; else empty."""
     peak_rss_bytes: int = 0
     """The most memory that its process has had resident so far; 0 where nobody measures it."""
+    bytes_written: int = 0
+    """All bytes that it has written to disk since it was started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

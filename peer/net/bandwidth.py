@@ -29,6 +29,9 @@ PIECE = 32 * 1024
 counted yet when the later half of a probe begins that a line of 500 Mb/s would seem to have 575."""
 WAY_BYTES = 15_000_000
 """Most bytes of one way: less than 16 MB with all headers."""
+LEAST_WAY_BYTES, OF_STATE = 1_000_000, 16
+"""Of one way at most, and the share of the model's state that is not exceeded: a probe costs little of what a peer fetches to take part, and a
+small model needs no better knowledge of a fast line."""
 PINGS = 8
 UNDER_WAY = (32 * 1024, 16 * 1024 * 1024)
 """Least and most bytes under way."""
@@ -66,6 +69,11 @@ class Measured:
     bps: int
     trip: float
     bytes: int
+
+
+def worth(state_bytes: int) -> int:
+    """Most bytes of one way that a probe takes in a run whose state has so many."""
+    return min(WAY_BYTES, max(LEAST_WAY_BYTES, state_bytes // OF_STATE))
 
 
 def line_bps(goodput: float) -> int:

@@ -19,6 +19,7 @@ import math
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -32,10 +33,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Piece = bytes | memoryview
+MEMORY = Path("/dev/shm")
+"""A file system in memory, where Linux has one for everybody."""
 
 
 class Disk(Protocol):
-    """All methods but `write`, `append`, `lock` and `make_folder`, which raise UsageError, raise OSError where the disk refuses."""
+    """`written_bytes`: that it was given to write; files in memory do not count. All methods but `write`, `append`, `lock` and `make_folder`, which raise UsageError, raise OSError where the disk refuses."""
+
+    written_bytes: int
 
     def lock(self, folder: Path, who: str) -> Lock:
         """Keeps other processes out of `folder`, which is made, until the lock is closed. `who`: what uses it. Raises UsageError."""
@@ -58,6 +63,10 @@ class Disk(Protocol):
     def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
         """Arrays in a file of `folder` that has no name: the system keeps in memory what is used of them, and the space is free when
         the last one is. Values are not set. Raises UsageError."""
+
+    def memory(self, size: int) -> Path | None:
+        """A folder of this user in memory, whose files outlive a process that is killed, not a loss of power; None where there is none with
+        room for so many bytes."""
 
     def write(
         self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None
@@ -157,7 +166,15 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 class LocalDisk:
-    """The machine's file systems."""
+    """The machine's file systems. `written_bytes`: that it was given to write; files in memory do not count."""
+
+    written_bytes = 0
+    _counting = threading.Lock()
+    _memory = MEMORY
+
+    def __init__(self, memory: Path = MEMORY) -> None:
+        """`memory`: a file system in memory."""
+        self._memory = memory
 
     def lock(self, folder: Path, who: str) -> BinaryIO:
         self.make_folder(folder)
@@ -219,6 +236,16 @@ class LocalDisk:
             for shape, size, end in zip(shapes, sizes, ends, strict=True)
         ]
 
+    def memory(self, size: int) -> Path | None:
+        folder = self._memory / f"potluck-{os.getuid()}"
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found, room = folder.lstat(), os.statvfs(folder)
+            ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+            if ours and room.f_bavail * room.f_frsize >= size:
+                return folder
+        return None
+
     def write(
         self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None
     ) -> None:
@@ -229,6 +256,7 @@ class LocalDisk:
             with open(temporary, "wb" if over is None else "r+b") as file:
                 file.writelines(pieces)
                 file.truncate()
+                self._count(path, file.tell())
                 file.flush()
                 if sync:
                     flush(file.fileno())
@@ -250,6 +278,7 @@ class LocalDisk:
                 file.write(data)
                 file.flush()
                 flush(file.fileno())
+            self._count(path, len(data))
             if size == 0:  # the name may be new, too
                 self.sync(path.parent)
         except OSError as error:
@@ -264,9 +293,14 @@ class LocalDisk:
             view = memoryview(data)
             while len(view):
                 written = os.pwrite(descriptor, view, start)
+                self._count(path, written)
                 start, view = start + written, view[written:]
         finally:
             os.close(descriptor)
+
+    def _count(self, path: Path, size: int) -> None:
+        with self._counting:  # several threads write
+            self.written_bytes += 0 if path.is_relative_to(self._memory) else size
 
     def truncate(self, path: Path, size: int) -> None:
         os.truncate(path, size)

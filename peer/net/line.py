@@ -1,4 +1,5 @@
-"""What our internet line carries: as the user said, as measured at the start (bandwidth.py), and as real transfers show (transfers.py).
+"""What our internet line carries: as the user said, as found in an earlier life (known_line.py), as measured at the start
+(bandwidth.py), and as real transfers show (transfers.py).
 
 The most that we send follows: nine tenths of what the uplink was measured to carry, unless the user said what either is. What
 passes between us and peers behind the same router says nothing of the line, and does not count.
@@ -19,7 +20,8 @@ from peer.net.address import host_of, is_circuit, is_public
 from peer.net.bandwidth import Busy, Measured
 from peer.net.base import Transport
 from peer.net.clock import Clock
-from peer.net.transfers import Second, Transfers
+from peer.net.known_line import UNKNOWN, KnownLine
+from peer.net.transfers import REMEMBERED, Second, Transfers
 from peer.net.uplink import Uplink
 from protocol.errors import RemoteError
 
@@ -33,18 +35,23 @@ USED = 0.9
 """Of the uplink: a sender that uses no more does not overrun its router's queue (docs/adr/0013)."""
 USUAL_BPS = {True: 10_000_000, False: 50_000_000}
 """Up and down, where nothing was measured: less than most lines have."""
+EARLIER = "earlier"
+"""By whom it was measured: by ourselves, when we were started before."""
 NODES = 2
 """Are asked about a way that is slower than that: it may be the first one's line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the user said of the line, in bits a second; None: nothing. `downlink`: what was measured before."""
+    """What the user said of the line, in bits a second; None: nothing. `downlink`: what was measured before; `known`: in an earlier life.
+    `most`: bytes of one way that a probe may take."""
 
     up_bps: int | None
     down_bps: int | None
     limit_bps: int | None
     downlink: Downlink | None = None
+    known: KnownLine = UNKNOWN
+    most: int = bandwidth.WAY_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +67,13 @@ class Around:
     draw: random.Random
 
 
-async def measured_downlink(transport: Transport, nodes: Sequence[str], clock: Clock) -> Downlink | None:
+async def measured_downlink(
+    transport: Transport, nodes: Sequence[str], clock: Clock, most: int = bandwidth.WAY_BYTES
+) -> Downlink | None:
     """What the first of the nodes that answers finds of our downlink, over connections that carry nothing else; None: none answers."""
     for node in nodes:
         with contextlib.suppress(RemoteError):
-            found = await bandwidth.measure(transport, node, clock, up=False)
+            found = await bandwidth.measure(transport, node, clock, up=False, most=most)
             return Downlink(bps=found.bps, by=node, trip=found.trip, bytes=found.bytes)
     return None
 
@@ -91,19 +100,32 @@ class Line:
             self._missing.remove(False)
             self._set(False, known.bps)
             self._found[False] = known.by, Measured(bps=known.bps, trip=known.trip, bytes=known.bytes)
+        for up, bps in ((False, given.known.down_bps), (True, given.known.up_bps)):
+            if up in self._missing and bps is not None:
+                self._missing.remove(up)
+                self._set(up, bps)
         self._used: set[str] = set()
         self._passed: dict[str, list[int]] = {}
+        self._passes = asyncio.Event()
 
     @property
     def is_given(self) -> bool:
         """Whether the user said all of it, so that there is nothing to measure."""
         return self._given.up_bps is not None and self._given.down_bps is not None
 
+    @property
+    def known(self) -> KnownLine:
+        """What was found, and not given."""
+        up = None if self._given.up_bps is not None or True in self._missing else self.up_bps
+        down = None if self._given.down_bps is not None or False in self._missing else self.down_bps
+        return KnownLine(up, down)
+
     # --- measuring
 
     async def measure(self) -> None:
         """Measures what was not given; takes START_SECONDS at most. What cannot be measured is taken to be USUAL_BPS. Raises TransportLost."""
         began, why = self._around.clock.steady(), "no node answered in time"
+        self._follow()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_SECONDS):
                 while self._missing:
@@ -118,6 +140,8 @@ class Line:
         for up in self._missing:
             self._set(up, USUAL_BPS[up])
         self._report(began)
+        if self._given.known != UNKNOWN:
+            self._tell(events.Measured(up_bps=self.up_bps, down_bps=self.down_bps, by=EARLIER))
         if self._missing:
             usual = " and ".join(f"{USUAL_BPS[up] / 1e6:g} Mb/s {'up' if up else 'down'}" for up in self._missing)
             text = f"bandwidth: not measured ({why}); {usual} are announced; to say what the line has, give --up and --down"
@@ -156,7 +180,7 @@ class Line:
         self._around.draw.shuffle(nodes)
         best: tuple[str, Measured] | None = None
         last: RemoteError | None = None
-        left = bandwidth.WAY_BYTES
+        left = self._given.most
         for asked, node in enumerate(nodes):
             try:
                 if fresh and node in self._used:
@@ -195,10 +219,14 @@ class Line:
         """Learns from what passes, and measures later what could not be measured. Never returns. Raises TransportLost."""
         self._around.transport.traffic.heard = self._hear
         self._begin()
-        tried = self._around.clock.steady()
+        tried = sampled = self._around.clock.steady()
         while True:
+            with contextlib.suppress(TimeoutError):  # where nothing passes, nothing is to be learned
+                await asyncio.wait_for(self._passes.wait(), LATER_SECONDS if self._missing else None)
             await asyncio.sleep(SAMPLE_SECONDS)
             now = self._around.clock.steady()
+            self._rested(now, int((now - sampled) / SAMPLE_SECONDS) - 1)
+            sampled = now
             if self._missing and now - tried > LATER_SECONDS:
                 tried = now
                 with contextlib.suppress(RemoteError):
@@ -212,7 +240,14 @@ class Line:
         down = None if self._given.down_bps is not None else self.down_bps
         self._transfers = Transfers(up, down)
 
+    def _rested(self, now: float, seconds: int) -> None:
+        """In so many seconds before the last one nothing passed."""
+        assert self._transfers is not None
+        for _ in range(min(seconds, REMEMBERED)):
+            self._transfers.take(now, Second(0, 0, 0, False))
+
     def _hear(self, peer: str, sent: int, received: int) -> None:
+        self._passes.set()
         passed = self._passed.setdefault(peer, [0, 0])
         passed[0] += sent
         passed[1] += received
@@ -223,6 +258,8 @@ class Line:
         counted = [passed for peer, passed in self._passed.items() if self._is_elsewhere(peer)]
         second = Second(sum(p[0] for p in counted), sum(p[1] for p in counted), waiting, self.uplink.holds)
         self._passed.clear()
+        if not (waiting or self.uplink.holds):
+            self._passes.clear()
         if self._transfers.take(now, second):
             self.up_bps = self._transfers.up_bps or self.up_bps
             self.down_bps = self._transfers.down_bps or self.down_bps

@@ -17,17 +17,17 @@ from peer.net.base import BadAddress
 
 
 class OwnAddresses:
-    """`listed`: in the daemon's order, the newest that were any."""
+    """`listed`: in the daemon's order, the newest that were any; `hosts`: the interfaces' addresses then."""
 
     def __init__(self) -> None:
         self.listed: tuple[str, ...] = ()
-        self._hosts: frozenset[str] = frozenset()
+        self.hosts: frozenset[str] = frozenset()
         self._lost: frozenset[str] = frozenset()
 
     def update(self, listed: Iterable[str], hosts: frozenset[str]) -> bool:
         """The daemon lists these now, and the interfaces have these `hosts`. Whether an interface has lost one."""
-        lost = self._hosts - hosts
-        self._hosts, self._lost = hosts, (self._lost | lost) - hosts
+        lost = self.hosts - hosts
+        self.hosts, self._lost = hosts, (self._lost | lost) - hosts
         found = {a: host for a in listed if (host := _host(a)) not in (None, *self._lost)}
         between_networks = set(map(_host, self.listed)) & self._lost and not any(
             _is_elsewhere(host) for address, host in found.items() if not is_circuit(address)

@@ -52,6 +52,9 @@ SEEN = 4096
 """Peers of whom we know where they were."""
 PUNCH_SECONDS = 0.25
 """How often we look whether a hole was made in a router."""
+LIST_SECONDS, SETTLED_SECONDS = 10.0, 30.0
+"""How often the daemon is asked for our addresses when neither they nor those of the interfaces have changed for so long: a router's are
+only known to it."""
 SILENT_SECONDS = 5.0
 """After which a stream is served though nothing has been said on it: its handler then ends it in its own time."""
 SAYS_NOTHING = "opens streams, says nothing, and closes them"
@@ -68,6 +71,8 @@ class P2PTransport(Endpoint):
         self.peer_id = daemon.peer_id
         self.addresses = own.listed
         self._own = own
+        self._changed_at = asyncio.get_running_loop().time()
+        self._list_at = 0.0
         self.lost = daemon.lost
         self.daemon = daemon
         self.dht = dht
@@ -299,14 +304,20 @@ class P2PTransport(Endpoint):
         return False
 
     async def look(self) -> bool:
-        before = self.addresses
+        before, now = self.addresses, asyncio.get_running_loop().time()
+        if interface_hosts() == self._own.hosts and now - self._changed_at > SETTLED_SECONDS and now < self._list_at:
+            return False
+        self._list_at = now + LIST_SECONDS
         with contextlib.suppress(TimeoutError):  # the daemon is busy
             listed = await self.daemon.within(self.daemon.addresses(), CLOSE_SECONDS)
             lost = self._own.update(listed, interface_hosts())
             self.addresses = self._own.listed
             if lost:
                 await self._check_all(await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS))
-        return set(self.addresses) != set(before)
+        if set(self.addresses) == set(before):
+            return False
+        self._changed_at = now
+        return True
 
     async def _check_all(self, peers: Sequence[str]) -> None:
         gate = asyncio.Semaphore(CHECKS)

@@ -18,6 +18,8 @@ from peer.net.bandwidth import line_bps
 FAST_SECONDS = 30
 SLOW_SECONDS = 60
 HELD_SECONDS = 60
+REMEMBERED = max(FAST_SECONDS, SLOW_SECONDS, HELD_SECONDS)
+"""Seconds, at most."""
 FASTER, SLOWER = 1.15, 0.97
 """Times what we thought. Less is close: an uplink that peers wait for is full, and nine tenths of too much is too much."""
 MOSTLY = 0.9
@@ -47,7 +49,7 @@ class Transfers:
         self.up_bps = up_bps
         self.down_bps = down_bps
         self._first = (up_bps, down_bps)
-        self._seconds: deque[Second] = deque(maxlen=max(FAST_SECONDS, SLOW_SECONDS, HELD_SECONDS))
+        self._seconds: deque[Second] = deque(maxlen=REMEMBERED)
         self._rests_until = float("-inf")
 
     def take(self, now: float, second: Second) -> bool:

@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from peer import events
 from peer.state.outer_optimizer import Outer
 from peer.state.recovery import Recovery
+from protocol.rounds import retention
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 
-KEPT = 4
-"""Checkpoints of whose digests we remember what ours were."""
+KEPT = 2 * retention.TURNS
+"""Rounds in which somebody may have written a checkpoint, and of whose digests we remember what ours were."""
 SURE = 8
 """Rounds for which a shard that was computed again is not doubted."""
 
@@ -43,7 +44,7 @@ class Doubts:
 
     def saw(self, round: int, digests: Mapping[str, str]) -> None:
         """These were our own digests after `round`."""
-        if round % self._manifest.checkpoint_rounds == 0:
+        if round % retention.checkpoint_grain(self._manifest) == 0:
             self._ours[round] = digests
             for old in sorted(self._ours)[:-KEPT]:
                 del self._ours[old]

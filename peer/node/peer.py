@@ -24,7 +24,7 @@ from peer.corpus.fetched import FetchedText
 from peer.corpus.open_text import Access, open_text
 from peer.corpus.text import LocalText, Text, open_corpus
 from peer.log.reader import Remote
-from peer.net import reach
+from peer.net import bandwidth, known_line, reach
 from peer.net.base import Transport
 from peer.net.blobs.ranges import nothing
 from peer.net.clock import Clock
@@ -32,7 +32,8 @@ from peer.net.dial_back import DialBack
 from peer.net.directory import Directory
 from peer.net.disk import LocalDisk
 from peer.net.latency import Latency
-from peer.net.line import Around, Given, Line
+from peer.net.line import EARLIER, Around, Given, Line
+from peer.net.own_addresses import interface_hosts
 from peer.net.reach import Finding, Reach
 from peer.node.audit import nobody
 from peer.node.evaluating import Evaluator, Tools
@@ -143,6 +144,7 @@ class Peer:
             self._check_memory()
         if budget.in_files(self.manifest, self._config.budget):
             self._storage.use_files()
+        self._storage.free_memory = functools.partial(device.memory_budget, "cpu")
         await self._operators.find()
         text = await self._factories.text(self.manifest, self._config, self._access())
         try:
@@ -252,7 +254,7 @@ class Peer:
             transport=self._transport,
             folder=self._storage.folder / "text",
             limit=self._config.data_bytes,
-            disk=LocalDisk(),
+            disk=self._storage.disk,
             reach=self._directory.reach,
             lost=self._directory.lost,
             emit=self._emit,
@@ -260,9 +262,12 @@ class Peer:
         )
 
     def _make_line(self) -> Line:
-        config = self._config
+        config, known = self._config, known_line.UNKNOWN
+        if None in (config.up_bps, config.down_bps):
+            known = known_line.read(self._storage.disk, config.folder, interface_hosts(), self._factories.clock.wall())
+        most = bandwidth.worth(4 * layout.total_parameters(self.manifest.model))
         return Line(
-            Given(config.up_bps, config.down_bps, config.up_limit_bps, config.downlink),
+            Given(config.up_bps, config.down_bps, config.up_limit_bps, config.downlink, known, most),
             Around(
                 transport=self._transport,
                 clock=self._factories.clock,
@@ -408,6 +413,9 @@ class Peer:
     def _measured(self, body: events.Body) -> None:
         self._emit(body)
         self._carries()
+        if isinstance(body, events.Measured) and body.by != EARLIER:
+            wall = self._factories.clock.wall()
+            known_line.write(self._storage.disk, self._config.folder, self._line.known, interface_hosts(), wall)
 
     def _carries(self) -> None:
         """Announces what our line carries."""
@@ -434,5 +442,11 @@ class Peer:
                 self._directory.update(phase="offered", round=round)
             case events.Withdrew(round=round):
                 self._directory.update(phase="withdrew", round=round)
-            case events.Round(round=round, bytes_sent=sent, bytes_received=received):
-                self._directory.update(phase="waiting", round=round, bytes_sent=sent, bytes_received=received)
+            case events.Round() as done:
+                self._directory.update(
+                    phase="waiting",
+                    round=done.round,
+                    bytes_sent=done.bytes_sent,
+                    bytes_received=done.bytes_received,
+                    bytes_written=done.bytes_written,
+                )

@@ -37,7 +37,7 @@ from peer.state.giving import Giving
 from peer.state.outer_optimizer import Outer
 from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
-from peer.state.storage import Checkpoint, Shards, Storage
+from peer.state.storage import Checkpoint, Feedback, Shards, Storage
 from peer.state.taking import REQUEST_BYTES, Owner, Taking
 from protocol.rounds import handover, member_events, part_lists, retention
 from protocol.rounds.member import Member
@@ -102,19 +102,18 @@ class Rounds:
         if restored is not None:
             self.outer.theta = dict(restored.theta)
         found = self._storage.load_feedback()
-        self.outer.feedback, offer = found.feedback, found.offer
-        if offer is not None and found.behind:
-            for part in offer.parts:
-                self.outer.without_delta(part.shard, self._storage.own_payload(offer, part))
-            self._storage.save_feedback(offer.round, self.outer.feedback)
-        self.offer = offer
+        self.outer.feedback, self.offer = found.feedback, found.offer
+        self._bring_up_to_date(found)
         """The newest durable one: after a restart it may have to be given back."""
         self._storage.blobs.protected = set(self._storage.blobs)  # until the log says what is needed
-        self.member = Member(manifest, peer, self._checkpointed, offer, found.round, around.up_bps)
+        newest = max(found.round, *(offer.round for offer in found.since), 0)
+        self.member = Member(manifest, peer, self._checkpointed, self.offer, newest, around.up_bps)
         self._newcomer = Newcomer(manifest, self.member, around.whole, self._emit, self._clock)
         self._training = Training(manifest, peer, around.inner_loop, self._emit, self.put, self._clock)
-        newest = max(found.round, offer.round if offer is not None else 0)
-        self._feedback = FeedbackWriter(self._storage, self.outer.feedback, self._clock, newest, restored=offer is None)
+        saved = self._storage.saved_round
+        self._feedback = FeedbackWriter(
+            self._storage, self.outer.feedback, self._clock, newest, given_back=found.newest_back, on_disk=saved
+        )
         self._giving = Giving(manifest, peer, self._storage, self.outer, self._feedback, self._work, self._exchange.ask)
         owner = Owner(
             why_refused=self._why_not_taken,
@@ -187,7 +186,7 @@ class Rounds:
             await self._moments.aclose()
             try:
                 await self._attester.done()
-                await self._feedback.written()
+                await self._feedback.on_disk()
                 await self._work(self._last_checkpoint)
             finally:
                 self._worker.shutdown(wait=False)
@@ -239,6 +238,7 @@ class Rounds:
             case member_events.KeepInFeedback(round):
                 await self._feedback.written()
                 await self._work(self._keep_in_feedback, round)
+                await self._feedback.written()
                 self.put(member_events.UpdateEncoded(round, None))
             case member_events.RestoreFeedback(offer):
                 await self._feedback.written()
@@ -290,16 +290,25 @@ class Rounds:
             steps=effect.steps,
             loss=bounds.told(effect.loss),
         )
-        self._storage.save_offer(offer)
+        self._storage.save_offer(offer, self._feedback.given_back)
         return offer
 
     def _keep_in_feedback(self, round: int) -> None:
         plan = self._training.plan
         if plan is not None and plan.round == round and self._training.result(round).steps:
             self._own_work.keep(retention.trained_shards(self.manifest, plan, self.peer))
-            self._storage.save_feedback(round, self.outer.feedback)
-            self._feedback.saved(round)
+            self._feedback.changed(round)
             self.offer = None
+
+    def _bring_up_to_date(self, found: Feedback) -> None:
+        """Does to the feedback that was saved what the offers since did to it. Raises LocalError."""
+        for offer in found.since:
+            for part in offer.parts:
+                payload = self._storage.own_payload(offer, part)
+                if offer.round > found.round:
+                    self.outer.without_delta(part.shard, payload)
+                if offer.round in found.given_back:
+                    self.outer.restore_feedback(part.shard, payload)
 
     def _restore_feedback(self, offer: Offer) -> None:
         for part in offer.parts:
@@ -347,6 +356,7 @@ class Rounds:
                 seconds={phase: round(seconds, 4) for phase, seconds in self._seconds.items()},
                 bytes_sent=self._around.traffic.bytes_sent,
                 bytes_received=self._around.traffic.bytes_received,
+                bytes_written=self._storage.disk.written_bytes,
                 boundary_forward_bytes=result.forward_bytes,
                 boundary_backward_bytes=result.backward_bytes,
                 boundary_tokens=result.boundary_tokens,
@@ -371,7 +381,9 @@ class Rounds:
         await self._warm_up.want(later)
         await self._recovery.build([s for s in lacking if s not in later], commit.round)
         self._storage.blobs.protected = self._needed(commit.round)
-        due = retention.checkpoint_is_due(self.manifest, commit.round, self._checkpointed, bool(self.outer.theta))
+        due = retention.checkpoint_is_due(
+            self.manifest, self.peer, commit.round, self._checkpointed, bool(self.outer.theta)
+        )
         self._attester.begin(commit.round, dict(self.outer.theta), self._write_checkpoint if due else None)
         self._writes = due
         self._around.evaluator.follow(commit, dict(self.outer.theta), self.member.commits)
@@ -388,7 +400,9 @@ class Rounds:
     def _needed(self, round: int) -> set[str]:
         """Which payloads are still needed here after `round` (peer/state/payloads.py)."""
         log, held = self.member.commits, self.outer.theta
-        needed = retention.payloads_needed(log, self._exchange.lists, round, self._checkpointed, held, self.offer)
+        needed = retention.payloads_needed(
+            log, self._exchange.lists, round, self._checkpointed, held, self._storage.offers
+        )
         return needed | self._storage.blobs.newer(self.member.head)
 
     async def _leap(self, commit: Commit) -> None:

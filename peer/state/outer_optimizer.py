@@ -5,13 +5,13 @@ For every shard (algorithm 1 of SparseLoCo; Eq. 2 of Heterogeneous Low-Bandwidth
     e    = β e + δ              δ = θ_global - θ_local after H inner steps      accumulate
     sent = Q(TopK(e));  e -= sent        the dequantized value                  encode
     e   += sent                          the contribution was not committed     restore_feedback
-    e    = β e - sent                    sent, but a crash took δ               without_delta
+    e    = β e, and 0 where sent         sent, but a crash took δ               without_delta
     θ   -= η Σ_m w_m sent_m              in the order of the commit             apply
 
 All arithmetic is fp32 in numpy, one operation at a time and in a stated order, so θ is bit for bit the same
 everywhere. Nothing is lost: for every replica, Σ_r β^(R-r) committed_r + e_R = Σ_r β^(R-r) δ_r, up to fp32
-rounding. A crash between an offer and the writing of e costs that round's δ: it counts as zero, and e is brought up to the
-offer by `without_delta`, so that the equation holds, and later rounds take back what was sent of it.
+rounding. A crash between an offer and the saving of e costs what was learned and not sent: δ counts as what was sent of it, and as
+zero elsewhere. `without_delta` brings e up to the offer so that the equation holds, and nothing that was sent is taken back.
 """
 
 from __future__ import annotations
@@ -122,11 +122,11 @@ class Outer:
         return math.sqrt(sum(float(np.sum(np.square(block, dtype=np.float64))) for block in blocks))
 
     def without_delta(self, shard: str, payload: bytes | memoryview) -> None:
-        """e = β e - sent, where `payload` is out and its δ is lost. Raises PayloadError."""
+        """e = β e, and 0 where `payload` sends something: it is out, and its δ is lost. Raises PayloadError."""
         sent = self._decode(shard, payload)
         for e, x in zip(self._feedback(shard), sent, strict=True):
             np.multiply(e, self.beta, out=e)
-            e.reshape(-1)[x.index] -= x.values
+            e.reshape(-1)[x.index] = 0
 
     def restore_feedback(self, shard: str, payload: bytes | memoryview, codec: Codec | None = None) -> None:
         """e gets back what `payload`, made by `encode`, took from it, here or from another peer's. Raises PayloadError, and changes

@@ -176,8 +176,8 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             return [Said("info", f"round {role.round}: trains {blocks(role.first, role.last)}, {place} of a chain")]
         case events.Round(round=0) | events.Round(holds=False):
             return []
-        case events.Round(round=round, bytes_sent=sent, bytes_received=received, own_tokens=tokens, probation=why):
-            amounts = f"{size(sent)} sent and {size(received)} received since the start"
+        case events.Round(round=round, own_tokens=tokens, probation=why) as done:
+            amounts = f"{size(done.bytes_sent)} sent, {size(done.bytes_received)} received and {size(done.bytes_written)} written to disk since the start"
             own = f", with {tokens:,} tokens of this machine's work" if tokens else ""
             tried = [Said("info", f"round {round}, this machine's work: {readable(why, names)}")] if why else []
             return [Said("good", f"round {round} is applied{own}; {amounts}"), *tried]

@@ -119,6 +119,12 @@ METRICS = (
         lambda s: len({d.peer for d in s.health.diverged}),
     ),
     _one("potluck_sent_bytes", "gauge", "What all peers sent in their last whole round.", lambda s: s.sent_bytes),
+    _one(
+        "potluck_written_bytes",
+        "gauge",
+        "What all peers wrote to disk in their last whole round.",
+        lambda s: s.written_bytes,
+    ),
 )  # fmt: skip
 
 

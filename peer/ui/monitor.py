@@ -198,7 +198,7 @@ def _news(old: Announcement | None, new: Announcement) -> events.Announced | Non
     load = events.announced_load(new.chain) if new.chain is not None else None
     if old is not None and old.chain == new.chain:
         load = None
-    names = ("phase", "round", "step", "loss", "bytes_sent", "refused")
+    names = ("phase", "round", "step", "loss", "bytes_sent", "bytes_written", "refused")
     if old is not None and load is None and all(getattr(old, name) == getattr(new, name) for name in names):
         return None
     return events.Announced(
@@ -208,6 +208,7 @@ def _news(old: Announcement | None, new: Announcement) -> events.Announced | Non
         loss=new.loss,
         bytes_sent=new.bytes_sent,
         bytes_received=new.bytes_received,
+        bytes_written=new.bytes_written,
         load=load,
         refused=new.refused,
     )

@@ -1,5 +1,4 @@
-"""What a screen shows: the state of a run, as its events tell it. Nothing is drawn here, and nothing is looked up. Texts of other
-peers are cleaned before they are kept (peer/ui/text.py), so no control characters reach a terminal."""
+"""What a screen shows: the state of a run, as its events tell it. Nothing is drawn or looked up here. Others' texts are cleaned (text.py)."""
 
 from __future__ import annotations
 
@@ -72,8 +71,9 @@ class PeerView:
     """All that it sent in its last whole round; before there is one, its payload. Of several rounds between two looks at it, their mean."""
     dense_bytes: int | None = None
     """What its pseudo-gradient and its boundary vectors of that round take in fp32."""
-    total_sent: int = 0
-    """Bytes that it has sent since it was started, as of its last round."""
+    written_bytes: int | None = None  # to disk, likewise
+    totals: tuple[int, int] = (0, 0)
+    """Bytes that it has sent, and written to disk, since it was started, as of its last round."""
     counted: int | None = None
     """The round at whose end that was, None where it is not known yet."""
     measured: tuple[tuple[int, ...], Activity] | None = None
@@ -198,10 +198,11 @@ class View:
         return 4 * math.log(max(self.manifest.model.vocab_size, 2))
 
     @property
-    def traffic(self) -> tuple[int, int] | None:
-        """(sent, dense) bytes of all peers in their last whole round."""
-        counted = [(p.sent_bytes, p.dense_bytes) for p in self.peers.values() if p.sent_bytes and p.dense_bytes]
-        return (sum(s for s, _ in counted), sum(d for _, d in counted)) if counted else None
+    def traffic(self) -> tuple[int, int, int] | None:
+        """Bytes of all peers in their last whole round: sent, in fp32, and written to disk."""
+        all_of = [(p.sent_bytes, p.dense_bytes, p.written_bytes or 0) for p in self.peers.values()]
+        found = [(sent, dense, written) for sent, dense, written in all_of if sent and dense]
+        return (sum(f[0] for f in found), sum(f[1] for f in found), sum(f[2] for f in found)) if found else None
 
     @property
     def chains(self) -> list[ChainView]:
@@ -269,7 +270,7 @@ class View:
             case events.Withdrew() | events.Leaving() | events.Restored() | events.Finished():
                 self._peer(source).phase = event.kind
             case events.Round() as done:
-                self._applied(source, done.round, done.bytes_sent, done.boundary_tokens)
+                self._applied(source, done.round, (done.bytes_sent, done.bytes_written), done.boundary_tokens)
             case events.Commit() as commit:
                 self._committed(event.time, commit)
             case events.Evaluated() as told:
@@ -323,25 +324,26 @@ class View:
 
     def _announced(self, peer: str, news: events.Announced) -> None:
         p = self._peer(peer)
-        if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p.total_sent:
+        if news.phase == "waiting" and news.bytes_sent and news.bytes_sent != p.totals[0]:
             replica = -1 if p.replica is None else p.replica
-            self._applied(peer, news.round, news.bytes_sent, self._tokens.get(replica, 0))
+            self._applied(peer, news.round, (news.bytes_sent, news.bytes_written), self._tokens.get(replica, 0))
         if news.phase == "training" and (news.round, news.step) != (p.round, p.step):
             self._steps_on(peer, news.round, news.step, news.loss)
         p.round, p.step, p.phase = news.round, news.step, clean(news.phase, 10)
         if news.load is not None:
             self._measured(peer, news.load)
 
-    def _applied(self, peer: str, round: int, total_sent: int, boundary_tokens: int) -> None:
-        """`total_sent`: bytes since it was started; `boundary_tokens`: of its chain's round, if it is in one. Announcements come every few
+    def _applied(self, peer: str, round: int, totals: tuple[int, int], boundary_tokens: int) -> None:
+        """`totals`: bytes sent, and written to disk, since it was started; `boundary_tokens`: of its chain's round, if it is in one. Announcements come every few
         seconds, so several rounds may have ended since the last one."""
         p = self._peer(peer)
         ended = round - (p.counted or 0)
         if ended > 0:
             if p.counted is not None or round == 1:
-                p.sent_bytes = (total_sent - (p.total_sent if total_sent >= p.total_sent else 0)) // ended
+                before = p.totals if totals >= p.totals else (0, 0)  # of a process before
+                p.sent_bytes, p.written_bytes = (totals[0] - before[0]) // ended, (totals[1] - before[1]) // ended
                 p.dense_bytes = self._dense(p, ((p.position > 0) + (p.position < p.stages - 1)) * boundary_tokens)
-            p.total_sent, p.counted = total_sent, round
+            p.totals, p.counted = totals, round
         p.phase = "waiting"
 
     def _dense(self, p: PeerView, vectors: int) -> int | None:

@@ -203,8 +203,9 @@ def _facts(view: View, rows: int, width: int) -> Table:
     elif measured is not None and rows < 8:  # there is no line for more
         table.add_row("sent", f"{size(traffic[0])}, {size(traffic[1])} in fp32")
     else:
-        sent, dense = traffic
-        table.add_row("sent", Text.assemble((size(sent), "bold"), " in a round"))
+        sent, dense, written = traffic
+        disk = f", {size(written)} to disk" if written else ""
+        table.add_row("sent", Text.assemble((size(sent), "bold"), f" in a round{disk}"))
         more = (f"  {times(dense / sent)} as much", f"bold {GREEN}") if dense > sent else ""
         table.add_row("in fp32", Text.assemble(size(dense), more))
     for who, reason in view.left_out[: max(1, rows // 4)]:

@@ -60,6 +60,8 @@ class SeenPeer:
     """All bytes that it has sent since it was started, as of its last whole round."""
     bytes_received: int
     """All bytes that it has received since it was started, as of its last whole round."""
+    bytes_written: int
+    """All bytes that it has written to disk since it was started, as of its last whole round."""
     chain: AnnouncedLoad | None
     """Its newest inner step in a chain; null outside of one."""
     role: str
@@ -200,6 +202,7 @@ def _peer(a: Announcement, plan: Plan | None) -> SeenPeer:
         loss=a.loss,
         bytes_sent=a.bytes_sent,
         bytes_received=a.bytes_received,
+        bytes_written=a.bytes_written,
         chain=events.announced_load(a.chain) if a.chain is not None else None,
         role=trains or _waits(plan, a.peer),
         replica=number,

@@ -50,6 +50,8 @@ class StatePeer:
     """Nats per token of that step."""
     sent_bytes: int | None
     """What it sent in its last whole round."""
+    written_bytes: int | None
+    """What it wrote to disk in that round."""
     busy: float | None
     """The share of its newest inner step in a chain that it computed, 0 to 1; null outside of one."""
 
@@ -280,6 +282,8 @@ class State:
     """What all peers sent in their last whole round."""
     dense_bytes: int | None
     """What that would take in fp32."""
+    written_bytes: int | None
+    """What all peers wrote to disk in their last whole round."""
     loss_by_step: tuple[tuple[float, ...], ...]
     """Chart: the mean loss of inner steps."""
     loss_by_round: tuple[tuple[float, ...], ...]

@@ -197,7 +197,7 @@ def state(watched: Watched, now: float) -> State:
     view, manifest = watched.view, watched.view.manifest
     listed = [p for p in view.listed() if p.device != NODE_DEVICE]
     found = contributors(watched.credits, view.names)
-    traffic = view.traffic or (None, None)
+    traffic = view.traffic or (None, None, None)
     inner = [(round(x, 3), y) for x, y in view.curve]
     newest = max(view.committed, default=None)
     rounds = watched.rounds
@@ -219,6 +219,7 @@ def state(watched: Watched, now: float) -> State:
         peers_here=sum(p.here for p in listed),
         sent_bytes=traffic[0],
         dense_bytes=traffic[1],
+        written_bytes=traffic[2],
         loss_by_step=_chart(inner),
         loss_by_round=_chart((r, min(view.highest, x)) for r, x in sorted(view.committed.items())),
         held_out_by_round=_chart((r, min(view.highest, x.loss)) for r, x in view.held_out.found.items()),
@@ -343,6 +344,7 @@ def _peer(p: PeerView, reachable: str) -> StatePeer:
         steps=p.steps,
         loss=_number(p.loss),
         sent_bytes=p.sent_bytes,
+        written_bytes=p.written_bytes,
         busy=_number(activity.busy) if activity is not None else None,
     )
 

@@ -4,7 +4,7 @@ A restart goes on from the newest checkpoint, with the payloads of every later r
 would need are never evicted:
 
     payloads committed after the newest checkpoint, of the shards that are held, and the lists that name them
-    payloads of the peer's own newest offer, and their list, until it is decided: they may go back into the error feedback
+    payloads of the peer's own offers since the feedback on disk, and their lists: they bring it up to date, and the newest may go back
     payloads of rounds that are not in the log yet
 """
 
@@ -23,6 +23,10 @@ from protocol.wire.session import Offer
 
 SAVE_SECONDS = 5.0
 """So long the error feedback waits before it is written: the round's end, for which everybody waits, goes first."""
+SAVED_ROUNDS = 320
+"""So many rounds apart the whole error feedback is written to disk: 4 bytes a parameter."""
+TURNS = 64
+"""Peers write their checkpoints in so many turns within `checkpoint_rounds`, so that newcomers find a recent one."""
 LOOK_SECONDS = 60.0
 """How often a peer that is behind asks whether others have a later state."""
 AHEAD = 2
@@ -62,27 +66,34 @@ def payloads_needed(
     round: int,
     checkpoint: int,
     shards: Collection[str],
-    offer: Offer | None,
+    offers: Collection[Offer],
 ) -> set[str]:
     """The names of the payloads, and of the lists of parts, that a restart would need after `round` was applied, as far as the `log` and the
     `lists` are known.
 
     `checkpoint`: the round of the newest one, negative where there is none; then the payloads of `round` count, too.
-    `shards`: those that are held. `offer`: the peer's newest.
+    `shards`: those that are held. `offers`: the peer's own, since the feedback on disk.
     """
     base = round - 1 if checkpoint < 0 else checkpoint
-    needed = {root_of(offer.parts), *(part.digest for part in offer.parts)} if offer is not None else set()
+    needed = {name for o in offers for name in (root_of(o.parts), *(part.digest for part in o.parts))}
     for commit in (log[r] for r in log if r > base):
         needed |= {share.root for share in commit.shares} if shards else set()
         needed |= {part.digest for part, _ in part_lists.named(commit, lists, shards)}
     return needed
 
 
-def checkpoint_is_due(manifest: Manifest, round: int, checkpoint: int, holds: bool) -> bool:
-    """Whether to write one after `round`: every `checkpoint_rounds` rounds, and as soon as there is a state and no
+def checkpoint_is_due(manifest: Manifest, peer: str, round: int, checkpoint: int, holds: bool) -> bool:
+    """Whether `peer` writes one after `round`: every `checkpoint_rounds` rounds, when it is its turn, and as soon as there is a state and no
     checkpoint. `checkpoint`: the round of the newest; `holds`: whether there is anything to write."""
-    wanted = round % manifest.checkpoint_rounds == 0 or checkpoint < 0
+    every = manifest.checkpoint_rounds
+    turn = sum(peer.encode()) % TURNS * (every // TURNS)
+    wanted = (round + turn) % every == 0 or checkpoint < 0
     return wanted and round > 0 and holds and round != checkpoint
+
+
+def checkpoint_grain(manifest: Manifest) -> int:
+    """Whoever's turn it is: a checkpoint is of a round that this divides, but for a peer's first and last."""
+    return manifest.checkpoint_rounds // TURNS or manifest.checkpoint_rounds
 
 
 def last_checkpoint_is_due(round: int, checkpoint: int, holds: bool, applying: bool) -> bool:
@@ -93,6 +104,12 @@ def last_checkpoint_is_due(round: int, checkpoint: int, holds: bool, applying: b
 def feedback_is_due(since: float | None, now: float) -> bool:
     """Whether the error feedback is written now; `since`: when it changed (seconds, None: it did not)."""
     return since is not None and now - since >= SAVE_SECONDS
+
+
+def feedback_goes_to_disk(on_disk: int | None, round: int) -> bool:
+    """Whether the error feedback of `round` is written to disk; `on_disk`: the round of the one there, None: there is none, or it
+    has to be replaced."""
+    return on_disk is None or round - on_disk >= SAVED_ROUNDS
 
 
 def look_is_due(replay_is_long: bool, looked_at: float, now: float) -> bool:

@@ -65,7 +65,8 @@ class ChainReport:
 class Announcement:
     """What a peer says of itself. `memory_bytes` is what Potluck may use above an idle process, of what trains, `host_bytes` that of
     the host beside a GPU, 0 where the GPU uses the host's memory, None of a processor; `speed_flops` the
-    floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown; `chain`: of a
+    floating-point operations a second that its training reached (protocol/planning/speed.py), 0 while that is unknown;
+    `bytes_sent`, `bytes_received`, `bytes_written`: over the network and to disk, since it was started; `chain`: of a
     member of a chain. `coordinates`: its place (protocol/planning/coordinates.py), empty while that is unknown. `reachable`: one of
     REACHABLE. `apart`: peers that it could not reach as neighbours in a chain, not even through
     relays. `refused`: how often it has refused somebody who used too much of it (peer/net/guests.py). `name`: what its owner calls it; it
@@ -88,6 +89,7 @@ class Announcement:
     loss: Loss | None = None
     bytes_sent: Size = 0
     bytes_received: Size = 0
+    bytes_written: Size = 0
     chain: ChainReport | None = None
     coordinates: Annotated[tuple[Offset, ...], AtMost(AXES)] = ()
     reachable: Word = ""

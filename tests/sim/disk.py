@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from peer.net.disk import Piece
 from protocol.codec import topk
 
+MEMORY = Path("/memory")
+"""The folder of files in memory."""
+
 
 @dataclass(slots=True)
 class File:
@@ -37,9 +40,12 @@ class Files:
 
     there: dict[Path, File] = field(default_factory=dict)
     durable: dict[Path, File] = field(default_factory=dict)
+    has_memory: bool = True
+    """Whether the machine has room in memory for files that outlive a process, not a loss of power."""
 
     def lose_power(self, rng: random.Random) -> None:
-        """What was not synced is there or not. A folder has its old name or its new one, as a whole."""
+        """What was not synced is there or not. A folder has its old name or its new one, as a whole. What was in memory is gone."""
+        self.there = {path: file for path, file in self.there.items() if path.parent != MEMORY}
         kept, before = dict(self.durable), {id(file): path for path, file in self.durable.items()}
         renamed: dict[Path, bool] = {}
         for path, file in self.there.items():
@@ -64,13 +70,15 @@ class SimDisk:
     """One life's view of `files`. `point(where)` is called before every operation, and raises where the process dies there or is
     dead already."""
 
+    written_bytes = 0
+
     def __init__(self, files: Files, point: Callable[[str], None], rng: random.Random) -> None:
         self._files = files
         self._point = point
         self._rng = rng
 
     def kept(self, path: Path, data: bytes) -> None:
-        """These bytes are there now, synced."""
+        """These bytes are there now, synced, or in memory."""
 
     def lock(self, folder: Path, who: str) -> io.BytesIO:
         self._point("disk: lock")
@@ -99,6 +107,9 @@ class SimDisk:
     def arrays(self, folder: Path, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float32]]:
         return topk.in_memory(shapes)
 
+    def memory(self, size: int) -> Path | None:
+        return MEMORY if self._files.has_memory else None
+
     def write(
         self, path: Path, *pieces: Piece, seconds: int | None = None, sync: bool = True, over: Path | None = None
     ) -> None:
@@ -112,6 +123,7 @@ class SimDisk:
             self._files.durable[path] = self._files.there[path]
             if over is not None:
                 self._files.durable.pop(over, None)
+        if sync or path.parent == MEMORY:
             self.kept(path, data)
         self._point(f"disk: wrote {_kind(path)}")
 
@@ -177,6 +189,8 @@ class SimDisk:
 def _kind(path: Path) -> str:
     """What a file is, whatever its round or digest."""
     name = path.name.lstrip(".")
+    if path.parent == MEMORY:
+        return "a copy in memory"
     if path.parent.name == "blobs":
         return "a payload"
     if path.parent.name.lstrip(".").startswith("checkpoint-"):

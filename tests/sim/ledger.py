@@ -8,9 +8,9 @@ P3  For every peer and shard, with the pseudo-gradients δ_1 ... δ_n whose feed
 
         Σ_i β^(n-i) sent_i + e = Σ_i β^(n-i) δ_i        once no offer waits for its decision.
 
-    A pseudo-gradient counts from the moment that the feedback with it is durable: a crash before that moment loses the work of that
-    one round (its δ is zero, even if what was sent of it is committed), and nothing else is ever lost. An offer is sent once it is
-    on the sender's disk. What moves from one peer's e to another's is subtracted there and added here, each from the moment that the
+    A pseudo-gradient counts from the moment that the feedback with it is saved: in memory, which a killed process leaves and a loss of
+    power takes, or on disk. What a crash takes before that counts as what was sent of it, and as zero elsewhere; nothing else is ever
+    lost, and what was sent is never taken back. An offer is sent once it is on the sender's disk. What moves from one peer's e to another's is subtracted there and added here, each from the moment that the
     feedback without it, or with it, is durable: every part is added once at most, by its heir or by its giver again.
 
 β is 1 or 1/2, the payloads are fp32 and all that is learned are small whole numbers, so fp32 rounds nothing away in e, and the
@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load
 
-from peer.state import giving, taking
+from peer.state import giving, storage, taking
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.codec.settings import Codec
@@ -44,6 +44,7 @@ from protocol.wire.commit import Commit, Part, votes_needed
 from protocol.wire.handover import Handover
 from protocol.wire.schema import build
 from protocol.wire.session import Offer
+from tests.sim.disk import MEMORY
 from tests.sim.trainer import DrawnTrainer
 from tests.sim.world import Violation
 
@@ -90,6 +91,8 @@ class Ledger:
     _standing: Standing | None = None
     _handovers: dict[tuple[str, int], Handover] = field(default_factory=dict)
     _notes: dict[str, dict[str, str]] = field(default_factory=dict)
+    _on_disk: dict[str, int] = field(default_factory=dict)
+    """The round of the feedback on each peer's disk."""
     _added: set[tuple[str, int]] = field(default_factory=set)
     _stored: set[tuple[str, str]] = field(default_factory=set)
     _offered: dict[tuple[str, int], str] = field(default_factory=dict)
@@ -106,7 +109,9 @@ class Ledger:
             self.payloads.setdefault(path.name, data)
             self._stored.add((who, path.name))
         elif path.name.startswith("offer-"):
-            offer = build(Offer, json.loads(data))
+            said = json.loads(data)
+            said.pop(storage.GIVEN_BACK)
+            offer = build(Offer, said)
             self._offered[who, offer.round] = part_lists.root_of(offer.parts)
             for part in offer.parts:
                 self._entry(who, part.shard, offer.round).part = part
@@ -117,11 +122,11 @@ class Ledger:
                 handover = build(Handover, json.loads(data))
                 self._handovers[who, handover.serial] = handover
         elif path.name.startswith("feedback-") and trainer is not None:
-            round = int(path.name.split("-")[1].split(".")[0])
-            for shard, delta in trainer.deltas.get(round, {}).items():
-                self._entry(who, shard, round).delta = delta
-            self._moved(who, round, _metadata(data))
-            self._check_file(who, round, data)
+            round = self._on_disk[who] = int(path.name.split("-")[1].split(".")[0])
+            self._saved(who, round, data, trainer)
+        elif path.parent == MEMORY and trainer is not None:
+            self.stats["copies in memory"] += 1
+            self._saved(who, int(_metadata(data)[storage.ROUND]), data, trainer)
 
         elif path.name == "vote":
             vote = encoding.decode(data[4:], who)
@@ -133,6 +138,25 @@ class Ledger:
             self.votes[who] = vote
             if vote.commit is not None:
                 self._accepted.setdefault((vote.round, vote.accepted, vote.commit.digest), set()).add(who)
+
+    def _saved(self, who: str, round: int, data: bytes, trainer: DrawnTrainer) -> None:
+        """The feedback after `round` is on the disk of `who`, or in its memory: with all that this life has learned up to then."""
+        for learned in [r for r in trainer.deltas if r <= round]:
+            for shard, delta in trainer.deltas[learned].items():
+                self._entry(who, shard, learned).delta = delta
+        notes = _metadata(data)
+        for key in (storage.GIVEN_BACK, storage.COPY, storage.NUMBER, storage.ROUND):
+            notes.pop(key, "")
+        self._moved(who, round, notes)
+        self._check_file(who, round, data)
+
+    def lost_power(self, who: str) -> None:
+        """What was in the memory of `who` only is gone."""
+        for (peer, _), entries in self.entries.items():
+            for round, entry in entries.items():
+                if peer == who and round > self._on_disk.get(who, 0) and entry.delta is not None:
+                    entry.delta = None
+                    self.stats["rounds that were in memory only"] += 1
 
     def _moved(self, who: str, round: int, notes: dict[str, str]) -> None:
         """What the notes beside a durable feedback say of hand-overs that the ones before did not."""
@@ -316,11 +340,16 @@ class Ledger:
             if entry is not None:
                 for x in left:
                     x *= beta
+                part, codec = entry.part, self.manifest.outer.codec
+                out = part and (not given_back if round == upto else self._includes(self.log[round], who, part))
                 for x, delta in zip(left, entry.delta or [], strict=entry.delta is not None):
                     x += delta
-                part = entry.part
-                if part and (not given_back if round == upto else self._includes(self.log[round], who, part)):
-                    self._change(left, shapes, self.manifest.outer.codec, part.digest, -1)
+                if part and entry.delta is None:  # it counts as what was sent
+                    self._clear(left, shapes, codec, part.digest)
+                    if not out:
+                        self._change(left, shapes, codec, part.digest, 1)
+                elif part and out:
+                    self._change(left, shapes, codec, part.digest, -1)
             for move in moves:
                 if move.round == round:
                     codec = rules.codec(self.manifest, move.handover.topk)
@@ -332,6 +361,10 @@ class Ledger:
             values: NDArray[np.float32] = sent.values
             x.reshape(-1)[sent.index] += sign * values.astype(np.float64)
 
+    def _clear(self, arrays: Exact, shapes: tuple[tuple[int, ...], ...], codec: Codec, name: str) -> None:
+        for x, sent in zip(arrays, sparse.decode(codec, shapes, self.payloads[name]), strict=True):
+            x.reshape(-1)[sent.index] = 0
+
     def _check(self, who: str, shard: str, feedback: Arrays | None, owed: Exact) -> None:
         held = feedback or [np.zeros(x.shape, np.float32) for x in owed]
         for x, e in zip(owed, held, strict=True):
@@ -340,7 +373,7 @@ class Ledger:
 
     def _check_file(self, who: str, round: int, data: bytes) -> None:
         """The feedback after `round` on the disk of `who`."""
-        given_back = _metadata(data).get("restored_offer") == "True"
+        given_back = int(_metadata(data)[storage.GIVEN_BACK]) == round
         tensors = load(data)
         for peer, shard in {**self.entries, **self.moves}:
             if peer == who and f"{shard}/0" in tensors:

@@ -103,6 +103,7 @@ class Swarm:
         self.ledger = Ledger(self.manifest, world.stats, double_votes=double_voter)
         world.tells = self._told
         world.dies = self._check_disk
+        world.loses_power = lambda process: self.ledger.lost_power(process.name)
         self.meetings = Meetings(world)
         self.reports: set[tuple[int, str, str]] = set()
         self._excused: dict[str, set[str]] = {}
@@ -389,11 +390,10 @@ class Swarm:
             raise self._said(violation) from None
 
     def _check_store(self, process: Process, storage: Storage) -> None:
-        """Who never died keeps no payload that was not committed, but for those of its own newest offer."""
+        """Who never died keeps no payload that was not committed, but for those of its own offers since the feedback on disk."""
         lists = [self.ledger.lists(commit) for commit in self.ledger.log]
         committed = {x for known in lists for root, parts in known.items() for x in (root, *(p.digest for p in parts))}
-        offer = process.running.rounds.offer
-        own = {part_lists.root_of(offer.parts), *(part.digest for part in offer.parts)} if offer else set()
+        own = {name for o in storage.offers for name in (part_lists.root_of(o.parts), *(p.digest for p in o.parts))}
         states = {digest for round in range(len(self.ledger.log)) for digest in self.ledger.digests(round).values()}
         moved = {move.handover.blob for moves in self.ledger.moves.values() for move in moves}
         useless = set(storage.blobs) - committed - own - states - moved

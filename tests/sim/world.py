@@ -32,13 +32,16 @@ NODE_POINTS = (
 )  # fmt: skip
 PEER_POINTS = (
     "disk: write a payload", "disk: wrote a payload", "disk: write offer", "disk: wrote offer", "disk: write feedback",
-    "disk: wrote feedback", "disk: write a checkpoint's file", "disk: wrote a checkpoint's file",
+    "disk: wrote feedback", "disk: write a copy in memory", "disk: wrote a copy in memory",
+    "disk: write a checkpoint's file", "disk: wrote a checkpoint's file",
     "disk: rename to checkpoint", "disk: renamed to checkpoint", "disk: remove", "disk: read",
 )  # fmt: skip
 SHARED_POINTS = (
     "disk: lock", "disk: list", "network: dial", "network: DHT", "network: send to session", "network: sent to session",
     "network: send to blob", "network: sent to blob",
 )  # fmt: skip
+HAVE_MEMORY = 0.8
+"""Of the machines have room in memory for a copy of the feedback."""
 POINTS = tuple(dict.fromkeys(NODE_POINTS + PEER_POINTS + SHARED_POINTS))
 """Where a process may die; each has to be seen, and to be deadly, in the runs of tests/sim/test_sim.py."""
 OFTEN = (
@@ -140,6 +143,8 @@ class World:
         self.processes: dict[str, Process] = {}
         self.tells: Callable[[str, bytes], None] = lambda who, message: None
         """Is called with every message that a process is about to send."""
+        self.loses_power: Callable[[Process], None] = lambda process: None
+        """Is called when its machine has lost power."""
         self.dies: Callable[[Process], None] = lambda process: None
         """Is called when a process dies, before anything else becomes of its disk."""
         self.violation: Violation | None = None
@@ -258,7 +263,7 @@ class Process:
         self.name = identity.peer_id
         self.kind = kind
         self.folder = Path("/") / self.name
-        self.files = Files()
+        self.files = Files(has_memory=world.rng.random() < HAVE_MEMORY)
         self.alive = False
         self.finished = False
         self.lives = 0
@@ -329,6 +334,7 @@ class Process:
         if self.rng.random() < world.weather.power:
             world.stats["losses of power"] += 1
             self.files.lose_power(self.rng)
+            world.loses_power(self)
         world.loop.call_later(self.rng.uniform(0.5, 2 * world.weather.away), self.start)
 
     def _bury(self) -> None:

@@ -238,7 +238,7 @@ def test_every_field_of_the_monitors_json_has_a_source() -> None:
     said: dict[str, Announcement] = {
         CAROL.peer_id: announcement(
             CAROL, addresses=("/ip4/1.2.3.4",), reachable="direct", name="carol", down_bps=8, speed_flops=9, refused=1, phase="training", round=2, step=3, loss=1.5,
-            bytes_sent=10, bytes_received=11, chain=dataclasses.replace(REPORT, counts=(4_000, 5, 7, 2), gradients=(2.0, 3.0, 4.0)),
+            bytes_sent=10, bytes_received=11, bytes_written=12, chain=dataclasses.replace(REPORT, counts=(4_000, 5, 7, 2), gradients=(2.0, 3.0, 4.0)),
         ),
         ALICE.peer_id: announcement(ALICE),
     }  # fmt: skip

@@ -182,7 +182,7 @@ class Side:
         self.outer = Outer(MANIFEST.model, MANIFEST.outer.codec, 1.0, 1.0)
         found = self.storage.load_feedback()
         self.outer.feedback = found.feedback
-        self.writer = FeedbackWriter(self.storage, self.outer.feedback, Clock(), found.round, restored=True)
+        self.writer = FeedbackWriter(self.storage, self.outer.feedback, Clock(), found.round, on_disk=found.round)
         self.own_norm: float | None = 100.0
         self.giving = Giving(MANIFEST, name, self.storage, self.outer, self.writer, self.work, world.ask)
         owner = Owner(why_refused=self.refused, own_norm=self.norm, fetch=self.fetch, work=self.work, wake=lambda: None)

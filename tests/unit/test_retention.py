@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -18,6 +19,7 @@ from protocol.wire.session import Offer
 from tests import tiny
 
 RUN = tiny.manifest(checkpoint_rounds=10)
+PEER = "peer"
 LAYERS = RUN.model.n_layers
 CHAIN = ReplicaSpec(
     rank=0, stages=(StageSpec(peer="first", first=0, last=1), StageSpec(peer="last", first=1, last=LAYERS))
@@ -73,7 +75,7 @@ def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
     lists = {root_of(p): p for p in (parts(r) for r in range(1, 6))}
 
     def needed(round: int, checkpoint: int, shards: Sequence[str]) -> set[str]:
-        return retention.payloads_needed(log, lists, round, checkpoint, shards, None)
+        return retention.payloads_needed(log, lists, round, checkpoint, shards, [])
 
     four, five = root_of(parts(4)), root_of(parts(5))
     assert needed(5, 3, ["embed"]) == {four, five, *digests("e4", "e5")}
@@ -87,9 +89,12 @@ def test_a_restart_needs_what_was_committed_since_the_checkpoint() -> None:
     )
 
 
-def test_a_peers_own_offer_is_needed_until_there_is_a_newer_one() -> None:
-    offer = Offer(round=5, replica=0, parts=(part("embed", "mine"),), tokens=1, steps=1, loss=None)
-    assert retention.payloads_needed({}, {}, 5, 5, SHARDS, offer) == {root_of(offer.parts), *digests("mine")}
+def test_a_peers_own_offers_are_needed_as_long_as_its_feedback_on_disk_does_not_know_of_them() -> None:
+    offers = [
+        Offer(round=r, replica=0, parts=(part("embed", f"mine{r}"),), tokens=1, steps=1, loss=None) for r in (4, 5)
+    ]
+    wanted = {*(root_of(o.parts) for o in offers), *digests("mine4", "mine5")}
+    assert retention.payloads_needed({}, {}, 5, 5, SHARDS, offers) == wanted
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,18 @@ def test_a_peers_own_offer_is_needed_until_there_is_a_newer_one() -> None:
     ],
 )
 def test_a_checkpoint_is_due_every_so_many_rounds(round: int, checkpoint: int, holds: bool, due: bool) -> None:
-    assert retention.checkpoint_is_due(RUN, round, checkpoint, holds) is due
+    assert retention.checkpoint_is_due(RUN, PEER, round, checkpoint, holds) is due
+
+
+def test_peers_write_checkpoints_in_turns() -> None:
+    """Each as often as the manifest says; of 64 peers, the newest is never much older than the mean."""
+    run, peers = tiny.manifest(checkpoint_rounds=320), [f"12D3KooW{chr(65 + i)}" for i in range(64)]
+    due = {
+        peer: [r for r in range(1, 961) if retention.checkpoint_is_due(run, peer, r, 0, holds=True)] for peer in peers
+    }
+    assert all(len(rounds) == 3 and rounds[1] - rounds[0] == 320 for rounds in due.values())
+    every = sorted({r for rounds in due.values() for r in rounds})
+    assert max(later - r for r, later in itertools.pairwise(every)) <= 5
 
 
 def test_a_process_that_ends_writes_what_it_has() -> None:
@@ -120,6 +136,12 @@ def test_feedback_waits_until_the_rounds_end_is_over() -> None:
     assert not retention.feedback_is_due(None, 100.0)
     assert not retention.feedback_is_due(100.0, 100.0 + retention.SAVE_SECONDS - 0.1)
     assert retention.feedback_is_due(100.0, 100.0 + retention.SAVE_SECONDS)
+
+
+def test_feedback_goes_to_disk_every_so_many_rounds() -> None:
+    assert retention.feedback_goes_to_disk(None, 1), "there is none"
+    assert not retention.feedback_goes_to_disk(1, retention.SAVED_ROUNDS)
+    assert retention.feedback_goes_to_disk(1, 1 + retention.SAVED_ROUNDS)
 
 
 def test_a_peer_that_is_behind_asks_now_and_then() -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file
 
+from peer.net.clock import Clock
+from peer.net.disk import LocalDisk
+from peer.state import tensor_file
+from peer.state.feedback_writer import FeedbackWriter
 from peer.state.storage import Checkpoint, Storage
+from protocol.rounds import retention
 from protocol.run import layout
 from protocol.wire.commit import Part
+from protocol.wire.schema import plain
 from protocol.wire.session import Offer
 
 
@@ -22,33 +31,130 @@ def feedback(value: float) -> dict[str, list[np.ndarray]]:
     return {"head": [np.full(3, value, np.float32), np.full((2, 5), value, np.float32)]}
 
 
-def found(folder: Path) -> tuple[int, float | None, Offer | None, bool]:
-    """As a process finds it that starts now."""
-    storage = Storage(folder)
+def copies(tmp_path: Path) -> list[Path]:
+    """What is in memory."""
+    return [path for path in (tmp_path / "memory").rglob("*") if path.is_file()]
+
+
+def found(folder: Path, disk: LocalDisk | None = None) -> tuple[int, float | None, Offer | None, tuple[int, ...]]:
+    """As a process finds it that starts now; last, the rounds of the offers that the feedback does not know of."""
+    storage = Storage(folder, None, disk)
     state = storage.load_feedback()
     storage.close()
     value = float(state.feedback["head"][1][1, 4]) if state.feedback else None
-    return state.round, value, state.offer, state.behind
+    return state.round, value, state.offer, tuple(o.round for o in state.since)
 
 
 def test_an_offer_and_its_feedback_are_found_wherever_the_process_was_killed(tmp_path: Path) -> None:
     storage = Storage(tmp_path)
     storage.close()
-    assert found(tmp_path) == (0, None, None, False)
+    assert found(tmp_path) == (0, None, None, ())
     storage.save_offer(offer(1))
-    assert found(tmp_path) == (0, None, offer(1), True)
+    assert found(tmp_path) == (0, None, offer(1), (1,))
     storage.save_feedback(1, feedback(1.0))
-    assert found(tmp_path) == (1, 1.0, offer(1), False)
-    storage.save_feedback(1, feedback(1.5), restored_offer=True)
-    assert found(tmp_path) == (1, 1.5, None, False)
-    storage.save_offer(offer(2))
-    assert found(tmp_path) == (1, 1.5, offer(2), True)
-    storage.save_feedback(2, feedback(2.0))
-    storage.save_feedback(3, feedback(3.0))  # a round that sent nothing
-    assert found(tmp_path) == (3, 3.0, None, False)
+    assert found(tmp_path) == (1, 1.0, offer(1), ())
+    storage.save_feedback(1, feedback(1.5), given_back=1)
+    assert found(tmp_path) == (1, 1.5, None, ())
+    storage.save_offer(offer(2), given_back=1)
+    assert found(tmp_path) == (1, 1.5, offer(2), (2,))
+    storage.save_feedback(2, feedback(2.0), given_back=1)
+    storage.save_feedback(3, feedback(3.0), given_back=1)  # a round that sent nothing
+    assert found(tmp_path) == (3, 3.0, None, ())
     newest = tmp_path / "feedback-00000003.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
-    assert found(tmp_path) == (2, 2.0, offer(2), False)
+    assert found(tmp_path) == (2, 2.0, offer(2), ())
+
+
+def test_feedback_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    (tmp_path / "offer-00000004.json").write_text(json.dumps(plain(offer(4))))
+    pieces = tensor_file.pieces({"head/0": np.ones(3, np.float32)}, {"restored_offer": "True"})
+    (tmp_path / "feedback-00000004.safetensors").write_bytes(b"".join(pieces))
+    state = storage.load_feedback()
+    assert (state.round, state.offer, state.since, state.newest_back) == (4, None, (), 4)
+    storage.close()
+
+
+def test_a_killed_process_leaves_its_feedback_in_memory(tmp_path: Path) -> None:
+    disk = LocalDisk(memory=tmp_path / "memory")
+    (tmp_path / "memory").mkdir()
+    storage = Storage(tmp_path / "peer", None, disk)
+    storage.close()
+    assert not storage.copy_feedback(1, feedback(0.5)), "nothing on disk tells where it is"
+    storage.save_feedback(1, feedback(1.0))
+    for round in (2, 3, 4):
+        storage.save_offer(offer(round), given_back=0 if round < 4 else 3)
+        assert storage.copy_feedback(round, feedback(round), given_back=0 if round < 4 else 3)
+    (copy,) = copies(tmp_path)
+    copy.with_name(f".{copy.name}.1.2").write_bytes(b"torn")
+    assert found(tmp_path / "peer", disk) == (4, 4.0, offer(4), ())
+    assert copies(tmp_path) == [copy], "what a kill has left half-written is removed"
+    storage.save_offer(offer(5), given_back=4)
+    assert found(tmp_path / "peer", disk) == (4, 4.0, offer(5), (4, 5)), "4 went back, which the copy does not know"
+    storage.save_feedback(5, feedback(5.0))
+    assert not copies(tmp_path), "what is on disk needs no copy"
+    storage.copy_feedback(6, feedback(6.0))
+    storage.save_feedback(6, feedback(6.5))
+    assert found(tmp_path / "peer", disk) == (6, 6.5, None, ())
+
+
+def test_a_copy_counts_only_for_the_feedback_that_it_was_made_after(tmp_path: Path) -> None:
+    """A part of the feedback went elsewhere since: the copy still has it."""
+    (tmp_path / "memory").mkdir()
+    disk = LocalDisk(memory=tmp_path / "memory")
+    storage = Storage(tmp_path / "peer", None, disk)
+    storage.save_feedback(1, feedback(1.0))
+    storage.copy_feedback(2, feedback(2.0))
+    (copy,) = copies(tmp_path)
+    older = copy.read_bytes()
+    storage.notes = {"handed_over": "1"}
+    storage.save_feedback(2, feedback(1.5))
+    copy.write_bytes(older)  # as if the process had died before it removed it
+    storage.close()
+    assert found(tmp_path / "peer", disk)[:2] == (2, 1.5)
+
+
+def test_a_loss_of_power_leaves_the_feedback_on_disk_and_the_offers_since(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    disk = LocalDisk(memory=tmp_path / "memory")
+    storage = Storage(tmp_path / "peer", None, disk)
+    storage.save_feedback(1, feedback(1.0))
+    for round in (2, 3, 4):
+        storage.save_offer(offer(round), given_back=2 if round > 2 else 0)
+        storage.copy_feedback(round, feedback(round), given_back=2 if round > 2 else 0)
+    shutil.rmtree(tmp_path / "memory")
+    storage.close()
+    storage = Storage(tmp_path / "peer", None, disk)
+    state = storage.load_feedback()
+    assert (state.round, [o.round for o in state.since], state.given_back) == (1, [2, 3, 4], {2})
+    assert state.offer == offer(4)
+    storage.save_feedback(4, feedback(4.0), given_back=2)
+    storage.save_feedback(5, feedback(5.0), given_back=2)
+    assert [o.round for o in storage.offers] == [4], "older ones are not needed once two files on disk know of them"
+    assert sorted(p.name for p in (tmp_path / "peer").glob("offer-*")) == ["offer-00000004.json"]
+    storage.close()
+
+
+def test_what_many_rounds_write_is_little(tmp_path: Path) -> None:
+    """At most 0.02 bytes a parameter and round, on average, and it is counted."""
+    (tmp_path / "memory").mkdir()
+    disk = LocalDisk(memory=tmp_path / "memory")
+    storage = Storage(tmp_path / "peer", None, disk)
+    arrays = {"head": [np.zeros(10_000, np.float32), np.zeros((2, 5), np.float32)]}
+    rounds = 2 * retention.SAVED_ROUNDS
+
+    async def live() -> None:
+        writer = FeedbackWriter(storage, arrays, Clock(), 0)
+        for round in range(1, rounds + 1):
+            arrays["head"][0] += 1
+            writer.changed(round)
+            await writer.written()
+
+    asyncio.run(live())
+    storage.close()
+    assert storage.saved_round == rounds - retention.SAVED_ROUNDS + 1
+    assert found(tmp_path / "peer", disk)[0] == rounds
+    assert 0 < disk.written_bytes <= 0.02 * 10_000 * rounds
 
 
 def test_checkpoints_are_safetensors_files(tmp_path: Path) -> None:

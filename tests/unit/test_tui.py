@@ -175,7 +175,7 @@ def test_bytes_against_fp32() -> None:
     assert full.sent_bytes == 400
     assert full.dense_bytes == 4 * (4 * block + 2 * spec.vocab_size * 8 + 8)
     assert middle.dense_bytes == 4 * (block + 2 * 64 * 8)
-    sent, dense = story.view.traffic or (0, 0)
+    sent, dense, _ = story.view.traffic or (0, 0, 0)
     assert sent == 5 * 400
     assert f"{dense / sent:.0f}× as much" in text(story.view)
 
@@ -201,7 +201,7 @@ def test_rounds_that_are_shorter_than_announcements_are_frequent_are_not_added_u
     story.tell(PEERS[0], announced(3_700, 4))
     full = story.view.peers[PEERS[0]]
     assert full.sent_bytes == 900
-    assert story.view.traffic == (900, full.dense_bytes)
+    assert story.view.traffic == (900, full.dense_bytes, 0)
     story.tell(PEERS[0], announced(3_900, 4, "training"))
     story.tell(PEERS[0], announced(3_900, 4))  # what it still sends for round 4 belongs to what comes after
     assert full.sent_bytes == 900
@@ -496,7 +496,7 @@ def test_who_joins_is_told_what_is_fetched_how_fast_and_when_its_work_begins_and
         "· state of round 30: 50.0 MB of 200 MB (80 Mb/s), about 15 s left",
         "✓ state of round 30: 200 MB in 20.0 s (80 Mb/s)",
         "· ready: round 31, for which the next plan is, begins in about 42 s",
-        "✓ round 31 is applied, with 65,472 tokens of this machine's work; 1 B sent and 2 B received since the start",
+        "✓ round 31 is applied, with 65,472 tokens of this machine's work; 1 B sent, 2 B received and 0 B written to disk since the start",
     ]
 
 
@@ -526,8 +526,8 @@ def test_a_peer_prints_a_line_a_round_and_what_it_trains_when_that_changes() -> 
     assert [line.partition(" ")[2] for line in out.getvalue().splitlines()] == [
         f"· {me} is here: cpu, 8.0 GB",
         "· round 1: trains as a full replica",
-        "✓ round 1 is applied; 1.2 MB sent and 0 B received since the start",
-        "✓ round 2 is applied; 1.2 MB sent and 0 B received since the start",
+        "✓ round 1 is applied; 1.2 MB sent, 0 B received and 0 B written to disk since the start",
+        "✓ round 2 is applied; 1.2 MB sent, 0 B received and 0 B written to disk since the start",
         "· round 3: trains blocks 1-2, stage 2 of 3 of a chain",
         f"! round 3: the chain fails at {other}: it is silent",
         f"· round 3: replica 1 goes on as {me} > {third}",

@@ -1,0 +1,144 @@
+"""What a peer takes of a home besides computing: bytes written to its disk, wake-ups and bytes while it waits, bytes before its first step.
+
+    unshare -n sh -c 'ip link set lo up; exec python -m tests.benchmarks.wear'       # alone on its loopback, so that bytes can be counted
+    python -m tests.benchmarks.wear --part disk --d 128 --layers 6 --rounds 320
+
+A bootstrap node and one peer, real processes and daemons. `disk`: bytes that the system counts as written for the peer (/proc/PID/io), and
+those that the peer counts itself, in as many rounds as lie between two whole writes, a parameter and round. `idle`: a peer that waits for
+a second one: voluntary context switches of all its threads, and what passes the loopback. `begin`: what passes it from the start of a peer
+to its first inner step, and again when the peer is started a second time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from pathlib import Path
+
+from peer.demo import recipe
+from peer.events import Event
+from protocol.run import layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import Manifest
+from tests.e2e import swarms
+from tests.faults.processes import Swarm
+
+NODE, PEER = "node-0", "peer"
+SETTLED_SECONDS, IDLE_SECONDS = 45.0, 60.0
+FIRST = 4
+"""The round from whose end on bytes are counted: the first writes are done."""
+
+
+def written(pid: int) -> int:
+    """Bytes that the system wrote to disks for this process."""
+    said = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(said["write_bytes"])
+
+
+def switches(pid: int) -> int:
+    """How often the process's threads gave up the processor by themselves: each time they were woken before."""
+    count = 0
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        for line in status.read_text().splitlines():
+            if line.startswith("voluntary_ctxt_switches"):
+                count += int(line.split()[1])
+    return count
+
+
+def loopback() -> int:
+    """Bytes that passed it so far, both ways of every connection."""
+    (line,) = [x for x in Path("/proc/self/net/dev").read_text().splitlines() if x.strip().startswith("lo:")]
+    return int(line.split(":")[1].split()[0])
+
+
+def make(options: argparse.Namespace, start_peers: int) -> tuple[Manifest, tuple[recipe.Identity, ...]]:
+    chosen = swarms.options(Path("unused"), full=1, rounds=options.rounds + FIRST + 8)
+    model = ModelSpec(
+        vocab_size=4096, d_model=options.d, n_layers=options.layers, n_heads=options.d // 16, d_ff=3 * options.d, context=128
+    )  # fmt: skip
+    made = swarms.manifest(chosen, outer={"topk": 32}, train={"micro_batches": 1, "rows": 1, "sequence": 128})
+    made = dataclasses.replace(made, model=model, start_peers=start_peers, checkpoint_rounds=options.checkpoint_rounds)
+    return made, (recipe.identity_of(chosen.seed, "bootstrap"),)
+
+
+def rounds(swarm: Swarm) -> list[Event]:
+    return [e for e in swarm.events(PEER) if e.kind == "round"]
+
+
+def disk(options: argparse.Namespace, folder: Path) -> None:
+    made, keys = make(options, 1)
+    parameters = layout.total_parameters(made.model)
+    with Swarm(folder, made, keys) as swarm:
+        swarm.start_node(NODE)
+        swarm.start(PEER)
+        swarm.wait(PEER, lambda e: e.kind == "round" and e.fields["round"] >= FIRST, "its first rounds")
+        pid, began, before, first = swarm.running[PEER].pid, time.monotonic(), 0, rounds(swarm)[-1]
+        before = written(pid)
+        while rounds(swarm)[-1].fields["round"] < first.fields["round"] + options.rounds:
+            time.sleep(0.2)
+        last, after, seconds = rounds(swarm)[-1], written(pid), time.monotonic() - began
+    many = last.fields["round"] - first.fields["round"]
+    own = last.fields.get("bytes_written", 0) - first.fields.get("bytes_written", 0)
+    print(
+        f"{parameters:,} parameters, {many} rounds in {seconds:.0f} s: {(after - before) / many / parameters:.4f} bytes a parameter and"
+        f" round by the system, {own / many / parameters:.4f} by the peer's own count",
+        flush=True,
+    )
+
+
+def idle(options: argparse.Namespace, folder: Path) -> None:
+    made, keys = make(options, 2)
+    with Swarm(folder, made, keys) as swarm:
+        swarm.start_node(NODE)
+        swarm.start(PEER)
+        swarm.wait(PEER, lambda e: e.kind == "started", "its start")
+        time.sleep(SETTLED_SECONDS)
+        for name in (PEER, NODE):
+            pid = swarm.running[name].pid
+            before, passed = switches(pid), loopback()
+            time.sleep(IDLE_SECONDS)
+            woken, passed = switches(pid) - before, loopback() - passed
+            print(
+                f"{name}: {woken / IDLE_SECONDS:.1f} wake-ups a second; {60 * passed / IDLE_SECONDS / 1e3:.0f} kB a minute pass",
+                flush=True,
+            )
+
+
+def begin(options: argparse.Namespace, folder: Path) -> None:
+    made, keys = make(options, 1)
+    with Swarm(folder, made, keys) as swarm:
+        swarm.measures.add(PEER)
+        swarm.fetches.add(PEER)
+        swarm.start_node(NODE)
+        for what in ("first", "second"):
+            before, known = loopback(), len(swarm.events(PEER))
+            swarm.start(PEER)
+            swarm.wait(PEER, lambda e: e.kind == "step", "its first inner step", known)
+            passed = loopback() - before
+            probe = [e.fields for e in swarm.events(PEER)[known:] if e.kind == "measured"]
+            cost = sum(e["bytes_sent"] + e["bytes_received"] for e in probe)
+            print(
+                f"{what} start: {passed / 1e6:.1f} MB before the first inner step, {cost / 1e6:.1f} MB of them to measure the line",
+                flush=True,
+            )
+            swarm.kill(PEER)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("disk", "idle", "begin"), action="append")
+    parser.add_argument("--d", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=320)
+    parser.add_argument("--checkpoint-rounds", type=int, default=320)
+    chosen = parser.parse_args()
+    for name, part in (("disk", disk), ("idle", idle), ("begin", begin)):
+        if chosen.part is None or name in chosen.part:
+            with tempfile.TemporaryDirectory() as folder:
+                part(chosen, Path(folder) / "run")
+
+
+if __name__ == "__main__":
+    main()
