@@ -19,7 +19,7 @@ from torch import Tensor
 
 from peer.chain import quantize
 from peer.chain.frames import BACKWARD, FORWARD
-from peer.chain.screening import Place, Screen, Screens
+from peer.chain.screening import Place, Screen, Screens, log_rms
 from peer.demo.text import SEQUENCE, demo_corpus
 from peer.state.outer_optimizer import Outer
 from peer.training.schedule import Pace
@@ -34,7 +34,7 @@ from protocol.run.manifest import TrainSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """A chain of `stages`; `forward` and `backward` are number formats. `inner_steps`: of a round, at most. `topk`: of every 4096
-    entries of an update, so many are sent. `rank`: values per token at a boundary, 0 for all. `vocabulary`: token ids are taken modulo that."""
+    entries of an update, so many are sent. `rank`: values per token at a boundary, 0 for all. `sequence`: tokens of a row, at most SEQUENCE. `vocabulary`: token ids are taken modulo that."""
 
     stages: int = 4
     layers: int = 4
@@ -49,6 +49,7 @@ class Setup:
     inner_steps: int = 8
     micro_batches: int = 4
     rows: int = 1
+    sequence: int = SEQUENCE
     topk: int = 256
     rounds: int = 50
 
@@ -81,11 +82,11 @@ class Chain:
             context=SEQUENCE,
         )  # fmt: skip
         self.train = TrainSpec(
-            inner_steps=setup.inner_steps, micro_batches=setup.micro_batches, rows=setup.rows, sequence=SEQUENCE,
+            inner_steps=setup.inner_steps, micro_batches=setup.micro_batches, rows=setup.rows, sequence=setup.sequence,
             lr=setup.lr, warmup_steps=setup.warmup_steps, total_steps=setup.rounds * setup.inner_steps,
             optimizer=setup.optimizer,
         )  # fmt: skip
-        self.outer = Outer(self.spec, Codec(topk=setup.topk), 0.95, 1.0)
+        self.outer = Outer(self.spec, Codec(topk=setup.topk, indices="fixed"), 0.95, 1.0)
         for shard in layout.shard_names(self.spec):
             self.outer.theta[shard] = list(init.initial_shard(self.spec, self.key, shard))
         self.basis = subspace.basis(self.key, setup.width, setup.rank) if setup.rank else None
@@ -93,6 +94,7 @@ class Chain:
         self.stages: list[StageTrainer] = []
         self.screens: dict[tuple[int, int], Screen] = {}
         self.cuts: tuple[int, ...] = ()
+        self._own = dict[int, float]()
         self._corpus, self._moments = demo_corpus(), dict[str, NDArray[np.generic]]()
         step = setup.layers // setup.stages
         self.cut(tuple(step * i for i in range(1, setup.stages)))
@@ -148,7 +150,8 @@ class Chain:
         rows = self.setup.micro_batches * self.setup.rows
         for step in range(steps):
             at = data_order.slots(round * self.setup.inner_steps * rows, step, rows)
-            yield torch.tensor(self._corpus.slots(self.key, at).astype(np.int64)) % self.setup.vocabulary
+            ids = torch.tensor(self._corpus.slots(self.key, at).astype(np.int64)) % self.setup.vocabulary
+            yield ids[:, : self.setup.sequence + 1]
 
     def _apply(self) -> None:
         for stage in self.stages:
@@ -175,7 +178,10 @@ class Chain:
     def _cross(self, kind: int, sender: int, by: int, x: Tensor, ids: Tensor) -> Tensor:
         wire, screen = self.setup.backward if kind == BACKWARD else self.setup.forward, self.screens.get((by, kind))
         came = quantize.decode(quantize.encode(x, wire), x.shape, wire, x.device)
-        why = None if screen is None else screen.judge(screen.sample(came), ids.numpy())
+        if (back := self.screens.get((sender, BACKWARD))) is not None and kind == FORWARD:
+            self._own[sender] = log_rms(back.sample(x))
+        own = self._own[by] if kind == BACKWARD else 0.0
+        why = None if screen is None else screen.judge(screen.sample(came), ids.numpy(), own)
         if why is not None:
             self.said(by, sender, why)
         return came
