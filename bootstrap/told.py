@@ -43,7 +43,7 @@ def against(effect: Refused | Skipped) -> events.Unfair | events.Warning:
     who = f"node {short_peer(effect.peer)}"
     if isinstance(effect, Skipped):
         return events.Warning(text=f"{who}: it leads and does not decide round {effect.round}; another node leads")
-    if effect.unfair.lie:
+    if effect.unfair.accuses:
         return events.Unfair(peer=effect.peer, round=effect.round, reason=effect.unfair.reason)
     return events.Warning(
         text=f"{who}: its commit of round {effect.round} {effect.unfair.reason}; another node leads this round"

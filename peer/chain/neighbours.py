@@ -20,9 +20,9 @@ from torch import Tensor
 
 from peer.chain import activation_stats, quantize
 from peer.chain.activation_stats import Measure, Running, Statistics
-from peer.chain.frames import FORWARD, HEAD_BYTES, Frame, Head, Refused
+from peer.chain.frames import BACKWARD, FORWARD, HEAD_BYTES, Frame, Head, Refused
 from peer.chain.link import Link, Liveness
-from peer.chain.screening import Sample, Screen
+from peer.chain.screening import Sample, Screen, log_rms
 from peer.net.base import Stream
 from protocol.codec import boundary_formats
 from protocol.errors import LocalError, UsageError
@@ -60,6 +60,7 @@ class Neighbours:
         self.checks: Sequence[int] = ()
         self.screens: dict[int, Screen] = {}
         self._ids: Sequence[NDArray[np.int64]] = ()
+        self._sizes_sent: dict[int, float] = {}  # of activations, by micro-batch: what comes back is judged by them
         self._crossing, self._codec, self._statistics = crossing, codec, statistics
         self._codes = {kind: boundary_formats.FORMATS.index(wire) for kind, wire in crossing.wires.items()}
         self._sizes = {kind: quantize.size(crossing.shape, wire) for kind, wire in crossing.wires.items()}
@@ -137,7 +138,8 @@ class Neighbours:
             if isinstance(found, quantize.BadTensor):
                 link.refuse(f"sent bad {'activations' if kind == FORWARD else 'gradients'}: {found}")
             value, seen, sample = found
-            why = self.screens[kind].judge(sample, self._ids[micro]) if sample is not None else None
+            own = self._sizes_sent.get(micro, 0.0) if kind == BACKWARD else 0.0
+            why = self.screens[kind].judge(sample, self._ids[micro], own) if sample is not None else None
             if why is not None:
                 link.refuse(LIES + why)
         except Refused:
@@ -157,7 +159,7 @@ class Neighbours:
     def send(self, link: Link | None, kind: int, step: int, micro: int, values: Tensor | None) -> None:
         """Has the tensor encoded, and sends it in its turn; without a link nothing happens."""
         if link is not None:
-            body = asyncio.get_running_loop().run_in_executor(self._codec, self._encoded, kind, values)
+            body = asyncio.get_running_loop().run_in_executor(self._codec, self._encoded, kind, micro, values)
             link.send(self._head(kind, step, micro), body, self._sizes[kind])
 
     def running(self, link: Link, kind: int) -> Running:
@@ -168,9 +170,12 @@ class Neighbours:
         check = self.checks[micro] if kind == FORWARD else 0
         return Head(kind, self._codes[kind], self.depth, step, micro, *self._crossing.shape, check)
 
-    def _encoded(self, kind: int, values: Tensor) -> bytes:
+    def _encoded(self, kind: int, micro: int, values: Tensor) -> bytes:
+        back = self.screens.get(BACKWARD) if kind == FORWARD else None
         try:
             with self._stream():  # the values are there: a job's end is told when the device has done it
+                if back is not None:
+                    self._sizes_sent[micro] = log_rms(back.sample(values))
                 return quantize.encode(values, self._crossing.wires[kind])
         except quantize.BadTensor as error:
             for screen in self.screens.values():  # lies may make anything

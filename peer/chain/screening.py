@@ -3,21 +3,31 @@
 After SENTINEL: exponential means of what was accepted, and what lies too far from them is suspicious. Of each frame [T tokens, W values] a
 sample y [N, D] is looked at, of tokens and values that only this stage knows. Two figures of it are compared with those before:
 
-    size        log rms(y)                            suspicious further than SIZE from its mean
-    agreement   the cosine of c and R, over all of y  suspicious below FIT of its mean, where that is INFORMATIVE
+    size        of activations    log rms(y)              suspicious further than SIZE, or 3 times its spread, from what is usual
+                of gradients      log rms(y) + log rms(a)     the same; a: the activations that this stage sent for the micro-batch
+    agreement   the cosine of c and R, over all of y      suspicious below FIT of its mean, and 3 times its spread below, where that is INFORMATIVE
 
 c is y less its mean over the tokens. R has for each token the mean of what came at tokens of its *class* before, less its mean over the
 tokens. The class is the token's id modulo CLASSES; of a gradient, the id of the token that follows, which it was to predict. So noise and
 replays do not fit the text (agreement about 0), values of the other sign contradict it (below 0), and zeros and scaled values have the
 wrong size. No history of frames is needed to find a replay.
 
+Sizes change by factors while a model learns, and a screen must not take that for a lie (docs/adr/0060-what-sizes-are-usual.md):
+
+- With the normalization before each block, the loss hardly changes where activations at a cut grow by a factor, so gradients there shrink by that factor.
+  Their product stays, so that is what a gradient's size is compared by; this stage knows its own part of it.
+- Within a round sizes drift with the steps, and the usual size follows. At a round's beginning all stages go back to the state of the
+  run, of which an outer step has taken over something between nothing and all of the round before. So anything is usual between the size of
+  the first frames of the round before and that of its last ones; with each frame, the interval shrinks towards what comes.
+- A stage's texts may be so different that sizes are, too; the spread of what came says so. It counts as MOST_SPREAD at most.
+
 One suspicious frame says nothing: a rare text brings some. It adds 1 to a score, any other takes HONEST away; at ALARM + HOP x hops the
-neighbour is accused. What an honest stage makes of false values is strange too, so the stage beside the liar has to be the first to
+neighbour is accused. The score goes on in the next round, which may have one frame. What an honest stage makes of false values is strange too, so the stage beside the liar has to be the first to
 accuse: `hops` counts the stages that values have passed, forward and back, on their way from the chain's beginning (`hops`). A suspicious
-frame moves the mean size little, and the others not at all. One that is refused enters nothing.
+frame enters nothing but, cut off, the spread. One that is refused enters nothing.
 
 A reference belongs to a cut of the model, a width and a number format, and goes on from round to round, whoever the neighbour is:
-all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free.
+all honest stages before a cut compute the same function. Its first NEW_ROUNDS rounds are free, and its first NEW_FRAMES frames.
 
 What is usual is learned anew, and one whole round is free, in two cases. Where the learning rate rises at once, honest stages change at once
 too (`follow`). And where no frames came in the round before, because the cut was elsewhere, the model has changed unseen: early in training
@@ -45,20 +55,22 @@ from peer.chain.frames import FORWARD
 LEAST_WIDTH = 16
 LEAST_TOKENS = 64
 NEW_ROUNDS = 3
+NEW_FRAMES = 48
 TOKENS, VALUES, CLASSES = 128, 32, 128
 """N, D, and classes of tokens."""
-SIZE = 0.85
+SIZE = 0.9
 FIT = 0.4
 INFORMATIVE = 0.12
-ALARM = 5.0
+SPREADS = 3.0
+MOST_SPREAD = 0.6
+"""Of sizes; larger ones count as this."""
+ALARM = 6.0
 HOP = 1.5
 HONEST = 0.34
-MEMORY = 12
-"""Frames, about, that the means of size and agreement remember,"""
+FIRST, LEVEL_MEMORY, MEMORY, SPREAD_MEMORY = 4, 6, 12, 24
+"""Frames: the first ones of a round; those, about, that the usual size remembers; the mean of the agreement; the spreads,"""
 CLASS_MEMORY = 24
 """and the means of the classes."""
-SLOWLY = 1 / 48
-"""How far a suspicious frame moves the mean size, as a share of SIZE."""
 STALE = 0.1
 """What the means of the classes weigh where they are learned anew,"""
 RISE = 2.0
@@ -74,10 +86,49 @@ Ids = NDArray[np.integer]
 
 
 class Figures(NamedTuple):
-    """Of one frame's sample; see the module."""
+    """Of one frame's sample: log rms of it; see the module."""
 
-    size: float
+    log_rms: float
     agreement: float
+
+
+class Usual:
+    """What sizes are usual: between `low` and `high`, as far as their `spread` goes. `begin` says that a round begins."""
+
+    def __init__(self) -> None:
+        self.low = self.high = self.spread = self._first = 0.0
+        self._frames = -1
+
+    def begin(self) -> None:
+        if self._frames > 0:
+            self.low, self.high = min(self.low, self._first), max(self.high, self._first)
+            self._frames = 0
+
+    def off(self, size: float) -> float:
+        """How far the size is outside; 0 within."""
+        return size - min(max(size, self.low), self.high) if self._frames >= 0 else 0.0
+
+    def is_strange(self, size: float) -> bool:
+        return abs(self.off(size)) > max(SIZE, SPREADS * min(self.spread, MOST_SPREAD))
+
+    def add(self, size: float, good: bool) -> None:
+        """Takes a frame into account; one that is not good only for the spread."""
+        self.spread += (min(abs(self.off(size)), SIZE if not good else 2 * SIZE) - self.spread) / SPREAD_MEMORY
+        if not good:
+            return
+        if self._frames < 0:
+            self.low = self.high = size
+        self._frames = max(self._frames, 0) + 1
+        if self._frames <= FIRST:
+            self._first += (size - self._first) / self._frames if self._frames > 1 else size - self._first
+        pace = 1 / min(self._frames + 1, LEVEL_MEMORY)
+        self.low += pace * (size - self.low)
+        self.high += pace * (size - self.high)
+
+
+def log_rms(sample: Sample | None) -> float:
+    """Of what was sampled; 0 where nothing was."""
+    return 0.0 if sample is None else math.log(math.sqrt(float(np.square(sample).mean())) + _TINY)
 
 
 def hops(kind: int, position: int, stages: int) -> int:
@@ -101,15 +152,20 @@ class Screen:
         values = len(self._values)
         self._sums, self._counts = np.zeros((CLASSES, values), np.float32), np.zeros(CLASSES, np.float32)
         self.doubt: str | None = None
-        self._size = self._agreement = self._score = 0.0
-        self._frames = self._rounds = self._accepted = 0
+        self._usual = Usual()
+        self._agreement = self._spread = self._score = 0.0
+        self._frames = self._rounds = self._accepted = self._known = 0
 
     def begin(self, neighbour: str, round: int, hops: int) -> None:
         """From now on frames of `neighbour` come, in this round of the run."""
         if round - self._round > 1:
             self._learn_anew()
-        self._rounds += round != self._round
-        self.neighbour, self._round, self._score, self.doubt = neighbour, round, 0.0, None
+        if round != self._round:
+            self._rounds += 1
+            self._usual.begin()
+        if neighbour != self.neighbour:
+            self._score = 0.0
+        self.neighbour, self._round, self.doubt = neighbour, round, None
         self._alarm_at = ALARM + HOP * hops
 
     def follow(self, rate: float) -> None:
@@ -119,7 +175,8 @@ class Screen:
         self._rate = rate
 
     def _learn_anew(self) -> None:
-        self._frames, self._rounds = 0, min(self._rounds, NEW_ROUNDS - 1)
+        self._frames, self._rounds, self._score = 0, min(self._rounds, NEW_ROUNDS - 1), 0.0
+        self._usual = Usual()
         self._sums *= np.float32(STALE)
         self._counts *= np.float32(STALE)
 
@@ -136,39 +193,41 @@ class Screen:
         stride = max(1, tokens // TOKENS)
         return int(self._first * stride), stride
 
-    def judge(self, sample: Sample | None, ids: Ids) -> str | None:
+    def judge(self, sample: Sample | None, ids: Ids, own: float = 0.0) -> str | None:
         """What speaks against the neighbour, after this frame too; None where that is not enough. `ids` [B, L+1]: the token ids of the
-        micro-batch."""
+        micro-batch. `own`: of a gradient, log rms of the activations of the micro-batch that this stage has sent."""
         if sample is None:
             return None
         of = (ids[:, :-1] if self.kind == FORWARD else ids[:, 1:]).reshape(-1)
         first, stride = self._places(len(of))
         classes = of[first::stride][:TOKENS] % CLASSES
         seen = self.figures(sample, classes)
-        why = self._suspicion(seen) if self._rounds > NEW_ROUNDS else None
+        size = seen.log_rms + (own if self.kind != FORWARD else 0.0)
+        free = self._rounds <= NEW_ROUNDS or self._known < NEW_FRAMES
+        why = None if free else self._suspicion(seen, size)
         self._score = self._score + 1 if why is not None else max(0.0, self._score - HONEST)
         self.doubt = why and self._say(why)
         if why is not None and self._score >= self._alarm_at:
             return self._alarm(why)
-        self._add(seen, sample, classes, why is None)
+        self._usual.add(size, why is None)
+        if why is None:
+            self._add(seen, sample, classes)
         return None
 
     def figures(self, sample: Sample, classes: Ids) -> Figures:
-        """Size and agreement of a sample [N, D] at tokens of these classes [N]."""
-        size = math.log(math.sqrt(float(np.square(sample).mean())) + _TINY)
+        """Of a sample [N, D] at tokens of these classes [N]."""
         fit = (self._sums / (self._counts + 1e-9)[:, None])[classes]
         fit -= fit.mean(0)
         centred = sample - sample.mean(0)
         norms = float(np.linalg.norm(centred)) * float(np.linalg.norm(fit))
-        return Figures(size, float(np.vdot(centred, fit)) / norms if norms > _TINY else 0.0)
+        return Figures(log_rms(sample), float(np.vdot(centred, fit)) / norms if norms > _TINY else 0.0)
 
-    def _suspicion(self, seen: Figures) -> str | None:
-        off = seen.size - self._size
-        if off > SIZE:
-            return f"are {math.exp(min(off, 60.0)):.3g} times as large as before"
-        if off < -SIZE:
-            return f"are {math.exp(off):.3g} times as large as before" if off > -14 else "are zero"
-        if self._agreement > INFORMATIVE and seen.agreement < FIT * self._agreement:
+    def _suspicion(self, seen: Figures, size: float) -> str | None:
+        if self._usual.is_strange(size):
+            off = self._usual.off(size)
+            return f"are {math.exp(min(off, 60.0)):.3g} times as large as before" if off > -14 else "are zero"
+        least = min(FIT * self._agreement, self._agreement - SPREADS * self._spread)
+        if self._agreement > INFORMATIVE and seen.agreement < least:
             return "contradict their text" if seen.agreement < -FIT * self._agreement else "do not fit their text"
         return None
 
@@ -177,26 +236,24 @@ class Screen:
             self._forget()
             self._accused = ""
             return None
-        self._accused, self._accepted = self.neighbour, 0
+        self._accused, self._accepted, self._score = self.neighbour, 0, 0.0
         return self._say(why)
 
     def _say(self, why: str) -> str:
         return f"{'activations' if self.kind == FORWARD else 'gradients'} {why}"
 
-    def _add(self, seen: Figures, sample: Sample, classes: Ids, good: bool) -> None:
+    def _add(self, seen: Figures, sample: Sample, classes: Ids) -> None:
         """Takes a frame into the reference."""
-        if not good:
-            self._size += SLOWLY * min(max(seen.size - self._size, -SIZE), SIZE)
-            return
         self._frames += 1
+        self._known += 1
         self._accepted += 1
-        pace = 1 / min(self._frames, MEMORY)
-        self._size += pace * (seen.size - self._size)
-        self._agreement += pace * (seen.agreement - self._agreement)
+        off = seen.agreement - self._agreement
+        self._agreement += off / min(self._frames, MEMORY)
+        self._spread += (min(abs(off), 1.0) - self._spread) / min(self._frames, SPREAD_MEMORY)
         keep = np.float32(1 - 1 / CLASS_MEMORY)
         self._sums *= keep
         # not as a product of matrices: numpy's library for these would take all cores
-        np.add.at(self._sums, classes, sample * np.float32(math.exp(-seen.size) if seen.size > -60 else 0.0))
+        np.add.at(self._sums, classes, sample * np.float32(math.exp(-seen.log_rms) if seen.log_rms > -60 else 0.0))
         self._counts *= keep
         np.add.at(self._counts, classes, np.float32(1))
 

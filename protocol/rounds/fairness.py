@@ -11,13 +11,18 @@ The leading node proposes, and may lie. So each member compares what is proposed
 
 A commit with either gets no vote, and its leader is skipped (protocol/rounds/leadership.py): for many rounds after a lie, for
 this round after a doubt. Nobody is accused for one doubt, and nobody is skipped for a second one in the same round, or bad weather
-could keep honest nodes from each other for ever. Who gives reason to doubt again and again has lied (`Doubts`). A node that has just
+could keep honest nodes from each other for ever. Who gives reason to doubt again and again is accused, too (`Doubts`). A node that has just
 started doubts nothing; what it does not know is no reason.
+
+A doubt may be wrong for long: quarrels (protocol/rounds/quarrels.py) that were reported while this node was away, for example, are nowhere
+in the log. So where more leaders than may lie give reason for the same doubt, it is this node that has not seen what they have: the doubt
+is taken back, and is not raised for REMEMBERED_ROUNDS. A liar is alone with what it does, or among as few as a quorum bears.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
@@ -48,7 +53,7 @@ from protocol.rounds.standing import Standing
 from protocol.rounds.unfair import Unfair
 from protocol.run.manifest import Manifest
 from protocol.wire.bounds import LEAST_COMPARED
-from protocol.wire.commit import Commit, Contribution
+from protocol.wire.commit import Commit, Contribution, liars_borne
 from protocol.wire.plan import Plan, ReplicaSpec, Work
 
 DAY = 86400.0
@@ -58,9 +63,12 @@ WORTH = 0.6
 RANGES = 2.0
 """So many times the share of a range of addresses may be planned for one: each node sees by itself where peers come from."""
 LIES = 2.0
-"""So many doubts about one leader are a lie."""
+"""So many doubts about one leader are as bad as a lie."""
 FORGIVEN = 0.25
 """Of a doubt, with every round of the leader that gives no reason for any."""
+REMEMBERED_ROUNDS = 64
+"""For so long a node remembers who gave it reason for which doubt."""
+_FIGURES = re.compile(r"\d[\d.e+]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +335,7 @@ def sight_of(
         waited=waited,
         complete=dict(verdicts.complete),
         since=dict(verdicts.since),
-        ready={c.peer: c for c in leader.standing.marked(leader.ready.values())},
+        ready={c.peer: c for c in leader.marked(leader.ready.values())},
         digests=leader.attestations.sure(leader.round - 1),
         attested=attested,
         medians=leader.medians,
@@ -364,17 +372,39 @@ class Doubts:
     def __init__(self) -> None:
         self._weight: dict[str, float] = {}
         self._doubted = -1
+        self._raised: dict[
+            str, dict[str, int]
+        ] = {}  # by what is doubted: which leaders gave reason, and in which round last
 
-    def weigh(self, leader: str, round: int, found: Unfair | None) -> Unfair | None:
-        """What comes of it when `found` is wrong with a commit of `round` that `leader` proposes: nothing, where this round has been
-        held up for a doubt already; a lie, where there were doubts before."""
+    def weigh(self, leader: str, round: int, found: Unfair | None, members: int) -> Unfair | None:
+        """What comes of it when `found` is wrong with a commit of `round` that `leader` proposes to so many members: nothing, where this
+        round has been held up for a doubt already, or where it is a doubt about too many leaders to be right; one that accuses, where
+        there were doubts about this leader before."""
         if found is None or found.lie:
             return found
-        if self._doubted == round:
+        if self._is_wrong(leader, round, found, members) or self._doubted == round:
             return None
         self._doubted = round
         self._weight[leader] = self._weight.get(leader, 0.0) + 1.0
-        return Unfair(f"{found.reason}, not for the first time", True) if self._weight[leader] >= LIES else found
+        again = self._weight[leader] >= LIES
+        return (
+            dataclasses.replace(found, reason=f"{found.reason}, not for the first time", again=True) if again else found
+        )
+
+    def _is_wrong(self, leader: str, round: int, found: Unfair, members: int) -> bool:
+        """Whether more leaders than may lie give reason for this doubt, whatever its figures; then none of them is held to anything."""
+        self._raised = {
+            what: recent
+            for what, since in self._raised.items()
+            if (recent := {other: at for other, at in since.items() if at + REMEMBERED_ROUNDS >= round})
+        }
+        leaders = self._raised.setdefault(_FIGURES.sub("#", found.reason), {})
+        leaders[leader] = round
+        if len(leaders) <= max(1, liars_borne(members)):
+            return False
+        for other in leaders:
+            self._weight.pop(other, None)
+        return True
 
     def decided(self, leader: str) -> None:
         """A round is decided that `leader` proposed: nothing was wrong with it."""

@@ -461,7 +461,11 @@ class Leader:
         """Who may be planned, as this node sees it; `decree`: after it."""
         then = self.access.after(decree)
         there = promises.candidates(self.ready, self.roster.away, self.attestations.newest, self._last_plan, self.round)
-        return [c for c in self.standing.marked(self.quarrels.marked(there)) if then.why_not(c.peer) is None]
+        return [c for c in self.marked(there) if then.why_not(c.peer) is None]
+
+    def marked(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """The candidates with all that this node knows against them: as it plans itself, and as it judges others' plans."""
+        return self.standing.marked(self.quarrels.marked(tuple(candidates)))
 
     def _advance(self, now: float, event: Event) -> list[Effect]:
         if self.phase is Phase.CLOSING:

@@ -458,7 +458,7 @@ class Quorum:
                 self._retry_at = self._now
                 continue
             if isinstance(effect, Refused):
-                self._skip(effect.peer, LIAR_ROUNDS if effect.unfair.lie else 1)
+                self._skip(effect.peer, LIAR_ROUNDS if effect.unfair.accuses else 1)
             if isinstance(effect, Send) and effect.peer == self.peer:
                 self._hear(self.peer, effect.message, out)
             elif not isinstance(effect, Save) or len(self.members) > 1:

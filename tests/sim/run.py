@@ -7,7 +7,9 @@ python -m tests.sim.run --seeds 0:1000 --probation 1   # and newcomers on probat
 python -m tests.sim.run --seeds 0:1000 --lying-nodes   # and as many dishonest operators as a quorum of 3f + 1 bears
 python -m tests.sim.run --seeds 0:1000 --double-voter  # of three operators the leading one votes twice, and the others take it out
 python -m tests.sim.run --seeds 0:1000 --fixed         # the same operators from beginning to end
+python -m tests.sim.run --seeds 0:1000 --quarrels      # and members of chains who say of each other that they lie, for no reason
 python -m tests.sim.run --seeds 0:1000 --lying-nodes --calm   # nothing else goes wrong: no round takes LEASES leases longer than without lies
+python -m tests.sim.run --seeds 0:1000 --quarrels --calm      # the same of quarrels
 
 A seed gives the same run in every process that has the same PYTHONHASHSEED; this command sets it to 0.
 """
@@ -39,7 +41,7 @@ HAPPENS = (
 )  # fmt: skip
 """What many runs must have seen a few times."""
 LEASES = 2
-"""By so much dishonest operators may hold up one round, where nothing else goes wrong."""
+"""By so much dishonest operators, or chains that quarrel, may hold up one round, where nothing else goes wrong."""
 Life = tuple[int, Counter[str], str]
 """A seed, what happened in its run, and the promise that was broken, if one was."""
 
@@ -52,8 +54,9 @@ def live(
     probation: int = 0,
     double_voter: bool = False,
     fixed: bool = False,
+    quarrels: bool = False,
 ) -> Life:
-    """Lives through one of many seeds, with so many liars, with dishonest operators, and with newcomers on probation."""
+    """Lives through one of many seeds, with so many liars, with dishonest operators, with newcomers on probation, and with chains that quarrel."""
     gc.disable()  # the collector would cost a tenth, and a run is short
     swarm = Swarm(
         seed,
@@ -63,15 +66,24 @@ def live(
         probation=probation,
         double_voter=double_voter,
         fixed=fixed,
+        quarrels=quarrels,
     )
     try:
         swarm.run()
         if calm:
-            twin = Swarm(seed, liars=liars, lying_nodes=lying_nodes, calm=True, honest=True, probation=probation)
+            twin = Swarm(
+                seed,
+                liars=liars,
+                lying_nodes=lying_nodes,
+                calm=True,
+                honest=True,
+                probation=probation,
+                quarrels=quarrels,
+            )
             twin.run()
             held_up = swarm.longest_round - twin.longest_round
             if held_up > LEASES * swarm.manifest.timing.gone_after:
-                raise Violation("P4", f"a round took {held_up:.1f} s longer than any without lies")
+                raise Violation("P4", f"a round took {held_up:.1f} s longer than any without lies and quarrels")
     except Violation as violation:
         return seed, swarm.world.stats, str(violation)
     finally:
@@ -118,6 +130,7 @@ def main() -> int:
         help="of three operators the leading one votes twice; the others take it out",
     )
     parser.add_argument("--fixed", action="store_true", help="nobody becomes an operator, or ceases to be one")
+    parser.add_argument("--quarrels", action="store_true", help="members of chains say of each other that they lie")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(
@@ -141,7 +154,7 @@ def chosen_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was typed of what `live` takes."""
     return {
         name: getattr(arguments, name)
-        for name in ("liars", "lying_nodes", "calm", "probation", "double_voter", "fixed")
+        for name in ("liars", "lying_nodes", "calm", "probation", "double_voter", "fixed", "quarrels")
     }
 
 
@@ -164,6 +177,7 @@ def campaign(seeds: Sequence[int], chosen: argparse.Namespace) -> int:
     )
     missing = unseen(stats) if stormy else []
     missing += ["on probation"] if chosen.probation and not stats["on probation"] else []
+    missing += ["quarrels"] if chosen.quarrels and not stats["quarrels"] else []
     missing += ["lies"] if (chosen.liars or chosen.lying_nodes) and not stats["lies"] else []
     if missing:
         print(f"never happened: {', '.join(missing)}")

@@ -50,6 +50,8 @@ QUORUMS = {
     "storm": ((3, 3), (3, 4), (4, 4), (4, 5), (5, 5), (7, 7)),
 }
 """Sizes of the quorum, and operators' nodes."""
+QUARREL_ROUNDS = 6
+"""Rounds more that a run with quarrels has: what follows from one is seen in the next plans."""
 SHARE = 0.4
 LATEST = 40.0
 """By then everybody has started."""
@@ -58,9 +60,9 @@ LATEST = 40.0
 class Swarm:
     """Everything that one seed decides; `run` raises Violation if a promise is broken. `liars`: made-up identities that take part.
     `lying_nodes`: as many operators as a quorum of 3f + 1 bears are dishonest. `calm`: nothing else goes wrong. `honest`: the same run, with
-    operators who could lie and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
+    operators who could lie and do not, and chains that could quarrel and do not. `probation`: newcomers' rounds of it; nobody has more than SHARE of a round's weight then.
     `double_voter`: of three operators the leading one votes for two commits of a round, in one ballot or, in odd seeds, in two, and nothing else goes
-    wrong; the others take it out as docs/guides/operator.md says. `fixed`: nobody becomes an operator, or ceases to be one."""
+    wrong; the others take it out as docs/guides/operator.md says. `fixed`: nobody becomes an operator, or ceases to be one. `quarrels`: members of chains say of each other that they lie, for no reason."""
 
     def __init__(
         self,
@@ -73,10 +75,13 @@ class Swarm:
         probation: int = 0,
         double_voter: bool = False,
         fixed: bool = False,
+        quarrels: bool = False,
     ) -> None:
         rng = random.Random(seed)
-        kind = kind_of(seed)
+        kind = "swarm" if quarrels else kind_of(seed)
         quorum, nodes = rng.choice(QUORUMS[kind])
+        if quarrels:
+            quorum, nodes = rng.choice(((1, 1), (3, 3), (3, 3), (4, 4), (5, 5)))
         if lying_nodes:
             quorum, nodes = rng.choice(((4, 4), (4, 4), (4, 5), (7, 7)))
         if double_voter:
@@ -87,7 +92,7 @@ class Swarm:
         self.manifest = tiny.manifest(
             seed=seed,
             model=dataclasses.replace(tiny.manifest().model, n_layers=3),
-            rounds=rng.randint(3, 5),
+            rounds=rng.randint(3, 5) + (QUARREL_ROUNDS if quarrels else 0),
             start_peers=rng.randint(1, count),
             operators=names,
             quorum=quorum,
@@ -104,7 +109,7 @@ class Swarm:
         world.tells = self._told
         world.dies = self._check_disk
         world.loses_power = lambda process: self.ledger.lost_power(process.name)
-        self.meetings = Meetings(world)
+        self.meetings = Meetings(world, quarrels and not honest)
         self.reports: set[tuple[int, str, str]] = set()
         self._excused: dict[str, set[str]] = {}
         self._trainers: dict[str, DrawnTrainer] = {}

@@ -1,7 +1,8 @@
 """An inner loop of a few numbers: what a peer learns in a round is drawn, in numbers that fp32 and the feedback hold exactly.
 
 All members of a chain train together or not at all. `Meetings` brings them together, and sometimes tears them apart: a member says
-that it cannot go on, falls silent, or two neighbours hear each other no more.
+that it cannot go on, falls silent, or two neighbours hear each other no more. Where chains *quarrel*, a member says now and then that
+its neighbour lies, for no reason.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,14 @@ from peer.node.audit import NoTraining
 from peer.node.orders import ChainOrders, Result
 from protocol.rounds import retention
 from protocol.rounds.member_events import TrainOrder
+from protocol.rounds.quarrels import LIES
 from protocol.run import layout
 from protocol.run.manifest import Manifest
 from tests.sim.world import Process, World
 
+QUARREL = 0.3
+"""How likely it is, where chains quarrel, that one does so when it trains."""
+SILENT = "it is silent"
 PATIENCE = 20.0
 """Seconds that a member waits for the others of its chain."""
 SPEEDS = (10**5, 2 * 10**5, 10**6)
@@ -36,19 +41,22 @@ Key = tuple[int, int, int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a training ends. `error`: why not well; `lost`: the member that this one hears no more, and waits for orders."""
+    """How a training ends. `error`: why not well; `lost`: the member that this one hears no more, and waits for orders, and `reason`
+    what it says of it."""
 
     steps: int
     error: str | None = None
     lost: str | None = None
+    reason: str = SILENT
 
 
 class Meetings:
-    """The chains of a run: who of their members is there."""
+    """The chains of a run: who of their members is there. `quarrel`: whether they quarrel."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, quarrel: bool = False) -> None:
         self._world = world
         self._rng = random.Random(f"chains {world.seed}")
+        self._quarrels = random.Random(f"quarrels {world.seed}") if quarrel else None
         self._present: dict[Key, dict[str, asyncio.Future[Outcome]]] = {}
         self._torn: set[Key] = set()
 
@@ -78,6 +86,9 @@ class Meetings:
 
     def _train(self, key: Key, seconds: float, most: int) -> None:
         rng, members = self._rng, key[3]
+        if self._quarrels is not None and len(members) > 1 and self._quarrels.random() < QUARREL:
+            self._quarrel(key, seconds, self._quarrels)
+            return
         if self._world.chance(self._world.weather.chain_failure, rng):
             self._world.stats["chains that failed"] += len(members) > 1
             at, victim = seconds * rng.random(), rng.choice(members)
@@ -91,14 +102,26 @@ class Meetings:
             elif kind == 2:  # its machine dies after the last step, before it offers anything
                 self._finish(key, seconds, most)
                 self._world.loop.call_later(seconds, self._kill, victim)
-            else:  # two neighbours hear each other no more, the others hear of it from either
-                place = rng.randrange(max(1, len(members) - 1))
-                for i, member in enumerate(members):
-                    lost = members[min(place + 1, len(members) - 1)] if i <= place else members[place]
-                    self._tell(key, member, at + rng.uniform(0.1, 3.0), Outcome(0, lost=lost))
-                self._torn.add(key)
+            else:
+                self._part(key, at, rng.randrange(max(1, len(members) - 1)), {}, rng)
             return
         self._finish(key, seconds, most)
+
+    def _part(self, key: Key, at: float, place: int, reasons: Mapping[str, str], rng: random.Random) -> None:
+        """Two neighbours hear each other no more, the others hear of it from either; what some of them say of it."""
+        members = key[3]
+        for i, member in enumerate(members):
+            lost = members[min(place + 1, len(members) - 1)] if i <= place else members[place]
+            said = Outcome(0, lost=lost, reason=reasons.get(member, SILENT))
+            self._tell(key, member, at + rng.uniform(0.1, 3.0), said)
+        self._torn.add(key)
+
+    def _quarrel(self, key: Key, seconds: float, rng: random.Random) -> None:
+        """One of two neighbours says that the other one lies."""
+        self._world.stats["quarrels"] += 1
+        place = rng.randrange(len(key[3]) - 1)
+        accuser = key[3][place + rng.randrange(2)]
+        self._part(key, seconds * rng.random(), place, {accuser: f"{LIES}gradients are zero"}, rng)
 
     def _finish(self, key: Key, seconds: float, most: int) -> None:
         steps = self._rng.randint(1, most)
@@ -169,7 +192,7 @@ class DrawnTrainer(NoTraining):
                 try:
                     await asyncio.wait({meeting, following, stopped}, return_when=asyncio.FIRST_COMPLETED)
                     if meeting.done() and (lost := meeting.result().lost) is not None and not stop.is_set():
-                        chain_orders.failed(order.generation, lost, "it is silent")
+                        chain_orders.failed(order.generation, lost, meeting.result().reason)
                         await asyncio.wait({following, stopped}, return_when=asyncio.FIRST_COMPLETED)
                     if stop.is_set():
                         return self._result(rng.choice((0, 1, 2)), "the round was decided before all steps were done")

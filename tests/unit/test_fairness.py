@@ -8,19 +8,24 @@ from collections.abc import Callable
 import pytest
 
 from protocol.errors import LocalError
+from protocol.planning.partition import Candidate
 from protocol.rounds import fairness, judging
-from protocol.rounds.fairness import FORGIVEN, Doubts, Sight
-from protocol.rounds.leader_events import Received
+from protocol.rounds.fairness import FORGIVEN, REMEMBERED_ROUNDS, Doubts, Sight
+from protocol.rounds.leader_events import Decided, Ready, Received
+from protocol.rounds.quarrels import LIES as SAYS_LIES
 from protocol.rounds.unfair import Unfair
 from protocol.wire import encoding, framing
 from protocol.wire.ballot import Accept
-from protocol.wire.commit import Commit, LeftOut
+from protocol.wire.commit import Commit, LeftOut, liars_borne
 from protocol.wire.plan import Plan, StageSpec, Work
+from protocol.wire.session import ChainFailure
 from tests import tiny
 from tests.unit.test_leader import Driver, opened
 
 FULL = tiny.full_memory(tiny.manifest())
 THIRD = tiny.third_memory(tiny.manifest())
+MOST = FULL - 1
+"""Bytes for almost all of the model: two such peers make a chain."""
 MEMORY = {"a": FULL, "b": FULL, "c": FULL}
 WALL = 1.7e9
 Change = Callable[[Commit], Commit]
@@ -260,19 +265,63 @@ def test_a_plan_that_is_far_worse_than_ones_own_is_doubted_and_one_of_strangers_
     assert found(sight, stranger) is None
 
 
-def test_one_doubt_skips_a_leader_once_in_a_round_and_doubts_that_come_back_are_a_lie() -> None:
+@pytest.mark.parametrize("heard", ["by both", "by the leading node alone", "by the other node alone"])
+def test_a_plan_without_a_chain_that_quarrels_is_doubted_only_where_nobody_said_so(heard: str) -> None:
+    """The two that hold only most of the model quarrel, so there is no chain any more."""
+    round = Round({"a": FULL, "c": MOST, "d": MOST})
+    plan = round.leading.leader.plan
+    assert plan is not None
+    (chain,) = (r for r in plan.replicas if r.is_chain)
+    accuser, accused = chain.peers
+    failure = ChainFailure(round=1, replica=chain.number, generation=0, peer=accused, reason=f"{SAYS_LIES}noise")
+    for driver, deaf in ((round.leading, "by the other node alone"), (round.other, "by the leading node alone")):
+        slow = (Candidate(peer=p, memory_bytes=m, up_bps=10**7, speed_flops=10**6) for p, m in driver.memory.items())
+        driver.do(*map(Ready, slow))
+        if heard != deaf:
+            driver.do(Received(accuser, failure))
+    round.peers = ("a",) if heard != "by the other node alone" else round.peers
+    ended = round.commit()
+    round.other.do(Decided(ended))
+    round.leading.attest("a", "c", "d")
+    round.other.attest("a", "c", "d")
+    commit = round.commit()
+    assert commit.plan is not None
+    assert any(r.is_chain for r in commit.plan.replicas) == (heard == "by the other node alone")
+    unfair = found(round.sight("a"), commit)
+    assert (unfair is not None) == (heard == "by the leading node alone"), unfair
+
+
+def test_one_doubt_skips_a_leader_once_in_a_round_and_a_leader_that_is_doubted_again_is_accused() -> None:
     doubts, doubt = Doubts(), Unfair("leaves out replica 1", False)
-    assert doubts.weigh("a", 5, doubt) == doubt
-    assert doubts.weigh("b", 5, doubt) is None, "bad weather must end"
-    assert doubts.weigh("b", 6, None) is None
-    again = doubts.weigh("a", 6, doubt)
+    assert doubts.weigh("a", 5, doubt, 3) == doubt
+    assert doubts.weigh("b", 5, Unfair("has no plan", False), 3) is None, "bad weather must end"
+    assert doubts.weigh("b", 6, None, 3) is None
+    again = doubts.weigh("a", 6, doubt, 3)
     assert again is not None
-    assert again.lie
+    assert again.accuses
+    assert not again.lie, "what it proposes is not proven to be one, and may have to be decided"
     lie = Unfair("weighs it twice", True)
-    assert doubts.weigh("b", 6, lie) == lie
-    for _ in range(int(1 / FORGIVEN)):
-        doubts.decided("c")
-    assert doubts.weigh("c", 7, doubt) == doubt
+    assert doubts.weigh("b", 6, lie, 3) == lie
+    for _ in range(int(fairness.LIES / FORGIVEN)):
+        doubts.decided("a")
+    forgiven = doubts.weigh("a", 7, doubt, 3)
+    assert forgiven is not None
+    assert not forgiven.accuses
+
+
+@pytest.mark.parametrize("members", [3, 4, 5, 7])
+def test_a_doubt_about_more_leaders_than_may_lie_is_wrong_and_comes_back_no_more(members: int) -> None:
+    doubts, liars = Doubts(), max(1, liars_borne(members))
+    for n in range(liars):
+        assert doubts.weigh(f"leader {n}", 5 + n, Unfair(f"plans {n}.5 tokens a second", False), members) is not None
+    for n in range(20):
+        leader = f"leader {(liars + n) % members}"
+        assert doubts.weigh(leader, 5 + liars + n, Unfair(f"plans {n} tokens a second", False), members) is None
+    other = doubts.weigh("leader 0", 50, Unfair("plans more for b than it has memory for", False), members)
+    assert other is not None
+    assert not other.accuses, "what was wrong is held against nobody"
+    late = doubts.weigh("leader 1", 51 + 2 * REMEMBERED_ROUNDS, Unfair("plans 3 tokens a second", False), members)
+    assert late is not None
 
 
 def test_what_was_seen_does_not_change_while_it_is_judged() -> None:

@@ -1,0 +1,187 @@
+"""A chain of real stages in one process, whose frames are encoded, decoded and screened as in peer/chain/neighbours.py; for measurements.
+
+A `Setup` says what is trained. After each round the update goes through the outer step with its codec, as in a run of one
+replica, and all stages begin the next round from the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from peer.chain import quantize
+from peer.chain.frames import BACKWARD, FORWARD
+from peer.chain.screening import Place, Screen, Screens, log_rms
+from peer.demo.text import SEQUENCE, demo_corpus
+from peer.state.outer_optimizer import Outer
+from peer.training.schedule import Pace
+from peer.training.trainer import StageTrainer
+from protocol.codec import subspace
+from protocol.codec.settings import Codec
+from protocol.run import data_order, init, layout
+from protocol.run.layout import ModelSpec
+from protocol.run.manifest import TrainSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """A chain of `stages`; `forward` and `backward` are number formats. `inner_steps`: of a round, at most. `topk`: of every 4096
+    entries of an update, so many are sent. `rank`: values per token at a boundary, 0 for all. `sequence`: tokens of a row, at most SEQUENCE. `vocabulary`: token ids are taken modulo that."""
+
+    stages: int = 4
+    layers: int = 4
+    width: int = 64
+    vocabulary: int = 4096
+    rank: int = 16
+    forward: str = "int4"
+    backward: str = "sym2"
+    optimizer: str = "adamw"
+    lr: float = 2e-3
+    warmup_steps: int = 20
+    inner_steps: int = 8
+    micro_batches: int = 4
+    rows: int = 1
+    sequence: int = SEQUENCE
+    topk: int = 256
+    rounds: int = 50
+
+    @property
+    def boundary(self) -> int:
+        """Values per token at a boundary."""
+        return self.rank or self.width
+
+
+Send = Callable[[int, int, int, Tensor], Tensor]
+"""What a stage sends: (kind, sender, micro-batch of the round, what it should send)."""
+Said = Callable[[int, int, str], None]
+"""A stage accuses a neighbour: (accuser, accused, reason)."""
+
+
+def honest(kind: int, sender: int, micro: int, x: Tensor) -> Tensor:
+    """What an honest stage sends."""
+    return x
+
+
+class Chain:
+    """The stages and their peers' screens. `cuts`: where each stage but the first begins, in blocks. `said` hears of accusations, and may
+    raise; else the frame is used. `seed` is that of the text, the model and the screens' samples."""
+
+    def __init__(self, setup: Setup, seed: int, said: Said) -> None:
+        self.setup, self.said, self.seed = setup, said, seed
+        self.key = f"screened/{seed}".encode().ljust(32, b"/")
+        self.spec = ModelSpec(
+            vocab_size=setup.vocabulary, d_model=setup.width, n_layers=setup.layers, n_heads=4, d_ff=2 * setup.width,
+            context=SEQUENCE,
+        )  # fmt: skip
+        self.train = TrainSpec(
+            inner_steps=setup.inner_steps, micro_batches=setup.micro_batches, rows=setup.rows, sequence=setup.sequence,
+            lr=setup.lr, warmup_steps=setup.warmup_steps, total_steps=setup.rounds * setup.inner_steps,
+            optimizer=setup.optimizer,
+        )  # fmt: skip
+        self.outer = Outer(self.spec, Codec(topk=setup.topk, indices="fixed"), 0.95, 1.0)
+        for shard in layout.shard_names(self.spec):
+            self.outer.theta[shard] = list(init.initial_shard(self.spec, self.key, shard))
+        self.basis = subspace.basis(self.key, setup.width, setup.rank) if setup.rank else None
+        self.peers = [Screens(1000 * seed + i) for i in range(setup.stages)]
+        self.stages: list[StageTrainer] = []
+        self.screens: dict[tuple[int, int], Screen] = {}
+        self.cuts: tuple[int, ...] = ()
+        self._own = dict[int, float]()
+        self._corpus, self._moments = demo_corpus(), dict[str, NDArray[np.generic]]()
+        step = setup.layers // setup.stages
+        self.cut(tuple(step * i for i in range(1, setup.stages)))
+
+    def cut(self, cuts: tuple[int, ...]) -> None:
+        """From the next round on, the stages begin at these blocks."""
+        names, ends = layout.shard_names(self.spec), (0, *(cut + 1 for cut in cuts), len(layout.shard_names(self.spec)))
+        for stage in self.stages:
+            self._moments.update(stage.optimizer_state())
+        self.cuts = cuts
+        self.stages = [
+            StageTrainer(self.spec, self.train, names[first:last], rank=self.setup.rank, basis=self.basis)
+            for first, last in itertools.pairwise(ends)
+        ]
+        for stage in self.stages:
+            stage.load_optimizer(self._moments)
+
+    def play(self, round: int, steps: int, send: Send = honest, screened: bool = True, spike: int = -1) -> float:
+        """One round, from 1, of so many inner steps; the loss. `spike`: the step whose learning rate is ten times as high."""
+        pace = Pace((round - 1) * self.setup.inner_steps, steps, self.setup.micro_batches)
+        for stage in self.stages:
+            stage.begin_round(self.outer.theta, pace)
+        self.screens = dict(self._screens(round)) if screened else {}
+        losses = list[float]()
+        for step, ids in enumerate(self._text(round, steps)):
+            for micro, part in enumerate(ids.reshape(self.setup.micro_batches, self.setup.rows, -1)):
+                losses.append(self._micro_batch(step * self.setup.micro_batches + micro, part, send))
+            norm = math.sqrt(sum(value for stage in self.stages for _, value in stage.grad_sumsq()))
+            for stage in self.stages:
+                usual = stage.train
+                if step == spike:
+                    stage.train = dataclasses.replace(usual, lr=10 * usual.lr)
+                stage.step(pace.before + step + 1, norm)
+                rate = pace.rate(stage.train, pace.before + step + 1)
+                stage.train = usual
+            for screen in self.screens.values():
+                screen.follow(rate)
+        self._apply()
+        return sum(losses) / len(losses)
+
+    def _screens(self, round: int) -> Iterator[tuple[tuple[int, int], Screen]]:
+        last = len(self.stages) - 1
+        for i, stage in enumerate(self.stages):
+            place = Place(self.peers[i], round, i, len(self.stages))
+            for kind, there, wire, other in (
+                (FORWARD, i > 0, self.setup.forward, i - 1), (BACKWARD, i < last, self.setup.backward, i + 1),
+            ):  # fmt: skip
+                if there:
+                    shard = stage.shards[0] if kind == FORWARD else stage.shards[-1]
+                    yield (i, kind), place.of(kind, f"stage {other}", shard, self.setup.boundary, wire)
+
+    def _text(self, round: int, steps: int) -> Iterator[Tensor]:
+        rows = self.setup.micro_batches * self.setup.rows
+        for step in range(steps):
+            at = data_order.slots(round * self.setup.inner_steps * rows, step, rows)
+            ids = torch.tensor(self._corpus.slots(self.key, at).astype(np.int64)) % self.setup.vocabulary
+            yield ids[:, : self.setup.sequence + 1]
+
+    def _apply(self) -> None:
+        for stage in self.stages:
+            for shard in stage.shards:
+                self.outer.accumulate(shard, stage.displacement(shard))
+                payload, _ = self.outer.encode(shard)
+                self.outer.apply(shard, [(1.0, payload)])
+
+    def _micro_batch(self, micro: int, ids: Tensor, send: Send) -> float:
+        at = micro % self.setup.micro_batches
+        x: Tensor | None = None
+        for i, stage in enumerate(self.stages):
+            x = stage.forward(at, ids, x)
+            if i < len(self.stages) - 1:
+                x = self._cross(FORWARD, i, i + 1, send(FORWARD, i, micro, x), ids)
+        assert x is not None
+        gradient: Tensor | None = None
+        for i in reversed(range(len(self.stages))):
+            gradient = self.stages[i].backward(at, gradient)
+            if i and gradient is not None:
+                gradient = self._cross(BACKWARD, i, i - 1, send(BACKWARD, i, micro, gradient), ids)
+        return float(x)
+
+    def _cross(self, kind: int, sender: int, by: int, x: Tensor, ids: Tensor) -> Tensor:
+        wire, screen = self.setup.backward if kind == BACKWARD else self.setup.forward, self.screens.get((by, kind))
+        came = quantize.decode(quantize.encode(x, wire), x.shape, wire, x.device)
+        if (back := self.screens.get((sender, BACKWARD))) is not None and kind == FORWARD:
+            self._own[sender] = log_rms(back.sample(x))
+        own = self._own[by] if kind == BACKWARD else 0.0
+        why = None if screen is None else screen.judge(screen.sample(came), ids.numpy(), own)
+        if why is not None:
+            self.said(by, sender, why)
+        return came
