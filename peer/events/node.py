@@ -96,6 +96,8 @@ class Commit:
     """Who operates the run now, where the operators have decreed it; null: whom the manifest names."""
     quorum: int | None = None
     """How many of them decide rounds, where they have decreed that."""
+    idle: int = 0
+    """How many rounds brought no work so far: the run has so many more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

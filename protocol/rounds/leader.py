@@ -65,7 +65,8 @@ are told so. They are waited for as long as that is worth it (protocol/rounds/gr
 round's deadline. Its members are those of the newest reconfiguration (protocol/rounds/chain_repair.py).
 
 A commit takes the complete replicas that are judged to count (protocol/rounds/judging.py), in the order of the plan. A round in which all failed commits nothing but a new
-plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
+plan, at the earliest `gone_after` seconds after it began, and takes no part of the schedule (protocol/rounds/schedule.py). Before the
+first plan nobody is waited for. Nobody is taken for gone before that either: a leader that
 has just restarted has heard of nobody yet. Who comes within a round takes a seat (protocol/rounds/seats.py).
 
 Long because all events of a round meet here; what of it is a rule has a module of its own.
@@ -437,7 +438,8 @@ class Leader:
         self._scores.forget(self.standing.scoring)
         self._audits.forget(self.standing.audits)
         self.witnesses.add(commit)
-        self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
+        has_ended = self.phase in (Phase.CLOSING, Phase.OVER)
+        self.position.step(Decided, self.phase if has_ended else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
         effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
         told = [Resting(peer, until, peer in self.standing.found_bad) for peer, until in sorted(rest.items())]
@@ -503,7 +505,7 @@ class Leader:
         """Proposes what is left of the contributions, now that they are judged."""
         said = self._docket.said()
         late = now - self._began >= self.manifest.timing.gone_after
-        enough = said.contributions or (late and (self.has_begun or self._may_begin(now)))
+        enough = said.contributions or (late if self.has_begun else self._may_begin(now))
         effects = self._propose(now, said, event) if enough else []
         if not effects and event is not None:
             self.position.step(event, Phase.OPEN)
@@ -537,8 +539,9 @@ class Leader:
         found = self._audits.next(self.standing.audits)
         lasts, out = schedule.after(self.head, decree), ousting.out_after(self.head, decree)
         commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=lasts, out=out)
-        commit = dataclasses.replace(commit, board=board.after(self.manifest, self.head, decree))
-        if self.round >= schedule.of(self.manifest, self.head).rounds:
+        idle = schedule.idle_after(self.manifest, self.head, has_work=bool(commit.contributions))
+        commit = dataclasses.replace(commit, board=board.after(self.manifest, self.head, decree), idle=idle)
+        if schedule.is_over(self.manifest, commit):
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)
 

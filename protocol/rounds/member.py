@@ -66,6 +66,8 @@ Long because all events of a volunteer meet here; what of it is a rule has a mod
 
 from __future__ import annotations
 
+import dataclasses
+
 from protocol.rounds import schedule
 from protocol.rounds.chain_repair import SLOW, reconfigured
 from protocol.rounds.deadline import Deadline
@@ -251,9 +253,9 @@ class Member:
         self.deadline.encoded(now, offer)
         self._pending = self._offered = offer
         assert self._order is not None
-        decided, rounds = self.commits.get(offer.round), schedule.of(self.manifest, self.commits.get(self.head)).rounds
-        sent, plan = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)]), self._order.plan
-        return [*sent, *self.overlap.begin(offer, plan, decided, rounds)]
+        decided, last = self.commits.get(offer.round), schedule.last_round(self.manifest, self.commits.get(self.head))
+        sent = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
+        return [*sent, *self.overlap.begin(offer, self._order, decided, last)]
 
     def _seated(self, seat: Seated, now: float) -> list[Effect]:
         """The plan names us nowhere, and the leader has given us one of its seats."""
@@ -262,7 +264,7 @@ class Member:
         replica = plan.taken(seat.replica, (self.peer,), self.manifest.model.n_layers) if plan is not None else None
         if plan is None or replica is None or replica.peers != (self.peer,) or not ready or plan.round != seat.round:
             return []  # if there is a seat for us, we are told again
-        self._order, self._attempted = TrainOrder(plan.seated(replica), replica.number), plan.round
+        self._order, self._attempted = self._order_of(plan.seated(replica), replica.number), plan.round
         sizes = [sum(share.size for share in c.shares) for c in self.commits[self.applied].contributions]
         left = self.deadline.left_of(now, seat.seconds, max(sizes, default=0))
         return self.position.step(Seated, Phase.TRAINING, [self._order, EndIn(plan.round, left)])
@@ -304,7 +306,7 @@ class Member:
             return []  # it is told again
         assert new is not None
         self._reconfig, self._attempted = reconfig, reconfig.round
-        self._order = TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps)
+        self._order = self._order_of(new, reconfig.replica, reconfig.generation, reconfig.steps)
         return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order, self._end(now)])
 
     def _follow(self, reconfig: ChainReconfig) -> list[Effect]:
@@ -315,7 +317,8 @@ class Member:
         """The chain that we train in has other members; `new`: the plan with us among them, None where we are not."""
         self._reconfig, self._chain_failure = reconfig, None
         if new is not None:
-            self._order = TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps, resume=True)
+            order = self._order_of(new, reconfig.replica, reconfig.generation, reconfig.steps)
+            self._order = dataclasses.replace(order, resume=True)
             return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order])
         if reconfig.peers:
             return self.position.step(Reconfigured, Phase.STOPPING, [Stop(reconfig.round)])
@@ -375,16 +378,20 @@ class Member:
         """At the head of the log, with the right shards: trains, or waits."""
         plan, ahead = self.plan, self.overlap.order
         if ahead is not None and ahead.plan.round <= self.applied + 1:
-            if plan is not None and is_same_work(ahead, plan):
-                return self._begin_with(self.overlap.take(), TrainOrder(plan, ahead.replica), now)
+            if plan is not None and is_same_work(ahead, self.commits[self.applied]):
+                return self._begin_with(self.overlap.take(), self._order_of(plan, ahead.replica), now)
             stop = self.overlap.drop()
             if self.overlap.state is not Ahead.NONE:
                 return [*stop]
         replica = plan.replica_of(self.peer) if plan else None
         if plan is None or replica is None or self._attempted >= plan.round:
             return []
-        self._order, self._attempted = TrainOrder(plan, replica), plan.round
+        self._order, self._attempted = self._order_of(plan, replica), plan.round
         return self.position.step(None, Phase.TRAINING, [self._order, self._end(now)])
+
+    def _order_of(self, plan: Plan, replica: int, generation: int = 0, steps: int = 0) -> TrainOrder:
+        """To train the round after `applied`."""
+        return TrainOrder(plan, replica, generation, steps, idle=self.commits[self.applied].idle)
 
     def _begin_with(self, result: Trained | None, order: TrainOrder, now: float) -> list[Effect]:
         """What was trained ahead is the work of `order`: it is done, or goes on as if it had begun now."""

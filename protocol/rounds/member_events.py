@@ -153,6 +153,7 @@ class TrainOrder:
     `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the
     others have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on
     with the members that `plan` names now. `total_steps`: of the schedule of the learning rate, where the operators have decreed it.
+    `idle`: rounds before this one that brought no work (protocol/rounds/schedule.py).
     """
 
     plan: Plan
@@ -161,6 +162,7 @@ class TrainOrder:
     steps: int = 0
     resume: bool = False
     total_steps: int | None = None
+    idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
