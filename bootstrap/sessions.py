@@ -47,7 +47,8 @@ OUTBOX = 1024
 
 @dataclass(slots=True)
 class Session:
-    """One peer's open stream; `outbox` is drained by the session's own task. `range`: where it comes from (protocol/rounds/ranges.py)."""
+    """One peer's open stream; `outbox` is drained by the session's own task. `range`: where it comes from (protocol/rounds/ranges.py).
+    `leaves`: it has said so."""
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     messages: Bucket = field(default_factory=lambda: Bucket(MESSAGES))
@@ -60,6 +61,7 @@ class Session:
     attested: int = -1
     tells: Allowance = field(default_factory=lambda: Allowance(0.2, 10.0))
     range: str = ""
+    leaves: bool = False
 
     def may_announce(self, all_of_them: Allowance, now: float) -> bool:
         """Whether an announcement is to be looked at; the first one is, whatever the allowance of all peers together."""

@@ -44,7 +44,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """A peer has been silent for too long (`timing.gone_after`), or announces itself no more."""
+    """A peer has been silent for too long (`timing.gone_after`), announces itself no more, or has said that it leaves."""
 
     peer: str
     """Who."""

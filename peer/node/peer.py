@@ -322,6 +322,7 @@ class Peer:
             examiner=examiner,
             emit=self._follow,
             tell=self._sessions.tell,
+            leave=self._sessions.leave,
             traffic=self._transport.traffic,
             clock=self._factories.clock,
             threads=self._config.threads,
@@ -379,9 +380,13 @@ class Peer:
                 f"history of the run: {error}; stopped without applying either, tell the operator"
             ) from None
         finally:
-            for task in (work, *background):
-                task.cancel()
-            await asyncio.gather(work, *background, return_exceptions=True)
+            try:
+                work.cancel()  # while its sessions last: it tells the nodes that it leaves
+                await asyncio.wait({work})
+            finally:
+                for task in (work, *background):
+                    task.cancel()
+                await asyncio.gather(work, *background, return_exceptions=True)
 
     def _announced(self, sealed: bytes) -> None:
         self._sessions.tell(Announced(sealed=sealed))

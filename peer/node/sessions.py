@@ -35,6 +35,7 @@ from protocol.wire.session import (
     Finished,
     Heartbeat,
     Hello,
+    Leave,
     LogRequest,
     NotAdmitted,
     Offered,
@@ -43,6 +44,8 @@ from protocol.wire.session import (
 )
 
 RETRY_SECONDS = (0.5, 10.0)
+LEAVE_SECONDS = 2.0
+"""That it may take to tell the nodes that this peer leaves."""
 OUTBOX = 256
 
 
@@ -64,6 +67,7 @@ class Sessions:
         self._outboxes: dict[str, asyncio.Queue[Message]] = {}
         self._turns = itertools.count()
         self._keeping: Keeping | None = None
+        self._leaves = False
         self._followed = directory.operators
         self._stalled: set[str] = set()
         self._named: set[str] = set()
@@ -78,6 +82,16 @@ class Sessions:
         for outbox in outboxes:
             with contextlib.suppress(asyncio.QueueFull):
                 outbox.put_nowait(message)
+
+    async def leave(self) -> bool:
+        """Tells every node that this peer leaves; no session is opened any more. Whether one of them was told: sending may take LEAVE_SECONDS."""
+        self._leaves = True
+        outboxes = list(self._outboxes.values())
+        self.tell(Leave())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await asyncio.gather(*(outbox.join() for outbox in outboxes))
+        return self.is_open
 
     async def run(
         self, on_message: Callable[[Message | Record], Awaitable[None]], on_open: Callable[[], Awaitable[None]]
@@ -118,6 +132,8 @@ class Sessions:
                     self._outboxes[node] = asyncio.Queue(OUTBOX)
                     if self.directory.sealed:
                         self._outboxes[node].put_nowait(Announced(sealed=self.directory.sealed))
+                    if self._leaves:
+                        self._outboxes[node].put_nowait(Leave())
                     pause, warned = RETRY_SECONDS[0], False
                     await on_open()
                     await self._talk(node, stream, self._outboxes[node], on_message)
@@ -133,6 +149,8 @@ class Sessions:
                 if not warned:
                     self._emit(events.Warning(text=f"session with bootstrap node {short_peer(node)}: {error}"))
                     warned = True
+            if self._leaves:
+                await asyncio.Event().wait()  # no session is opened any more
             self.directory.lost(node)
             await self.directory.connect()
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -152,8 +170,11 @@ class Sessions:
                         message: Message = await outbox.get()
                 except TimeoutError:
                     a = self.directory.announcement
-                    message = Heartbeat(phase=a.phase, round=a.round, step=a.step, loss=a.loss)
+                    beat = Heartbeat(phase=a.phase, round=a.round, step=a.step, loss=a.loss)
+                    await stream.send(encoding.encode(beat))
+                    continue
                 await stream.send(encoding.encode(message))
+                outbox.task_done()
 
         async def receive() -> None:
             while True:

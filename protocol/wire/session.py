@@ -57,6 +57,12 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """The sender leaves the run: it is waited for no more, and planned again when it has opened another session. What it has offered still
+    counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChainFailure:
     """The sender's chain for `round` has lost `peer`. The sender keeps its work and waits for a ChainReconfig.
 
