@@ -25,7 +25,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
 from protocol.wire.encoding import Message
-from protocol.wire.session import Hello
+from protocol.wire.session import Hello, NotAdmitted
 
 LONGEST_HELLO = 2048
 """Bytes of one with the longest invitation."""
@@ -139,8 +139,12 @@ class Sessions:
         hello = encoding.expect(
             Hello, encoding.decode(await stream.recv(LONGEST_HELLO, timeout=REQUEST_SECONDS), peer), peer
         )
-        if hello.run != self._manifest.run_id or hello.version != VERSION:
-            raise RemoteError(peer, f"run {hello.run[:12]} version {hello.version} is not served here; check RUN")
+        if hello.run != self._manifest.run_id:
+            raise RemoteError(peer, f"run {hello.run[:12]} is not served here; check RUN")
+        if hello.version != VERSION:
+            reason = f"it speaks version {hello.version} of the protocol, and the run's nodes version {VERSION}"
+            await stream.send(encoding.encode(NotAdmitted(reason=reason, version=VERSION)))
+            raise RemoteError(peer, f"peer {short_peer(peer)}: {reason}; its session was refused")
         where = range_of(self._seen_at(peer))
         refusal = await self._doorman.welcome(peer, hello.joining) if self._doorman is not None else None
         if refusal is None and where and self._doorman is not None:

@@ -40,6 +40,7 @@ from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.operators import Operators
 from peer.node.orders import InnerLoop
+from peer.node.refusals import Refusals
 from peer.node.rounds import Rounds, Surroundings
 from peer.node.scoring import Scorer
 from peer.node.sessions import Sessions
@@ -47,7 +48,7 @@ from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device, inference
 from peer.training.trainer import make_worker
-from protocol.errors import LocalError, UsageError
+from protocol.errors import BannedError, ClosedError, LocalError, UsageError
 from protocol.identity import Identity
 from protocol.planning import memory
 from protocol.rounds import member_events
@@ -122,7 +123,15 @@ class Peer:
         self._directory.found(config.reached_at)
         self._reach = self._make_reach()
         joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
-        self._sessions = Sessions(self._directory, transport, emit, joining)
+        self._refusals = Refusals(
+            manifest,
+            transport,
+            joining,
+            f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN",
+            lambda: self._directory.operators,
+            self._factories.clock,
+        )
+        self._sessions = Sessions(self._directory, transport, emit, joining, self._refusals)
         self._operators = Operators(manifest, transport, self._directory, self._sessions, bootstrap, self._head)
         transport.guests.tell = emit
         self._latency = Latency(
@@ -365,6 +374,7 @@ class Peer:
             asyncio.create_task(self._sessions.run(on_message, on_open)),
             asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
             asyncio.create_task(self._operators.look()),
+            asyncio.create_task(self._refusals.run()),
         ]
         if not self._line.is_given:
             background.append(asyncio.create_task(self._line.run()))
@@ -375,6 +385,9 @@ class Peer:
             for task in (work, *background):
                 if task.done():
                     task.result()
+        except (BannedError, ClosedError):
+            rounds.gives = False
+            raise
         except ForkError as error:
             raise LocalError(
                 f"history of the run: {error}; stopped without applying either, tell the operator"

@@ -112,6 +112,8 @@ class Rounds:
             self._storage.save_feedback(offer.round, self.outer.feedback)
         self.offer = offer
         """The newest durable one: after a restart it may have to be given back."""
+        self.gives = True
+        """Whether it gives away what it has learned when it is asked to end: the run takes nothing of a peer that is kept out."""
         self._storage.blobs.protected = set(self._storage.blobs)  # until the log says what is needed
         self.member = Member(manifest, peer, self._checkpointed, offer, found.round, around.up_bps)
         self._newcomer = Newcomer(manifest, self.member, around.whole, self._emit, self._clock)
@@ -202,6 +204,8 @@ class Rounds:
     async def _leave(self) -> None:
         """Whoever is asked to end says so, stays until a node has what it has offered, and gives away what it has learned and not sent, where
         somebody else trains those shards."""
+        if not self.gives:
+            return
         until, plan, phase = self._clock.steady() + handover.LEAVE_SECONDS, self.member.plan, self.member.phase
         trained = retention.trained_shards(self.manifest, plan, self.peer)
         heirs = [s for s in trained if plan and handover.heir(self.manifest, None, plan, self.peer, s)]
@@ -378,7 +382,7 @@ class Rounds:
                 probation=commit.tried(self.peer),
             )
         )
-        for told in events.measured(commit):
+        for told in events.measured(commit) if commit.round == self.member.head else ():  # what is old is no news
             self._emit(told)
         self._seconds = {}
 

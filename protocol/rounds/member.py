@@ -36,7 +36,7 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder,  we are a spare and take a lost member's
                                        EndIn                             place
     WAITING                  DONE      Finish                            the run is over and we attested its final
-                                                                         state
+                                                                         state, or it was over before we had a part in it
     any       Committed      the same  Send(LogRequest)                  commits in between are missing
     any       Certified      the same  Send(LogRequest)                  the commit is not known
     any       Digested       the same  Send(Attest)                      no later state is attested yet
@@ -140,6 +140,7 @@ class Member:
         self.overlap = Overlap(manifest)
         self.history = History(manifest)
         self.commits = self.history.commits
+        self._restored = applied >= 0 or offer is not None
         self._pending = self._offered = offer
         self._attempted = max(feedback_round, offer.round if offer else 0)
         self._held_round = self._seen = -1
@@ -166,6 +167,12 @@ class Member:
         """The plan of the round after `applied`."""
         commit = self.commits.get(self.applied)
         return commit.plan if commit else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the run was over, by its log, before we had any part in it."""
+        head, had_part = self.commits.get(self.head), self._restored or self._order is not None
+        return not had_part and self.applied < self.head and schedule.is_over(self.manifest, head)
 
     def is_new(self, now: float) -> bool:
         """Whether the newest plan, of which all is applied, does not name us: we came after it was made."""
@@ -348,6 +355,8 @@ class Member:
             return []
         if undone is not None:
             return self._go_back(undone) + self._advance(now)
+        if self.is_late:
+            return self.position.step(None, Phase.DONE, [Finish()])
         effects: list[Effect] = []
         if self._pending is not None and self._pending.round <= self.applied:
             commit = self.commits.get(self._pending.round)
@@ -362,7 +371,7 @@ class Member:
         commit = self.commits.get(self.applied)
         if commit is not None and self._held_round < self.applied:
             return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
-        return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave())
+        return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave(now))
 
     def _go_back(self, round: int) -> list[Effect]:
         """The rounds after this one were undone. An offer to one of them may be committed yet."""
@@ -401,9 +410,12 @@ class Member:
         self.deadline.trained(now)
         return self.position.step(None, Phase.ENCODING, [_encode(order, result)])
 
-    def _leave(self) -> list[Effect]:
+    def _leave(self, now: float) -> list[Effect]:
+        """After the last round: when the others' states are compared, or no node has said so for as long as one waits for anybody."""
         attested = self._attest is not None and self._attest.round == self.applied
-        return self.position.step(None, Phase.DONE, [Finish()]) if self._run_over and attested else []
+        late = now - self.deadline.began >= self.manifest.timing.round_deadline
+        is_done = attested and (self._run_over or late)
+        return self.position.step(None, Phase.DONE, [Finish()]) if is_done else []
 
 
 def _encode(order: TrainOrder, result: Trained) -> EncodeUpdate:

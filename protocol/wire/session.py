@@ -148,10 +148,12 @@ class Announced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotAdmitted:
-    """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the commit that lets it in."""
+    """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the commit that lets it in.
+    `version`: that of the protocol which the node speaks, where the peer speaks another one."""
 
     reason: Reason
     waits: bool = False
+    version: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
