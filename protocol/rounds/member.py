@@ -112,6 +112,8 @@ from protocol.wire.plan import Plan
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
 
 RESEND_SECONDS = 5.0
+LEARN_SECONDS = 30.0
+"""That a newcomer whom a node tells that the run is over only reads the log, before it goes on as if nobody had said so."""
 SETTLED_SECONDS = 1.0
 """Without a commit, after which a newcomer takes the newest that it knows for the run's."""
 
@@ -140,13 +142,13 @@ class Member:
         self.overlap = Overlap(manifest)
         self.history = History(manifest)
         self.commits = self.history.commits
-        self._restored = applied >= 0 or offer is not None
         self._pending = self._offered = offer
         self._attempted = max(feedback_round, offer.round if offer else 0)
         self._held_round = self._seen = -1
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
         self._run_over, self._sent_at = False, float("-inf")
+        self._learns_until: float | None = None
         self._order: TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
@@ -170,9 +172,9 @@ class Member:
 
     @property
     def is_late(self) -> bool:
-        """Whether the run was over, by its log, before we had any part in it."""
-        head, had_part = self.commits.get(self.head), self._restored or self._order is not None
-        return not had_part and self.applied < self.head and schedule.is_over(self.manifest, head)
+        """Whether the run was over before we had any part in it: a node said so at once, and its log says the same."""
+        came_late = self._learns_until is not None and self._order is None
+        return came_late and self.applied < self.head and schedule.is_over(self.manifest, self.commits.get(self.head))
 
     def is_new(self, now: float) -> bool:
         """Whether the newest plan, of which all is applied, does not name us: we came after it was made."""
@@ -221,6 +223,8 @@ class Member:
                     self._attest = Attest(round=round, digests=digests)
                     return self.position.stay(Digested, [Send(self._attest)])
             case RunOver():
+                if not self._run_over and self.head < 0 and self.applied < 0:
+                    self._learns_until = now + LEARN_SECONDS
                 self._run_over = True
             case Tick():
                 if now - self._sent_at >= RESEND_SECONDS:
@@ -357,6 +361,8 @@ class Member:
             return self._go_back(undone) + self._advance(now)
         if self.is_late:
             return self.position.step(None, Phase.DONE, [Finish()])
+        if self._learns_until is not None and now < self._learns_until and self._order is None:
+            return []  # the log will say whether it is true
         effects: list[Effect] = []
         if self._pending is not None and self._pending.round <= self.applied:
             commit = self.commits.get(self._pending.round)
