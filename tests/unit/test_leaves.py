@@ -11,7 +11,7 @@ import pytest
 from protocol.planning.partition import Candidate
 from protocol.rounds import grace
 from protocol.rounds.leader import LEFT
-from protocol.rounds.leader_events import Done, Effect, Gone, MakePlan, Planned, Propose, Ready, Received, Send, Tick
+from protocol.rounds.leader_events import Done, Effect, Gone, MakePlan, Planned, Propose, Ready, Send, Tick
 from protocol.rounds.member_events import Phase
 from protocol.wire.commit import Commit
 from protocol.wire.session import ChainReconfig, Leave
@@ -180,7 +180,7 @@ def test_a_peer_that_is_asked_to_end_says_so_and_its_round_goes_on_at_once(when:
                     bool(leaver.rounds)
                     and leaver.rounds.member.applied == 2
                     and leaver.rounds.member.phase is wanted
-                    and (when == "training" or leaver.rounds.offer is not None and leaver.rounds.offer.round == 3)
+                    and (when == "training" or (leaver.rounds.offer is not None and leaver.rounds.offer.round == 3))
                 )
             )
             await swarm.stop("c")
