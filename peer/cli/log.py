@@ -182,6 +182,9 @@ async def me(where: str, folder: Path) -> None:
     rounds = schedule.last_round(manifest, head)
     for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
         _say(line)
+    kept_out = standing.access.why_not(peer)
+    if kept_out is not None:
+        _say(f"you may not take part now: {kept_out}; an operator lets you in: potluck run admit RUN {peer}")
 
 
 def room_for(spec: ModelSpec) -> Empty:

@@ -131,7 +131,8 @@ class Peer:
             lambda: self._directory.operators,
             self._factories.clock,
         )
-        self._sessions = Sessions(self._directory, transport, emit, joining, self._refusals)
+        refusals = None if config.audit else self._refusals  # an auditor belongs to one node, and others may refuse it
+        self._sessions = Sessions(self._directory, transport, emit, joining, refusals)
         self._operators = Operators(manifest, transport, self._directory, self._sessions, bootstrap, self._head)
         transport.guests.tell = emit
         self._latency = Latency(
