@@ -246,7 +246,8 @@ class Peer:
             await asyncio.to_thread(inner_loop.close)
         shards = layout.shard_names(self.manifest.model)
         digests = {s: rounds.outer.digest(s) for s in shards if s in rounds.outer.theta}
-        self._emit(events.Finished(round=rounds.member.applied, digests=digests))
+        member = rounds.member
+        self._emit(events.Finished(round=member.head if member.is_late else member.applied, digests=digests))
 
     def _access(self) -> Access:
         return Access(

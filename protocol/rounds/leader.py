@@ -45,8 +45,8 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        ChainFailure  the same   Quarrel              a member says for the first time that this neighbour
                                                              lies
     any        Withdraw      the same   Send(ChainReconfig)  a member of a chain gives up
-    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready,
-                                                             or it leaves
+    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready, or it
+                                                             leaves
     any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is ready, or somebody
                                                              does not follow
     OPEN       Tick          OPEN       Send(TimeUp)         the time to train is over, some have offered and others

@@ -36,7 +36,8 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder,  we are a spare and take a lost member's
                                        EndIn                             place
     WAITING                  DONE      Finish                            the run is over and we attested its final
-                                                                         state, or it was over before we had a part in it
+                                                                         state, or it was over before we had a part
+                                                                         in it
     any       Committed      the same  Send(LogRequest)                  commits in between are missing
     any       Certified      the same  Send(LogRequest)                  the commit is not known
     any       Digested       the same  Send(Attest)                      no later state is attested yet
