@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 
 from peer.net.clock import Clock
-from protocol.rounds import board, invitations
+from protocol.rounds import access
 from protocol.rounds.leader import Leader
 from protocol.rounds.leader_events import Knock
 from protocol.wire.invitation import Joined
@@ -29,8 +29,8 @@ class Doorman:
         self._clock = clock
 
     def why_not(self, peer: str) -> str | None:
-        """Why it may not take part now."""
-        return self._leader.access.why_not(peer)
+        """Why it may not take part now. The auditor beside this node always may: it belongs to its operator, and trains nothing."""
+        return None if peer in self._leader.witnesses.auditors else self._leader.access.why_not(peer)
 
     def crowded(self, peer: str, others: Iterable[str]) -> NotAdmitted | None:
         """What `peer` is told where as many strangers as may be have a session, of the `others` from its range of addresses; None: it has
@@ -46,19 +46,13 @@ class Doorman:
 
     async def welcome(self, peer: str, joining: Joined | None) -> NotAdmitted | None:
         """What `peer` is told that wants a session and shows this; None: it has one."""
-        why = self.why_not(peer)
-        if why is None or joining is None:
-            return None if why is None else NotAdmitted(reason=why)
-        if joining.peer != peer:
-            return NotAdmitted(reason="its invitation was shown by another peer")
-        refused = self._leader.access.why_not_join(joining) or invitations.why_invalid(
-            self._leader.manifest,
-            joining,
-            self._clock.wall(),
-            board.operators(self._leader.manifest, self._leader.head),
-        )
+        if self.why_not(peer) is None:
+            return None
+        leader, time = self._leader, self._clock.wall()
+        refused = access.why_kept_out(leader.manifest, leader.access, leader.head, peer, joining, time)
         if refused is not None:
             return NotAdmitted(reason=refused)
+        assert joining is not None, "it lets in whom nothing else does"
         if not self._leader.guests.has_place(joining, self._clock.steady()):
             return NotAdmitted(reason=TOO_MANY, waits=True)
         await self._hand_in(Knock(joining))

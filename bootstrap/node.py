@@ -70,6 +70,7 @@ from protocol.wire.session import (
     ChainReconfig,
     Finished,
     Heartbeat,
+    Leave,
     LogRequest,
     Offer,
     Offered,
@@ -259,14 +260,21 @@ class BootstrapNode:
             session.post(encoding.encode(self._finished))
 
     async def _hear(self, peer: str, session: Session, message: Message) -> None:
+        if isinstance(message, Leave):
+            session.leaves = True
+            self._lost(peer)
+            await self._events.hand_in(leader_events.Gone(peer, leaves=True))
+            return
         if isinstance(message, Announced):
-            if session.may_announce(self._heard, self._clock.steady()):
+            if not session.leaves and session.may_announce(self._heard, self._clock.steady()):
                 announcement = self.roster.take(peer, message.sealed)
                 if announcement is not None:
                     self._directory.learn([announcement])
                     self._announced(peer, announcement)
             return
-        if peer not in self._ready and peer in self._directory.known:  # it was gone, in the same session
+        if (
+            not session.leaves and peer not in self._ready and peer in self._directory.known
+        ):  # it was gone, in the same session
             self._announced(peer, self._directory.known[peer])
         match message:
             case Offer() | Attest() | Withdraw() | ChainFailure() | ChainReconfig():
@@ -310,13 +318,10 @@ class BootstrapNode:
         while True:
             now, heard, timing = self._clock.steady(), self._sessions.heard, self.manifest.timing
             for peer in presence.gone(self._ready, heard, timing, now):
-                del self._ready[peer]
-                self._stays.lost(peer)
-                self.roster.remove(peer)
+                self._lost(peer)
                 if peer not in self._sessions.open:
                     self._directory.lost(peer)
                 self._events.put(leader_events.Gone(peer))
-                self._emit(events.Gone(peer=peer))
             self._sessions.forget(self._ready)
             known, there = self._directory.known, (self._ready, self._sessions.open, self._links.to)
             for peer in [p for p in known if not any(p in some for some in there)]:
@@ -328,6 +333,13 @@ class BootstrapNode:
             self._events.put(leader_events.Tick(absent, self.quorum.leadership.present))
             self._events.put(paxos_events.Tick(not self.quorum.leads and fairness.is_due(self.leader, now)))
             await asyncio.sleep(POLL_SECONDS)
+
+    def _lost(self, peer: str) -> None:
+        """A peer is there no more."""
+        if self._ready.pop(peer, None) is not None:
+            self._stays.lost(peer)
+            self.roster.remove(peer)
+            self._emit(events.Gone(peer=peer))
 
     def _announced(self, peer: str, announcement: Announcement) -> None:
         """A peer with a session says this of itself."""

@@ -33,7 +33,9 @@ async def _tell(relay: RelayServer, emit: events.Emit) -> None:
     told = (0, 0)
     while True:
         await asyncio.sleep(RELAYED_SECONDS)
-        if (relay.passed, relay.refused) != told:
+        if relay.passed != told[0] or (
+            relay.refused and not told[1]
+        ):  # those who go on asking are not worth a line each time
             emit(
                 events.Relayed(
                     circuits=relay.circuits,

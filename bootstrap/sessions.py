@@ -25,7 +25,7 @@ from protocol.run.manifest import Manifest
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
 from protocol.wire.encoding import Message
-from protocol.wire.session import Hello
+from protocol.wire.session import Hello, NotAdmitted
 
 LONGEST_HELLO = 2048
 """Bytes of one with the longest invitation."""
@@ -47,7 +47,8 @@ OUTBOX = 1024
 
 @dataclass(slots=True)
 class Session:
-    """One peer's open stream; `outbox` is drained by the session's own task. `range`: where it comes from (protocol/rounds/ranges.py)."""
+    """One peer's open stream; `outbox` is drained by the session's own task. `range`: where it comes from (protocol/rounds/ranges.py).
+    `leaves`: it has said so."""
 
     outbox: asyncio.Queue[bytes] = field(default_factory=lambda: asyncio.Queue(OUTBOX))
     messages: Bucket = field(default_factory=lambda: Bucket(MESSAGES))
@@ -60,6 +61,7 @@ class Session:
     attested: int = -1
     tells: Allowance = field(default_factory=lambda: Allowance(0.2, 10.0))
     range: str = ""
+    leaves: bool = False
 
     def may_announce(self, all_of_them: Allowance, now: float) -> bool:
         """Whether an announcement is to be looked at; the first one is, whatever the allowance of all peers together."""
@@ -137,12 +139,13 @@ class Sessions:
         hello = encoding.expect(
             Hello, encoding.decode(await stream.recv(LONGEST_HELLO, timeout=REQUEST_SECONDS), peer), peer
         )
-        if hello.run != self._manifest.run_id or hello.version != VERSION:
+        if hello.run != self._manifest.run_id:
             asked, served = apart(shown(hello.run), self._manifest.run_id)
-            raise RemoteError(
-                peer,
-                f"run {asked} version {hello.version} is not served here, {served} version {VERSION} is; check RUN",
-            )
+            raise RemoteError(peer, f"run {asked} is not served here, {served} is; check RUN")
+        if hello.version != VERSION:
+            reason = f"it speaks version {hello.version} of the protocol, and the run's nodes version {VERSION}"
+            await stream.send(encoding.encode(NotAdmitted(reason=reason, version=VERSION)))
+            raise RemoteError(peer, f"peer {short_peer(peer)}: {reason}; its session was refused")
         where = range_of(self._seen_at(peer))
         refusal = await self._doorman.welcome(peer, hello.joining) if self._doorman is not None else None
         if refusal is None and where and self._doorman is not None:

@@ -48,6 +48,22 @@ class UsageError(LocalError):
     exit_code = 2
 
 
+class BannedError(LocalError):
+    """The operators have banned this peer from the run. `potluck join` ends with exit code 3."""
+
+    exit_code = 3
+
+
+class ClosedError(LocalError):
+    """The run is closed, and this peer is not admitted. `potluck join` ends with exit code 4."""
+
+    exit_code = 4
+
+
+FINAL = (UsageError.exit_code, BannedError.exit_code, ClosedError.exit_code)
+"""Exit codes of commands that would end the same way if they were started again as they are."""
+
+
 class RemoteError(PotluckError):
     """Another peer is to blame; `peer` is its id."""
 

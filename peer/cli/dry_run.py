@@ -39,7 +39,7 @@ async def dry_run(peer: Peer, transport: Transport) -> Iterator[str]:
 def _lines(known: Known, own: Announcement, head: Commit | None) -> Iterator[str]:
     manifest = known.manifest
     others = [c for c in known.candidates if c.peer != own.peer and c.memory_bytes]
-    rounds = schedule.of(manifest, head).rounds
+    rounds = schedule.last_round(manifest, head)
     begun = f"round {head.round} of {rounds} is decided" if head is not None and head.round else "it has not begun"
     yield f"run {manifest.run_id[:12]} {clean(manifest.name)}: {begun}, {count(others, 'other peer')} there"
     yield f"this machine: {clean(own.device)}, {size(own.memory_bytes)} offered; {REACHED[own.reachable]}"

@@ -182,9 +182,12 @@ async def me(where: str | None, folder: Path) -> None:
             raise UsageError(f"log {source.name}: has no rounds yet; ask again when the run has begun")
         credits, standing, head = await log_text.credits_of(manifest, source, _note)
         names = await _names(manifest, source)
-    rounds = schedule.of(manifest, head).rounds
+    rounds = schedule.last_round(manifest, head)
     for line in own_lines(contributors(credits, names, standing), peer, credits.round, rounds, names):
         _say(line)
+    kept_out = standing.access.why_not(peer)
+    if kept_out is not None:
+        _say(f"you may not take part now: {kept_out}; an operator lets you in: potluck run admit RUN {peer}")
 
 
 def room_for(spec: ModelSpec) -> Empty:

@@ -2,7 +2,7 @@
 
 Both start the same command in the same folder: now, whenever the system starts (as far as it starts anything for this user), and again
 when the process crashes, after a pause that grows to LONGEST_PAUSE seconds. They do not where it ended well (the run is over), or with
-exit code 2 (what was typed is wrong). To stop it they send SIGTERM to the peer alone, and it has STOP_SECONDS to give away what it has
+one of the exit codes FINAL (what was typed is wrong, the operators have banned the peer, or the run is closed to it). To stop it they send SIGTERM to the peer alone, and it has STOP_SECONDS to give away what it has
 learned; so its network daemon lives until it is done.
 """
 
@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from protocol.errors import UsageError
+from protocol.errors import FINAL, UsageError
 
 FIRST_PAUSE = 10
 """Seconds between a crash and the next start,"""
@@ -24,6 +24,7 @@ STOP_SECONDS = 90
 """Twenty to end the inner step under way and to hand over (handover.LEAVE_SECONDS), the rest for a checkpoint on a slow disk. systemd gives
 120 to all that a user runs."""
 
+_ENDS = "|".join(f":{code}" for code in FINAL)
 _AGAIN = f"""\
 stop= child= told=
 tell() {{ [ -z "$stop" ] || [ -z "$child" ] || [ -n "$told" ] || {{ told=1; kill -TERM "$child" 2>/dev/null; }}; }}
@@ -33,7 +34,7 @@ while :; do
     child=; "$@" & child=$!; tell
     wait "$child"; code=$?
     while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done
-    [ -z "$stop" ] && [ "$code" -ne 0 ] && [ "$code" -ne 2 ] || exit 0
+    case "$stop:$code" in :0|{_ENDS}|1:*) exit 0 ;; esac
     child=; sleep "$pause" & child=$!; tell
     wait "$child"
     [ -z "$stop" ] || exit 0
@@ -62,7 +63,7 @@ StartLimitIntervalSec=0
 WorkingDirectory={_literal(str(at))}
 ExecStart={_words(command)}
 Restart=on-failure
-RestartPreventExitStatus=2
+RestartPreventExitStatus={" ".join(map(str, FINAL))}
 RestartSec={FIRST_PAUSE}
 RestartSteps=5
 RestartMaxDelaySec={LONGEST_PAUSE}

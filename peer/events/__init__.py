@@ -242,6 +242,7 @@ def commit_of(commit: WireCommit, voters: Sequence[str] = ()) -> Commit:
         rounds=None if commit.schedule is None else commit.schedule.rounds,
         operators=None if commit.board is None else board_names(commit),
         quorum=None if commit.board is None else commit.board.quorum,
+        idle=commit.idle,
     )
 
 

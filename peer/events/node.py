@@ -44,7 +44,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """A peer has been silent for too long (`timing.gone_after`), or announces itself no more."""
+    """A peer has been silent for too long (`timing.gone_after`), announces itself no more, or has said that it leaves."""
 
     peer: str
     """Who."""
@@ -96,6 +96,8 @@ class Commit:
     """Who operates the run now, where the operators have decreed it; null: whom the manifest names."""
     quorum: int | None = None
     """How many of them decide rounds, where they have decreed that."""
+    idle: int = 0
+    """How many rounds brought no work so far: the run has so many more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from protocol.codec.topk import Empty, in_memory
 from protocol.errors import LocalError, RemoteError, UsageError, apart, shown
 from protocol.identity import short_peer
 from protocol.planning import memory
-from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, standing, validation
+from protocol.rounds import access, audits, comparing, evaluation, judging, part_lists, schedule, standing, validation
 from protocol.rounds.evaluation import Due
 from protocol.rounds.notes import Notes
 from protocol.rounds.part_lists import BadList, Lists, Parts
@@ -145,7 +145,7 @@ async def verify(
         except BadCommit as error:
             problem(0 if done.head is None else done.head.round + 1, None, f"the commit {error}")
             break
-        for reason in wrong_in(commit, manifest, plan, now, due):
+        for reason in wrong_in(commit, manifest, done.head, now, due):
             problem(commit.round, None, reason)
         trial, now, due = now.tried(commit), now.after(commit), due.after(commit)
         done.contributions += len(commit.contributions)
@@ -191,8 +191,9 @@ async def verify(
     return done
 
 
-def wrong_in(commit: Commit, manifest: Manifest, plan: Plan | None, now: Standing, due: Due) -> Iterator[str]:
-    yield from validation.problems(manifest, plan, commit)
+def wrong_in(commit: Commit, manifest: Manifest, head: Commit | None, now: Standing, due: Due) -> Iterator[str]:
+    yield from validation.problems(manifest, None if head is None else head.plan, commit)
+    yield from schedule.problems(manifest, head, commit)
     yield from access.intruders(now.access, commit)
     yield from standing.problems(now, commit)
     yield from evaluation.problems(due, commit)

@@ -53,12 +53,14 @@ OTHERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A contribution that may have to be trained again: what was asked and sent of it, and the state before its round."""
+    """A contribution that may have to be trained again: what was asked and sent of it, and the state before its round. `before`: inner steps of the
+    learning rate's schedule before it."""
 
     turn: Turn
     work: Work
     steps: int
     total_steps: int
+    before: int
     theta: Shards
     payloads: Mapping[str, list[bytes]]
     """By shard: that of the contribution, and those of others to the round."""
@@ -145,7 +147,7 @@ class Examiner:
         plan = before.plan if before is not None else None
         spec = plan.taken(turn.replica, (turn.maker,), self._manifest.model.n_layers) if plan is not None else None
         whole = theta.keys() == payloads.keys() == set(layout.shard_names(self._manifest.model))
-        if spec is None or not (whole and self._has_room and self._makes_room(turn)):
+        if before is None or spec is None or not (whole and self._has_room and self._makes_room(turn)):
             return
         place = [c.replica for c in commit.contributions].index(turn.replica)
         contribution: Contribution = commit.contributions[place]
@@ -155,6 +157,7 @@ class Examiner:
                 work=spec.work,
                 steps=contribution.steps,
                 total_steps=schedule.of(self._manifest, before).total_steps,
+                before=schedule.steps_before(self._manifest, turn.round, before.idle),
                 theta=dict(theta),
                 payloads=again.chosen(payloads, place, OTHERS),
             )
@@ -218,7 +221,7 @@ class Examiner:
     async def learn(self, case: Case, moments: Mapping[str, NDArray[np.generic]], work: Work) -> StageTrainer:
         """A trainer that has learned from the text of `work`. Raises PotluckError."""
         manifest, train = self._manifest, self._manifest.train
-        on, layers, before = self._means.device, manifest.model.n_layers, (case.turn.round - 1) * train.inner_steps
+        on, layers, before = self._means.device, manifest.model.n_layers, case.before
         pace = Pace(before, work.steps, work.micro_batches, case.total_steps)
 
         def build() -> StageTrainer:

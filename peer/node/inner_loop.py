@@ -39,6 +39,7 @@ from peer.training.several_devices import SeveralDevicesTrainer
 from protocol.errors import LocalError, PotluckError
 from protocol.planning import budget, memory, pipeline_model
 from protocol.planning.speed import Speedometer
+from protocol.rounds import schedule
 from protocol.rounds.chain_repair import SLOW
 from protocol.rounds.member_events import TrainOrder
 from protocol.run import layout
@@ -167,7 +168,7 @@ class StageInnerLoop:
         spec = plan.replica(order.replica)
         position = spec.peers.index(self.peer)
         stage_progress, reports = StageProgress(), list[StepReport]()
-        pace = self._pace(plan.round, spec, order.total_steps)
+        pace = self._pace(order, spec)
         first_step, told = pace.before + 1, list[int]()
 
         def on_step(report: StepReport) -> None:
@@ -235,12 +236,12 @@ class StageInnerLoop:
             self._trainer.rest()
         device.return_memory()
 
-    def _pace(self, round_number: int, spec: ReplicaSpec, total_steps: int | None) -> Pace:
+    def _pace(self, order: TrainOrder, spec: ReplicaSpec) -> Pace:
         work, joined, config = spec.work, 1, self._config
         if self._joins and not spec.is_chain:
             joined = self.joined(self.manifest, work.micro_batches, self._budget, len(config.devices))
-        before = (round_number - 1) * self.manifest.train.inner_steps
-        return Pace(before, work.steps, work.micro_batches, total_steps, joined)
+        before = schedule.steps_before(self.manifest, order.plan.round, order.idle)
+        return Pace(before, work.steps, work.micro_batches, order.total_steps, joined)
 
     async def _why_it_ended(
         self, failure: BaseException, stage: StageSpec, is_chain: bool, stage_progress: StageProgress
@@ -342,10 +343,9 @@ class StageInnerLoop:
         chain_orders: ChainOrders,
     ) -> None:
         """The inner steps that are left, with the members that `order` names. Raises PotluckError."""
-        plan, train = order.plan, self.manifest.train
+        plan = order.plan
         spec = plan.replica(order.replica)
         stage, work = spec.stages[position], spec.work
-        first_step = (plan.round - 1) * train.inner_steps + 1
         same, depth, took = self._last_step
         if same != spec.stages:
             depth, took = memory.under_way(self.manifest), None
@@ -354,6 +354,7 @@ class StageInnerLoop:
             stop, self._pipes.neighbours(plan, order.replica, order.generation, position)
         )
         assert self._trainer is not None
+        first_step = self._trainer.pace.before + 1
         try:
             setup = pipeline.StageSetup(
                 trainer=self._trainer,

@@ -41,6 +41,7 @@ from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
 from peer.node.operators import Operators
 from peer.node.orders import InnerLoop
+from peer.node.refusals import Refusals
 from peer.node.rounds import Rounds, Surroundings
 from peer.node.scoring import Scorer
 from peer.node.sessions import Sessions
@@ -48,7 +49,7 @@ from peer.state.payloads import Exchange
 from peer.state.storage import Checkpoint, Storage
 from peer.training import device, inference
 from peer.training.trainer import make_worker
-from protocol.errors import LocalError, UsageError
+from protocol.errors import BannedError, ClosedError, LocalError, UsageError
 from protocol.identity import Identity
 from protocol.planning import budget, memory
 from protocol.rounds import member_events
@@ -124,7 +125,16 @@ class Peer:
         self._directory.found(config.reached_at)
         self._reach = self._make_reach()
         joining = None if config.ticket is None else config.ticket.joined(identity.peer_id)
-        self._sessions = Sessions(self._directory, transport, emit, joining)
+        self._refusals = Refusals(
+            manifest,
+            transport,
+            joining,
+            f"{bootstrap[0]}#{manifest.run_id}" if bootstrap else "RUN",
+            lambda: self._directory.operators,
+            self._factories.clock,
+        )
+        refusals = None if config.audit else self._refusals  # an auditor belongs to one node, and others may refuse it
+        self._sessions = Sessions(self._directory, transport, emit, joining, refusals)
         self._operators = Operators(manifest, transport, self._directory, self._sessions, bootstrap, self._head)
         transport.guests.tell = emit
         self._latency = Latency(
@@ -247,7 +257,8 @@ class Peer:
             await asyncio.to_thread(inner_loop.close)
         shards = layout.shard_names(self.manifest.model)
         digests = {s: rounds.outer.digest(s) for s in shards if s in rounds.outer.theta}
-        self._emit(events.Finished(round=rounds.member.applied, digests=digests))
+        member = rounds.member
+        self._emit(events.Finished(round=member.head if member.is_late else member.applied, digests=digests))
 
     def _access(self) -> Access:
         return Access(
@@ -336,6 +347,7 @@ class Peer:
             examiner=examiner,
             emit=self._follow,
             tell=self._sessions.tell,
+            leave=self._sessions.leave,
             traffic=self._transport.traffic,
             clock=self._factories.clock,
             threads=self._config.threads,
@@ -378,6 +390,7 @@ class Peer:
             asyncio.create_task(self._sessions.run(on_message, on_open)),
             asyncio.create_task(self._latency.run(lambda: self._directory.reached)),
             asyncio.create_task(self._operators.look()),
+            asyncio.create_task(self._refusals.run()),
         ]
         if not self._line.is_given:
             background.append(asyncio.create_task(self._line.run()))
@@ -388,14 +401,21 @@ class Peer:
             for task in (work, *background):
                 if task.done():
                     task.result()
+        except (BannedError, ClosedError):
+            rounds.gives = False
+            raise
         except ForkError as error:
             raise LocalError(
                 f"history of the run: {error}; stopped without applying either, tell the operator"
             ) from None
         finally:
-            for task in (work, *background):
-                task.cancel()
-            await asyncio.gather(work, *background, return_exceptions=True)
+            try:
+                work.cancel()  # while its sessions last: it tells the nodes that it leaves
+                await asyncio.wait({work})
+            finally:
+                for task in (work, *background):
+                    task.cancel()
+                await asyncio.gather(work, *background, return_exceptions=True)
 
     def _announced(self, sealed: bytes) -> None:
         self._sessions.tell(Announced(sealed=sealed))

@@ -71,6 +71,8 @@ class Surroundings:
     up_bps: int
     warm: bool
     whole: bool
+    leave: Callable[[], Awaitable[bool]]
+    """Tells the bootstrap nodes that this peer leaves; whether one of them was told."""
     decided: Callable[[Commit], None] = lambda commit: None
     """Is told the newest commit that counts."""
 
@@ -98,6 +100,7 @@ class Rounds:
         self._events: asyncio.Queue[member_events.Event] = asyncio.Queue()
         self._looked_at = float("-inf")
         self._checkpointed = -1 if restored is None else restored.round
+        self._kept_round = -1  # the newest one of which a node has all that we have offered
         self._writes = False  # a checkpoint, after the last attestation that was begun
         if restored is not None:
             self.outer.theta = dict(restored.theta)
@@ -105,6 +108,8 @@ class Rounds:
         self.outer.feedback, self.offer = found.feedback, found.offer
         self._bring_up_to_date(found)
         """The newest durable one: after a restart it may have to be given back."""
+        self.gives = True
+        """Whether it gives away what it has learned when it is asked to end: the run takes nothing of a peer that is kept out."""
         self._storage.blobs.protected = set(self._storage.blobs)  # until the log says what is needed
         newest = max(found.round, *(offer.round for offer in found.since), 0)
         self.member = Member(manifest, peer, self._checkpointed, self.offer, newest, around.up_bps)
@@ -142,6 +147,9 @@ class Rounds:
 
     def prefetch(self, offered: Offered) -> None:
         """Begins to fetch what was offered for the round under way, as far as it is of shards that we hold, or soon will."""
+        own = part_lists.root_of(self.offer.parts) if self.offer is not None else ""
+        if any(share.root == own for share in offered.shares):
+            self._kept_round = max(self._kept_round, offered.round)
         held = tuple(dict.fromkeys((*self.outer.theta, *self._warm_up.shards)))
         if retention.fetches_ahead(self.member.applied, held, offered.round):
             for share in offered.shares:
@@ -193,13 +201,18 @@ class Rounds:
                 self._attester.close()
 
     async def _leave(self) -> None:
-        """Whoever is asked to end gives away what it has learned and not sent, where somebody else trains those shards."""
+        """Whoever is asked to end says so, stays until a node has what it has offered, and gives away what it has learned and not sent, where
+        somebody else trains those shards."""
+        if not self.gives:
+            return
         until, plan, phase = self._clock.steady() + handover.LEAVE_SECONDS, self.member.plan, self.member.phase
         trained = retention.trained_shards(self.manifest, plan, self.peer)
         heirs = [s for s in trained if plan and handover.heir(self.manifest, None, plan, self.peer, s)]
         if heirs:
             self._emit(events.Leaving(seconds=handover.LEAVE_SECONDS))
         self._taking.refuse()
+        if await self._around.leave():
+            await self._offer_is_kept(until)
         await self._training.end()
         if plan is None or not heirs:
             return
@@ -209,6 +222,20 @@ class Rounds:
             await self._work(self._own_work.keep, heirs)
             await self._feedback.changed_between()
         await self._giving.leave(plan, self.member.deadline.up_bps, max(0.0, until - self._clock.steady()))
+
+    async def _offer_is_kept(self, until: float) -> None:
+        """Returns when a node has all of what was offered to the open round, when that is decided, or at this time."""
+        offer = self.offer
+        if offer is None or offer.round != self.member.applied + 1:
+            return
+        while self._kept_round < offer.round and (left := until - self._clock.steady()) > 0:
+            try:
+                async with asyncio.timeout(min(left, TICK_SECONDS)):
+                    event = await self._events.get()
+            except TimeoutError:
+                continue
+            if isinstance(event, member_events.Committed) and event.record.commit.round >= offer.round:
+                return
 
     async def _tick(self) -> None:
         while True:
@@ -365,7 +392,7 @@ class Rounds:
                 probation=commit.tried(self.peer),
             )
         )
-        for told in events.measured(commit):
+        for told in events.measured(commit) if commit.round == self.member.head else ():  # what is old is no news
             self._emit(told)
         self._seconds = {}
 

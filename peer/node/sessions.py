@@ -19,6 +19,7 @@ from peer import events
 from peer.net.base import SILENT_HEARTBEATS, Stream, Timeout, Transport, answer
 from peer.net.directory import Directory
 from peer.net.keeping import Keeping
+from peer.node.refusals import Refusals
 from protocol import identity
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -35,6 +36,7 @@ from protocol.wire.session import (
     Finished,
     Heartbeat,
     Hello,
+    Leave,
     LogRequest,
     NotAdmitted,
     Offered,
@@ -43,27 +45,43 @@ from protocol.wire.session import (
 )
 
 RETRY_SECONDS = (0.5, 10.0)
+LAST_WORD_SECONDS = 1.0
+"""That a node's last word may take after the session has ended for who sends."""
+LEAVE_SECONDS = 2.0
+"""That it may take to tell the nodes that this peer leaves."""
 OUTBOX = 256
 
 
 class NotTaken(RemoteError):
-    """A node says that this peer may not take part in the run, or not yet."""
+    """A node says that this peer may not take part in the run, or not yet; `word` is what it said."""
+
+    def __init__(self, peer: str, message: str, word: NotAdmitted) -> None:
+        super().__init__(peer, message)
+        self.word = word
 
 
 class Sessions:
-    """A peer's sessions. `on_message(message)` and `on_open()` are called in the event loop. `joining`: by which invitation it comes in."""
+    """A peer's sessions. `on_message(message)` and `on_open()` are called in the event loop. `joining`: by which invitation it comes in. `refusals`
+    hears which nodes refuse this peer."""
 
     def __init__(
-        self, directory: Directory, transport: Transport, emit: events.Emit, joining: Joined | None = None
+        self,
+        directory: Directory,
+        transport: Transport,
+        emit: events.Emit,
+        joining: Joined | None = None,
+        refusals: Refusals | None = None,
     ) -> None:
         self.directory = directory
         self.manifest = directory.manifest
         self._transport = transport
         self._emit = emit
         self._joining = joining
+        self._refusals = refusals
         self._outboxes: dict[str, asyncio.Queue[Message]] = {}
         self._turns = itertools.count()
         self._keeping: Keeping | None = None
+        self._leaves = False
         self._followed = directory.operators
         self._stalled: set[str] = set()
         self._named: set[str] = set()
@@ -78,6 +96,16 @@ class Sessions:
         for outbox in outboxes:
             with contextlib.suppress(asyncio.QueueFull):
                 outbox.put_nowait(message)
+
+    async def leave(self) -> bool:
+        """Tells every node that this peer leaves; no session is opened any more. Whether one of them was told: sending may take LEAVE_SECONDS."""
+        self._leaves = True
+        outboxes = list(self._outboxes.values())
+        self.tell(Leave())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS):
+                await asyncio.gather(*(outbox.join() for outbox in outboxes))
+        return self.is_open
 
     async def run(
         self, on_message: Callable[[Message | Record], Awaitable[None]], on_open: Callable[[], Awaitable[None]]
@@ -118,9 +146,17 @@ class Sessions:
                     self._outboxes[node] = asyncio.Queue(OUTBOX)
                     if self.directory.sealed:
                         self._outboxes[node].put_nowait(Announced(sealed=self.directory.sealed))
-                    pause, warned = RETRY_SECONDS[0], False
+                    if self._leaves:
+                        self._outboxes[node].put_nowait(Leave())
                     await on_open()
-                    await self._talk(node, stream, self._outboxes[node], on_message)
+
+                    def taken() -> None:
+                        nonlocal pause, warned, refused
+                        pause, warned, refused = RETRY_SECONDS[0], False, ""
+                        if self._refusals is not None:
+                            self._refusals.taken(node)
+
+                    await self._talk(node, stream, on_message, taken)
                 finally:
                     self._outboxes.pop(node, None)
                     await stream.close()
@@ -128,11 +164,15 @@ class Sessions:
                 if str(error) != refused:
                     refused = str(error)
                     self._emit(events.Warning(text=f"bootstrap node {short_peer(node)}: {error}"))
-                pause = upper
+                if self._refusals is not None:
+                    self._refusals.refused(node, error.word)
+                pause, warned = upper, True  # between two refusals its link may break, which is no news
             except RemoteError as error:
                 if not warned:
                     self._emit(events.Warning(text=f"session with bootstrap node {short_peer(node)}: {error}"))
                     warned = True
+            if self._leaves:
+                await asyncio.Event().wait()  # no session is opened any more
             self.directory.lost(node)
             await self.directory.connect()
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
@@ -142,9 +182,12 @@ class Sessions:
         self,
         node: str,
         stream: Stream,
-        outbox: asyncio.Queue[Message],
         on_message: Callable[[Message | Record], Awaitable[None]],
+        taken: Callable[[], None],
     ) -> None:
+        """Until the session breaks. `taken()`: it is one, and the node has not refused it. Raises RemoteError, NotTaken."""
+        outbox = self._outboxes[node]
+
         async def send() -> None:
             while True:
                 try:
@@ -152,15 +195,19 @@ class Sessions:
                         message: Message = await outbox.get()
                 except TimeoutError:
                     a = self.directory.announcement
-                    message = Heartbeat(phase=a.phase, round=a.round, step=a.step, loss=a.loss)
+                    beat = Heartbeat(phase=a.phase, round=a.round, step=a.step, loss=a.loss)
+                    await stream.send(encoding.encode(beat))
+                    continue
                 await stream.send(encoding.encode(message))
+                outbox.task_done()
 
         async def receive() -> None:
             while True:
                 message = encoding.decode_any(await self._next(node, stream), node)
                 if isinstance(message, NotAdmitted):
                     refused = f"it takes no work of ours: {message.reason}; ask the run's operators"
-                    raise NotTaken(node, message.reason if message.waits else refused)
+                    raise NotTaken(node, message.reason if message.waits else refused, message)
+                taken()
                 if isinstance(message, Heartbeat):
                     self._watch(node, message)
                 elif isinstance(message, DoubleVote):
@@ -174,9 +221,12 @@ class Sessions:
 
         sender, receiver = asyncio.create_task(send()), asyncio.create_task(receive())
         try:
-            done, _ = await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await asyncio.wait({sender, receiver}, return_when=asyncio.FIRST_COMPLETED)
+            if not receiver.done():  # a node that refuses us says why before it ends the stream
+                await asyncio.wait({receiver}, timeout=LAST_WORD_SECONDS)
+            for task in (receiver, sender):
+                if task.done():
+                    task.result()
         finally:
             for task in (sender, receiver):
                 task.cancel()

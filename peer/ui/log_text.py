@@ -36,7 +36,7 @@ async def show(manifest: Manifest, source: Source, out: Callable[[str], None], n
     out(f"run {manifest.run_id[:12]} {clean(manifest.name)}: log {source.name}")
     plan: Plan | None = None
     async for record in believed(manifest, source, note):
-        for line in round_lines(record, plan, schedule.of(manifest, record.commit).rounds):
+        for line in round_lines(record, plan, schedule.last_round(manifest, record.commit)):
             out(line)
         plan = record.commit.plan
 

@@ -149,6 +149,7 @@ class View:
     _witnesses: Witnesses = field(default_factory=Witnesses)
     _tokens: dict[int, int] = field(default_factory=dict)
     _decreed: int | None = None
+    _idle: int = 0
 
     # --- what is shown
 
@@ -158,8 +159,8 @@ class View:
 
     @property
     def rounds(self) -> int:
-        """How many the run has."""
-        return self.manifest.rounds if self._decreed is None else self._decreed
+        """How many the run has, those without work among them."""
+        return (self.manifest.rounds if self._decreed is None else self._decreed) + self._idle
 
     @property
     def rounds_done(self) -> int:
@@ -358,7 +359,7 @@ class View:
         number, loss = commit.round, mean_loss(commit.contributions)
         if number in self._commit_times:
             return
-        self._commit_times[number], self._decreed = when, commit.rounds
+        self._commit_times[number], self._decreed, self._idle = when, commit.rounds, commit.idle
         self._tokens = {c.replica: c.tokens for c in commit.contributions}
         self._witnesses.count({peer: c.tokens for c in commit.contributions for peer in c.peers}, commit.plan)
         if loss is not None:

@@ -82,6 +82,10 @@ class Access:
         count, used = joined.invitation.count, self.uses.get(joined.invitation.key, 0)
         return f"its invitation is used up, by {used} of {count}" if used >= count else None
 
+    def is_banned(self, peer: str) -> bool:
+        """Whether the newest decree about `peer` keeps it out."""
+        return self._ban_of(peer) is not None
+
     def _ban_of(self, peer: str) -> str | None:
         """The reason of its ban, as it goes on a sentence; None where there is none."""
         known = self.decided.get(peer)
@@ -96,6 +100,20 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Access:
     for commit in commits:
         found = found.after(commit.decree, commit.joined)
     return found
+
+
+def why_kept_out(
+    manifest: Manifest, now: Access, head: Commit | None, peer: str, joining: Joined | None, time: float
+) -> str | None:
+    """Why `peer`, which shows this invitation, if any, may not take part after `head` and does not come in by it; None if it may or does.
+    `time`: in Unix seconds."""
+    why = now.why_not(peer)
+    if why is None or joining is None:
+        return why
+    if joining.peer != peer:
+        return "its invitation was shown by another peer"
+    refused = now.why_not_join(joining)
+    return refused or invitations.why_invalid(manifest, joining, time, board.operators(manifest, head))
 
 
 def decrees_after(head: Commit | None) -> int:

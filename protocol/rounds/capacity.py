@@ -142,6 +142,7 @@ def budget(manifest: Manifest) -> Cost:
         schedule=_SCHEDULE,
         out=(_PEER,) * MAX_OPERATORS,
         board=Board(operators=(_OPERATOR,) * MAX_OPERATORS, quorum=7),
+        idle=_INTEGER,
     )
     reserved = [
         _envelope(),

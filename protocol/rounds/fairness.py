@@ -139,6 +139,7 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
     if not capacity.can_be_read(commit):
         yield "is so long that nobody could read its record"
     yield from validation.problems(sight.manifest, sight.plan, commit)
+    yield from schedule.problems(sight.manifest, sight.head, commit)
     unlawful = access.why_unlawful(sight.manifest, sight.head, commit)
     if unlawful is not None:
         yield unlawful
@@ -148,13 +149,13 @@ def _lies(sight: Sight, commit: Commit) -> Iterator[str]:
         yield from audits.problems(sight.standing.audits, commit)
     if sight.due is not None:
         yield from evaluation.problems(sight.due, commit)
-    last = schedule.of(sight.manifest, commit).rounds
+    is_last = schedule.is_over(sight.manifest, commit)
     if commit.plan is None:
-        idle = not (commit.contributions or commit.decree or commit.joined)
-        if commit.round < last and idle:
+        says_nothing = not (commit.contributions or commit.decree or commit.joined)
+        if says_nothing and not is_last:
             yield "says nothing: no work, no plan, and nobody who may take part now or no more"
         return
-    if commit.round >= last:
+    if is_last:
         yield "plans a round after the last one"
     yield from _names(commit.plan)
     yield from _text(sight.manifest, sight.latest, commit.plan)
@@ -213,7 +214,7 @@ def _doubts(sight: Sight, commit: Commit) -> Iterator[str]:
     yield from board.doubts(sight.manifest, sight.head, commit, sight.living, sight.present)
     lease = sight.manifest.timing.gone_after
     only_guests = commit.joined and not (commit.contributions or commit.plan or commit.decree)
-    if only_guests and commit.round > 0 and sight.waited < lease / 2:
+    if only_guests and sight.latest is not None and sight.waited < lease / 2:
         yield "ends a round for newcomers alone, before anybody could bring work"
     yield from _left_out(sight, commit)
     for contribution in commit.contributions:

@@ -10,12 +10,16 @@ Sleator, "Competitive snoopy caching", 1988). Decoupled DiLoCo (arXiv:2604.21428
 With `overlap` those who have offered go on with the next round, and are idle only when they have done all that they
 were given for it: that is HEADROOM times what they have time for (protocol/planning/allotment.py).
 
+A member whose session has ended, and that has not opened another one for some heartbeats (protocol/rounds/presence.py), is hardly there any
+more. It is waited for no longer than ABSENT times as long as the slowest of the others took, however long the lease is: a process that
+was killed holds up a short round for a short time only, and one whose line was cut in a long round has time to come back.
+
 Work that comes too late is not lost: it stays in its sender's error feedback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from protocol.planning.allotment import HEADROOM
 from protocol.run.manifest import Manifest
@@ -23,8 +27,15 @@ from protocol.wire.plan import ReplicaSpec
 
 LEAST = 0.05
 """Share of the training time that everybody is waited for."""
+ABSENT = 2.0
+"""So many times the time of the slowest complete replica is waited for a peer without a session."""
 OVERRUN = 0.03
 """Share of the training time by which the last inner step of who was planned may end too late: less than LEAST."""
+
+
+def is_over_for_absent(since: Collection[float], waited: float) -> bool:
+    """Whether a round has waited long enough for peers without a session. `since`: after how many seconds each of the others was complete."""
+    return bool(since) and waited >= ABSENT * max(since)
 
 
 def is_over(

@@ -45,7 +45,8 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        ChainFailure  the same   Quarrel              a member says for the first time that this neighbour
                                                              lies
     any        Withdraw      the same   Send(ChainReconfig)  a member of a chain gives up
-    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready
+    any        Gone          the same   Send(ChainReconfig)  a member of a chain is gone and a spare is ready, or it
+                                                             leaves
     any        Tick          the same   Send(ChainReconfig)  a member is absent and a spare is ready, or somebody
                                                              does not follow
     OPEN       Tick          OPEN       Send(TimeUp)         the time to train is over, some have offered and others
@@ -59,13 +60,14 @@ What is proposed may or may not be decided (protocol/rounds/paxos.py): the round
     any        Decided       the same   Resting              a peer was planned again and again and brings nothing
 
 A planned replica is *complete* when every member has attested the state before the round and has offered its stage, and
-every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone without an
+every payload and list of parts is held here. It has *failed* when a member withdrew, diverged, or is gone or leaves without an
 offer, or when its chain ended its round. Else it is *pending*. When the time to train is over, those that are pending
 are told so. They are waited for as long as that is worth it (protocol/rounds/grace.py), and never longer than the
-round's deadline. Its members are those of the newest reconfiguration (protocol/rounds/chain_repair.py).
+round's deadline. A member without a session is waited for twice as long as the others took. Its members are those of the newest reconfiguration (protocol/rounds/chain_repair.py).
 
 A commit takes the complete replicas that are judged to count (protocol/rounds/judging.py), in the order of the plan. A round in which all failed commits nothing but a new
-plan, at the earliest `gone_after` seconds after it began. Nobody is taken for gone before that either: a leader that
+plan, at the earliest `gone_after` seconds after it began, and takes no part of the schedule (protocol/rounds/schedule.py). Before the
+first plan nobody is waited for. Nobody is taken for gone before that either: a leader that
 has just restarted has heard of nobody yet. Who comes within a round takes a seat (protocol/rounds/seats.py).
 
 Long because all events of a round meet here; what of it is a rule has a module of its own.
@@ -84,6 +86,7 @@ from protocol.rounds import (
     audits,
     board,
     evaluation,
+    grace,
     ousting,
     presence,
     promises,
@@ -146,6 +149,9 @@ from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.score import Score
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, Offer, TimeUp, Withdraw
 
+LEFT = "leaves the run"
+"""Why a peer that says so brings nothing."""
+
 
 class Leader:
     """A run as a bootstrap node sees it; `handle` is the only entry. `commits`: the log so far. `held`: names of the payloads and lists
@@ -180,6 +186,7 @@ class Leader:
         self.roster = ChainRoster(self.plan)
         self.offers = Offers(held)
         self._absent: frozenset[str] = frozenset()
+        self._left: set[str] = set()
         self._living: frozenset[str] | None = None
         self._verdicts = Verdicts()
         self._asked: tuple[Question, Commit] | None = None
@@ -242,11 +249,11 @@ class Leader:
         match event:
             case Ready(candidate):
                 self.ready[candidate.peer] = candidate
+                self._left.discard(candidate.peer)
+                self._absent -= {candidate.peer}
                 self._verdicts.touch([candidate.peer])
-            case Gone(peer):
-                self.ready.pop(peer, None)
-                self._verdicts.touch([peer])
-                return self._reconfigure(Gone, self._lost(peer, "gone"))
+            case Gone(peer, leaves):
+                return self._gone(peer, leaves)
             case Held(digest):
                 peers, whole = self.offers.hold(digest)
                 self._verdicts.touch(peers)
@@ -279,6 +286,7 @@ class Leader:
     def _received(self, event: Received, now: float) -> list[Effect]:
         peer = event.peer
         self.roster.away.discard(peer)
+        self._absent -= {peer}
         self._verdicts.touch([peer])
         match event.message:
             case Attest() as attest:
@@ -303,6 +311,18 @@ class Leader:
                 if found.peer == peer:
                     self._audits.hear(self.standing.audits, found)
         return []
+
+    def _gone(self, peer: str, leaves: bool) -> list[Effect]:
+        self.ready.pop(peer, None)
+        self._verdicts.touch([peer])
+        if not leaves:
+            return self._reconfigure(Gone, self._lost(peer, "gone"))
+        self._left.add(peer)
+        number = self.roster.replica_of(peer)
+        if number is None or self.offers.of(number, peer) is not None:
+            return []  # what it has offered counts without it
+        self.offers.fail(peer, LEFT)
+        return self._reconfigure(Gone, self._lost(peer, LEFT, must_go_on=True))
 
     # --- chains
 
@@ -437,7 +457,8 @@ class Leader:
         self._scores.forget(self.standing.scoring)
         self._audits.forget(self.standing.audits)
         self.witnesses.add(commit)
-        self.position.step(Decided, Phase.OVER if self.phase is Phase.OVER else self._between())
+        has_ended = self.phase in (Phase.CLOSING, Phase.OVER)
+        self.position.step(Decided, self.phase if has_ended else self._between())
         moved = moves(self.manifest, before, commit.plan, self.ready)
         effects: list[Effect] = self.position.stay(Decided, moved) if moved else []
         told = [Resting(peer, until, peer in self.standing.found_bad) for peer, until in sorted(rest.items())]
@@ -507,7 +528,7 @@ class Leader:
         """Proposes what is left of the contributions, now that they are judged."""
         said = self._docket.said()
         late = now - self._began >= self.manifest.timing.gone_after
-        enough = said.contributions or (late and (self.has_begun or self._may_begin(now)))
+        enough = said.contributions or (late if self.has_begun else self._may_begin(now))
         effects = self._propose(now, said, event) if enough else []
         if not effects and event is not None:
             self.position.step(event, Phase.OPEN)
@@ -523,12 +544,14 @@ class Leader:
         diverged, waited = self.attestations.diverged(self.round - 1, ties=True), now - self._began
         wrong, silent = {d.peer for d in diverged}, waited >= self.manifest.timing.gone_after
         based = self.attestations.of(self.round - 1)
+        lost = self._absent if grace.is_over_for_absent(self._verdicts.since.values(), waited) else frozenset[str]()
 
         def judge(replica: ReplicaSpec) -> Contribution | str | None:
             ended = self.roster.ended(replica.number)
-            return ended or self.offers.verdict(replica, wrong, based, self.ready if silent else None)
+            there = (self.ready.keys() if silent else set(replica.peers)) - lost
+            return ended or self.offers.verdict(replica, wrong, based, there)
 
-        seen = Seen(self.roster.plan, wrong, (silent, self.roster.changes))
+        seen = Seen(self.roster.plan, wrong, (silent, lost, self.roster.changes))
         return diverged, self._verdicts.renew(seen, judge, waited)
 
     def _propose(self, now: float, said: Said, event: type | None) -> list[Effect]:
@@ -541,8 +564,9 @@ class Leader:
         found = self._audits.next(self.standing.audits)
         lasts, out = schedule.after(self.head, decree), ousting.out_after(self.head, decree)
         commit = dataclasses.replace(commit, scores=scores, audits=found, schedule=lasts, out=out)
-        commit = dataclasses.replace(commit, board=board.after(self.manifest, self.head, decree))
-        if self.round >= schedule.of(self.manifest, self.head).rounds:
+        idle = schedule.idle_after(self.manifest, self.head, has_work=bool(commit.contributions))
+        commit = dataclasses.replace(commit, board=board.after(self.manifest, self.head, decree), idle=idle)
+        if schedule.is_over(self.manifest, commit):
             return self.position.step(event, Phase.DECIDING, [Propose(commit)])
         return self._ask(commit, event)
 
@@ -578,5 +602,6 @@ class Leader:
         """After the last round: the members get time to attest the final state."""
         assert self.head is not None
         self._final = self._final or presence.Final(self._last_plan, self.manifest.timing)
-        waits = self._final.waits(self.attestations.of(self.head.round), self.ready, now - self._began)
+        settled = {**dict.fromkeys(self._left), **self.attestations.of(self.head.round)}
+        waits = self._final.waits(settled, self.ready, now - self._began)
         return [] if waits else self.position.step(None, Phase.OVER, [Done(self.head.round)])

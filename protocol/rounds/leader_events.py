@@ -55,9 +55,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """Event: a peer gave no sign of life for `gone_after`."""
+    """Event: a peer gave no sign of life for `gone_after`, or `leaves`: it says so itself."""
 
     peer: str
+    leaves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +290,7 @@ _ROWS: tuple[Transition[Phase], ...] = (
     Transition(None, ChainFailure, None, (ChainReconfig,), "a chain lost a member, or a report is out of date"),
     Transition(None, ChainFailure, None, (Quarrel,), "a member says for the first time that this neighbour lies"),
     Transition(None, Withdraw, None, (ChainReconfig,), "a member of a chain gives up"),
-    Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready"),
+    Transition(None, Gone, None, (ChainReconfig,), "a member of a chain is gone and a spare is ready, or it leaves"),
     Transition(
         None, Tick, None, (ChainReconfig,), "a member is absent and a spare is ready, or somebody does not follow"
     ),

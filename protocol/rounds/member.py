@@ -36,7 +36,8 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     WAITING   Reconfigured   TRAINING  Send(ChainReconfig), TrainOrder,  we are a spare and take a lost member's
                                        EndIn                             place
     WAITING                  DONE      Finish                            the run is over and we attested its final
-                                                                         state
+                                                                         state, or it was over before we had a part
+                                                                         in it
     any       Committed      the same  Send(LogRequest)                  commits in between are missing
     any       Certified      the same  Send(LogRequest)                  the commit is not known
     any       Digested       the same  Send(Attest)                      no later state is attested yet
@@ -65,6 +66,8 @@ Long because all events of a volunteer meet here; what of it is a rule has a mod
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from protocol.rounds import schedule
 from protocol.rounds.chain_repair import SLOW, reconfigured
@@ -110,6 +113,8 @@ from protocol.wire.plan import Plan
 from protocol.wire.session import Attest, ChainFailure, ChainReconfig, LogRequest, Offer, Withdraw
 
 RESEND_SECONDS = 5.0
+LEARN_SECONDS = 30.0
+"""That a newcomer whom a node tells that the run is over only reads the log, before it goes on as if nobody had said so."""
 SETTLED_SECONDS = 1.0
 """Without a commit, after which a newcomer takes the newest that it knows for the run's."""
 
@@ -144,6 +149,7 @@ class Member:
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
         self._run_over, self._sent_at = False, float("-inf")
+        self._learns_until: float | None = None
         self._order: TrainOrder | None = None
         self._reconfig: ChainReconfig | None = None
         self._chain_failure: ChainFailure | None = None
@@ -164,6 +170,12 @@ class Member:
         """The plan of the round after `applied`."""
         commit = self.commits.get(self.applied)
         return commit.plan if commit else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the run was over before we had any part in it: a node said so at once, and its log says the same."""
+        came_late = self._learns_until is not None and self._order is None
+        return came_late and self.applied < self.head and schedule.is_over(self.manifest, self.commits.get(self.head))
 
     def is_new(self, now: float) -> bool:
         """Whether the newest plan, of which all is applied, does not name us: we came after it was made."""
@@ -212,6 +224,8 @@ class Member:
                     self._attest = Attest(round=round, digests=digests)
                     return self.position.stay(Digested, [Send(self._attest)])
             case RunOver():
+                if not self._run_over and self.head < 0 and self.applied < 0:
+                    self._learns_until = now + LEARN_SECONDS
                 self._run_over = True
             case Tick():
                 if now - self._sent_at >= RESEND_SECONDS:
@@ -251,9 +265,9 @@ class Member:
         self.deadline.encoded(now, offer)
         self._pending = self._offered = offer
         assert self._order is not None
-        decided, rounds = self.commits.get(offer.round), schedule.of(self.manifest, self.commits.get(self.head)).rounds
-        sent, plan = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)]), self._order.plan
-        return [*sent, *self.overlap.begin(offer, plan, decided, rounds)]
+        decided, last = self.commits.get(offer.round), schedule.last_round(self.manifest, self.commits.get(self.head))
+        sent = self.position.step(UpdateEncoded, Phase.WAITING, [Send(offer)])
+        return [*sent, *self.overlap.begin(offer, self._order, decided, last)]
 
     def _seated(self, seat: Seated, now: float) -> list[Effect]:
         """The plan names us nowhere, and the leader has given us one of its seats."""
@@ -262,7 +276,7 @@ class Member:
         replica = plan.taken(seat.replica, (self.peer,), self.manifest.model.n_layers) if plan is not None else None
         if plan is None or replica is None or replica.peers != (self.peer,) or not ready or plan.round != seat.round:
             return []  # if there is a seat for us, we are told again
-        self._order, self._attempted = TrainOrder(plan.seated(replica), replica.number), plan.round
+        self._order, self._attempted = self._order_of(plan.seated(replica), replica.number), plan.round
         sizes = [sum(share.size for share in c.shares) for c in self.commits[self.applied].contributions]
         left = self.deadline.left_of(now, seat.seconds, max(sizes, default=0))
         return self.position.step(Seated, Phase.TRAINING, [self._order, EndIn(plan.round, left)])
@@ -304,7 +318,7 @@ class Member:
             return []  # it is told again
         assert new is not None
         self._reconfig, self._attempted = reconfig, reconfig.round
-        self._order = TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps)
+        self._order = self._order_of(new, reconfig.replica, reconfig.generation, reconfig.steps)
         return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order, self._end(now)])
 
     def _follow(self, reconfig: ChainReconfig) -> list[Effect]:
@@ -315,7 +329,8 @@ class Member:
         """The chain that we train in has other members; `new`: the plan with us among them, None where we are not."""
         self._reconfig, self._chain_failure = reconfig, None
         if new is not None:
-            self._order = TrainOrder(new, reconfig.replica, reconfig.generation, reconfig.steps, resume=True)
+            order = self._order_of(new, reconfig.replica, reconfig.generation, reconfig.steps)
+            self._order = dataclasses.replace(order, resume=True)
             return self.position.step(Reconfigured, Phase.TRAINING, [Send(reconfig), self._order])
         if reconfig.peers:
             return self.position.step(Reconfigured, Phase.STOPPING, [Stop(reconfig.round)])
@@ -345,6 +360,10 @@ class Member:
             return []
         if undone is not None:
             return self._go_back(undone) + self._advance(now)
+        if self.is_late:
+            return self.position.step(None, Phase.DONE, [Finish()])
+        if self._learns_until is not None and now < self._learns_until and self._order is None:
+            return []  # the log will say whether it is true
         effects: list[Effect] = []
         if self._pending is not None and self._pending.round <= self.applied:
             commit = self.commits.get(self._pending.round)
@@ -359,7 +378,7 @@ class Member:
         commit = self.commits.get(self.applied)
         if commit is not None and self._held_round < self.applied:
             return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
-        return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave())
+        return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave(now))
 
     def _go_back(self, round: int) -> list[Effect]:
         """The rounds after this one were undone. An offer to one of them may be committed yet."""
@@ -375,16 +394,20 @@ class Member:
         """At the head of the log, with the right shards: trains, or waits."""
         plan, ahead = self.plan, self.overlap.order
         if ahead is not None and ahead.plan.round <= self.applied + 1:
-            if plan is not None and is_same_work(ahead, plan):
-                return self._begin_with(self.overlap.take(), TrainOrder(plan, ahead.replica), now)
+            if plan is not None and is_same_work(ahead, self.commits[self.applied]):
+                return self._begin_with(self.overlap.take(), self._order_of(plan, ahead.replica), now)
             stop = self.overlap.drop()
             if self.overlap.state is not Ahead.NONE:
                 return [*stop]
         replica = plan.replica_of(self.peer) if plan else None
         if plan is None or replica is None or self._attempted >= plan.round:
             return []
-        self._order, self._attempted = TrainOrder(plan, replica), plan.round
+        self._order, self._attempted = self._order_of(plan, replica), plan.round
         return self.position.step(None, Phase.TRAINING, [self._order, self._end(now)])
+
+    def _order_of(self, plan: Plan, replica: int, generation: int = 0, steps: int = 0) -> TrainOrder:
+        """To train the round after `applied`."""
+        return TrainOrder(plan, replica, generation, steps, idle=self.commits[self.applied].idle)
 
     def _begin_with(self, result: Trained | None, order: TrainOrder, now: float) -> list[Effect]:
         """What was trained ahead is the work of `order`: it is done, or goes on as if it had begun now."""
@@ -394,9 +417,12 @@ class Member:
         self.deadline.trained(now)
         return self.position.step(None, Phase.ENCODING, [_encode(order, result)])
 
-    def _leave(self) -> list[Effect]:
+    def _leave(self, now: float) -> list[Effect]:
+        """After the last round: when the others' states are compared, or no node has said so for as long as one waits for anybody."""
         attested = self._attest is not None and self._attest.round == self.applied
-        return self.position.step(None, Phase.DONE, [Finish()]) if self._run_over and attested else []
+        late = now - self.deadline.began >= self.manifest.timing.round_deadline
+        is_done = attested and (self._run_over or late)
+        return self.position.step(None, Phase.DONE, [Finish()]) if is_done else []
 
 
 def _encode(order: TrainOrder, result: Trained) -> EncodeUpdate:

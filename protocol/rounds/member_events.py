@@ -153,6 +153,7 @@ class TrainOrder:
     `generation` is the number of times that the replica's chain was reconfigured in this round. `steps` > 0: the
     others have done this many inner steps and no more are needed. `resume`: the training is under way, and goes on
     with the members that `plan` names now. `total_steps`: of the schedule of the learning rate, where the operators have decreed it.
+    `idle`: rounds before this one that brought no work (protocol/rounds/schedule.py).
     """
 
     plan: Plan
@@ -161,6 +162,7 @@ class TrainOrder:
     steps: int = 0
     resume: bool = False
     total_steps: int | None = None
+    idle: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +333,13 @@ _ROWS: tuple[Transition[Phase], ...] = (
         (ChainReconfig, TrainOrder, EndIn),
         "we are a spare and take a lost member's place",
     ),
-    Transition(Phase.WAITING, None, Phase.DONE, (Finish,), "the run is over and we attested its final state"),
+    Transition(
+        Phase.WAITING,
+        None,
+        Phase.DONE,
+        (Finish,),
+        "the run is over and we attested its final state, or it was over before we had a part in it",
+    ),
     Transition(None, Committed, None, (LogRequest,), "commits in between are missing"),
     Transition(None, Certified, None, (LogRequest,), "the commit is not known"),
     Transition(None, Digested, None, (Attest,), "no later state is attested yet"),

@@ -118,12 +118,10 @@ class Offers:
         replica: ReplicaSpec,
         diverged: Collection[str],
         based: Collection[str],
-        ready: Collection[str] | None,
+        there: Collection[str],
     ) -> Contribution | str | None:
-        """What a replica contributes, why it has failed, or None while it is pending. `ready`: None while nobody is taken for gone."""
-        reason = self.failure(replica, diverged)
-        if reason is None and ready is not None:
-            reason = self.gone(replica, ready)
+        """What a replica contributes, why it has failed, or None while it is pending. `there`: the peers that are not taken for gone."""
+        reason = self.failure(replica, diverged) or self.gone(replica, there)
         if reason is not None or not self.is_complete(replica, based):
             return reason
         return self.contribution(replica)

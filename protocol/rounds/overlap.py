@@ -91,20 +91,20 @@ class Overlap:
         """The order that is being carried out, as far as it is still wanted."""
         return self.order if self.state is Ahead.RUNNING else None
 
-    def begin(self, offer: Offer, trained: Plan, decided: Commit | None, rounds: int) -> list[TrainOrder]:
+    def begin(self, offer: Offer, trained: TrainOrder, decided: Commit | None, rounds: int) -> list[TrainOrder]:
         """After `offer` is durable: begins with the round after it, unless that is known to be planned otherwise.
 
-        `trained` is the plan that was trained in the end, with what was reconfigured. `decided` is the commit of the
-        offer's round, where it is known already. `rounds`: how many the run has.
+        `trained` is what was trained in the end, with what was reconfigured. `decided` is the commit of the offer's round,
+        where it is known already; else it is taken to bring work. `rounds`: how many the run has.
         """
         if not self.manifest.outer.overlap or not offer.round < rounds:
             return []
-        replica = trained.replica(offer.replica)
+        replica = trained.plan.replica(offer.replica)
         if replica.following is None:
             return []
         expected = dataclasses.replace(replica, work=replica.following, following=None)
-        order = TrainOrder(Plan(round=offer.round + 1, replicas=(expected,)), offer.replica)
-        if decided is not None and not is_same_work(order, decided.plan):
+        order = TrainOrder(Plan(round=offer.round + 1, replicas=(expected,)), offer.replica, idle=trained.idle)
+        if decided is not None and not is_same_work(order, decided):
             return []
         self.order = order
         return self.position.step(UpdateEncoded, Ahead.RUNNING, [order])
@@ -141,11 +141,13 @@ class Overlap:
         self.order, self._result = None, None
 
 
-def is_same_work(order: TrainOrder, plan: Plan | None) -> bool:
-    """Whether `plan` gives the replica of `order` just the work that `order` gives it."""
+def is_same_work(order: TrainOrder, before: Commit) -> bool:
+    """Whether the plan of `before` gives the replica of `order` just the work that `order` gives it, at the same place of the schedule."""
+    plan = before.plan
     expected, found = order.plan.replica(order.replica), plan.find(order.replica) if plan is not None else None
     return (
         plan is not None
+        and before.idle == order.idle
         and found is not None
         and plan.round == order.plan.round
         and expected.is_like(found)

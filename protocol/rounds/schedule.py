@@ -2,9 +2,16 @@
 
 The manifest says it at first. The operators may decree otherwise (protocol/rounds/access.py), as long as the run goes on: then every commit
 from that one on carries what they decreed. So whoever knows one commit knows it, and a commit that says something else is refused.
+
+A round counts when it brings work. A round whose commit has no contribution is *idle*: it decrees something before a peer is there, lets a
+peer in, or all of its replicas failed. The state is as it was, so an idle round takes no part of the learning rate's schedule, and the
+run has one round more for it. Every commit carries how many idle rounds there were; voters and `log verify` check that (`problems`). Round 0,
+which only plans, is not one of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from protocol.run.manifest import Manifest
 from protocol.wire.commit import Commit
@@ -28,9 +35,33 @@ def limits(manifest: Manifest, now: Schedule | None) -> Limits:
     )
 
 
+def last_round(manifest: Manifest, head: Commit | None) -> int:
+    """The number of the run's last round, if every round after `head` brings work."""
+    return of(manifest, head).rounds + (0 if head is None else head.idle)
+
+
 def is_over(manifest: Manifest, head: Commit | None) -> bool:
     """Whether no round comes after `head`."""
-    return head is not None and head.round >= of(manifest, head).rounds
+    return head is not None and head.round >= last_round(manifest, head)
+
+
+def idle_after(manifest: Manifest, head: Commit | None, *, has_work: bool) -> int:
+    """What the commit after `head` carries, which brings work or not. What comes after the last round makes the run no longer."""
+    if head is None:
+        return 0
+    return head.idle + (not has_work and not is_over(manifest, head))
+
+
+def problems(manifest: Manifest, head: Commit | None, commit: Commit) -> Iterator[str]:
+    """What is wrong with the count of idle rounds in `commit`, which comes after `head`; as in protocol/rounds/validation.py."""
+    right = idle_after(manifest, head, has_work=bool(commit.contributions))
+    if commit.idle != right:
+        yield f"counts {commit.idle} rounds without work where there were {right}"
+
+
+def steps_before(manifest: Manifest, round: int, idle: int) -> int:
+    """Inner steps of the learning rate's schedule before `round`, before which so many rounds were `idle`."""
+    return (round - 1 - idle) * manifest.train.inner_steps
 
 
 def after(head: Commit | None, decree: Enacted | None) -> Schedule | None:
@@ -42,11 +73,13 @@ def after(head: Commit | None, decree: Enacted | None) -> Schedule | None:
 
 def why_not(manifest: Manifest, head: Commit | None, wanted: Schedule) -> str | None:
     """Why the commit after `head` cannot set this; None if it can. The last round's commit sets nothing: nobody would plan what follows."""
-    round, now = 0 if head is None else head.round + 1, of(manifest, head)
-    if round >= now.rounds:
-        return f"the run ends with round {now.rounds}, which is the last"
-    if wanted.rounds <= round:
-        return f"round {round} is open: the run needs at least {round + 1} rounds"
+    round, idle, last = (
+        (0, 0, of(manifest, head).rounds) if head is None else (head.round + 1, head.idle, last_round(manifest, head))
+    )
+    if round >= last:
+        return f"the run ends with round {last}, which is the last"
+    if wanted.rounds + idle <= round:
+        return f"round {round} is open: the run needs at least {round + 1 - idle} rounds"
     if wanted.total_steps <= manifest.train.warmup_steps:
         return f"total_steps must be more than the {manifest.train.warmup_steps} of the warm-up"
     return None

@@ -75,7 +75,7 @@ def follow(manifest: Manifest, before: Commit | None, raw: bytes) -> Record:
 
 def problems(manifest: Manifest, plan: Plan | None, commit: Commit) -> Iterator[str]:
     """Everything in `commit` that no honest leader writes. `plan`: the one of its round, None where that has none."""
-    last = schedule.of(manifest, commit).rounds
+    last = schedule.last_round(manifest, commit)
     if commit.round > last:
         yield f"the run has {last} rounds only"
     planned = sorted(r.number for r in plan.replicas) if plan is not None else []

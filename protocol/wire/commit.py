@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from protocol.wire import framing, grounds
@@ -37,7 +37,7 @@ from protocol.wire.grounds import DOMAIN as DOMAIN
 from protocol.wire.grounds import MAX_GROUNDS, Sworn
 from protocol.wire.invitation import MAX_JOINED, Joined
 from protocol.wire.plan import Plan
-from protocol.wire.schema import MAX_ITEMS, AtMost, Digest, packed, row
+from protocol.wire.schema import LATER, MAX_ITEMS, AtMost, Digest, packed, row
 from protocol.wire.score import Score
 
 MAX_EVALUATIONS = 4
@@ -130,7 +130,8 @@ class Commit:
     `joined`: who comes in by an invitation; the next plan may have them. `evaluations`: what was found of an earlier state
     (protocol/rounds/evaluation.py). `scores`: what contributions of earlier rounds were worth (protocol/rounds/scoring.py); `audits`: whether they are
     what they say (protocol/rounds/audits.py). `schedule`: how long the run is from here on; None: as the manifest says. `out`: the operators that
-    were taken out so far (protocol/rounds/ousting.py). `board`: who operates the run from here on; None: as the manifest says."""
+    were taken out so far (protocol/rounds/ousting.py). `board`: who operates the run from here on; None: as the manifest says. `idle`: how many
+    rounds brought no work so far, with this one, if it brought none (protocol/rounds/schedule.py)."""
 
     run: RunId
     round: Round
@@ -152,6 +153,7 @@ class Commit:
     audits: Annotated[tuple[Audit, ...], AtMost(MAX_AUDITS)] = ()
     out: Annotated[tuple[PeerId, ...], AtMost(16)] = ()
     board: Board | None = None
+    idle: Count = field(default=0, metadata=LATER)
 
     @functools.cached_property
     def digest(self) -> str:

@@ -31,6 +31,7 @@ from protocol.wire.session import (
     Finished,
     Heartbeat,
     Hello,
+    Leave,
     LogRequest,
     NotAdmitted,
     Offer,
@@ -52,6 +53,7 @@ Message = (
     Offer
     | Offered
     | Withdraw
+    | Leave
     | ChainFailure
     | ChainReconfig
     | TimeUp

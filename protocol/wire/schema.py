@@ -269,7 +269,13 @@ def _instance_packer(cls: Any) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = [(f.name, _packer(hints[f.name])) for f in dataclasses.fields(cls)]
     if cls not in _rows:
-        return lambda value: {name: pack(getattr(value, name)) for name, pack in fields}
+        later = {f.name: f.default for f in dataclasses.fields(cls) if f.metadata == LATER}
+
+        def pack_map(value: Any) -> dict[str, Any]:
+            found = [(name, pack, getattr(value, name)) for name, pack in fields]
+            return {name: pack(item) for name, pack, item in found if name not in later or item != later[name]}
+
+        return pack_map
     defaults = [f.default for f in dataclasses.fields(cls)]
 
     def pack_row(value: Any) -> list[Any]:

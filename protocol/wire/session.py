@@ -57,6 +57,12 @@ class Withdraw:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """The sender leaves the run: it is waited for no more, and planned again when it has opened another session. What it has offered still
+    counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChainFailure:
     """The sender's chain for `round` has lost `peer`. The sender keeps its work and waits for a ChainReconfig.
 
@@ -142,10 +148,12 @@ class Announced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotAdmitted:
-    """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the commit that lets it in."""
+    """The node's last word in a session: the peer may not take part in the run; not yet, where it `waits` for the commit that lets it in.
+    `version`: that of the protocol which the node speaks, where the peer speaks another one."""
 
     reason: Reason
     waits: bool = False
+    version: Count = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

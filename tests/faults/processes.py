@@ -206,6 +206,10 @@ class Swarm:
                     said[name] = (event.fields["leads"], event.time)
         return max((at, name) for name, (leads, at) in said.items() if leads)[1]
 
+    def errors(self, name: str) -> str:
+        """What a process has said of errors so far."""
+        return (self.folder / name / "stderr.txt").read_text()
+
     # --- afterwards, when everybody has ended
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peer.events import Event
+from protocol.errors import BannedError, ClosedError
 from protocol.run.manifest import AdmissionSpec
 from tests.faults.processes import DEADLINE, Swarm
 from tests.faults.test_quorum import KEYS, three_nodes
@@ -57,16 +58,20 @@ def test_operators_ban_a_peer_and_admit_it_again(tmp_path: Path) -> None:
             assert told.endswith("decided; it is in the log, and holds from the next round on\n")
         said = swarm.wait("node-2", lambda e: e.kind == "decreed", "the decree").fields
         assert (said["action"], said["peer"], said["reason"], len(said["operators"])) == ("ban", bad, "sends noise", 2)
-        warned = swarm.wait("bad", lambda e: e.kind == "warning" and "banned" in e.fields["text"], "why")
-        assert "it is banned: sends noise; ask the run's operators" in warned.fields["text"]
+        assert swarm.ended("bad") == BannedError.exit_code
+        line = swarm.errors("bad").splitlines()[-1]
+        assert f"peer {bad}: it is banned: sends noise; ask an operator" in line
+        assert line.endswith(f"potluck run admit {swarm.addresses[0]} {bad}")
         swarm.wait(
             "node-2", lambda e: e.kind == "commit" and e.fields["round"] >= said["round"] + 3, "three rounds more"
         )
         for event in swarm.events("node-2"):
             if event.kind == "commit" and event.fields["round"] >= said["round"]:
                 assert bad not in plans(event)
-        assert swarm.running["bad"].poll() is None, "nobody remote ends a process"
-        both(swarm, "admit", bad)
+        swarm.start("bad")
+        assert swarm.ended("bad") == BannedError.exit_code, "also where it begins"
+        both(swarm, *line.split("potluck run ")[1].split(" ")[::2])
+        swarm.start("bad")
         swarm.wait(
             "node-2",
             lambda e: e.kind == "commit" and e.fields["round"] > said["round"] and bad in plans(e),
@@ -84,9 +89,14 @@ def test_somebody_is_admitted_to_a_closed_run_in_which_nobody_is(tmp_path: Path)
         for name in swarm.nodes:
             swarm.start_node(name)
         swarm.start("peer")
-        peer = swarm.wait("peer", lambda e: e.kind == "started", "its start").fields["peer"]
-        swarm.wait("peer", lambda e: e.kind == "warning" and "the run is closed" in e.fields["text"], "why it waits")
+        assert swarm.ended("peer") == ClosedError.exit_code
+        (peer,) = [e.fields["peer"] for e in swarm.events("peer") if e.kind == "started"]
+        line = swarm.errors("peer").splitlines()[-1]
+        assert f"peer {peer}: the run is closed, and it is not admitted; send this id to an operator" in line
+        assert f"potluck run admit {swarm.addresses[0]} {peer}, and join again" in line
+        assert "invitation" in line
         both(swarm, "admit", peer)
+        swarm.start("peer")
         swarm.wait(
             "node-2",
             lambda e: e.kind == "commit" and any(peer in c["peers"] for c in e.fields["contributions"]),

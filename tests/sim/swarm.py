@@ -23,7 +23,7 @@ from peer.state.storage import Storage
 from protocol.codec import blob_hash
 from protocol.errors import UsageError
 from protocol.identity import Identity
-from protocol.rounds import part_lists
+from protocol.rounds import part_lists, schedule
 from protocol.run import layout
 from protocol.run.manifest import AdmissionSpec, Manifest, OuterSpec
 from protocol.wire import encoding, logfile
@@ -361,7 +361,7 @@ class Swarm:
         over = asyncio.ensure_future(asyncio.wait(list(self._ended.values())))
         await asyncio.wait({weathers, over, world.over}, return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait({over, world.over}, timeout=LATEST, return_when=asyncio.FIRST_COMPLETED)
-        deadlines = self.manifest.rounds - len(self.ledger.log) + 3
+        deadlines = self._last_round - len(self.ledger.log) + 3
         patience = deadlines * self.manifest.timing.round_deadline
         await asyncio.wait({over, world.over}, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if not over.done() and not world.over.done():
@@ -372,10 +372,18 @@ class Swarm:
         weathers.cancel()
         changes.cancel()
 
+    @property
+    def _last_round(self) -> int:
+        """As far as is known: a round without work makes the run longer."""
+        log = self.ledger.log
+        return schedule.last_round(self.manifest, log[-1] if log else None)
+
     def _check_end(self, process: Process, peer: Peer) -> None:
         assert peer.rounds is not None
         member, outer, excused = peer.rounds.member, peer.rounds.outer, self._excused.get(process.name, set())
-        final = self.manifest.rounds
+        if member.is_late:
+            return
+        final = self._last_round
         if member.applied != final:
             raise self._said(Violation("P4", f"{process.name[-8:]} finished after round {member.applied} of {final}"))
         for round, commit in member.commits.items():
@@ -413,7 +421,7 @@ class Swarm:
 
     def _check_told(self, name: str, shard: str) -> None:
         """A memory error that is left at the end is reported by every node that could tell: two others had the right bits."""
-        final, right = self.manifest.rounds, self.ledger.digests(self.manifest.rounds)[shard]
+        final, right = self._last_round, self.ledger.digests(self._last_round)[shard]
         for node in (n.running for n in self.nodes if n.alive):
             known = {who: digests.get(shard) for who, digests in node.leader.attestations.of(final).items()}
             told = (final, name, shard) in self.reports

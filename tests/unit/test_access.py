@@ -416,8 +416,9 @@ def test_nobody_plans_beyond_what_was_decreed() -> None:
     ):
         decreed = Schedule(rounds=rounds, total_steps=10**6)
         head = dataclasses.replace(commit, round=commit.round - 1, schedule=decreed)
-        sight = fairness.Sight(manifest=driver.manifest, plan=None, chains=None, latest=None, wall=0.0, head=head)
-        told = dataclasses.replace(commit, schedule=decreed, contributions=(), left_out=())
+        plan = driver.commits[0].plan
+        sight = fairness.Sight(manifest=driver.manifest, plan=plan, chains=plan, latest=plan, wall=0.0, head=head)
+        told = dataclasses.replace(commit, schedule=decreed)
         found = fairness.lie_in(sight, told)
         assert found is not None
         assert found.reason == lie

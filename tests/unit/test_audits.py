@@ -241,7 +241,7 @@ def test_the_next_commit_says_what_was_found_and_voters_look() -> None:
     lie = fairness.lie_in(sight, false)
     assert lie is not None
     assert lie.reason == f"has an audit that is not signed by {short_peer(turn.examiners[0])}"
-    verified = list(replay.wrong_in(false, ALL, sight.plan, standing.of(ALL, driver.commits[:-1]), Due(ALL)))
+    verified = list(replay.wrong_in(false, ALL, sight.head, standing.of(ALL, driver.commits[:-1]), Due(ALL)))
     assert lie.reason in verified, "so does potluck log verify"
 
 

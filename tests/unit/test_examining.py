@@ -138,7 +138,15 @@ def one_case(round: int, replica: int, start: Shards) -> Any:
     """What an examiner keeps of a contribution, whatever was sent."""
     spec = plan(round).replica(replica)
     turn = Turn(round, "c" * 64, replica, spec.peers[0], tuple(n for n in NAMES if n != spec.peers[0]))
-    return Case(turn=turn, work=spec.work, steps=6, total_steps=TRAIN.total_steps, theta=start, payloads={})
+    return Case(
+        turn=turn,
+        work=spec.work,
+        steps=6,
+        total_steps=TRAIN.total_steps,
+        before=(round - 1) * TRAIN.inner_steps,
+        theta=start,
+        payloads={},
+    )
 
 
 def test_training_goes_on_to_its_own_bits_while_another_contribution_is_trained_again(tmp_path: Path) -> None:

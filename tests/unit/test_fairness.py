@@ -131,10 +131,13 @@ LIES: list[tuple[str, Change]] = [
     ("plans a spare", of_plan(spares=("a",))),
     ("plans round", of_plan(round=7)),
     ("under the numbers", of_plan(next_number=0)),
+    ("counts 1 rounds without work where there were 0", lambda c: dataclasses.replace(c, idle=1)),
+    ("counts 0 rounds without work where there were 1", lambda c: dataclasses.replace(c, contributions=(), left_out=tuple(
+        LeftOut(replica=x.replica, reason="?") for x in c.contributions))),
     ("skips numbers", of_plan(next_number=2**40)),
     ("skips text", of_plan(next_slot=2**61)),
     ("given already", first(work=Work(slot=0, steps=1, micro_batches=1))),
-    ("says nothing", lambda c: dataclasses.replace(c, contributions=(), plan=None, left_out=tuple(
+    ("says nothing", lambda c: dataclasses.replace(c, contributions=(), idle=1, plan=None, left_out=tuple(
         LeftOut(replica=x.replica, reason="?") for x in c.contributions))),
 ]  # fmt: skip
 

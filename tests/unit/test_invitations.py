@@ -23,7 +23,7 @@ from protocol.rounds import access, capacity, fairness, invitations, validation
 from protocol.rounds.access import ASKED_SECONDS, MAX_WAITING, Access, Guests
 from protocol.rounds.invitations import Ticket
 from protocol.rounds.leader import Leader
-from protocol.rounds.leader_events import Knock, Lead, Petition, Propose
+from protocol.rounds.leader_events import Gone, Knock, Lead, Petition, Propose
 from protocol.run.manifest import AdmissionSpec
 from protocol.wire import bounds, encoding, framing
 from protocol.wire.commit import Commit, Record
@@ -305,8 +305,7 @@ def test_a_stranger_comes_into_a_run_in_which_nobody_is_and_is_planned() -> None
     assert (commit.round, commit.plan, [j.peer for j in commit.joined]) == (0, None, [friend])
     assert driver.leader.access.why_not(friend) is None
     driver.ready(friend)
-    driver.attest(friend)
-    commit = driver.decide(driver.at(leading.GONE))
+    commit = driver.decide(driver.attest(friend))
     assert commit.plan is not None
     assert commit.plan.peers == {friend}
     assert commit.joined == ()
@@ -322,9 +321,8 @@ def test_the_first_plan_waits_for_so_many_as_it_shall_whoever_comes_in_before() 
     commit = driver.decide(driver.knock(FRIENDS[1]))
     assert [j.peer for j in commit.joined] == [FRIENDS[1]]
     driver.ready(FRIENDS[1])
-    driver.attest(*FRIENDS[:2])
     assert not fairness.is_due(driver.leader, driver.now)
-    commit = driver.decide(driver.at(driver.now + leading.GONE))
+    commit = driver.decide(driver.attest(*FRIENDS[:2]))
     assert commit.plan is not None
     assert commit.plan.peers == set(FRIENDS[:2])
 
@@ -369,6 +367,9 @@ def test_voters_refuse_a_commit_that_lets_in_whom_nobody_invited() -> None:
 def test_a_leader_that_ends_rounds_for_newcomers_alone_is_doubted_where_it_is_too_soon() -> None:
     driver = Driver()
     driver.decide(driver.knock(FRIENDS[0]))
+    driver.ready(FRIENDS[0])
+    driver.decide(driver.attest(FRIENDS[0]))
+    driver.do(Gone(FRIENDS[0]))
     driver.knock(FRIENDS[1])
     (proposal,) = [e for e in driver.at(leading.GONE) if isinstance(e, Propose)]
     assert proposal.commit.joined

@@ -9,7 +9,7 @@ import pytest
 
 from protocol.rounds.deadline import COPIES, FORGIVEN
 from protocol.rounds.history import ForkError
-from protocol.rounds.member import RESEND_SECONDS, SETTLED_SECONDS, Member
+from protocol.rounds.member import LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Member
 from protocol.rounds.member_events import (
     Applied,
     Apply,
@@ -591,3 +591,32 @@ def test_a_plan_that_gives_more_than_the_manifest_says_is_not_followed(field: st
     greedy = dataclasses.replace(first, plan=plan(1, ME).replaced(dataclasses.replace(replica, **{field: work})))
     with pytest.raises(ForkError, match="more work than the manifest allows"):
         Driver().learn(greedy)
+
+
+# --- who comes when the run is over
+
+
+def test_a_newcomer_to_a_run_that_is_over_reads_the_log_and_ends_at_once() -> None:
+    driver = Driver()
+    driver.do(RunOver())
+    effects = driver.learn(*log(2, planned=False))
+    assert not any(isinstance(e, Apply | HoldShards) for e in effects), "it fetches nothing of rounds that are over"
+    assert driver.learn(log(3, planned=False)[3])[-1] == Finish()
+    assert driver.member.applied == -1
+
+
+def test_one_node_that_says_that_the_run_is_over_keeps_nobody_from_it() -> None:
+    driver = Driver()
+    driver.do(RunOver())
+    assert driver.learn(*log(1)) == []
+    driver.now += LEARN_SECONDS
+    assert [type(e) for e in driver.settle(driver.do(Tick())) if isinstance(e, TrainOrder)] == [TrainOrder]
+
+
+def test_a_member_of_a_run_that_is_over_does_not_wait_for_ever_for_a_node_that_says_so() -> None:
+    driver = Driver()
+    driver.settle(driver.learn(*log(3, planned=False)))
+    driver.now += M.timing.round_deadline - 1.0
+    assert Finish() not in driver.do(Tick())
+    driver.now += 1.0
+    assert Finish() in driver.do(Tick())

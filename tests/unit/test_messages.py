@@ -354,7 +354,7 @@ def test_the_digest_of_a_commit_covers_every_field() -> None:
         "run": "x", "round": 3, "parent": "q", "time": 2.0, "contributions": (), "left_out": (), "diverged": (),
         "digests": {}, "plan": None, "leader": "x", "members": ("x",), "decrees": 2,
         "decree": Enacted(decree=DECREE, signatures={}), "evaluations": (EVALUATION,), "scores": (SCORE,), "joined": (),
-        "schedule": SCHEDULE, "audits": (AUDIT,), "out": ("x",), "board": None,
+        "schedule": SCHEDULE, "audits": (AUDIT,), "out": ("x",), "board": None, "idle": 1,
     }  # fmt: skip
     assert set(changes) == {f.name for f in dataclasses.fields(Commit)}
     digests = {dataclasses.replace(COMMIT, **{k: v}).digest for k, v in changes.items()}

@@ -27,6 +27,7 @@ PLAN = allot(M, 1, [full("a"), full("me")], (), {})
 NEXT = allot(M, 2, PLAN.replicas, (), {}, PLAN)
 MINE = dataclasses.replace(NEXT.replica(1), following=None)
 EXPECTED = Plan(round=2, replicas=(MINE,))
+ORDER = TrainOrder(PLAN, 1)
 TRAINED = Trained(2, 4, 32, 2.0)
 
 
@@ -34,7 +35,7 @@ def offer(round: int = 1) -> Offer:
     return Offer(round=round, replica=1, parts=(), tokens=32, steps=4, loss=None)
 
 
-def decided(plan: Plan) -> Commit:
+def decided(plan: Plan | None) -> Commit:
     return Commit(
         run=M.run_id,
         round=1,
@@ -50,7 +51,7 @@ def decided(plan: Plan) -> Commit:
 
 def running() -> Overlap:
     overlap = Overlap(M)
-    assert overlap.begin(offer(), PLAN, None, M.rounds) == [TrainOrder(EXPECTED, 1)]
+    assert overlap.begin(offer(), ORDER, None, M.rounds) == [TrainOrder(EXPECTED, 1)]
     assert (overlap.state, overlap.running) == (Ahead.RUNNING, TrainOrder(EXPECTED, 1))
     return overlap
 
@@ -71,17 +72,17 @@ def test_a_reconfigured_chain_is_expected_to_stay_as_it_is() -> None:
     stages = (StageSpec(peer="s", first=0, last=2), StageSpec(peer="me", first=2, last=4))
     chain = dataclasses.replace(PLAN.replica(1), rank=4, stages=stages)
     trained = PLAN.replaced(chain)
-    (order,) = Overlap(M).begin(offer(), trained, None, M.rounds)
+    (order,) = Overlap(M).begin(offer(), TrainOrder(trained, 1), None, M.rounds)
     assert order.plan.replicas == (dataclasses.replace(chain, work=MINE.work, following=None),)
 
 
 def test_nothing_is_begun_without_overlap_after_the_last_round_or_without_a_promise() -> None:
     without = Overlap(dataclasses.replace(M, outer=OuterSpec()))
-    assert without.begin(offer(), PLAN, None, M.rounds) == []
+    assert without.begin(offer(), ORDER, None, M.rounds) == []
     last = Overlap(M)
-    assert last.begin(offer(M.rounds), PLAN, None, M.rounds) == []
+    assert last.begin(offer(M.rounds), ORDER, None, M.rounds) == []
     unpromised = PLAN.replaced(dataclasses.replace(PLAN.replica(1), following=None))
-    assert Overlap(M).begin(offer(), unpromised, None, M.rounds) == []
+    assert Overlap(M).begin(offer(), TrainOrder(unpromised, 1), None, M.rounds) == []
     assert is_empty(without)
     assert is_empty(last)
 
@@ -89,9 +90,9 @@ def test_nothing_is_begun_without_overlap_after_the_last_round_or_without_a_prom
 def test_what_is_decided_already_is_not_guessed() -> None:
     other = Overlap(M)
     elsewhere = dataclasses.replace(MINE, work=dataclasses.replace(MINE.work, slot=99))
-    assert other.begin(offer(), PLAN, decided(NEXT.replaced(elsewhere)), M.rounds) == []
+    assert other.begin(offer(), ORDER, decided(NEXT.replaced(elsewhere)), M.rounds) == []
     assert is_empty(other)
-    assert Overlap(M).begin(offer(), PLAN, decided(NEXT), M.rounds) == [TrainOrder(EXPECTED, 1)]
+    assert Overlap(M).begin(offer(), ORDER, decided(NEXT), M.rounds) == [TrainOrder(EXPECTED, 1)]
 
 
 def test_what_runs_or_is_ready_is_taken_as_the_rounds_work() -> None:
@@ -153,4 +154,4 @@ def test_a_chain_that_trains_ahead_may_lose_a_member() -> None:
     ],
 )
 def test_the_same_work_is_the_same_replica_of_the_same_round_and_data(plan: Plan | None, same: bool) -> None:
-    assert is_same_work(TrainOrder(EXPECTED, 1), plan) is same
+    assert is_same_work(TrainOrder(EXPECTED, 1), decided(plan)) is same

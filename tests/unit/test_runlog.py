@@ -48,6 +48,7 @@ def commits(count: int) -> list[Commit]:
                 plan=None,
                 leader=tiny.OPERATOR.peer_id,
                 members=MANIFEST.operators,
+                idle=round,
             )
         )
     return out

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from bootstrap.sessions import Sessions
 from peer.net.base import Timeout
 from peer.net.guests import Guests
 from protocol.errors import RemoteError
 from protocol.wire import encoding
 from protocol.wire.announcement import VERSION
-from protocol.wire.session import Hello
+from protocol.wire.session import Hello, NotAdmitted
 from tests import tiny
 from tests.unit.test_moved import M, virtual_clock
 
@@ -24,9 +26,11 @@ class SlowStream:
     def __init__(self, peer: str) -> None:
         self.remote = peer
         self.closed = asyncio.Event()
+        self.sent: list[bytes] = []
         self._hello = [encoding.encode(Hello(run=M.run_id, version=VERSION))]
 
-    async def send(self, *parts: bytes | memoryview, timeout: float = 1.0) -> None: ...
+    async def send(self, *parts: bytes | memoryview, timeout: float = 1.0) -> None:
+        self.sent += [bytes(part) for part in parts]
 
     async def recv(self, limit: int = 0, *, timeout: float | None = None) -> bytes:
         if self._hello:
@@ -77,5 +81,21 @@ def test_of_sessions_that_are_opened_at_once_each_ends_the_one_before() -> None:
         await streams[-1].close()
         await asyncio.gather(*serving, return_exceptions=True)
         assert not sessions.open
+
+    asyncio.run(work())
+
+
+def test_a_peer_of_another_version_is_told_which_one_the_node_speaks() -> None:
+    async def work() -> None:
+        async def hear(*said: object) -> None: ...
+
+        sessions = Sessions(M, virtual_clock(), hear, lambda session: None, Host())  # type: ignore[arg-type]
+        stream = SlowStream(tiny.OPERATOR.peer_id)
+        stream._hello = [encoding.encode(Hello(run=M.run_id, version=VERSION + 1))]
+        with pytest.raises(RemoteError, match="its session was refused"):
+            await sessions.serve(stream)  # type: ignore[arg-type]
+        (raw,) = stream.sent
+        word = encoding.expect(NotAdmitted, encoding.decode(raw, "node"), "node")
+        assert (word.version, word.waits) == (VERSION, False)
 
     asyncio.run(work())

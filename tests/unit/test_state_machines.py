@@ -16,7 +16,7 @@ from protocol.planning import memory
 from protocol.planning.allotment import allot
 from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events as leading
-from protocol.rounds import leadership, overlap, part_lists, paxos_events
+from protocol.rounds import leadership, overlap, part_lists, paxos_events, schedule
 from protocol.rounds import member_events as events
 from protocol.rounds.acceptor import TABLE as ACCEPTOR
 from protocol.rounds.chain_repair import SLOW
@@ -274,7 +274,8 @@ class Twins:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.memory = self.rng.choice(CROWDS)
-        self.manifest: Manifest = dataclasses.replace(M, start_peers=len(self.memory) - self.rng.randrange(2))
+        few = len(self.memory) - self.rng.randrange(2)
+        self.manifest: Manifest = dataclasses.replace(M, start_peers=few, rounds=self.rng.choice((1, 2)))
         self.nodes = [Leader(self.manifest, (), (), 0.0) for _ in range(2)]
         self.now = 0.0
         self.commit: Commit | None = None
@@ -328,7 +329,7 @@ class Twins:
                 return leading.Gone(peer)
             case 3 if self.commit is not None and rng.random() < 0.4:
                 return leading.Decided(self.commit)
-            case 4 if (head := self.nodes[0].head) is not None and head.round == M.rounds and rng.random() < 0.1:
+            case 4 if (head := self.nodes[0].head) and schedule.is_over(self.manifest, head) and rng.random() < 0.1:
                 return leading.Decided(dataclasses.replace(head, round=head.round + 1, parent=head.digest))
             case 5:
                 self.now += rng.choice((1.0, 1.0, 30.0, 50.0, 70.0))

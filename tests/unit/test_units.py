@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.cli import units
-from protocol.errors import UsageError
+from protocol.errors import FINAL, UsageError
 from tests import systemd
 
 NASTY = '/home/Ann Ö/100% $HOME/it\'s "so"\\;/%h'
@@ -92,7 +92,7 @@ def test_after_crashes_launchd_waits_longer_and_longer(tmp_path: Path) -> None:
     assert (tmp_path / "starts").read_text().splitlines() == [NASTY] * 8
 
 
-@pytest.mark.parametrize("code", [0, 2])
+@pytest.mark.parametrize("code", [0, *FINAL])
 def test_launchd_does_not_start_what_ended_well_or_was_typed_wrong(tmp_path: Path, code: int) -> None:
     assert started_by_launchd(tmp_path, f"exit {code}") == (0, [])
 
