@@ -38,6 +38,7 @@ from peer.node.audit import nobody
 from peer.node.evaluating import Evaluator, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
+from peer.node.log_reader import LogReader
 from peer.node.operators import Operators
 from peer.node.orders import InnerLoop
 from peer.node.rounds import Rounds, Surroundings
@@ -317,6 +318,14 @@ class Peer:
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,
+            log=LogReader(
+                self.manifest,
+                self._transport,
+                lambda: self._directory.operators,
+                self._directory.reach,
+                self._emit,
+                self._factories.clock,
+            ),
             inner_loop=inner_loop,
             evaluator=evaluator,
             examiner=examiner,
