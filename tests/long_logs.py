@@ -1,5 +1,6 @@
 """Logs of many rounds, as a run's one node would have written them: signed, each commit after the one before it, with a plan and the work of as
-many replicas as are wanted. No payload of theirs exists: whoever starts with the last state needs none."""
+many replicas as are wanted. No payload of theirs exists: whoever starts with the last state needs none, and as large as they are said to be nobody
+begins with the first one."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ def trainers(count: int) -> tuple[str, ...]:
     return tuple(Identity(hashlib.sha256(f"trainer {i}".encode()).digest()).peer_id for i in range(count))
 
 
-def _plan(manifest: Manifest, round: int, peers: tuple[str, ...]) -> Plan:
+def _plan(manifest: Manifest, round: int, peers: tuple[str, ...], numbers: int) -> Plan:
     work = Work(slot=round * len(peers), steps=manifest.train.inner_steps, micro_batches=manifest.train.micro_batches)
     stages = [(StageSpec(peer=peer, first=0, last=manifest.model.n_layers),) for peer in peers]
     replicas = tuple(ReplicaSpec(number=i, stages=s, work=work) for i, s in enumerate(stages))
-    return Plan(round=round, replicas=replicas, next_number=len(replicas))
+    return Plan(round=round, replicas=replicas, next_number=numbers)
 
 
 def _contributions(manifest: Manifest, round: int, peers: tuple[str, ...]) -> tuple[Contribution, ...]:
-    train = manifest.train
+    train, size = manifest.train, 4 * layout.total_parameters(manifest.model)
     tokens = train.tokens(train.inner_steps, train.micro_batches)
     return tuple(
         Contribution(
@@ -40,22 +41,22 @@ def _contributions(manifest: Manifest, round: int, peers: tuple[str, ...]) -> tu
             tokens=tokens,
             steps=train.inner_steps,
             loss=4.0,
-            shares=(Share(peer=peer, root=_digest(f"{round} {i}"), size=10_000, norm=1.0, listed=500),),
+            shares=(Share(peer=peer, root=_digest(f"{round} {i}"), size=size, norm=1.0, listed=300),),
         )
         for i, peer in enumerate(peers)
     )
 
 
-def commits(manifest: Manifest, rounds: int, replicas: int, last: dict[str, str] | None = None) -> Iterator[Commit]:
-    """Those of the rounds 0 to `rounds`. `last`: the digests of the shards after the round before the last one."""
-    parent, peers, shards = manifest.run_id, trainers(replicas), layout.shard_names(manifest.model)
+def commits(manifest: Manifest, rounds: int, peers: tuple[str, ...]) -> Iterator[Commit]:
+    """Those of the rounds 0 to `rounds`, in which all of `peers` train; the last one plans the first of them alone."""
+    parent, shards = manifest.run_id, layout.shard_names(manifest.model)
     for round in range(rounds + 1):
-        digests = {shard: _digest(f"{shard} after {round - 1}") for shard in shards} if round > 1 else {}
         commit = Commit(
             run=manifest.run_id, round=round, parent=parent, time=1.7e9 + 0.5 * round,
             contributions=_contributions(manifest, round, peers) if round else (), left_out=(), diverged=(),
-            digests=last if last is not None and round == rounds else digests,
-            plan=_plan(manifest, round + 1, peers), leader=manifest.operators[0], members=manifest.first_members,
+            digests={shard: _digest(f"{shard} after {round - 1}") for shard in shards} if round > 1 else {},
+            plan=_plan(manifest, round + 1, peers[:1] if round == rounds else peers, len(peers)),
+            leader=manifest.operators[0], members=manifest.first_members,
         )  # fmt: skip
         yield commit
         parent = commit.digest
