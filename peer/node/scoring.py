@@ -38,8 +38,8 @@ STEP = 0.125
 SECONDS = 60.0
 AT_ONCE = 128
 """Rounds that are followed at once; of more, PIECE at a time, and so long nothing is scored here."""
-PIECE, REST_SECONDS = 16, 0.05
-"""Rounds of 16 replicas take about 20 ms; and the pause after them."""
+PIECE, REST_SECONDS = 4, 0.1
+"""Of 16 replicas so many rounds take 5 ms; and the pause after them."""
 Update = Mapping[str, Sequence[Sparse]]
 Windows = NDArray[np.int64]
 Aside = Callable[..., Awaitable[Any]]

