@@ -19,8 +19,9 @@ from bootstrap.text import ServedText
 from peer.net.blobs import BlobStore
 from peer.net.disk import Disk, LocalDisk, disk_error
 from protocol.errors import UsageError
-from protocol.rounds import ousting, validation
-from protocol.rounds.kept import Kept
+from protocol.rounds import ousting, stretches, validation
+from protocol.rounds.kept import NEWEST, Kept, unpacked
+from protocol.rounds.stretches import Stretch, Tip
 from protocol.run.manifest import Manifest
 from protocol.wire import encoding, endpoints, framing, logfile
 from protocol.wire.ballot import Promise
@@ -208,15 +209,38 @@ class Archive:
         path, end = self.folder / logfile.LOG, 0
         try:
             with self._disk.open(path) as file:
-                for at, raw in logfile.records(file, path):
-                    self._take(raw, at)
-                    end = logfile.end_of(at, raw)
+                found = logfile.records(file, path)
+                while batch := list(itertools.islice(found, NEWEST)):
+                    self._take_all(batch)
+                    end = logfile.end_of(*batch[-1])
             if end < self._disk.stat(path)[0]:
                 self._disk.truncate(path, end)
         except FileNotFoundError:
             return
         except OSError as error:
             raise disk_error(self.folder, error) from None
+
+    def _take_all(self, batch: list[tuple[int, bytes]]) -> None:
+        """Takes these records, (position, record), which come next: as one that reads the log from others does; where something is wrong
+        with them, one by one, to say with which."""
+        head = self.commits[-1] if self.commits else None
+        members = ousting.members_after(self.manifest, head)
+        tip = Tip(len(self.commits) - 1, self.manifest.run_id if head is None else head.digest, members)
+        proved = list[Stretch]()
+        try:
+            for stretch in stretches.read(self.manifest, tip, [raw for _, raw in batch], "the log"):
+                before = unpacked(stretch.before[-1].body) if stretch.before else head
+                if validation.why_not_next(self.manifest, before, stretch.last) is not None:
+                    raise MessageError("the log", "is wrong")
+                proved.append(stretch)
+                head = stretch.last.commit
+        except (MessageError, SchemaError):
+            for at, raw in batch:
+                self._take(raw, at)
+            return
+        last = {stretch.last.commit.round: stretch.last.commit for stretch in proved}
+        for _, raw in batch:
+            self._add(raw, last.get(len(self.records)))
 
     def _take(self, raw: bytes, at: int) -> None:
         head = self.commits[-1] if self.commits else None
@@ -234,9 +258,13 @@ class Archive:
             )
         self._add(raw, record.commit)
 
-    def _add(self, raw: bytes, commit: Commit) -> None:
+    def _add(self, raw: bytes, commit: Commit | None) -> None:
+        """The next record; its commit, unless that is looked at later and says nothing of who decides."""
         self._ends.append(logfile.end_of(self._ends[-1] if self._ends else 0, raw))
         self.records.append(raw)
+        if commit is None:
+            self.commits.append_older()
+            return
         self.commits.append(commit)
         self._note(commit)
 

@@ -255,7 +255,13 @@ class BootstrapNode:
         self.roster.take(self._transport.peer_id, sealed)
 
     def _opened(self, session: Session) -> None:
-        """Says that the run is over, if it is; again with every answer about the log, since a message may find no place."""
+        """Says what the newest round is, so that the peer knows how far it has to read, and that the run is over, if it is."""
+        if self.archive.records:
+            session.post(self.archive.records[-1])
+        self._tell_end(session)
+
+    def _tell_end(self, session: Session) -> None:
+        """Again with every answer about the log, since a message may find no place."""
         if self._finished is not None:
             session.post(encoding.encode(self._finished))
 
@@ -293,7 +299,7 @@ class BootstrapNode:
                     session.post(encoding.encode(self.quorum.confirming.certificate))
                 for proof in self.quorum.suspects.named.values():
                     session.post(encoding.encode(proof))
-                self._opened(session)
+                self._tell_end(session)
             case Heartbeat():
                 phase = "stalled" if self._stalled else "leading" if self.quorum.leads else "following"
                 session.post(encoding.encode(Heartbeat(phase=phase, round=self.leader.round)))

@@ -64,6 +64,7 @@ from peer.events.volunteer import (
     Offered,
     Paused,
     Reachable,
+    ReadingLog,
     Recovered,
     Restored,
     Resumed,
@@ -125,6 +126,7 @@ __all__ = [
     "Paused",
     "Quarrel",
     "Reachable",
+    "ReadingLog",
     "Ready",
     "Recovered",
     "Refused",
@@ -168,7 +170,7 @@ Body = (
     Listening | Ready | Gone | Commit | ChainReconfigured | Moved | Attest | Diverged | Leads | Relayed | Refused | Unfair | Forked
     | Quarrel | Decreed | Evaluated | Scored | Invited | RunFinished
     | Found | Started | Measured | Reachable | Role | Step | Chain | Announced | Offered | Withdrew | ChainFailed | Round | Restored
-    | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed | Finished
+    | ReadingLog | Fetching | Waiting | Recovered | ShardRebuilt | TextFetched | Leaving | Paused | Resumed | Finished
     | Warning
 )  # fmt: skip
 """What may happen."""

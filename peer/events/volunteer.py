@@ -329,6 +329,20 @@ class Fetching:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingLog:
+    """A peer reads the log of the run, since it lacks many rounds; told every few seconds, and at the end."""
+
+    round: int
+    """The newest round that it has read."""
+    newest: int
+    """The newest round of which it has heard; equal to `round` at the end."""
+    after: int
+    """The round that it had when it began, -1 for none."""
+    seconds: float
+    """Since it began."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """A peer has the state, and the next plan can give it something to do."""
 

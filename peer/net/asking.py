@@ -12,10 +12,10 @@ from protocol.wire.session import LogRequest
 CALL_SECONDS = 10.0
 
 
-async def page(transport: Transport, node: str, after: int) -> list[bytes]:
-    """The records of the rounds after round `after`, as many as `node` sends at once; none where it has no more. Raises
-    RemoteError."""
-    reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=CALL_SECONDS)
+async def page(transport: Transport, node: str, after: int, seconds: float = CALL_SECONDS) -> list[bytes]:
+    """The records of the rounds after round `after`, as many as `node` sends at once; none where it has no more. They come within so many
+    seconds. Raises RemoteError."""
+    reply = await call(transport, node, endpoints.LOG, encoding.encode(LogRequest(after=after)), timeout=seconds)
     try:
         found = framing.unpack_message(reply)
     except framing.FrameError as error:

@@ -119,6 +119,8 @@ class Evaluator:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        if self._scorer is not None:
+            await self._scorer.aclose()
 
     def _begin(
         self, commit: Commit, theta: Shards, measures: bool, turn: Turn | None, log: Mapping[int, Commit]

@@ -14,7 +14,7 @@ import asyncio
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,6 +134,11 @@ class Examiner:
             if said.peer in known[key].wanted:
                 self._tell(said)
         self._begin()
+
+    def skip(self, commits: Sequence[Commit]) -> None:
+        """These come before the next commit, and are not applied here; what came before them decides no audit any more."""
+        for commit in commits:
+            self._audits = self._audits.after(commit)
 
     async def aclose(self) -> None:
         """Ends what is under way."""

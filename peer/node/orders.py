@@ -49,6 +49,10 @@ class Examiner(Protocol):
         """`commit` is about to be applied to `theta`, of which nobody changes an array as long as `keeps`. `before`: the commit before it."""
         ...
 
+    def skip(self, commits: Sequence[Commit]) -> None:
+        """These come before the next commit, and are not applied here; what came before them decides no audit any more."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ChainOrders:

@@ -39,6 +39,7 @@ from peer.node.audit import nobody
 from peer.node.evaluating import Evaluator, Tools
 from peer.node.examining import Examiner, Means
 from peer.node.inner_loop import StageInnerLoop
+from peer.node.log_reader import LogReader
 from peer.node.operators import Operators
 from peer.node.orders import InnerLoop
 from peer.node.refusals import Refusals
@@ -342,6 +343,14 @@ class Peer:
         around = Surroundings(
             storage=self._storage,
             exchange=exchange,
+            log=LogReader(
+                self.manifest,
+                self._transport,
+                lambda: self._directory.operators,
+                self._directory.reach,
+                self._emit,
+                self._factories.clock,
+            ),
             inner_loop=inner_loop,
             evaluator=evaluator,
             examiner=examiner,

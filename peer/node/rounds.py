@@ -25,6 +25,7 @@ from peer.net.clock import Clock
 from peer.node.attesting import Attester, digests
 from peer.node.doubts import Doubts
 from peer.node.evaluating import Evaluator
+from peer.node.log_reader import LogReader
 from peer.node.moments import MomentsExchange
 from peer.node.newcomer import Newcomer
 from peer.node.orders import Examiner, InnerLoop
@@ -39,7 +40,7 @@ from peer.state.payloads import Exchange
 from peer.state.recovery import Recovery
 from peer.state.storage import Checkpoint, Feedback, Shards, Storage
 from peer.state.taking import REQUEST_BYTES, Owner, Taking
-from protocol.rounds import handover, member_events, part_lists, retention
+from protocol.rounds import audits, handover, member_events, part_lists, retention
 from protocol.rounds.member import Member
 from protocol.run.manifest import Manifest
 from protocol.wire import bounds, endpoints
@@ -59,6 +60,7 @@ class Surroundings:
 
     storage: Storage
     exchange: Exchange
+    log: LogReader
     inner_loop: InnerLoop
     evaluator: Evaluator
     examiner: Examiner
@@ -188,6 +190,7 @@ class Rounds:
             raise
         finally:
             ticker.cancel(), giving.cancel()
+            await self._around.log.aclose()
             await self._training.end()
             await self._warm_up.aclose()
             await self._taking.aclose()
@@ -246,6 +249,8 @@ class Rounds:
         match effect:
             case member_events.Send(message):
                 self._around.tell(message)
+            case member_events.ReadLog(tip):
+                self._around.log.begin(tip, self.put, lambda: self.member.newest)
             case member_events.TrainOrder(resume=True):
                 self._training.resume(effect)
             case member_events.TrainOrder():
@@ -272,8 +277,7 @@ class Rounds:
                 await self._work(self._restore_feedback, offer)
                 self._feedback.changed(offer.round, restored=True)
             case member_events.Apply(commit, rebuild):
-                await self._apply(commit, rebuild)
-                self.put(member_events.Applied(commit.round))
+                self.put(member_events.Applied(await self._apply(commit, rebuild)))
             case member_events.HoldShards(commit):
                 await self._timed("hold", self._hold_shards(commit))
                 self.put(member_events.ShardsHeld(commit.round))
@@ -353,10 +357,13 @@ class Rounds:
 
     # --- what was decided
 
-    async def _apply(self, commit: Commit, rebuild: Sequence[str]) -> None:
+    async def _apply(self, commit: Commit, rebuild: Sequence[str]) -> int:
+        """The round that is applied: that of the commit, or where no shard is held a later one."""
         began = self._clock.steady()
         await self._leap(commit)
         held = list(self.outer.theta)
+        if not held:
+            commit = self._newest_after(commit)
         payloads = await self._timed("fetch", self._exchange.payloads(commit, held, self.member.commits))
         self._around.examiner.follow(
             self.member.commits.get(commit.round - 1), commit, self.outer.theta, payloads.by_shard
@@ -373,6 +380,15 @@ class Rounds:
         await self._doubts.settle(rebuild, commit.round)
         await self._work(lambda: self._exchange.settle(commit, self._needed(commit.round)))
         self._tell_of_round(commit, self._clock.steady() - began)
+        return commit.round
+
+    def _newest_after(self, commit: Commit) -> Commit:
+        """The newest commit, or the one that decides about our offer, which is looked at before: those between name nothing that is needed."""
+        log, offer = self.member.commits, self.offer
+        last = self.member.head if offer is None or offer.round < commit.round else min(offer.round, self.member.head)
+        if last > commit.round:
+            self._around.examiner.skip([log[r] for r in range(max(commit.round, last - audits.KEPT), last)])
+        return log[last]
 
     def _tell_of_round(self, commit: Commit, boundary_seconds: float) -> None:
         result = self._training.forget(commit.round)

@@ -122,7 +122,7 @@ def describe(event: Event, names: Mapping[str, str]) -> list[Said]:
             return []  # everybody's, after every round; the quorum's own affair; a way that ends in `round`
         case events.Started() | events.Role() | events.Step() | events.Chain() | events.Announced() | events.Offered():
             return []  # every peer's, in every round: the screen's table shows them
-        case events.TextFetched() | events.Found() | events.Fetching() | events.Waiting():
+        case events.TextFetched() | events.Found() | events.ReadingLog() | events.Fetching() | events.Waiting():
             return []  # every peer's own affair
         case events.Measured() | events.Reachable():
             return []  # the node says it again, when it says that the peer is ready
@@ -152,6 +152,8 @@ def describe_own(event: Event, names: Mapping[str, str]) -> list[Said]:
             model = f"{f.parameters / 1e6:,.1f}M parameters, rounds of {duration(f.round_seconds)}"
             text = f"run {clean(f.run, 12)} {clean(f.name)}: {model}; finding out how others reach this machine"
             return [Said("info", text), *_probation(f.probation)]
+        case events.ReadingLog() as log:
+            return [_read_of_log(log)]
         case events.Fetching() as f:
             return [_fetched(f)]
         case events.Waiting(round=round, seconds=seconds):
@@ -214,6 +216,12 @@ def _probation(rounds: int) -> list[Said]:
     first = "the first round" if rounds == 1 else f"the first {rounds} rounds"
     text = f"the work of newcomers has no weight in {first} that they bring; it is judged, and goes into their work after it"
     return [Said("info", text)] if rounds else []
+
+
+def _read_of_log(log: events.ReadingLog) -> Said:
+    if log.round == log.newest:
+        return Said("good", f"the log is read: {log.round - log.after:,} rounds in {log.seconds:.1f} s")
+    return Said("info", f"reads the log: round {log.round:,} of {log.newest:,}")
 
 
 def _fetched(f: events.Fetching) -> Said:

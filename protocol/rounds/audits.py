@@ -140,6 +140,8 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Audits:
 
 def turns(manifest: Manifest, commit: Commit) -> Iterator[Turn]:
     """Which contributions of `commit` are to be trained again, in its order."""
+    if not manifest.judging.audit_share:
+        return
     planned = {r.peers[0] for r in commit.plan.replicas if len(r.peers) == 1} if commit.plan is not None else set()
     whole = [c for c in commit.contributions if len(c.shares) == 1]
     able = [c for c in whole if c.peers[0] in planned]

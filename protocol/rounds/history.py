@@ -7,8 +7,9 @@ that takes an operator out (protocol/rounds/ousting.py) counts instead of what c
 
 from __future__ import annotations
 
-from protocol.rounds import confirming, ousting
-from protocol.rounds.kept import Commits
+from protocol.rounds import access, confirming, ousting
+from protocol.rounds.kept import Commits, Packed, unpacked
+from protocol.rounds.stretches import Stretch, Tip
 from protocol.rounds.validation import why_not_next
 from protocol.run.manifest import Manifest
 from protocol.wire.ballot import Confirmed
@@ -29,7 +30,7 @@ class History:
         self.manifest = manifest
         self.commits = Commits()
         self.undone: int | None = None
-        self._known: dict[int, Commit] = {}
+        self._known: dict[int, Commit | Packed] = {}
         self.rivals: dict[str, Commit] = {}
         self._waiting: Confirmed | None = None
 
@@ -48,8 +49,38 @@ class History:
         """Whether the round after the last that counts has two decided commits."""
         return any(c.round == self.head + 1 for c in self.rivals.values()) and self.known > self.head
 
+    @property
+    def tip(self) -> Tip:
+        """The newest commit that is known, for whoever reads what comes after it."""
+        newest = self._at(self.known)
+        members = ousting.members_after(self.manifest, newest)
+        return Tip(self.known, self.manifest.run_id if newest is None else newest.digest, members)
+
     def _at(self, round: int) -> Commit | None:
-        return self.commits.get(round) or self._known.get(round)
+        return self.commits.get(round) or self._known_at(round)
+
+    def _known_at(self, round: int) -> Commit | None:
+        found = self._known.get(round)
+        return unpacked(found.body) if isinstance(found, Packed) else found
+
+    def learn_stretch(self, stretch: Stretch) -> int | None:
+        """As `learn`, of a stretch of the log: what is new here of the commits that its last record proves, and that record."""
+        tip, last = self.tip, stretch.last.commit
+        new = [commit for commit in stretch.before if commit.round > tip.round]
+        if new:
+            follows = (new[0].round, new[0].parent) == (tip.round + 1, tip.digest)
+            if not follows or stretch.members != tip.members or not is_decided(stretch.last, tip.members):
+                return self.head
+            unlawful = access.why_unlawful(self.manifest, self._at(tip.round), unpacked(new[0].body))
+            if unlawful is not None:
+                raise ForkError(f"the commit of round {new[0].round} {unlawful}")
+            is_needed = confirming.is_needed(len(tip.members), last)
+            for commit in new:
+                if is_needed or self._known:
+                    self._known[commit.round] = commit
+                else:
+                    self.commits.append(commit)
+        return self.learn(stretch.last)
 
     def learn(self, record: Record) -> int | None:
         """A record whose signatures are right. The round after which the log is to be asked for, if something is missing. Raises ForkError."""
@@ -124,14 +155,18 @@ class History:
 
     def _take(self, commit: Commit) -> None:
         """This one counts, and what it follows; what is there of its round and later ones does not, where it is another one."""
-        if self._known.get(commit.round) != commit:
+        if self._known_at(commit.round) != commit:
             self._known = {r: c for r, c in self._known.items() if r < commit.round}
         if commit.round <= self.head:
             for round in range(self.head, commit.round - 1, -1):
                 del self.commits[round]
             self.undone = commit.round - 1 if self.undone is None else min(self.undone, commit.round - 1)
         for round in sorted(r for r in self._known if r < commit.round):
-            self.commits[round] = self._known.pop(round)
+            known = self._known.pop(round)
+            if isinstance(known, Packed):
+                self.commits.append(known)
+            else:
+                self.commits[round] = known
         self._known.pop(commit.round, None)
         self.commits[commit.round] = commit
         self.rivals = {d: c for d, c in self.rivals.items() if c.round > commit.round}

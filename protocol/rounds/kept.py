@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar, overload
 
 from protocol.wire import framing
@@ -16,6 +17,20 @@ from protocol.wire.schema import build, packed
 NEWEST = 256
 """Items that are kept as they are: whatever looks at each round again and again looks at these."""
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A commit as bytes."""
+
+    round: int
+    """Its round."""
+    parent: str
+    """The digest of the commit before it."""
+    body: bytes
+    """What `unpacked` makes the commit of."""
+    payload_bytes: int
+    """Of all payloads that it names."""
 
 
 class Kept(Sequence[T]):
@@ -30,6 +45,11 @@ class Kept(Sequence[T]):
     def append(self, item: T) -> None:
         """The next one."""
         self._newest[self._count] = item
+        self._newest.pop(self._count - self._most, None)
+        self._count += 1
+
+    def append_older(self) -> None:
+        """The next one, which `older` gives."""
         self._newest.pop(self._count - self._most, None)
         self._count += 1
 
@@ -85,6 +105,14 @@ class Commits(MutableMapping[int, Commit]):
         self._kept.append(commit)
         self._packed.append(framing.pack_message(packed(commit)))
         self._bytes.append(self._bytes[-1] + sum(share.size for share in commit.shares))
+
+    def append(self, commit: Packed) -> None:
+        """The next one, which is unpacked when somebody looks at it. Raises KeyError for any other."""
+        if commit.round != len(self):
+            raise KeyError(commit.round)
+        self._kept.append_older()
+        self._packed.append(commit.body)
+        self._bytes.append(self._bytes[-1] + commit.payload_bytes)
 
     def __delitem__(self, round: int) -> None:
         """The newest one. Raises KeyError for any other."""

@@ -6,9 +6,11 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     member    event          next      effects                           condition
     WAITING                  WAITING   RestoreFeedback                   our offer's round is applied, and its
                                                                          commit has not our offer
-    WAITING                  APPLYING  Apply                             the commit of round `applied` + 1 is known
+    WAITING                  APPLYING  Apply                             the commit of round `applied` + 1 is known,
+                                                                         the log is read
     APPLYING  Applied        WAITING
-    WAITING                  HOLDING   HoldShards                        no newer commit is known, the plan is new
+    WAITING                  HOLDING   HoldShards                        no newer commit is known, the log is read,
+                                                                         the plan is new
     HOLDING   ShardsHeld     WAITING
     WAITING                  TRAINING  TrainOrder, EndIn                 the plan names us
     WAITING   Seated         TRAINING  TrainOrder, EndIn                 we came within the round, and hold the
@@ -38,24 +40,34 @@ that carries the effects out is peer/node/rounds.py; it answers most of them wit
     WAITING                  DONE      Finish                            the run is over and we attested its final
                                                                          state, or it was over before we had a part
                                                                          in it
-    any       Committed      the same  Send(LogRequest)                  commits in between are missing
-    any       Certified      the same  Send(LogRequest)                  the commit is not known
+    any       Connected      the same  ReadLog                           the log is not being read already
+    any       LogRead        the same  Send(LogRequest)                  for what was decided since, and its
+                                                                         certificate
+    any       Committed      the same  ReadLog                           commits in between are missing
+    any       Certified      the same  ReadLog                           the commit is not known
+    any       Committed      the same  Send(LogRequest)                  it follows another commit than the one that
+                                                                         is known
+    any       LogCame        the same  Send(LogRequest)                  it follows another commit than the one that
+                                                                         is known
     any       Digested       the same  Send(Attest)                      no later state is attested yet
     any       Reconfigured   the same  Send(ChainReconfig)               we follow it already, or our part of the
                                                                          round is done
     any       Tick           the same  Send(ChainFailure)                our chain still waits for its
                                                                          reconfiguration
 
-Three rules carry the promises of docs/failure-model.md.
+Four rules carry the promises of docs/failure-model.md.
 
-- Commits are applied one after the other, each once, in the order of their rounds (P1, P2).
+- Commits are applied one after the other, each once, in the order of their rounds (P1, P2). Where no shard is held there
+  is nothing to apply, and Applied names a later round.
+- Nothing is applied and no state is fetched before the log is read as far as the nodes have it, so that a newcomer fetches
+  the newest state there is. Commits that are decided meanwhile do not begin the reading again.
 - An offer leaves only after it and its payloads are durable; the error feedback without them follows soon after.
   What was not committed goes back into the feedback before anything else is added to it (P3).
 - After a crash the machine starts with `applied` of the newest durable state and with the newest durable offer.
   Both are compared with the log once more, so every step may be repeated.
 
 What may be lost on the way is sent again with every new session and every RESEND_SECONDS: the request for newer
-commits, the newest attestation, and of the open round the offer, the withdrawal, the failure and the reconfiguration
+commits, unless the log is being read, the newest attestation, and of the open round the offer, the withdrawal, the failure and the reconfiguration
 of our chain.
 
 A chain that loses a member is reconfigured within the round (protocol/rounds/chain_repair.py): the phase stays
@@ -91,7 +103,10 @@ from protocol.rounds.member_events import (
     GoBack,
     HoldShards,
     KeepInFeedback,
+    LogCame,
+    LogRead,
     Phase,
+    ReadLog,
     Reconfigured,
     RestoreFeedback,
     RunOver,
@@ -145,7 +160,8 @@ class Member:
         self.commits = self.history.commits
         self._pending = self._offered = offer
         self._attempted = max(feedback_round, offer.round if offer else 0)
-        self._held_round = self._seen = -1
+        self._held_round = self._seen = self._heard = -1
+        self._reads = False
         self._attest: Attest | None = None
         self._withdraw: Withdraw | None = None
         self._run_over, self._sent_at = False, float("-inf")
@@ -177,12 +193,18 @@ class Member:
         came_late = self._learns_until is not None and self._order is None
         return came_late and self.applied < self.head and schedule.is_over(self.manifest, self.commits.get(self.head))
 
+    @property
+    def newest(self) -> int:
+        """The newest round of which anything was heard, -1 for none: a node's word, as long as the log is not read so far."""
+        return max(self._heard, self.history.known)
+
     def is_new(self, now: float) -> bool:
         """Whether the newest plan, of which all is applied, does not name us: we came after it was made."""
         plan, settled = self.plan, now - self.deadline.began >= SETTLED_SECONDS
         return (
             self.phase is Phase.WAITING
             and settled
+            and not self._reads
             and self.applied == self.head
             and not (plan is None or plan.names(self.peer))
         )
@@ -194,11 +216,18 @@ class Member:
     def _react(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Connected():
-                return self._resend(now)
+                return self._read_log(Connected) + self._resend(now)
             case Committed(record):
+                self._heard = max(self._heard, record.commit.round)
                 return self._learned(Committed, self.history.learn(record), now)
             case Certified(certificate):
                 return self._learned(Certified, self.history.confirm(certificate), now)
+            case LogCame(stretches):
+                lacking = [self.history.learn_stretch(stretch) for stretch in stretches]
+                return self._learned(LogCame, next((x for x in lacking if x is not None), None), now)
+            case LogRead():
+                self._reads = False
+                return self.position.stay(LogRead, [Send(LogRequest(after=self.history.known))])
             case Trained() | Failed():
                 return self._finished(event, now)
             case TimeUp(round):
@@ -235,10 +264,21 @@ class Member:
         return []
 
     def _learned(self, event: type, lacking: int | None, now: float) -> list[Effect]:
-        """`lacking`: the round after which the log has to be asked for."""
+        """`lacking`: the round after which the log has to be asked for: what is known there is right, or another commit may count."""
         if self.head != self._seen:
             self._seen, self.deadline.began = self.head, now
-        return [] if lacking is None else self.position.stay(event, [Send(LogRequest(after=lacking))])
+        if lacking is None:
+            return []
+        if event is not LogCame and lacking == self.history.known:
+            return self._read_log(event)
+        return self.position.stay(event, [Send(LogRequest(after=lacking))])
+
+    def _read_log(self, event: type) -> list[Effect]:
+        """What is asked for by the reading that is under way is not asked for again."""
+        if self._reads:
+            return []
+        self._reads = True
+        return self.position.stay(event, [ReadLog(self.history.tip)])
 
     # --- training and its end
 
@@ -342,7 +382,7 @@ class Member:
 
     def _resend(self, now: float) -> list[Effect]:
         self._sent_at = now
-        out: list[Effect] = [Send(LogRequest(after=self.history.known))]
+        out: list[Effect] = [] if self._reads else [Send(LogRequest(after=self.history.known))]
         if self._attest is not None:
             out.append(Send(self._attest))
         told = (self._reconfig, self._chain_failure, self._pending, self._withdraw)
@@ -372,11 +412,14 @@ class Member:
             if not commit.includes(self.peer, root_of(self._pending.parts)):
                 effects += self.position.stay(None, [RestoreFeedback(self._pending)])
             self._pending = None
+        commit = self.commits.get(self.applied)
+        must_hold = commit is not None and self._held_round < self.applied
+        if self._reads and (following is not None or must_hold):
+            return effects
         if following is not None:
             rebuild = tuple(d.shard for d in following.diverged if d.peer == self.peer)
             return effects + self.position.step(None, Phase.APPLYING, [Apply(following, rebuild)])
-        commit = self.commits.get(self.applied)
-        if commit is not None and self._held_round < self.applied:
+        if commit is not None and must_hold:
             return effects + self.position.step(None, Phase.HOLDING, [HoldShards(commit)])
         return effects + (self._begin(now) if not schedule.is_over(self.manifest, commit) else self._leave(now))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from protocol.rounds.stretches import Stretch, Tip
 from protocol.rounds.table import Table, Transition
 from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import Commit, Record
@@ -42,6 +43,18 @@ class Committed:
     """Event: a record has arrived whose signatures are right."""
 
     record: Record
+
+
+@dataclass(frozen=True, slots=True)
+class LogCame:
+    """Event: a part of the log has arrived that was asked for by ReadLog."""
+
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogRead:
+    """Event: the nodes have no more of the log, or cannot be asked now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +256,13 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadLog:
+    """Effect: read what the log has after `tip`; the answers are LogCame, as often as something came, and LogRead."""
+
+    tip: Tip
+
+
+@dataclass(frozen=True, slots=True)
 class GoBack:
     """Effect: the operators have undone the rounds after `round` (protocol/rounds/ousting.py): forget every state of a later one. It has no
     answer; the state is built again like any that is not held."""
@@ -258,6 +278,8 @@ class Finish:
 Event = (
     Connected
     | Committed
+    | LogCame
+    | LogRead
     | Certified
     | Trained
     | Failed
@@ -282,6 +304,7 @@ Effect = (
     | Apply
     | HoldShards
     | GoBack
+    | ReadLog
     | Send
     | Finish
 )
@@ -295,9 +318,13 @@ _ROWS: tuple[Transition[Phase], ...] = (
         (RestoreFeedback,),
         "our offer's round is applied, and its commit has not our offer",
     ),
-    Transition(Phase.WAITING, None, Phase.APPLYING, (Apply,), "the commit of round `applied` + 1 is known"),
+    Transition(
+        Phase.WAITING, None, Phase.APPLYING, (Apply,), "the commit of round `applied` + 1 is known, the log is read"
+    ),
     Transition(Phase.APPLYING, Applied, Phase.WAITING),
-    Transition(Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit is known, the plan is new"),
+    Transition(
+        Phase.WAITING, None, Phase.HOLDING, (HoldShards,), "no newer commit is known, the log is read, the plan is new"
+    ),
     Transition(Phase.HOLDING, ShardsHeld, Phase.WAITING),
     Transition(Phase.WAITING, None, Phase.TRAINING, (TrainOrder, EndIn), "the plan names us"),
     Transition(
@@ -340,8 +367,12 @@ _ROWS: tuple[Transition[Phase], ...] = (
         (Finish,),
         "the run is over and we attested its final state, or it was over before we had a part in it",
     ),
-    Transition(None, Committed, None, (LogRequest,), "commits in between are missing"),
-    Transition(None, Certified, None, (LogRequest,), "the commit is not known"),
+    Transition(None, Connected, None, (ReadLog,), "the log is not being read already"),
+    Transition(None, LogRead, None, (LogRequest,), "for what was decided since, and its certificate"),
+    Transition(None, Committed, None, (ReadLog,), "commits in between are missing"),
+    Transition(None, Certified, None, (ReadLog,), "the commit is not known"),
+    Transition(None, Committed, None, (LogRequest,), "it follows another commit than the one that is known"),
+    Transition(None, LogCame, None, (LogRequest,), "it follows another commit than the one that is known"),
     Transition(None, Digested, None, (Attest,), "no later state is attested yet"),
     Transition(None, Reconfigured, None, (ChainReconfig,), "we follow it already, or our part of the round is done"),
     Transition(None, Tick, None, (ChainFailure,), "our chain still waits for its reconfiguration"),

@@ -6,6 +6,8 @@ would need are never evicted:
     payloads committed after the newest checkpoint, of the shards that are held, and the lists that name them
     payloads of the peer's own offers since the feedback on disk, and their lists: they bring it up to date, and the newest may go back
     payloads of rounds that are not in the log yet
+
+Who is far behind may lose what is committed more than NEWEST rounds later: it is fetched again.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Collection, Mapping
 
 from protocol.planning import memory
 from protocol.rounds import part_lists
+from protocol.rounds.kept import NEWEST
 from protocol.rounds.part_lists import Lists, root_of
 from protocol.run import layout
 from protocol.run.manifest import Manifest
@@ -76,7 +79,7 @@ def payloads_needed(
     """
     base = round - 1 if checkpoint < 0 else checkpoint
     needed = {name for o in offers for name in (root_of(o.parts), *(part.digest for part in o.parts))}
-    for commit in (log[r] for r in log if r > base):
+    for commit in (log[r] for r in range(base + 1, round + NEWEST) if r in log):
         needed |= {share.root for share in commit.shares} if shards else set()
         needed |= {part.digest for part, _ in part_lists.named(commit, lists, shards)}
     return needed

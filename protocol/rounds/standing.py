@@ -221,6 +221,13 @@ class Standing:
         """With the next commit of the log."""
         return self._after(commit, dict(self.known))
 
+    def after_all(self, commits: Iterable[Commit]) -> Standing:
+        """With the next commits of the log."""
+        found, known = self, dict(self.known)
+        for commit in commits:
+            found = found._after(commit, known)
+        return found
+
     def _after(self, commit: Commit, known: dict[str, Known]) -> Standing:
         """The same; `known` becomes the new one's."""
 
@@ -280,10 +287,7 @@ def of(manifest: Manifest, commits: Iterable[Commit] = ()) -> Standing:
     found = Standing(
         manifest, schedule.limits(manifest, None), access.of(manifest), Scoring(manifest), audits.of(manifest)
     )
-    known = dict[str, Known]()
-    for commit in commits:
-        found = found._after(commit, known)
-    return found
+    return found.after_all(commits)
 
 
 def problems(standing: Standing, commit: Commit) -> Iterator[str]:

@@ -98,6 +98,12 @@ def pack_message(value: Any) -> bytes:
     return raw
 
 
+def repack(value: dict[str, Any]) -> bytes:
+    """As `pack_message`, of a map whose values `unpack_message` gave from what `pack_message` had made: their maps are in order."""
+    raw: bytes = msgpack.packb({key: value[key] for key in sorted(value)}, use_bin_type=True)
+    return raw
+
+
 def _canonical(value: Any, depth: int) -> Any:
     if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
         raise FrameError(f"message: nested deeper than {MAX_DEPTH}")
@@ -133,53 +139,63 @@ _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 """First byte of long lists and maps -> how many bytes of count follow, values per entry."""
 
 
+def _follow(first: int) -> int:
+    """How many bytes of value follow a first byte that says so itself; -1 where more has to be looked at."""
+    if first <= 0x7F or first >= 0xE0:  # small integers
+        return 0
+    return first & 0x1F if 0xA0 <= first <= 0xBF else _FIXED.get(first, -1)
+
+
+_FOLLOW = tuple(map(_follow, range(256)))
+
+
 def _measure(data: bytes, max_depth: int) -> None:
     """Walks over msgpack without decoding or recursion; refuses depth, number of values, extension types, keys that are not
     text, and what is cut short or followed by more."""
-    position, values = 0, 0
-    missing = [1]  # how many values each open container still lacks; the first is the message itself
-    in_map = [False]  # whether each open container is a map: then every other value is a key
-    while missing:
-        if missing[-1] == 0:
-            missing.pop()
-            in_map.pop()
-            continue
-        missing[-1] -= 1
-        values += 1
-        if values > MAX_VALUES:
-            raise FrameError(f"message: more than {MAX_VALUES} values")
-        if position >= len(data):
-            raise FrameError("message: cut short")
-        first = data[position]
-        position += 1
-        if in_map[-1] and missing[-1] % 2 == 1 and not (0xA0 <= first <= 0xBF or 0xD9 <= first <= 0xDB):
-            raise FrameError("message: a map's key is not text")
-        inside: int | None = None  # how many values a container holds
-        if first <= 0x7F or first >= 0xE0:  # small integers
-            pass
-        elif first <= 0x8F:
-            inside = 2 * (first & 0x0F)
-        elif first <= 0x9F:
-            inside = first & 0x0F
-        elif first <= 0xBF:
-            position += first & 0x1F
-        elif first in _FIXED:
-            position += _FIXED[first]
-        elif first in _SIZED:
-            width = _SIZED[first]
-            position += width + int.from_bytes(data[position : position + width], "big")
-        elif first in _CONTAINERS:
-            width, each = _CONTAINERS[first]
-            inside = each * int.from_bytes(data[position : position + width], "big")
-            position += width
-        else:
-            raise FrameError("message: holds an extension type")
-        if position + (inside or 0) > len(data):  # every value takes at least a byte
-            raise FrameError("message: cut short")
-        if inside is not None:
-            if len(missing) > max_depth:
+    position, values, size = 0, 1, len(data)
+    left, in_map = 1, False  # how many values the innermost open container still lacks, and whether it is a map: then
+    # every other value is a key; at first it is the message itself
+    around: list[tuple[int, bool]] = []  # the same of those in which it is
+    while True:
+        while left:
+            left -= 1
+            if position >= size:
+                raise FrameError("message: cut short")
+            first = data[position]
+            position += 1
+            if in_map and left & 1 and not (0xA0 <= first <= 0xBF or 0xD9 <= first <= 0xDB):
+                raise FrameError("message: a map's key is not text")
+            follow = _FOLLOW[first]
+            if follow >= 0:
+                position += follow
+                continue
+            if first in _SIZED:
+                width = _SIZED[first]
+                position += width + int.from_bytes(data[position : position + width], "big")
+                continue
+            if first <= 0x8F:
+                inside = 2 * (first & 0x0F)
+            elif first <= 0x9F:
+                inside = first & 0x0F
+            elif first in _CONTAINERS:
+                width, each = _CONTAINERS[first]
+                inside = each * int.from_bytes(data[position : position + width], "big")
+                position += width
+            else:
+                raise FrameError("message: holds an extension type")
+            if position + inside > size:  # every value takes at least a byte
+                raise FrameError("message: cut short")
+            if len(around) >= max_depth:
                 raise FrameError(f"message: nested deeper than {max_depth}")
-            missing.append(inside)
-            in_map.append(0x80 <= first <= 0x8F or first >= 0xDE)
-    if position != len(data):
+            values += inside
+            if values > MAX_VALUES:
+                raise FrameError(f"message: more than {MAX_VALUES} values")
+            around.append((left, in_map))
+            left, in_map = inside, first <= 0x8F or first >= 0xDE
+        if not around:
+            break
+        left, in_map = around.pop()
+    if position > size:
+        raise FrameError("message: cut short")
+    if position != size:
         raise FrameError("message: bytes follow after its end")

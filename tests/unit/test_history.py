@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
 
-from protocol.rounds import ousting
+from protocol.rounds import ousting, stretches
 from protocol.rounds.history import MAX_RIVALS, ForkError, History
 from protocol.rounds.member import Member
 from protocol.rounds.member_events import (
@@ -17,14 +18,17 @@ from protocol.rounds.member_events import (
     Effect,
     GoBack,
     HoldShards,
+    LogCame,
+    ReadLog,
     Send,
     ShardsHeld,
     TrainOrder,
 )
+from protocol.rounds.stretches import Tip
 from protocol.wire import encoding
 from protocol.wire.ballot import Confirmed
 from protocol.wire.commit import DOMAIN, Commit, Record, confirmation_body, voted_twice
-from protocol.wire.decree import OUST, Decree, Enacted
+from protocol.wire.decree import OUST, Board, Decree, Enacted, Operator
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec
 from protocol.wire.session import LogRequest
 from tests import tiny
@@ -240,6 +244,126 @@ def test_a_peer_that_had_applied_a_round_that_was_undone_goes_back_and_applies_w
     assert driver.member.applied == 1
 
 
+def on_a_rival() -> Driver:
+    """It knows a commit that does not count, and hears what follows the one that does: from a session, and from the log."""
+    driver = Driver()
+    zero, rival = commit(None, 1.0), commit(None, 2.0)
+    first = commit(zero)
+    driver.do(Committed(by(rival)))
+    assert driver.do(Committed(by(first))) == [Send(LogRequest(after=-1))]
+    raws = [encoding.encode_record(by(one)) for one in (first, commit(first))]
+    tip = Tip(0, zero.digest, zero.members)
+    assert driver.do(LogCame(tuple(stretches.read(THREE, tip, raws, A)))) == [Send(LogRequest(after=-1))]
+    return driver
+
+
+def test_what_follows_a_rival_makes_the_peer_ask_for_the_one_that_counts() -> None:
+    driver = on_a_rival()
+    zero = commit(None, 1.0)
+    driver.do(Committed(by(zero)), Certified(certificate(zero)))
+    assert driver.member.commits == {0: zero}
+
+
+def long_log(rounds: int, **changes: object) -> list[Commit]:
+    log = [commit(None)]
+    while len(log) < rounds:
+        log.append(commit(log[-1], float(len(log)), **changes))
+    return log
+
+
+def test_a_stretch_of_the_log_counts_when_its_last_commit_is_confirmed() -> None:
+    history, log = History(THREE), long_log(6)
+    raws = [encoding.encode_record(by(one)) for one in log]
+    (stretch,) = stretches.read(THREE, history.tip, raws, A)
+    assert [packed.round for packed in stretch.before] == [0, 1, 2, 3, 4]
+    assert history.learn_stretch(stretch) is None
+    assert (history.head, history.known) == (-1, 5)
+    history.confirm(certificate(log[3]))
+    assert history.commits == dict(enumerate(log[:4]))
+    assert history.known == 5
+    assert history.learn_stretch(stretch) is None, "what is known already changes nothing"
+    history.confirm(certificate(log[5]))
+    assert history.commits == dict(enumerate(log))
+
+
+@pytest.mark.parametrize("liars", [(0,), ()])
+def test_one_record_without_enough_votes_proves_nothing(liars: tuple[int, ...]) -> None:
+    log = long_log(4)
+    raws = [encoding.encode_record(by(one)) for one in log[:3]]
+    raws.append(encoding.encode_record(tiny.record(log[3], *(KEYS[key] for key in liars or (0,)))))
+    with pytest.raises(encoding.MessageError, match="round 3 lacks the votes of a majority"):
+        list(stretches.read(THREE, History(THREE).tip, raws, A))
+
+
+def test_a_forged_commit_that_names_other_members_is_proved_by_none_of_them() -> None:
+    """A forger who signs as the members that his own commit names: those who decide it are the ones before."""
+    log = long_log(2)
+    forged = commit(log[1], members=(A,))
+    after = commit(forged, members=(A,))
+    raws = [encoding.encode_record(by(one)) for one in log]
+    raws += [encoding.encode_record(tiny.record(one, KEYS[0])) for one in (forged, after)]
+    history = History(THREE)
+    read = []
+    with contextlib.suppress(encoding.MessageError):
+        for stretch in stretches.read(THREE, history.tip, raws, A):
+            read.append(stretch)
+    for stretch in read:
+        with contextlib.suppress(ForkError):
+            history.learn_stretch(stretch)
+    assert history.known == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"parent": "0" * 64}, {"run": "0" * 64}, {"time": 99.0}, {"leader": B}, {"contributions": ()}]
+)
+def test_a_commit_that_was_changed_is_proved_by_no_successor(change: dict[str, object]) -> None:
+    log = long_log(5)
+    changed = dataclasses.replace(log[2], **change)  # type: ignore[arg-type]
+    if changed == log[2]:
+        changed = dataclasses.replace(log[2], time=98.0)
+    raws = [encoding.encode_record(by(one)) for one in (*log[:2], changed, *log[3:])]
+    history = History(THREE)
+    with contextlib.suppress(encoding.MessageError, ForkError):
+        for stretch in stretches.read(THREE, history.tip, raws, A):
+            history.learn_stretch(stretch)
+    assert history.known <= 2
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_who_operates_the_run_changes_by_no_commit_that_brings_no_decree(place: int) -> None:
+    """Not even where those who decide have voted for it: each commit of a stretch says what the one before it says."""
+    log = long_log(2)
+    while len(log) < 7:
+        board = (
+            Board(operators=tuple(Operator(peer=who) for who in (A, B, C)), quorum=3) if len(log) >= 2 + place else None
+        )
+        log.append(commit(log[-1], board=board))
+    history = History(THREE)
+    raws = [encoding.encode_record(by(one, 0, 1, 2)) for one in log]
+    for page in (raws[:2], raws[2:]):
+        with contextlib.suppress(ForkError, encoding.MessageError):
+            for stretch in stretches.read(THREE, history.tip, page, A):
+                history.learn_stretch(stretch)
+    assert history.known <= 1 + place
+
+
+def test_an_operator_who_is_taken_out_ends_a_stretch() -> None:
+    zero = commit(None)
+    first, second = commit(zero, 1.0), commit(zero, 2.0)
+    anew = ousted(zero, first, second)
+    log, records = [zero, anew.commit], [by(zero), anew]
+    for _ in range(3):
+        log.append(commit(log[-1], 3.0 + len(log), leader=B))
+        records.append(by(log[-1], 1, 2))
+    raws = [encoding.encode_record(record) for record in records]
+    history = History(THREE)
+    found = list(stretches.read(THREE, history.tip, raws, A))
+    assert [(len(s.before), s.last.commit.round) for s in found] == [(0, 0), (0, 1), (2, 4)]
+    for stretch in found:
+        history.learn_stretch(stretch)
+    assert history.commits == dict(enumerate(log)), "two of two confirm nothing"
+
+
 def test_a_certificate_of_what_is_not_known_has_the_log_asked_for() -> None:
     driver = Driver()
-    assert driver.do(Certified(certificate(commit(commit(None))))) == [Send(LogRequest(after=-1))]
+    assert driver.do(Certified(certificate(commit(commit(None))))) == [ReadLog(driver.member.history.tip)]

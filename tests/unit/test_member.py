@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from protocol.rounds import stretches
 from protocol.rounds.deadline import COPIES, FORGIVEN
 from protocol.rounds.history import ForkError
 from protocol.rounds.member import LEARN_SECONDS, RESEND_SECONDS, SETTLED_SECONDS, Member
@@ -24,7 +25,10 @@ from protocol.rounds.member_events import (
     Finish,
     HoldShards,
     KeepInFeedback,
+    LogCame,
+    LogRead,
     Phase,
+    ReadLog,
     RestoreFeedback,
     RunOver,
     Send,
@@ -38,7 +42,9 @@ from protocol.rounds.member_events import (
 )
 from protocol.rounds.overlap import Ahead
 from protocol.rounds.part_lists import share_of
+from protocol.rounds.stretches import Tip
 from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire import encoding
 from protocol.wire.commit import Commit, Contribution, Diverged, Part
 from protocol.wire.encoding import Message
 from protocol.wire.plan import Plan, ReplicaSpec, StageSpec, Work
@@ -468,7 +474,8 @@ def test_who_does_not_train_the_round_is_asked_in_vain() -> None:
 def test_every_connection_and_every_few_seconds_what_matters_is_sent_again() -> None:
     driver = waiting_with_offer()
     everything = [LogRequest(after=0), Attest(round=0, digests=DIGESTS), offer(1)]
-    assert told(driver.do(Connected())) == everything
+    assert told(driver.do(Connected())) == everything[1:]
+    assert driver.do(LogRead()) == [Send(everything[0])]
     driver.now = RESEND_SECONDS - 0.1
     assert driver.do(Tick()) == []
     driver.now = RESEND_SECONDS
@@ -477,13 +484,61 @@ def test_every_connection_and_every_few_seconds_what_matters_is_sent_again() -> 
 
 def test_an_old_offer_is_not_sent_again() -> None:
     driver = Driver(applied=0, offer=offer(2))
-    assert told(driver.do(Connected())) == [LogRequest(after=-1)]
+    assert told(driver.do(Connected())) == []
 
 
-def test_a_gap_in_the_log_is_asked_for() -> None:
+def test_a_gap_in_the_log_is_read() -> None:
     driver, commits = Driver(), log(2)
-    assert told(driver.learn(commits[2])) == [LogRequest(after=-1)]
-    assert driver.member.head == -1
+    assert driver.learn(commits[2]) == [ReadLog(Tip(-1, M.run_id, M.first_members))]
+    assert (driver.member.head, driver.member.newest) == (-1, 2)
+
+
+def came(*commits: Commit) -> LogCame:
+    """A page of the log."""
+    *before, last = commits
+    raws = [encoding.encode_record(tiny.record(one)) for one in commits]
+    parent = M.run_id if last.round == len(before) else log(commits[0].round - 1)[-1].digest
+    return LogCame(tuple(stretches.read(M, Tip(commits[0].round - 1, parent, M.first_members), raws, "node")))
+
+
+def test_while_the_log_is_read_no_state_is_fetched_and_live_commits_do_not_begin_it_again() -> None:
+    driver, commits = Driver(), log(9)
+    assert [type(e) for e in driver.do(Connected())] == [ReadLog]
+    for live in (6, 7, 8):
+        assert driver.learn(commits[live]) == [], "nothing is asked for again"
+        driver.now += RESEND_SECONDS
+        assert driver.do(Connected(), Tick()) == [], "nor for any other reason"
+    assert driver.do(came(*commits[:4])) == []
+    assert driver.do(came(*commits[4:9])) == []
+    assert driver.learn(commits[9]) == [], "it is known at once"
+    effects = driver.do(LogRead())
+    assert effects[0] == Send(LogRequest(after=9))
+    assert effects[1] == Apply(commits[0], ())
+    assert driver.do(Applied(9)) == [HoldShards(commits[9])], "who holds nothing has nothing to apply"
+
+
+def test_who_trains_goes_on_while_the_log_is_read_after_a_new_session() -> None:
+    driver = Driver(applied=0)
+    driver.settle(driver.learn(*log(0, planned=False)))
+    driver.do(Connected())
+    commit = log(1)[1]
+    driver, _ = training(1)
+    driver.do(Connected())
+    assert driver.member.phase is Phase.TRAINING
+    assert driver.learn(commit) == [Stop(1)]
+
+
+def test_pages_that_follow_another_commit_are_asked_for_by_the_session() -> None:
+    driver, commits = Driver(), log(5)
+    driver.settle(driver.learn(*commits[:2]))
+    driver.do(Connected())
+    other = [dataclasses.replace(commits[2], parent="0" * 64)]
+    for one in commits[3:]:
+        other.append(dataclasses.replace(one, parent=other[-1].digest))
+    raws = [encoding.encode_record(tiny.record(one)) for one in other]
+    page = LogCame(tuple(stretches.read(M, Tip(1, "0" * 64, M.first_members), raws, "node")))
+    assert driver.do(page) == [Send(LogRequest(after=1))]
+    assert driver.member.head == 1
 
 
 def test_a_commit_heard_twice_does_nothing() -> None:
@@ -531,7 +586,7 @@ def test_restarted_in_training_it_trains_the_round_again() -> None:
 
 def test_restarted_with_a_durable_offer_it_tells_it_again_and_does_not_train() -> None:
     driver = Driver(applied=0, offer=offer(1))
-    assert told(driver.do(Connected())) == [LogRequest(after=-1), offer(1)]
+    assert told(driver.do(Connected(), LogRead())) == [offer(1), LogRequest(after=-1)]
     effects = driver.settle(driver.learn(*log(0)))
     assert [type(e) for e in effects] == [HoldShards, Send]
 

@@ -16,7 +16,7 @@ from protocol.planning import memory
 from protocol.planning.allotment import allot
 from protocol.planning.partition import Candidate
 from protocol.rounds import leader_events as leading
-from protocol.rounds import leadership, overlap, part_lists, paxos_events, schedule
+from protocol.rounds import leadership, overlap, part_lists, paxos_events, schedule, stretches
 from protocol.rounds import member_events as events
 from protocol.rounds.acceptor import TABLE as ACCEPTOR
 from protocol.rounds.chain_repair import SLOW
@@ -30,6 +30,7 @@ from protocol.rounds.table import Position, Table, TableError, Transition
 from protocol.rounds.unfair import Unfair
 from protocol.run import layout
 from protocol.run.manifest import Manifest, OuterSpec
+from protocol.wire import encoding
 from protocol.wire.ballot import Accept, Prepare, Promise, Vote
 from protocol.wire.commit import Commit, Contribution, Part
 from protocol.wire.decree import OUST, Decree
@@ -39,7 +40,7 @@ from tests import tiny
 from tests.docs import state_machines
 from tests.docs.state_machines import MACHINES, Machine
 from tests.unit.test_double_votes import forked, liar_that_is_taken_out
-from tests.unit.test_history import gone_back
+from tests.unit.test_history import gone_back, on_a_rival
 from tests.unit.test_paxos import (
     NAMES,
     PARTS,
@@ -239,12 +240,16 @@ class Life:
                 case events.Apply(commit):
                     self.applied.append(commit.round)
                     self.answers.append(events.Applied(commit.round))
+                case events.ReadLog(tip):
+                    raws = [encoding.encode_record(tiny.record(commit)) for commit in self.commits[tip.round + 1 :]]
+                    found = tuple(stretches.read(self.manifest, tip, raws, ME))
+                    self.answers += [events.LogCame(found), events.LogRead()]
                 case events.HoldShards(commit):
                     self.answers += [events.ShardsHeld(commit.round), events.Digested(commit.round, {"embed": "x"})]
 
 
 def test_random_lives_of_a_volunteer_take_every_row_and_apply_every_commit_once() -> None:
-    taken = taken_by(gone_back().member.position)
+    taken = taken_by(gone_back().member.position, on_a_rival().member.position)
     for seed in range(500):
         life = Life(seed)
         life.live(400)
