@@ -86,7 +86,7 @@ async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, Told]]
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id, sparing=True)
         try:
             manifest = await manifest_of(run, transport)
-            yield manifest, Monitor(manifest, transport, dialled=run.dialled)
+            yield manifest, Monitor(manifest, transport, bootstrap=run.bootstrap)
         finally:
             await transport.aclose()
 

@@ -98,6 +98,8 @@ class Peer:
     ) -> None:
         self.manifest = manifest
         self.identity = identity
+        self.bootstrap = tuple(bootstrap)
+        """Addresses that it began with."""
         self.rounds: Rounds | None = None
         """The loop at the round boundaries, as soon as it runs."""
         self._factories = factories or Factories()
@@ -164,11 +166,6 @@ class Peer:
             await text.aclose()
             raise
         return text
-
-    @property
-    def dialled(self) -> tuple[str, ...]:
-        """The nodes that it began with."""
-        return self._operators.dialled
 
     def _head(self) -> Commit | None:
         return None if self.rounds is None else self.rounds.member.commits.get(self.rounds.member.head)
