@@ -68,7 +68,7 @@ class Monitor:
     peers: dict[str, Announcement] = field(default_factory=dict)
     _contacts: Contacts = field(init=False)
     _roster: RosterReader = field(init=False)
-    _heard: float = field(init=False)
+    _heard: tuple[float, float] = field(init=False)
     _answers: dict[str, bool] = field(default_factory=dict)  # whether a node did when it was asked last
     _polls: int = 0
     _look_at: int = 0  # the poll that reads the announcements
@@ -78,12 +78,17 @@ class Monitor:
     def __post_init__(self) -> None:
         self._contacts = Contacts(self.manifest, self.transport, self.bootstrap)
         self._roster = RosterReader(self.transport, self.manifest.run_id)
-        self._heard = self.clock.steady()  # whoever made it was just answered
+        self._hear()  # whoever made it was just answered
 
     @property
     def news_age(self) -> float | None:
-        """Seconds since a node last answered; None when the run is over, since nothing newer will come."""
-        return None if self.finished else self.clock.steady() - self._heard
+        """Seconds since a node last answered; None when the run is over, since nothing newer will come. While a machine sleeps its steady clock
+        may stand still, and the time of day goes on."""
+        steady, wall = self._heard
+        return None if self.finished else max(self.clock.steady() - steady, self.clock.wall() - wall)
+
+    def _hear(self) -> None:
+        self._heard = self.clock.steady(), self.clock.wall()
 
     async def follow(self, sink: Sink) -> None:
         """Polls and tells until the run is over. What is wrong is a warning, told once until all is well again."""
@@ -174,7 +179,7 @@ class Monitor:
         await asking.in_turn(sorted(turned, key=lambda node: not self._answers.get(node, True)), ask)
         if not answered:
             raise failed[0]
-        self._heard = self.clock.steady()
+        self._hear()
         return next(iter(answered.items()))
 
     def _take_page(self, node: str, records: list[bytes], take: Callable[[Record], None]) -> None:

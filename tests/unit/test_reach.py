@@ -526,7 +526,7 @@ def test_a_daemon_is_dialled_back_and_a_remapped_port_is_reached(tmp_path: Path)
             before = len(came)
             await stranger.connect(announced, timeout=DEADLINE)
             assert await call(stranger, peer.peer_id, "echo", b"hello", timeout=DEADLINE) == b"hello"
-        assert len(came) == before + 2, "its greeting is heard first, then it is dialled"
+            assert len(came) == before + 2, "its greeting is heard first, then it is dialled"
             assert stranger.seen_at(peer.peer_id) == announce[0]
 
     asyncio.run(story())
