@@ -15,7 +15,7 @@ import termios
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -24,6 +24,7 @@ DEADLINE = 120.0
 """Seconds for anything to happen."""
 KEPT = 4_000_000
 """Bytes that were drawn."""
+_GET = "import sys, urllib.request; sys.stdout.buffer.write(urllib.request.urlopen(sys.argv[1]).read())"
 _PAGE = re.compile(rb"http://127\.0\.0\.1:\d+/")
 
 
@@ -53,6 +54,8 @@ class Watching:
     url: str = ""
     keys: int = -1
     """Where what is typed goes."""
+    prefix: Sequence[object] = ()
+    """What its command begins with."""
 
     def press(self, key: bytes, sign: bytes) -> None:
         """Types a key, until `sign` is drawn."""
@@ -75,18 +78,23 @@ class Watching:
 
     def get(self, path: str) -> bytes:
         """A part of the page."""
+        if self.prefix:  # it is served in another place than this one
+            command = [*map(str, self.prefix), sys.executable, "-c", _GET, self.url + path]
+            return subprocess.run(command, capture_output=True, timeout=DEADLINE, check=True).stdout
         request = urllib.request.Request(self.url + path, headers={"Accept-Encoding": "identity"})
         with urllib.request.urlopen(request, timeout=DEADLINE) as reply:
             return bytes(reply.read())
 
 
 @contextlib.contextmanager
-def watching(*arguments: object, width: int = 120, height: int = 40, keys: bool = False) -> Iterator[Watching]:
+def watching(
+    *arguments: object, width: int = 120, height: int = 40, keys: bool = False, prefix: Sequence[object] = ()
+) -> Iterator[Watching]:
     """`potluck monitor ARGUMENTS --web 0` on a terminal of this size, as soon as its page is there; ended with the block. `keys`: whether the
-    terminal is its own, so that it takes what is typed."""
+    terminal is its own, so that it takes what is typed; `prefix`: what its command begins with."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-    command = [sys.executable, "-m", "peer.cli", "monitor", *map(str, arguments), "--web", "0"]
+    command = [*map(str, prefix), sys.executable, "-m", "peer.cli", "monitor", *map(str, arguments), "--web", "0"]
     process = subprocess.Popen(
         command,
         stdin=inner,
@@ -97,7 +105,7 @@ def watching(*arguments: object, width: int = 120, height: int = 40, keys: bool 
         env=os.environ | {"TERM": "xterm-256color"},
     )
     os.close(inner)
-    found, there = Watching(process, keys=outer), threading.Event()
+    found, there = Watching(process, keys=outer, prefix=prefix), threading.Event()
 
     def read() -> None:
         with contextlib.suppress(OSError):  # how the end of a terminal reads on Linux

@@ -31,7 +31,7 @@ REACHED = {
 async def dry_run(peer: Peer, transport: Transport) -> Iterator[str]:
     """What it would do, in lines for people. Raises PotluckError, as joining would."""
     own = await peer.rehearse()
-    monitor = Monitor(peer.manifest, transport, dialled=peer.dialled)
+    monitor = Monitor(peer.manifest, transport, bootstrap=peer.bootstrap)
     known = await known_by(monitor)
     return _lines(known, own, None if monitor.head is None else monitor.head.commit)
 

@@ -309,7 +309,7 @@ async def _role(
             find(Finding("line", GOOD, text))
 
     look.at("clock")
-    monitor = Monitor(manifest, transport, dialled=run.dialled)
+    monitor = Monitor(manifest, transport, bootstrap=run.bootstrap)
     known = await known_by(monitor)
     check_nodes([monitor.peers[o] for o in manifest.operators if o in monitor.peers], look.clock, find)
     look.at("line")

@@ -211,7 +211,7 @@ async def _from_run(text: str) -> Known:
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id)
         try:
             manifest = await manifest_of(run, transport)
-            return await known_by(Monitor(manifest, transport, dialled=run.dialled))
+            return await known_by(Monitor(manifest, transport, bootstrap=run.bootstrap))
         finally:
             await transport.aclose()
 

@@ -18,6 +18,7 @@ from peer.ui import metrics, web
 from peer.ui.monitor import Monitor
 from peer.ui.monitor_screen import MonitorScreen
 from peer.ui.replay import Replay
+from peer.ui.run_state import SILENT_SECONDS
 from peer.ui.state import State
 from protocol.errors import UsageError
 from protocol.run.manifest import Manifest
@@ -42,6 +43,11 @@ class WatchOptions:
 
 class Told(Protocol):
     """A run that tells what happens: a Monitor, or a Replay."""
+
+    @property
+    def news_age(self) -> float | None:
+        """Seconds since a node of the run last answered, where that matters."""
+        ...
 
     async def poll(self, sink: Sink) -> None:
         """What there is to tell now."""
@@ -86,7 +92,7 @@ async def _opened(options: WatchOptions) -> AsyncIterator[tuple[Manifest, Told]]
         transport = await start_transport(Path(name), Door(host="127.0.0.1"), run.run_id, sparing=True)
         try:
             manifest = await manifest_of(run, transport)
-            yield manifest, Monitor(manifest, transport, dialled=run.dialled)
+            yield manifest, Monitor(manifest, transport, bootstrap=run.bootstrap)
         finally:
             await transport.aclose()
 
@@ -110,7 +116,7 @@ async def _watch(options: WatchOptions, manifest: Manifest, told: Told, where: d
 
     key = options.dir / KEY
     me = keyfile.load_or_create(key).peer_id if key.is_file() else None
-    screen = MonitorScreen(manifest, leave=leave, me=me)
+    screen = MonitorScreen(manifest, leave=leave, me=me, news_age=lambda: told.news_age)
     with contextlib.ExitStack() as stack:
         for server in _servers(screen, where):
             stack.enter_context(server)
@@ -135,17 +141,18 @@ def _servers(screen: MonitorScreen, where: dict[str, tuple[str, int]]) -> list[w
     paths: dict[tuple[str, int], web.Paths] = {}
     if "--web" in where:
         page = web.page()
-        state = web.Fresh("application/json", lambda: to_json(screen.state()), lambda: screen.told)
+        state = web.Fresh("application/json", lambda: to_json(screen.state()), screen.heard)
         paths[where["--web"]] = {"/": lambda: page, "/state.json": state}
     if "--metrics" in where:
-        figures = web.Fresh(metrics.KIND, lambda: metrics.exposition(screen.state()), lambda: screen.told)
+        figures = web.Fresh(metrics.KIND, lambda: metrics.exposition(screen.state()), screen.heard)
         paths[where["--metrics"]] = {**paths.get(where["--metrics"], {}), "/metrics": figures}
     return [web.Server(address, served) for address, served in paths.items()]
 
 
 async def _print_changes(told: Told, screen: MonitorScreen) -> None:
-    """Prints the state when something has happened, once in CHANGE_SECONDS at most, and in the end."""
-    changed = False
+    """Prints the state when something has happened, once in CHANGE_SECONDS at most, and in the end; once in SILENT_SECONDS where no node
+    answers."""
+    changed, silence = False, 0.0
 
     def take(event: Event) -> None:
         nonlocal changed
@@ -156,8 +163,10 @@ async def _print_changes(told: Told, screen: MonitorScreen) -> None:
     try:
         while not work.done():
             await asyncio.wait([work], timeout=CHANGE_SECONDS)
-            if changed:
-                changed = False
+            _, silent = screen.heard()
+            over = silence if silent is None else silent >= silence + SILENT_SECONDS
+            if changed or over:
+                changed, silence = False, silent or 0.0
                 print(to_json(screen.state()), flush=True)
         work.result()
     finally:

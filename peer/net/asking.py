@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
 from peer.net.base import Transport, call
 from protocol.errors import RemoteError
 from protocol.identity import short_peer
@@ -10,6 +13,26 @@ from protocol.wire.decree import Motion, Motions
 from protocol.wire.session import LogRequest
 
 CALL_SECONDS = 10.0
+NEXT_SECONDS = 1.0
+"""After which another node is asked besides, where one has not answered: it may just have died."""
+
+
+async def in_turn(nodes: Iterable[str], ask: Callable[[str], Awaitable[bool]]) -> None:
+    """Asks one node after the other until `ask` says that all is known; the next one besides where one takes long. Raises what `ask` raises."""
+    left, asked = list(nodes), set[asyncio.Task[bool]]()
+    try:
+        while left or asked:
+            if left:
+                asked.add(asyncio.ensure_future(ask(left.pop(0))))
+            done, asked = await asyncio.wait(
+                asked, timeout=NEXT_SECONDS if left else None, return_when=asyncio.FIRST_COMPLETED
+            )
+            if any(task.result() for task in done):
+                return
+    finally:
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def page(transport: Transport, node: str, after: int, seconds: float = CALL_SECONDS) -> list[bytes]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+from peer.net import greeting
 from peer.net.address import host_of, is_circuit, port_of
 from peer.net.allowance import Allowance
 from peer.net.base import Transport, serve_calls
@@ -23,8 +24,6 @@ from protocol.identity import short_peer
 from protocol.wire import encoding, endpoints
 from protocol.wire.dial_back import Dialled, DialMe
 
-GREETING = b"\x13/multistream/1.0.0\n"
-"""What a libp2p host sends first, whoever connects (https://github.com/multiformats/multistream-select)."""
 MAX_REQUEST = 256
 
 Greets = Callable[[str, int], Coroutine[Any, Any, bool]]
@@ -49,15 +48,9 @@ BOUNDS = Bounds()
 async def greets(host: str, port: int) -> bool:
     """Whether a libp2p host greets there. Takes as long as the other side likes."""
     try:
-        reader, writer = await asyncio.open_connection(host, port, limit=2 * len(GREETING))
+        return await greeting.is_given(host, port)
     except OSError:
         return False
-    try:
-        return await reader.readexactly(len(GREETING)) == GREETING
-    except (OSError, EOFError):
-        return False
-    finally:
-        writer.transport.abort()
 
 
 class DialBack:

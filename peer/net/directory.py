@@ -1,4 +1,4 @@
-"""Who is where: a node's own announcement, and how it finds others.
+"""Who is where: a node's own announcement, and those of others as far as it has them (peer/net/contacts.py).
 
 An announcement does not travel through the daemon: `Directory` tells ours and reads the others'. A peer tells it to the bootstrap nodes, in
 its sessions, and asks them for the announcement of whomever it needs. In the DHT are the announcements of the bootstrap nodes and of
@@ -11,21 +11,18 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from peer.net import roster
 from peer.net.address import is_circuit
 from peer.net.base import MAX_TTL, Transport, Validate
 from peer.net.clock import Clock
+from peer.net.contacts import Contacts
 from protocol.errors import RemoteError
-from protocol.identity import Identity, short_peer
+from protocol.identity import Identity
 from protocol.run.manifest import Manifest
 from protocol.wire import endpoints, sealed
 from protocol.wire.announcement import Announcement
-from protocol.wire.decree import Board
-from protocol.wire.plan import Plan
-from protocol.wire.roster import MOST_LOOKED_UP
 
 TTL_SECONDS = 300.0
 """Of a record in the DHT; it is stored again after a third of it. To store one costs everybody who keeps it a reading of all."""
@@ -39,25 +36,15 @@ LOOK_SECONDS = 2.0
 """How often we ask the daemon whether our own addresses have changed; it looks every five seconds."""
 CIRCUITS = 4
 """Addresses through libp2p's relays that are told, at most: they carry signals only, and a record is short."""
-NEXT_SECONDS = 1.0
-"""After which another node is asked who somebody is, where one has not answered: it may just have died."""
 DIALS = 32
 """Peers that are dialled at once when they have."""
 SAMPLE = 32
 """Peers that are in the DHT, about. Each store makes each of the five who keep the key send all of it: 10 kB a second."""
 
 
-async def announcements(transport: Transport, run: str) -> dict[str, Announcement]:
-    """What everybody announces for `run`, by peer id; each is signed by its peer. Raises RemoteError."""
-    records = await transport.get(endpoints.announcements_key(run))
-    found = {subkey: sealed.unseal_announcement(record, subkey, run) for subkey, record in records.items()}
-    return {peer: announcement for peer, announcement in found.items() if announcement is not None}
-
-
-class Directory:
-    """Who is where: our announcement and everybody else's. `bootstrap`: addresses to begin with. `crowd`: how many peers the run has, as
-    far as we know. `sealed`: our newest announcement as others get it; empty before the first. `moved(addresses)` is called when others
-    reach us elsewhere than before, relays aside."""
+class Directory(Contacts):
+    """Who is where: our announcement and everybody else's. `sealed`: our newest announcement as others get it; empty before the first.
+    `moved(addresses)` is called when others reach us elsewhere than before, relays aside."""
 
     def __init__(
         self,
@@ -69,28 +56,16 @@ class Directory:
         clock: Clock | None = None,
         moved: Callable[[Sequence[str]], None] = lambda addresses: None,
     ) -> None:
-        self.manifest = manifest
+        super().__init__(manifest, transport, bootstrap)
         self.announcement = announcement
-        self.known: dict[str, Announcement] = {}
-        self.crowd = manifest.start_peers
         self.sealed = b""
         self._said: Announcement | None = None
         self._serial = 0
         self._identity = identity
-        self._transport = transport
-        self._bootstrap = tuple(bootstrap)
-        self._reached: set[str] = set()
         self._clock = clock or Clock()
         self._moved = moved
         self._found: tuple[str, ...] = ()
         self._direct = self._where(circuits=False)
-        self._wanted: dict[str, None] = {}
-        self._asking = asyncio.Lock()
-        self.operators = manifest.operators
-        """Who operates the run, as far as we know."""
-        self._planned: tuple[str, ...] = ()
-        self._places: tuple[str, ...] = ()
-        transport.prefer(manifest.operators)
         self._place = int.from_bytes(hashlib.sha256(identity.peer_id.encode()).digest()[:8]) / 2**64
 
     def update(self, **fields: object) -> None:
@@ -100,20 +75,6 @@ class Directory:
     def placed(self, coordinates: tuple[float, ...]) -> None:
         """We are there (protocol/planning/coordinates.py)."""
         self.update(coordinates=coordinates)
-
-    def planned(self, plan: Plan) -> None:
-        """The run goes on with these: their announcements are kept before those of strangers."""
-        self.crowd = plan.count
-        self._planned = tuple(plan.peers)
-        self._transport.prefer((*self.operators, *self._planned))
-
-    def follow(self, board: Board, others: Iterable[str] = ()) -> None:
-        """These operate the run now; `others`: who is taken for an operator besides."""
-        operators = tuple(dict.fromkeys((*board.names, *others)))
-        self._places = tuple(f"{_without(a, o.peer)}/p2p/{o.peer}" for o in board.operators for a in o.places)
-        if operators != self.operators:
-            self.operators = operators
-            self._transport.prefer((*self.operators, *self._planned))
 
     # --- what we say
 
@@ -179,125 +140,12 @@ class Directory:
                 self._moved(self._direct)
                 self._reached.clear()
                 gate = asyncio.Semaphore(DIALS)
-                await asyncio.gather(*(self._dial(peer, gate) for peer in list(self.known)))
+                await asyncio.gather(*(self._dial_gated(peer, gate) for peer in list(self.known)))
 
-    async def _dial(self, peer: str, gate: asyncio.Semaphore) -> None:
+    async def _dial_gated(self, peer: str, gate: asyncio.Semaphore) -> None:
         async with gate:
             with contextlib.suppress(RemoteError):  # it finds us by our announcement
                 await self.reach(peer)
-
-    # --- where others are
-
-    async def peers(self) -> list[str]:
-        """Some of those who are announced, by chance. Raises RemoteError."""
-        for node in self.nodes():
-            with contextlib.suppress(RemoteError):
-                found = await roster.look_up(self._transport, self.manifest.run_id, node, sample=MOST_LOOKED_UP)
-                self.learn(found.values())
-                return list(found)
-        found = await announcements(self._transport, self.manifest.run_id)
-        self.learn(found.values())
-        return list(found)
-
-    def learn(self, found: Iterable[Announcement]) -> None:
-        """Remembers announcements; one that is older than what we know changes nothing. Who is elsewhere now is dialled there."""
-        for announcement in found:
-            known = self.known.get(announcement.peer)
-            if known is not None and known.serial >= announcement.serial:
-                continue
-            if known is not None and known.addresses != announcement.addresses:
-                self._reached.discard(announcement.peer)
-            self.known[announcement.peer] = announcement
-
-    async def reach(self, peer: str) -> None:
-        """Connects to `peer`, once, at the addresses it announced or that we began with. Raises RemoteError."""
-        if peer in self._reached:
-            return
-        if not self.addresses(peer):
-            await self._find(peer)
-        addresses = self.addresses(peer)
-        if not addresses:
-            raise RemoteError(peer, f"peer {short_peer(peer)}: no announcement is found; it is tried again")
-        await self._transport.connect(addresses, timeout=10.0)
-        self._reached.add(peer)
-
-    def addresses(self, peer: str) -> list[str]:
-        """Those that `peer` announced, as far as we know, or that we began with."""
-        announced = self.known[peer].addresses if peer in self.known else ()
-        known = dict.fromkeys((*self._bootstrap, *self._places))
-        return [*(a for a in known if a.endswith(f"/p2p/{peer}")), *announced]
-
-    async def _find(self, peer: str) -> None:
-        """Learns the announcement of `peer`, if anybody has it; those who want others meanwhile ask together. Raises RemoteError."""
-        self._wanted[peer] = None
-        async with self._asking:
-            if peer not in self._wanted:
-                return  # whoever asked before us has asked for it too
-            wanted = [peer, *(p for p in self._wanted if p != peer)][:MOST_LOOKED_UP]
-            for name in wanted:
-                del self._wanted[name]
-            if not set(wanted) <= set(self.operators):
-                await self._ask_nodes(wanted)
-                if all(name in self.known for name in wanted):
-                    return
-            found = await announcements(self._transport, self.manifest.run_id)
-            self.learn(found[name] for name in wanted if name in found)
-
-    async def _ask_nodes(self, wanted: Sequence[str]) -> None:
-        """Asks one node after the other, since a peer that has come lately has not told every node yet; the next one besides where one takes
-        long. Raises TransportLost."""
-
-        async def ask(node: str) -> None:
-            with contextlib.suppress(RemoteError):
-                missing = [name for name in wanted if name not in self.known]
-                found = await roster.look_up(self._transport, self.manifest.run_id, node, missing)
-                self.learn(found[name] for name in missing if name in found)
-
-        nodes, asked = self.nodes(), set[asyncio.Task[None]]()
-        try:
-            while (nodes or asked) and not all(name in self.known for name in wanted):
-                if nodes:
-                    asked.add(asyncio.create_task(ask(nodes.pop())))
-                patience = NEXT_SECONDS if nodes else None
-                done, asked = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-
-    def nodes(self) -> list[str]:
-        """The bootstrap nodes, in any order."""
-        others = [node for node in self.operators if node != self._transport.peer_id]
-        random.shuffle(others)
-        return others
-
-    @property
-    def reached(self) -> Sequence[str]:
-        """Those to whom we have connected."""
-        return tuple(self._reached)
-
-    def lost(self, peer: str) -> None:
-        """Forgets how `peer` was reached: it may come back elsewhere."""
-        self._reached.discard(peer)
-        self.known.pop(peer, None)
-
-    async def connect(self) -> None:
-        """Connects to any of the addresses that we began with, if there are any; failures are tried again by whoever needs it."""
-        others = [
-            a
-            for a in dict.fromkeys((*self._bootstrap, *self._places))
-            if not a.endswith(f"/p2p/{self._transport.peer_id}")
-        ]
-        if others:
-            with contextlib.suppress(RemoteError):
-                await self._transport.connect(others, timeout=10.0)
-
-
-def _without(address: str, peer: str) -> str:
-    """An address without the id of its peer at its end."""
-    return address.removesuffix(f"/p2p/{peer}").rstrip("/")
 
 
 def latest_expiry(run: str) -> Callable[[bytes], float]:

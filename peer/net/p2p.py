@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hivemind.proto import p2pd_pb2
 
-from peer.net import descriptors, keyfile
+from peer.net import descriptors, greeting, keyfile
 from peer.net import sockets as sockets_of
 from peer.net.address import is_circuit, parse
 from peer.net.base import BadAddress, Handler, StartFailed, Timeout, TransportLost, Unreachable, Validate
@@ -235,6 +235,7 @@ class P2PTransport(Endpoint):
         while True:
             left = deadline - asyncio.get_running_loop().time()
             try:
+                await self._greeted(peer, known, what, max(left, 0.1))
                 _, writer, _ = await self.daemon.ask(request, peer, what, max(left, 0.1))
             except RemoteError as error:
                 if UNDIALLED in str(error) and (why := await why_unknown(known)):
@@ -255,6 +256,17 @@ class P2PTransport(Endpoint):
                     return Unreachable(peer, f"{what}: {SIGNALS_ONLY}; try again")
                 if deadline - asyncio.get_running_loop().time() < RETRY_SECONDS:
                     return Timeout(peer, f"{what}: no answer within {timeout:g} s; check the address and the link")
+
+    async def _greeted(self, peer: str, known: Collection[str], what: str, left: float) -> None:
+        """The daemon is to dial only whoever is there (peer/net/greeting.py). Raises Unreachable where nobody is; through a circuit, or over a
+        connection that there is, a peer may come though it is at none of its addresses."""
+        if any(map(is_circuit, known)):
+            return
+        if reason := await greeting.why_silent(known, min(left, greeting.SECONDS)):
+            with contextlib.suppress(TimeoutError):
+                if peer in await self.daemon.within(self.daemon.connected(), CLOSE_SECONDS):
+                    return
+            raise Unreachable(peer, f"{what}: {reason}; check the address and that it runs")
 
     async def _end_circuit(self, peer: str) -> None:
         """Ends the circuits to `peer` if there is no connection: the daemon would take them for one, and dial none of its addresses. The DHT

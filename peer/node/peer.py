@@ -101,6 +101,8 @@ class Peer:
     ) -> None:
         self.manifest = manifest
         self.identity = identity
+        self.bootstrap = tuple(bootstrap)
+        """Addresses that it began with."""
         self.rounds: Rounds | None = None
         """The loop at the round boundaries, as soon as it runs."""
         self._factories = factories or Factories()
@@ -186,11 +188,6 @@ class Peer:
             f"memory: {room.memory_bytes / 1e6:.0f} MB offered, {part} needs {needed / 1e6:.0f} MB;"
             " offer more with --memory, or join a run with a smaller model"
         )
-
-    @property
-    def dialled(self) -> tuple[str, ...]:
-        """The nodes that it began with."""
-        return self._operators.dialled
 
     def _head(self) -> Commit | None:
         return None if self.rounds is None else self.rounds.member.commits.get(self.rounds.member.head)

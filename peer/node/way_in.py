@@ -19,7 +19,7 @@ from pathlib import Path
 from peer.net import reach, roster
 from peer.net.address import host_of, is_circuit, is_loopback, is_public
 from peer.net.base import Transport
-from peer.net.directory import announcements
+from peer.net.contacts import announcements
 from peer.net.reach import Finding
 from peer.node.open_run import Door, Run, start_transport
 from protocol.errors import RemoteError

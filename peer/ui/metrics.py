@@ -30,6 +30,8 @@ def _one(name: str, kind: str, about: str, of: Callable[[State], float | None]) 
 
 
 def _roles(s: State) -> Mapping[str, float]:
+    if s.silent:
+        return {}
     found = Counter(p.role if p.role in ROLES else "waiting" for p in s.peers if p.here)
     return {role: found[role] for role in ROLES}
 
@@ -39,7 +41,18 @@ def _replicas(s: State) -> Mapping[str, float]:
     return {"full": len(s.replicas) - chains, "chain": chains}
 
 
+def _now(of: Callable[[State], float | None]) -> Callable[[State], float | None]:
+    """What is so now, which is not known where no node answers."""
+    return lambda s: None if s.silent else of(s)
+
+
 METRICS = (
+    _one(
+        "potluck_news_age_seconds",
+        "gauge",
+        "For how long no bootstrap node has answered this monitor; all other figures are as old. None when the run is over.",
+        lambda s: s.news_age_seconds,
+    ),
     _one("potluck_round", "gauge", "The open round; 0 before the first plan.", lambda s: s.round),
     _one("potluck_rounds", "gauge", "How many rounds the run has.", lambda s: s.rounds),
     _one("potluck_finished", "gauge", "1 when the last round is decided.", lambda s: s.finished),
@@ -64,7 +77,7 @@ METRICS = (
         lambda s: s.held_out.round if s.held_out else None,
     ),
     _one("potluck_tokens_total", "counter", "Tokens that were trained and committed.", lambda s: s.tokens),
-    _one("potluck_tokens_per_second", "gauge", "In the newest rounds.", lambda s: s.tokens_per_second),
+    _one("potluck_tokens_per_second", "gauge", "In the newest rounds, while a node answers.", _now(lambda s: s.tokens_per_second)),
     _one(
         "potluck_round_seconds",
         "gauge",
@@ -77,16 +90,16 @@ METRICS = (
         "When the newest round was decided, Unix seconds.",
         lambda s: s.recent[0].time if s.recent else None,
     ),
-    _one("potluck_peers_here", "gauge", "Peers that are there.", lambda s: s.peers_here),
+    _one("potluck_peers_here", "gauge", "Peers that are there, while a node answers.", _now(lambda s: s.peers_here)),
     Metric(
-        "potluck_peers", "gauge", "Peers that are there, by role, of the first 600 of the plan's order.", _roles, "role"
+        "potluck_peers", "gauge", "Peers that are there, while a node answers, by role, of the first 600 of the plan's order.", _roles, "role"
     ),
     Metric("potluck_replicas", "gauge", "Replicas of the newest plan, by kind, 600 at most.", _replicas, "kind"),
     Metric(
         "potluck_reachable_peers",
         "gauge",
-        "Peers, by how others reach them.",
-        lambda s: dict(s.health.reachable),
+        "Peers, by how others reach them, while a node answers.",
+        lambda s: {} if s.silent else dict(s.health.reachable),
         "how",
     ),
     _one("potluck_contributors", "gauge", "Peers that were ever planned.", lambda s: s.contributors_total),
@@ -106,8 +119,8 @@ METRICS = (
     _one(
         "potluck_operators_here",
         "gauge",
-        "Bootstrap nodes that are there.",
-        lambda s: sum(o.here for o in s.health.operators),
+        "Bootstrap nodes that are there, while one answers.",
+        _now(lambda s: sum(o.here for o in s.health.operators)),
     ),
     _one("potluck_operators", "gauge", "Bootstrap nodes that the manifest names.", lambda s: len(s.health.operators)),
     _one("potluck_votes_needed", "gauge", "Votes that decide a round.", lambda s: s.health.votes_needed),

@@ -3,6 +3,9 @@
 Nobody is believed. Every commit must have the votes of a majority and follow the one before it
 (protocol/rounds/validation.py), and every announcement must be signed by its peer. A peer announces itself every few
 seconds only, so the steps that it tells are a sample.
+
+A node that is lost is looked for and dialled again as peers do it (peer/net/contacts.py). What is known is as old as the last answer
+of a node, `news_age`.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from dataclasses import dataclass, field
 
 from peer import events
 from peer.events import Event, Sink
-from peer.net import asking, directory
+from peer.net import asking
+from peer.net.address import peers_of
 from peer.net.base import Transport
+from peer.net.clock import Clock
+from peer.net.contacts import Contacts, announcements
 from peer.net.roster import RosterReader
 from peer.ui.snapshot import Snapshot, snapshot
 from protocol.errors import RemoteError
@@ -32,12 +38,16 @@ from protocol.wire.plan import Plan
 from protocol.wire.schema import plain
 
 POLL_SECONDS = 1.0
+LONGEST_PAUSE = 5.0
+"""Seconds between two looks where nobody answers, at most."""
 PEERS_A_POLL = 25
 """Announcements cost most of what a monitor takes, since each has to be verified. In a swarm of more peers they are read less often."""
 MOST_POLLS = 60
 """Between two looks at the announcements, however many peers there are."""
 COMPARE_POLLS = 10
 """So often another operator's newest commit is compared with ours."""
+COMPARE_SECONDS = 2.0
+"""That it has to show it; the log waits for it."""
 
 
 class BadLog(RemoteError):
@@ -46,38 +56,56 @@ class BadLog(RemoteError):
 
 @dataclass(slots=True)
 class Monitor:
-    """`dialled`: nodes that answered when the run was looked for; `head`: the newest commit of the log; `peers`: the newest announcement of everyone who is there. The commits before are told and
-    not kept: a long run of many peers would take all memory."""
+    """`bootstrap`: addresses where the run was found; `head`: the newest commit of the log; `peers`: the newest announcement of everyone who is
+    there. The commits before are told and not kept: a long run of many peers would take all memory."""
 
     manifest: Manifest
     transport: Transport
     poll_seconds: float = POLL_SECONDS
-    dialled: tuple[str, ...] = ()
+    bootstrap: tuple[str, ...] = ()
+    clock: Clock = field(default_factory=Clock)
     head: Record | None = None
     peers: dict[str, Announcement] = field(default_factory=dict)
+    _contacts: Contacts = field(init=False)
     _roster: RosterReader = field(init=False)
+    _heard: tuple[float, float] = field(init=False)
+    _answers: dict[str, bool] = field(default_factory=dict)  # whether a node did when it was asked last
     _polls: int = 0
     _look_at: int = 0  # the poll that reads the announcements
     _members: tuple[str, ...] = ()
     _forked: bool = False
 
     def __post_init__(self) -> None:
+        self._contacts = Contacts(self.manifest, self.transport, self.bootstrap)
         self._roster = RosterReader(self.transport, self.manifest.run_id)
+        self._hear()  # whoever made it was just answered
+
+    @property
+    def news_age(self) -> float | None:
+        """Seconds since a node last answered; None when the run is over, since nothing newer will come. While a machine sleeps its steady clock
+        may stand still, and the time of day goes on."""
+        steady, wall = self._heard
+        return None if self.finished else max(self.clock.steady() - steady, self.clock.wall() - wall)
+
+    def _hear(self) -> None:
+        self._heard = self.clock.steady(), self.clock.wall()
 
     async def follow(self, sink: Sink) -> None:
         """Polls and tells until the run is over. What is wrong is a warning, told once until all is well again."""
-        warned: set[str] = set()
+        warned, pause = set[str](), self.poll_seconds
         while True:
             try:
                 await self.poll(sink)
                 warned.clear()
+                pause = self.poll_seconds
             except RemoteError as error:
+                pause = min(2 * pause, LONGEST_PAUSE)
                 if str(error) not in warned:
                     warned.add(str(error))
                     sink(Event(time.time(), "monitor", events.Warning(text=str(error))))
             if self.finished:
                 return
-            await asyncio.sleep(self.poll_seconds)
+            await asyncio.sleep(pause)
 
     async def poll(self, sink: Sink) -> None:
         """One look at the log and at the announcements. Raises RemoteError, LocalError."""
@@ -100,9 +128,8 @@ class Monitor:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Whom we ask: the node that we began with, and who operates the run."""
-        head = None if self.head is None else self.head.commit
-        return tuple(dict.fromkeys((*self.dialled, *board.operators(self.manifest, head))))
+        """Whom we ask: the nodes that we began with, and who operates the run."""
+        return tuple(dict.fromkeys((*peers_of(self.bootstrap), *self._contacts.operators)))
 
     @property
     def finished(self) -> bool:
@@ -122,34 +149,65 @@ class Monitor:
         return json.dumps(plain(await self.snapshot()), indent=1)
 
     async def _read(self, take: Callable[[Record], None]) -> None:
-        """Takes the records that the log has and we had not, from the first bootstrap node that answers, checked."""
-        *others, last = self.nodes
-        for node in others:
-            with contextlib.suppress(RemoteError):
-                return await self._read_log(node, take)
-        await self._read_log(last, take)
+        """Takes the records that the log has and we had not, checked, from any bootstrap node. Raises RemoteError where none answers."""
+        while (found := await self._next_page())[1]:
+            self._take_page(*found, take)
 
-    async def _read_log(self, node: str, take: Callable[[Record], None]) -> None:
-        while records := await asking.page(self.transport, node, -1 if self.head is None else self.head.commit.round):
-            for raw in records:
-                before = None if self.head is None else self.head.commit
-                self._members = self.manifest.first_members if before is None else before.members
-                try:
-                    self.head = validation.follow(self.manifest, before, raw)
-                except BadCommit as error:
-                    round = 0 if before is None else before.round + 1
-                    where = f"log of {short_peer(node)}: the commit of round {round}"
-                    raise BadLog(node, f"{where} {error}; ask another bootstrap node") from None
-                take(self.head)
+    async def _next_page(self) -> tuple[str, list[bytes]]:
+        """A node, and what its log has after what we have. Those that answered last time are asked before the others, in turn, so that none
+        that is cut off from the rest, or that lies, is the only one to be heard."""
+        after, answered, failed = (
+            -1 if self.head is None else self.head.commit.round,
+            dict[str, list[bytes]](),
+            list[RemoteError](),
+        )
+
+        async def ask(node: str) -> bool:
+            self._answers[node] = False
+            try:
+                answered[node] = await self._contacts.call(
+                    node, lambda transport, peer: asking.page(transport, peer, after)
+                )
+            except RemoteError as error:
+                failed.append(error)
+            self._answers[node] = node in answered
+            return node in answered
+
+        nodes = self.nodes
+        first = self._polls % len(nodes)
+        turned = (*nodes[first:], *nodes[:first])
+        await asking.in_turn(sorted(turned, key=lambda node: not self._answers.get(node, True)), ask)
+        if not answered:
+            raise failed[0]
+        self._hear()
+        return next(iter(answered.items()))
+
+    def _take_page(self, node: str, records: list[bytes], take: Callable[[Record], None]) -> None:
+        for raw in records:
+            before = None if self.head is None else self.head.commit
+            self._members = self.manifest.first_members if before is None else before.members
+            try:
+                self.head = validation.follow(self.manifest, before, raw)
+            except BadCommit as error:
+                self._answers[node] = False
+                round = 0 if before is None else before.round + 1
+                where = f"log of {short_peer(node)}: the commit of round {round}"
+                raise BadLog(node, f"{where} {error}; ask another bootstrap node") from None
+            self._contacts.follow(board.of(self.manifest, self.head.commit))
+            take(self.head)
 
     async def _compare(self, head: Record, node: str, sink: Sink) -> None:
         """Tells whether `node` has another decided commit of the newest round: then the run is forked."""
         commit = head.commit
         try:
-            found = await asking.page(self.transport, node, commit.round - 1)
+            async with asyncio.timeout(COMPARE_SECONDS):
+                found = await self._contacts.call(
+                    node, lambda transport, peer: asking.page(transport, peer, commit.round - 1)
+                )
             other = encoding.decode_record(found[0], node) if found else head
-        except RemoteError:
+        except (RemoteError, TimeoutError):
             return
+        self._answers[node] = True
         same = (other.commit.run, other.commit.round) == (commit.run, commit.round)
         if same and other.commit.digest != commit.digest and is_decided(other, self._members):
             self._forked = True
@@ -160,15 +218,16 @@ class Monitor:
         """The newest announcement of everyone whom a bootstrap node knows, and of the other nodes; without one, of those in the DHT.
         Raises RemoteError where neither answers."""
         try:
-            await self._roster.refresh(self.nodes)
+            await self._roster.refresh(sorted(self.nodes, key=lambda node: not self._answers.get(node, True)))
         except RemoteError:
-            return await directory.announcements(self.transport, self.manifest.run_id)
-        found = dict(self._roster.known)
-        operators = board.operators(self.manifest, None if self.head is None else self.head.commit)
-        if not set(operators) <= set(found):
-            with contextlib.suppress(RemoteError):
-                stored = await directory.announcements(self.transport, self.manifest.run_id)
-                found.update({p: a for p, a in stored.items() if p in operators and p not in found})
+            found = await announcements(self.transport, self.manifest.run_id)
+        else:
+            found = dict(self._roster.known)
+            if not set(self._contacts.operators) <= set(found):
+                with contextlib.suppress(RemoteError):
+                    stored = await announcements(self.transport, self.manifest.run_id)
+                    found.update({p: a for p, a in stored.items() if p in self._contacts.operators and p not in found})
+        self._contacts.learn(found[node] for node in self._contacts.operators if node in found)
         return found
 
     async def _announcements(self, sink: Sink) -> None:

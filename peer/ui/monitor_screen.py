@@ -27,7 +27,7 @@ _STDIN = 0
 
 class MonitorScreen(Screen):
     """Shows a run and takes keys, where there is a terminal for either. `leave` is called, on another thread, when its watcher has had
-    enough. `me`: the watcher's own peer, if he has one."""
+    enough. `me`: the watcher's own peer, if he has one. `news_age()`: seconds since a node last answered, as peer/ui/monitor.py has it."""
 
     refresh_per_second = 0.5
     """A key has the screen drawn at once, too."""
@@ -38,6 +38,7 @@ class MonitorScreen(Screen):
         console: Console | None = None,
         leave: Callable[[], None] = lambda: None,
         me: str | None = None,
+        news_age: Callable[[], float | None] = lambda: None,
     ) -> None:
         super().__init__(manifest, console=console)
         self.watched = Watched(manifest)
@@ -49,12 +50,21 @@ class MonitorScreen(Screen):
         self._paused: Watched | None = None
         self._leave = leave
         self._me = me
+        self._news_age = news_age
+        self._was_silent = False
         self._keys = contextlib.ExitStack()
 
     def state(self) -> State:
         """As of now. Any thread may ask."""
         with self._lock:
+            self.view.news_age = self._news_age()
             return state(self.watched, time.time())
+
+    def heard(self) -> tuple[int, int | None]:
+        """What differs whenever there is something else to show: events that were taken, seconds of silence. Any thread may ask."""
+        with self._lock:
+            self.view.news_age = age = self._news_age()
+            return self.told, int(age) if age is not None and self.view.is_silent else None
 
     def take(self, event: Event) -> None:
         """A Sink that prints nothing."""
@@ -104,10 +114,18 @@ class MonitorScreen(Screen):
         self._news, self.told = True, self.told + 1
         self.watched.feed(event)
 
+    def _has_news(self) -> bool:
+        """While nobody answers, the seconds are counted."""
+        news, silent = super()._has_news(), self.heard()[1] is not None
+        news, self._was_silent = news or silent or self._was_silent, silent
+        return news
+
     def _drawn(self, width: int, height: int) -> RenderableType:
+        self.view.news_age = self._news_age()
         if self.browsing is None:
             return super()._drawn(width, height)
         shown = self._paused or self.watched
+        shown.view.news_age = self.view.news_age
         return draw(shown, self.browsing, width, height, ascii_only=self.console.options.ascii_only, me=self._me)
 
 

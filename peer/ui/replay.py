@@ -30,6 +30,10 @@ class Replay:
         self._manifest = manifest
         self._file = file
 
+    @property
+    def news_age(self) -> None:
+        """A recording does not get older."""
+
     async def poll(self, sink: Sink) -> None:
         """Everything at once."""
         found = False

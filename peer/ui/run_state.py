@@ -21,6 +21,8 @@ from protocol.run.manifest import Manifest
 from protocol.wire.announcement import NODE_DEVICE
 from protocol.wire.plan import Plan, ReplicaSpec
 
+SILENT_SECONDS = 5.0
+"""Without an answer of any node after which a watcher is told so."""
 MESSAGES = 200
 """Notes that are kept for the reader."""
 _MOST_POINTS = _MOST_PEERS = 20_000
@@ -143,6 +145,8 @@ class View:
     """When the first event happened."""
     now: float = 0.0
     """When the newest event happened."""
+    news_age: float | None = None
+    """Seconds since a node of the run last answered its watcher; None in a recording, of a run that is over, and where the run's own processes tell."""
     _steps: dict[tuple[int, int], tuple[float, int]] = field(default_factory=dict)
     _attests: dict[int, dict[str, dict[str, str]]] = field(default_factory=dict)
     _commit_times: dict[int, float] = field(default_factory=dict)
@@ -179,8 +183,15 @@ class View:
         return min(1.0, (self.rounds_done + part) / self.rounds)
 
     @property
+    def is_silent(self) -> bool:
+        """Whether what is now cannot be known: all that is known is as old as the news."""
+        return self.news_age is not None and self.news_age > SILENT_SECONDS
+
+    @property
     def eta(self) -> float | None:
-        """Seconds to the last commit at the pace of the last five rounds; None before there is one."""
+        """Seconds to the last commit at the pace of the last five rounds; None before there is one, and where nobody answers."""
+        if self.is_silent:
+            return None
         times = sorted(self._commit_times.items())[-6:]
         if self.finished or len(times) < 2 or times[-1][0] == times[0][0]:
             return None

@@ -116,7 +116,10 @@ def _there(view: View) -> str:
     nodes = sum(p.device == NODE_DEVICE for p in view.peers.values())
     here = _here(view)
     gone = len(view.peers) - nodes - here
-    counts = f"{here:,} there", f"{gone:,} gone" if gone else "", number(nodes, "bootstrap node") if nodes else ""
+    there = f"{here:,} there"
+    if view.is_silent and view.news_age is not None:
+        there += f" {duration(view.news_age)} ago"
+    counts = there, f"{gone:,} gone" if gone else "", number(nodes, "bootstrap node") if nodes else ""
     return f"peers: {', '.join(filter(None, counts))}"
 
 
@@ -148,12 +151,15 @@ def _title(view: View, width: int) -> Text:
         text = f"gathering peers, {_here(view)} of {manifest.start_peers}"
     else:
         text = f"round {min(view.round, view.rounds):,} of {view.rounds:,}"
-    if view.eta is not None:
+    if view.is_silent and view.news_age is not None:
+        text += f" · no news for {duration(view.news_age)}"
+    elif view.eta is not None:
         text += f" · {duration(view.eta)} left"
     elif view.began is not None and view.finished:
         text += f" in {duration(view.now - view.began)}"
     left.truncate(max(0, width - len(text) - 2), overflow="ellipsis")
-    return Text.assemble(left, " " * max(1, width - left.cell_len - len(text) - 1), (text, "bold"), no_wrap=True)
+    style = LEVEL_STYLES["error"] if view.is_silent else "bold"
+    return Text.assemble(left, " " * max(1, width - left.cell_len - len(text) - 1), (text, style), no_wrap=True)
 
 
 def _bar(view: View, width: int) -> Text:

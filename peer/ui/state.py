@@ -253,7 +253,13 @@ class State:
     name: str
     """The run's name in the manifest."""
     time: float
-    """Now, Unix seconds."""
+    """Now, Unix seconds on the watcher's clock."""
+    heard: float | None
+    """When a node of the run last answered, on the same clock: all that follows is of then; null in a recording, and when the run is over."""
+    news_age_seconds: float | None
+    """For so long no node has answered; null in a recording, and when the run is over."""
+    silent: bool
+    """Whether that is longer than five seconds: what follows may not be so any more."""
     round: int
     """The open round; 0 before the first plan."""
     rounds: int
@@ -265,7 +271,7 @@ class State:
     progress: float
     """Of the run, 0 to 1."""
     seconds_left: float | None
-    """At the pace of the last rounds; null while that is not known."""
+    """At the pace of the last rounds; null while that is not known, as where no node answers."""
     blocks: int
     """Of the model."""
     tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from rich.text import Text
 from peer.ui.contributors import contributors, own_lines
 from peer.ui.lines import MARKS
 from peer.ui.screen import LEVEL_STYLES
-from peer.ui.state import State, StateHealth, StatePeer, StateReplica
+from peer.ui.state import State, StatePeer, StateReplica
 from peer.ui.text import blocks, clock, count, duration, number, rate, size
 from peer.ui.utilization import LEGEND, WAITS, Bottleneck, percent
 from protocol.rounds.credits import Credits
@@ -51,7 +52,15 @@ class Sheet:
 
 def sheet(view: str, state: State) -> Sheet:
     """One of the views that are tables of what is known of a run."""
-    return {"chains": _chains, "rounds": _rounds, "credits": _contributors, "health": _health}[view](state)
+    made = {"chains": _chains, "rounds": _rounds, "credits": _contributors, "health": _health}[view]
+    return _dated(made(state), state)
+
+
+def _dated(made: Sheet, state: State) -> Sheet:
+    """Its title says how old it is, if that matters."""
+    if not state.silent or state.news_age_seconds is None:
+        return made
+    return dataclasses.replace(made, title=f"{made.title} · no news for {duration(state.news_age_seconds)}")
 
 
 def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
@@ -60,17 +69,19 @@ def mine(state: State, credits: Credits, peer: str | None) -> Sheet:
         rows: list[Row] = [("this folder has no peer; give --dir with the folder with which you joined",)]
         return Sheet("me", (Column("", left=True, wide=True),), rows)
     now = next((p for p in state.peers if p.peer == peer), None)
+    when = f"at {clock(state.heard)}" if state.silent and state.heard is not None else "now"
+    is_so = "was" if state.silent else "is"
     if now is None or not now.here:
-        rows = [("your peer is not there now",)]
+        rows = [(f"your peer {is_so} not there {when}",)]
     else:
         does = f"a stage with {blocks(now.first, now.last)}" if now.role == "stage" else _ROLES.get(now.role, now.role)
         step = f"step {now.step} of {now.steps}" if _steps(now) else ""
         loss = "" if now.loss is None else f"loss {now.loss:.3f} nats per token"
-        rows = [(f"your peer is {does} now: {now.phase}",), (", ".join(filter(None, (step, loss))),)]
+        rows = [(f"your peer {is_so} {does} {when}: {now.phase}",), (", ".join(filter(None, (step, loss))),)]
         rows = [row for row in rows if row[0]]
     names = {known.peer: known.name for known in state.peers}
     rows += [(line,) for line in own_lines(contributors(credits, names), peer, credits.round, state.rounds, names)]
-    return Sheet("me", (Column("", left=True, wide=True),), rows)
+    return _dated(Sheet("me", (Column("", left=True, wide=True),), rows), state)
 
 
 def draw(shown: Sheet, width: int, height: int, pattern: str, skip: int, *, ascii_only: bool) -> tuple[Panel, int]:
@@ -234,25 +245,32 @@ def _contributors(state: State) -> Sheet:
 
 
 def _health(state: State) -> Sheet:
-    rows: list[Row] = [(Text(MARKS[level], style=LEVEL_STYLES[level]), text) for level, text in _checks(state.health)]
+    rows: list[Row] = [(Text(MARKS[level], style=LEVEL_STYLES[level]), text) for level, text in _checks(state)]
     return Sheet("health", (Column("", left=True), Column("", left=True, wide=True)), rows)
 
 
-def _checks(health: StateHealth) -> Iterator[tuple[str, str]]:
+def _checks(state: State) -> Iterator[tuple[str, str]]:
     """(level, text) of each thing that may be wrong."""
+    health, there = state.health, "there"
     here = sum(o.here for o in health.operators)
     enough = "good" if here >= health.votes_needed else "error"
+    if state.silent and state.heard is not None and state.news_age_seconds is not None:
+        enough, there = "warning", f"there at {clock(state.heard)}"
+        yield (
+            "error",
+            f"no bootstrap node has answered for {duration(state.news_age_seconds)}; what follows is of {clock(state.heard)}",
+        )
     yield (
         enough,
-        f"{here} of {count(health.operators, 'bootstrap node')} there; a round needs {count(range(health.votes_needed), 'vote')}",
+        f"{here} of {count(health.operators, 'bootstrap node')} {there}; a round needs {count(range(health.votes_needed), 'vote')}",
     )
     for o in health.operators:
         facts = (
-            "there" if o.here else "not there",
+            there if o.here else f"not {there}",
             "leads" if o.leads else "",
             "voted for the newest round" if o.voted else "",
         )
-        yield "info" if o.here else "warning", f"{o.name}: {', '.join(filter(None, facts))}"
+        yield "info" if o.here and not state.silent else "warning", f"{o.name}: {', '.join(filter(None, facts))}"
     for fork in health.forks:
         yield "error", fork
     if not health.forks:

@@ -52,14 +52,18 @@ def answer(kind: str, text: str, **fields: str) -> Answer:
 
 
 class Fresh:
-    """An answer that is made anew when it is asked for and too old. `told()`: how much has happened so far. Any thread may ask."""
+    """An answer that is made anew when it is asked for and too old. `told()`: differs when something has happened. Any thread may ask."""
 
     def __init__(
-        self, kind: str, make: Callable[[], str], told: Callable[[], int], clock: Callable[[], float] = time.monotonic
+        self,
+        kind: str,
+        make: Callable[[], str],
+        told: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._kind, self._make, self._told, self._clock = kind, make, told, clock
         self._lock = threading.Lock()
-        self._made: tuple[float, int, Answer] | None = None
+        self._made: tuple[float, object, Answer] | None = None
 
     def __call__(self) -> Answer:
         with self._lock:

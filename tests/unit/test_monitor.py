@@ -8,7 +8,7 @@ import functools
 import io
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -113,7 +113,7 @@ def play(story: Callable[[Node, Monitor, list[Event]], Awaitable[None]]) -> list
         await node.start()
         watcher = network.transport(WATCHER)
         async with asyncio.timeout(30):
-            await story(node, Monitor(MANIFEST, watcher), events)
+            await story(node, Monitor(MANIFEST, watcher, bootstrap=node.transport.addresses), events)
         await watcher.aclose()
         await node.transport.aclose()
 
@@ -184,7 +184,7 @@ def test_of_many_peers_the_announcements_are_read_less_often(peers: int, looks: 
         network = MemoryNetwork()
         node = Node(network)
         await node.start()
-        monitor = Counted(MANIFEST, network.transport(WATCHER))
+        monitor = Counted(MANIFEST, network.transport(WATCHER), bootstrap=node.transport.addresses)
         for _ in range(12):
             await monitor.poll(lambda event: None)
         return len(node.asked)
@@ -341,8 +341,9 @@ class Astray:
 
 def test_a_node_that_is_away_is_a_warning_told_once() -> None:
     async def story(node: Node, monitor: Monitor, events: list[Event]) -> None:
-        monitor.transport = Astray(monitor.transport)  # type: ignore[assignment]
-        monitor.poll_seconds = 0.0
+        monitor = Monitor(
+            MANIFEST, cast(Transport, Astray(monitor.transport)), poll_seconds=0.0, bootstrap=node.transport.addresses
+        )
         node.log = records(commits())
         await monitor.follow(events.append)
 
@@ -361,14 +362,16 @@ def test_a_fork_between_two_nodes_is_found_and_named_once(voters: tuple[int, ...
         )
 
     async def run() -> list[Event]:
-        network, told = MemoryNetwork(), list[Event]()
+        network, told, places = MemoryNetwork(), list[Event](), list[str]()
         for key, record in (
             (keys[0], tiny.record(first(1.0), keys[0], keys[1])),
             (keys[2], tiny.record(first(2.0), *(keys[i] for i in voters))),
         ):
             raw = framing.pack_message([encoding.encode_record(record)])
-            await serve_calls(network.transport(key.peer_id), endpoints.LOG, functools.partial(answer, raw))
-        monitor = Monitor(manifest, network.transport(WATCHER))
+            node = network.transport(key.peer_id)
+            places += node.addresses
+            await serve_calls(node, endpoints.LOG, functools.partial(answer, raw))
+        monitor = Monitor(manifest, network.transport(WATCHER), bootstrap=tuple(places))
         async with asyncio.timeout(30):
             for _ in range(7 * COMPARE_POLLS):
                 await monitor.poll(told.append)

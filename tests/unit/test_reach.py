@@ -16,7 +16,8 @@ import pytest
 from peer.net.base import call, serve_calls
 from peer.net.clock import Clock
 from peer.net.daemon import Entrance
-from peer.net.dial_back import BOUNDS, GREETING, Bounds, DialBack, greets
+from peer.net.dial_back import BOUNDS, Bounds, DialBack, greets
+from peer.net.greeting import GREETING
 from peer.net.memory import MemoryNetwork, MemoryTransport
 from peer.net.reach import AGAIN_SECONDS, Around, Finding, Reach, find_out
 from protocol.errors import RemoteError
@@ -525,7 +526,7 @@ def test_a_daemon_is_dialled_back_and_a_remapped_port_is_reached(tmp_path: Path)
             before = len(came)
             await stranger.connect(announced, timeout=DEADLINE)
             assert await call(stranger, peer.peer_id, "echo", b"hello", timeout=DEADLINE) == b"hello"
-            assert len(came) == before + 1
+            assert len(came) == before + 2, "its greeting is heard first, then it is dialled"
             assert stranger.seen_at(peer.peer_id) == announce[0]
 
     asyncio.run(story())

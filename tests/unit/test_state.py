@@ -99,7 +99,9 @@ def test_every_field_of_the_state_has_a_source() -> None:
             for item in value:
                 collect(item)
 
-    for each in (state(watched(made, 3), NOW), state(one, NOW)):
+    old = watched(made, 3)
+    old.view.news_age = 40.0
+    for each in (state(watched(made, 3), NOW), state(old, NOW), state(one, NOW)):
         collect(each)
     expected = {f"{cls.__name__}.{f.name}" for cls in reached(State) for f in dataclasses.fields(cls)}
     assert set(seen) == expected

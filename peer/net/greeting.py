@@ -1,0 +1,68 @@
+"""Whether a libp2p host greets at an address, found out before the daemon dials it.
+
+After each failed dial libp2p leaves an address alone for longer, up to five minutes, so a peer that comes back is not found for as long.
+A plain TCP connection has no such memory. A libp2p that lives says its first bytes as soon as it is connected to: a process that is
+stopped, whose connections its kernel still takes, does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Iterable
+
+from peer.net.address import host_of, port_of
+from protocol.errors import shown
+
+GREETING = b"\x13/multistream/1.0.0\n"
+"""What a libp2p host sends first, whoever connects (https://github.com/multiformats/multistream-select)."""
+SECONDS = 3.0
+"""That a peer has for it; it is asked again while there is time."""
+SILENT = "no answer in time"
+_REASONS = {
+    errno.ECONNREFUSED: "connection refused",
+    errno.EHOSTUNREACH: "no route to its host",
+    errno.ENETUNREACH: "its network cannot be reached",
+}
+
+
+async def why_silent(addresses: Iterable[str], seconds: float) -> str:
+    """Empty as soon as a libp2p greets us at one of these direct addresses, or where only the daemon can say why it does not;
+    otherwise the last reason."""
+    tasks = {asyncio.create_task(_why(address, seconds)) for address in addresses}
+    reason = SILENT
+    try:
+        while tasks:
+            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                if not (reason := task.result()):
+                    return ""
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return reason
+
+
+async def _why(address: str, seconds: float) -> str:
+    try:
+        async with asyncio.timeout(seconds):
+            return "" if await is_given(host_of(address), port_of(address)) else "no libp2p host"
+    except TimeoutError:
+        return SILENT
+    except socket.gaierror:
+        return ""
+    except OSError as error:
+        return _REASONS.get(error.errno or 0, shown(error))
+
+
+async def is_given(host: str, port: int) -> bool:
+    """Whether a libp2p host greets there. Takes as long as the other side likes. Raises OSError where nobody takes the connection."""
+    reader, writer = await asyncio.open_connection(host, port, limit=2 * len(GREETING))
+    try:
+        return await reader.readexactly(len(GREETING)) == GREETING
+    except (OSError, EOFError):
+        return False
+    finally:
+        writer.transport.abort()

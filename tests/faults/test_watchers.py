@@ -1,0 +1,184 @@
+"""Who watches a run of real processes while its nodes die, stop, move or lose their line: the terminal, the page and the metrics.
+
+Before a node is back all three say for how long there is no news; when it is back all three show the newest round. How many seconds that
+takes is printed (`pytest -s`), and no bound is set here: this machine may be busy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from protocol.run.manifest import Manifest, TimingSpec
+from tests import tiny
+from tests.e2e import swarms
+from tests.faults.homes import homes
+from tests.faults.processes import DEADLINE, Swarm
+from tests.lab import Place
+from tests.watching import Watching, watching
+
+NODE, PEER, WATCHER = "node-0", "peer-0", "watcher"
+
+
+def make_manifest(nodes: int, quorum: int) -> Manifest:
+    chosen = swarms.options(Path("unused"), full=1, rounds=10**4, inner_steps=2)
+    return dataclasses.replace(
+        swarms.manifest(chosen),
+        start_peers=1,
+        operators=tuple(key.peer_id for key in tiny.OPERATORS[:nodes]),
+        quorum=quorum,
+        timing=TimingSpec(round_deadline=60.0, round_seconds=2.0, heartbeat=0.5, gone_after=10.0),
+    )
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run and its three watchers, which are one process: it has a terminal, a page and metrics."""
+
+    swarm: Swarm
+    monitor: Watching
+
+    def state(self) -> dict[str, Any]:
+        return dict(json.loads(self.monitor.get("state.json")))
+
+    def metric(self, name: str) -> float | None:
+        found = re.search(rf"^{name}{{.*?}} (\S+)$", self.monitor.get("metrics").decode(), re.MULTILINE)
+        return None if found is None else float(found[1])
+
+    def screen(self) -> tuple[int, int, bool]:
+        """The round on the terminal; where in what was drawn it, and where the last word of silence, stands; whether that is later."""
+        drawn = bytes(self.monitor.drawn).decode(errors="replace")
+        rounds = list(re.finditer(r"round ([\d,]+) of", drawn))
+        newest = rounds[-1] if rounds else None
+        silence = drawn.rfind("no news for")
+        at = newest.start() if newest is not None else 0
+        return (0 if newest is None else int(newest[1].replace(",", "")), silence, silence > at)
+
+    def until(self, wanted: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + DEADLINE
+        while not wanted():
+            assert time.monotonic() < end, what
+            assert self.monitor.process.poll() is None, self.monitor.drawn[-2000:]
+            time.sleep(0.2)  # neither a terminal nor a page has another sign of news
+
+    def decided(self) -> int:
+        """The newest round that any node has decided, as their events say."""
+        return max(
+            e.fields["round"] for name in self.swarm.nodes for e in self.swarm.events(name) if e.kind == "commit"
+        )
+
+    def silent(self, seconds: float = 6.0) -> None:
+        """Waits until all three say that there has been no news for so long, and nothing of what is only known now."""
+        self.until(lambda: (self.state()["news_age_seconds"] or 0.0) >= seconds, "the silence on the page")
+        state = self.state()
+        assert state["silent"]
+        assert state["seconds_left"] is None
+        assert state["heard"] < state["time"] - seconds + 1.0
+        self.until(lambda: (self.metric("potluck_news_age_seconds") or 0.0) >= seconds, "the silence in the metrics")
+        assert self.metric("potluck_peers_here") is None
+        assert self.metric("potluck_operators_here") is None
+        self.until(lambda: self.screen()[2], "the silence on the terminal")
+
+    def shows(self, what: str, since: float, beyond: int) -> None:
+        """Waits until all three show the newest round, and a round after `beyond`."""
+        took: dict[str, float] = {}
+
+        def all_do() -> bool:
+            state, newest = self.state(), self.decided()
+            if not state["silent"] and state["round"] > max(newest - 1, beyond):
+                took.setdefault("page", time.monotonic() - since)
+            if (self.metric("potluck_news_age_seconds") or 0.0) < 5.0 and (self.metric("potluck_round") or 0) > max(
+                newest - 1, beyond
+            ):
+                took.setdefault("metrics", time.monotonic() - since)
+            round, _, is_silent = self.screen()
+            if not is_silent and round > max(newest - 1, beyond):
+                took.setdefault("terminal", time.monotonic() - since)
+            return len(took) == 3
+
+        self.until(all_do, f"{what}: the newest round everywhere, {took}")
+        print(f"\n{what}: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in sorted(took.items())))
+
+
+@contextlib.contextmanager
+def watched(
+    folder: Path, nodes: int = 1, quorum: int = 1, places: dict[str, Place] | None = None, prefix: Sequence[object] = ()
+) -> Iterator[Watched]:
+    manifest = make_manifest(nodes, quorum)
+    with Swarm(folder, manifest, tiny.OPERATORS[:nodes], places=places) as swarm:
+        for name in swarm.nodes:
+            swarm.start_node(name)
+        swarm.start(PEER)
+        swarm.wait(NODE, lambda e: e.kind == "commit" and e.fields["round"] == 1, "round 1")
+        with watching(swarm.addresses[0], "--metrics", "0", prefix=prefix) as monitor:
+            found = Watched(swarm, monitor)
+            found.until(lambda: found.state()["round"] > 1, "the first round on the page")
+            yield found
+
+
+def test_a_node_is_killed_and_started_again(tmp_path: Path) -> None:
+    with watched(tmp_path / "run") as run:
+        run.swarm.kill(NODE)
+        run.silent()
+        before, began = run.decided(), time.monotonic()
+        events = len(run.swarm.events(NODE))
+        run.swarm.start(NODE)
+        run.swarm.wait(NODE, lambda e: e.kind == "listening", "its start", events)
+        print(f"\nthe node took {time.monotonic() - began:.1f} s to start")
+        since = time.monotonic()
+        run.shows("killed and started again, what it had decided", since, before - 1)
+        run.shows("killed and started again, another round", since, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [10.0, 30.0])
+def test_a_node_is_stopped(tmp_path: Path, seconds: float) -> None:
+    with watched(tmp_path / "run") as run:
+        process = psutil.Process(run.swarm.running[NODE].pid)
+        all_of = [process, *process.children(recursive=True)]
+        for each in all_of:
+            each.send_signal(signal.SIGSTOP)
+        run.silent(seconds)
+        before = run.decided()
+        for each in all_of:
+            each.send_signal(signal.SIGCONT)
+        since = time.monotonic()
+        run.shows(f"stopped {seconds:g} s", since, before - 1)
+        run.shows(f"stopped {seconds:g} s, another round", since, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["cut", "moved"])
+def test_a_node_loses_its_line_or_its_address(tmp_path: Path, what: str) -> None:
+    with (
+        homes(NODE, PEER, WATCHER) as there,
+        watched(tmp_path / "run", places=there.places, prefix=there.places[WATCHER][1]) as run,
+    ):
+        if what == "cut":
+            there.unplug(NODE)
+            run.silent(60.0)
+            there.plug_in(NODE)
+        else:
+            there.move(NODE)
+        before, since = run.decided(), time.monotonic()
+        run.shows(f"line or address {what}, another round", since, before)
+
+
+@pytest.mark.slow
+def test_one_of_four_nodes_is_gone_for_good(tmp_path: Path) -> None:
+    """It is the one by whose address the watcher came."""
+    with watched(tmp_path / "run", nodes=4, quorum=3) as run:
+        run.swarm.kill(NODE)
+        before, since = run.decided(), time.monotonic()
+        run.shows("one of four gone for good, two rounds more", since, before + 2)
