@@ -33,8 +33,7 @@ from peer.state import giving, taking
 from peer.state.outer_optimizer import Outer
 from protocol.codec import blob_hash, sparse
 from protocol.codec.settings import Codec
-from protocol.rounds import handover as rules
-from protocol.rounds import part_lists, rules, run_state
+from protocol.rounds import handover, part_lists, rules, run_state
 from protocol.rounds.run_state import RunState
 from protocol.run import init, layout
 from protocol.run.manifest import Manifest
@@ -321,7 +320,7 @@ class Ledger:
                     self._change(left, shapes, self.manifest.outer.codec, part.digest, -1)
             for move in moves:
                 if move.round == round:
-                    codec = rules.codec(self.manifest, move.handover.topk)
+                    codec = handover.codec(self.manifest, move.handover.topk)
                     self._change(left, shapes, codec, move.handover.blob, move.sign)
         return left
 
